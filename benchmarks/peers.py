@@ -1,0 +1,896 @@
+"""Time plain decoding of one model in this engine, transformers and llama.cpp: same weights, prompt, dtype and threads.
+
+    python benchmarks/peers.py                                   # the bundled model, everything that is installed
+    python benchmarks/peers.py --model FOLDER --contexts 512,8192 --batches 1,8 --json peers.json --plot peers.png
+
+What is compared, and why it is fair:
+* Decoding only. Prefill is timed apart: one row is prefilled and its keys and values are *copied* into the other rows,
+  so every row has its own memory and a step reads all of it. For llama.cpp that takes one stream per sequence
+  (kv_unified=False, where copying a sequence copies buffers; in a unified cache it would only share cells, and a step
+  would read 1/B of the bytes). The size of the KV buffer that llama.cpp reports is checked against B full rows.
+* Every peer runs in a process of its own, with the same number of threads; the others wait on a pipe meanwhile. Peers
+  take turns, A B C A B C: a block of steps each, its first step untimed (caches and thread pools wake up).
+* Every mode of a peer is timed and the fastest counts (marked *): transformers with sdpa and eager attention; its
+  static cache under torch.compile with both; llama.cpp with F16 and BF16 weights, flash attention off and on, F16 KV.
+* The ceiling is the time to read the weights and the context's keys and values once, at the read bandwidth that this
+  machine shows in this run. Cells that fit into a CPU cache can pass 100 %.
+* Greedy tokens are compared with transformers in fp32: every peer in fp32 (they must agree), and every timed cell in
+  its own dtype (where rounding may decide between near-equal logits: the gap there is shown).
+
+Shapes: B batch rows, S tokens a row holds, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import re
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from gguf_export import export_gguf
+from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config, resolve_model
+
+BUNDLED = Path(__file__).resolve().parent.parent / "gpt_fast_sd" / "bundled"
+PREFILL_CHUNK = 512
+WARMUP_STEPS = 3
+INSTALL = {
+    "ours": "pip install -e .",
+    "transformers": "pip install transformers",
+    "transformers-compiled": "pip install transformers (and a C++ compiler for torch.compile)",
+    "llama.cpp": 'CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python gguf',
+}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+# ---------------------------------------------------------------------------------------------------- the peers
+
+
+class Peer(Protocol):
+    """One engine with the model loaded. All rows hold the same prompt, each in its own memory."""
+
+    notes: str
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """Room for batch rows of capacity tokens; whatever was held before is gone."""
+        ...
+
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Every row holds tokens [S]; returns the greedy token that follows, per row [B]."""
+        ...
+
+    def step(self) -> list[int]:
+        """Every row holds its latest token too; returns the greedy token that follows, per row [B]."""
+        ...
+
+
+class Ours:
+    """Plain decoding by this engine: whole rounds, the host's part included."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        from gpt_fast_sd import DraftConfig, Engine, EngineConfig
+
+        def start(batch: int, capacity: int) -> Engine:
+            config = EngineConfig(batch_size=batch, max_seq_len=capacity, device="cpu", dtype=dtype)
+            return Engine.from_pretrained(folder, config, DraftConfig(policy="off"))
+
+        self.start = start
+        self.notes = f"{dtype} weights and KV"
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """A new engine of that shape, compiled."""
+        self.engine: Any = None  # let go of the old cache first
+        self.engine = self.start(batch, capacity)
+        self.engine.tokenizer = None  # tokens only, as the others
+        self.engine.warm_up()
+
+    @torch.inference_mode()
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Prefill slot 0, copy it into the other slots, decode the first token: tokens [S] -> [B]."""
+        from gpt_fast_sd import SamplingParams
+
+        engine, room = self.engine, self.engine.config.max_seq_len - len(tokens)
+        params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
+        requests = engine._requests([tokens] * engine.config.batch_size, params)
+        engine._admit(0, requests[0])
+        cache = engine.cache
+        for buffer in (*cache.k, *cache.v, cache.seq_len, engine.pending, engine.active):  # [B, ...]
+            buffer[1:] = buffer[:1].clone()
+        engine._slots = requests
+        return self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[int]:
+        """One round of plain decoding -> [B]."""
+        return [event.tokens[-1] for event in self.engine._round()]
+
+
+class Transformers:
+    """Hugging Face transformers: a growing cache run eagerly, or a static cache under torch.compile."""
+
+    def __init__(self, folder: Path, dtype: str, attention: str, *, compiled: bool) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=TORCH_DTYPES[dtype], attn_implementation=attention
+        )
+        self.compiled = compiled
+        self.cache: Any = None
+        self.notes = f"transformers {version('transformers')}, {dtype} weights and KV"
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """Forget the old cache and, when compiled, the old graphs: shapes are static."""
+        self.batch, self.capacity, self.cache = batch, capacity, None
+        self.decode: Callable[..., Any] = self.model
+        if self.compiled:
+            torch.compiler.reset()
+            self.decode = torch.compile(self.model, dynamic=False, fullgraph=True)
+
+    @torch.no_grad()
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Prefill one row in chunks, then repeat its keys and values: tokens [S] -> [B]."""
+        from transformers import DynamicCache, StaticCache
+
+        cache: Any = DynamicCache(config=self.model.config)
+        for chunk in torch.tensor([tokens]).split(PREFILL_CHUNK, dim=1):  # [1, chunk]
+            logits = self.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        if self.compiled:
+            self.cache = StaticCache(config=self.model.config, max_cache_len=self.capacity)
+            for i, layer in enumerate(cache.layers):
+                k, v = (x.expand(self.batch, -1, -1, -1) for x in (layer.keys, layer.values))  # [B, K, S, H]
+                self.cache.update(k, v, i)
+        else:
+            cache.batch_repeat_interleave(self.batch)
+            self.cache = cache
+        return self._choose(logits.expand(self.batch, -1, -1))
+
+    @torch.no_grad()
+    def step(self) -> list[int]:
+        """One forward of [B, 1] -> [B]."""
+        return self._choose(self.decode(self.tokens, past_key_values=self.cache, use_cache=True).logits)
+
+    def top2_gap(self) -> float:
+        """How far the latest token's logit lies above the runner-up, in row 0."""
+        best, second = self.logits[0].topk(2).values.tolist()
+        return float(best - second)
+
+    def _choose(self, logits: Tensor) -> list[int]:
+        """[B, 1, V] -> the greedy tokens [B], kept for the next step."""
+        self.logits = logits[:, -1].float()
+        self.tokens = logits.argmax(-1)  # [B, 1]
+        tokens: list[int] = self.tokens[:, 0].tolist()
+        return tokens
+
+
+class LlamaCpp:
+    """llama.cpp through the low-level calls of llama-cpp-python, one KV stream per sequence."""
+
+    def __init__(self, gguf: Path, config: ModelConfig, kv: str, threads: int, *, flash: bool) -> None:
+        import llama_cpp
+        import numpy as np
+
+        self.api, self.np, self.config = llama_cpp, np, config
+        self.kv, self.threads, self.flash = kv, threads, flash
+        self.log = ""
+        self._on_log = llama_cpp.llama_log_callback(self._keep_log)  # held here: C keeps only the pointer
+        llama_cpp.llama_log_set(self._on_log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        self.model: Any = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
+        if not self.model:
+            raise RuntimeError(f"llama.cpp refused the model: {self.log.strip().splitlines()[-1:]}")
+        self.context: Any = None
+        self.prompt_batch: Any = None
+        self.step_batch: Any = None
+        features = " ".join(re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode()))
+        release = version("llama-cpp-python")
+        self.notes = f"llama-cpp-python {release}, {gguf.stem} weights, {kv} KV, a stream per sequence; {features}"
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """A new context whose KV buffer holds batch separate rows."""
+        api = self.api
+        if self.context:
+            api.llama_free(self.context)
+            api.llama_batch_free(self.prompt_batch)
+            api.llama_batch_free(self.step_batch)
+        params = api.llama_context_default_params()
+        params.n_seq_max = batch
+        params.kv_unified = False
+        params.n_ctx = batch * -(-capacity // 256) * 256
+        params.n_batch = params.n_ubatch = PREFILL_CHUNK
+        params.n_threads = params.n_threads_batch = self.threads
+        params.type_k = params.type_v = {"F16": api.GGML_TYPE_F16, "F32": api.GGML_TYPE_F32}[self.kv]
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.no_perf = True
+        self.log = ""
+        self.context = api.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp refused the context: {self.log.strip().splitlines()[-1:]}")
+        self._refuse_shared_rows(batch, capacity)
+        self.batch = batch
+        self.prompt_batch = api.llama_batch_init(PREFILL_CHUNK, 0, 1)
+        self.step_batch = api.llama_batch_init(batch, 0, 1)
+        self.step_batch.n_tokens = batch
+        for row in range(batch):
+            self.step_batch.n_seq_id[row], self.step_batch.seq_id[row][0] = 1, row
+            self.step_batch.logits[row] = True
+
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Prefill sequence 0, copy its buffers into the other streams: tokens [S] -> [B]."""
+        batch = self.prompt_batch
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            chunk = tokens[start : start + PREFILL_CHUNK]
+            batch.n_tokens = len(chunk)
+            for i, token in enumerate(chunk):
+                batch.token[i], batch.pos[i] = token, start + i
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+                batch.logits[i] = start + i == len(tokens) - 1
+            self._decode(batch)
+        self.tokens = self._choose(1) * self.batch
+        memory = self.api.llama_get_memory(self.context)
+        for row in range(1, self.batch):
+            self.api.llama_memory_seq_cp(memory, 0, row, -1, -1)
+        self.length = len(tokens)
+        return self.tokens
+
+    def step(self) -> list[int]:
+        """One llama_decode of B tokens, one per sequence -> [B]."""
+        for row, token in enumerate(self.tokens):
+            self.step_batch.token[row], self.step_batch.pos[row] = token, self.length
+        self._decode(self.step_batch)
+        self.length += 1
+        self.tokens = self._choose(self.batch)
+        return self.tokens
+
+    def _decode(self, batch: Any) -> None:
+        status = self.api.llama_decode(self.context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+
+    def _choose(self, rows: int) -> list[int]:
+        """The greedy tokens of the latest batch's outputs [rows, V] -> [rows]."""
+        logits = self.np.ctypeslib.as_array(self.api.llama_get_logits(self.context), (rows, self.config.vocab_size))
+        tokens: list[int] = logits.argmax(1).tolist()
+        return tokens
+
+    def _keep_log(self, level: int, text: bytes, user_data: Any) -> None:
+        self.log = (self.log + text.decode(errors="replace"))[-100_000:]
+
+    def _refuse_shared_rows(self, batch: int, capacity: int) -> None:
+        """RuntimeError unless llama.cpp says that it allocated keys and values for batch full rows."""
+        needed = batch * capacity * self.config.kv_bytes_per_token({"F16": 2, "F32": 4}[self.kv])
+        held = sum(float(size) for size in re.findall(r"KV buffer size = +([\d.]+) MiB", self.log)) * 2**20
+        if held < needed:
+            raise RuntimeError(
+                f"llama.cpp reports {held / 2**20:.0f} MiB of KV where {batch} separate rows need {needed / 2**20:.0f}"
+            )
+
+
+# ------------------------------------------------------------------------------------- one process for each peer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One mode of one peer in one dtype."""
+
+    peer: str
+    mode: str
+    dtype: str
+    weights: str = ""  # of the GGUF file
+    attention: str = ""
+    flash: bool = False
+
+    @property
+    def label(self) -> str:
+        """Peer and mode in one phrase."""
+        return f"{self.peer} ({self.mode})" if self.mode else self.peer
+
+
+def entries(peer: str, dtype: str) -> list[Entry]:
+    """Every mode in which a peer may compete."""
+    if peer == "ours":
+        return [Entry(peer=peer, mode="", dtype=dtype)]
+    if peer == "llama.cpp":
+        return [
+            Entry(peer=peer, mode=f"{w}, flash {'on' if flash else 'off'}", dtype=dtype, weights=w, flash=flash)
+            for w in (("F16", "BF16") if dtype == "bf16" else ("F32",))
+            for flash in (False, True)
+        ]
+    return [Entry(peer=peer, mode=attention, dtype=dtype, attention=attention) for attention in ("sdpa", "eager")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What all peers share."""
+
+    folder: Path
+    config: ModelConfig
+    ggufs: Path  # folder of the GGUF files, F16.gguf and so on
+    threads: int
+
+
+def build(entry: Entry, setup: Setup) -> Peer:
+    """The peer an entry names, its model loaded."""
+    if entry.peer == "ours":
+        return Ours(setup.folder, entry.dtype)
+    if entry.peer == "llama.cpp":
+        kv = "F16" if entry.dtype == "bf16" else "F32"
+        gguf = setup.ggufs / f"{entry.weights}.gguf"
+        return LlamaCpp(gguf, setup.config, kv, setup.threads, flash=entry.flash)
+    compiled = entry.peer == "transformers-compiled"
+    return Transformers(setup.folder, entry.dtype, entry.attention, compiled=compiled)
+
+
+def timed_steps(peer: Peer, untimed: int, timed: int) -> tuple[list[list[int]], list[float]]:
+    """Take untimed + timed steps -> all their tokens [steps, B] and the milliseconds of the timed ones."""
+    tokens, milliseconds = [], []
+    for i in range(untimed + timed):
+        start = time.perf_counter()
+        tokens.append(peer.step())
+        if i >= untimed:
+            milliseconds.append((time.perf_counter() - start) * 1e3)
+    return tokens, milliseconds
+
+
+def serve(pipe: Connection, entry: Entry, setup: Setup) -> None:
+    """Build the peer, then answer calls until the pipe closes. Answers are ("ok" | "missing" | "failed", value)."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(setup.threads)
+    try:
+        peer = build(entry, setup)
+        pipe.send(("ok", peer.notes))
+    except ImportError as error:
+        pipe.send(("missing", one_line(error)))
+        return
+    except Exception as error:  # whatever a peer dies of is this peer's line in the report
+        pipe.send(("failed", one_line(error)))
+        return
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            call = timed_steps if name == "steps" else getattr(type(peer), name)
+            pipe.send(("ok", call(peer, *arguments)))
+        except Exception as error:  # as above
+            pipe.send(("failed", one_line(error)))
+
+
+class PeerMissing(Exception):
+    """The peer is not installed."""
+
+
+class PeerFailed(Exception):
+    """The peer is installed and could not do what it was asked."""
+
+
+class Worker:
+    """A peer in its own process; calls block until it answers."""
+
+    def __init__(self, entry: Entry, setup: Setup) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, entry, setup), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.notes = str(self._answer())
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The result of a peer's method (or of timed_steps, as "steps"); PeerFailed with the reason."""
+        self._pipe.send((name, arguments))
+        return self._answer()
+
+    def close(self) -> None:
+        """The process is gone and its memory free."""
+        self._pipe.close()
+        self._process.join(timeout=10)
+        self._process.kill()
+
+    def _answer(self) -> Any:
+        try:
+            state, value = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise PeerFailed(f"its process ended with code {self._process.exitcode}") from None
+        if state == "ok":
+            return value
+        self.close()
+        raise (PeerMissing if state == "missing" else PeerFailed)(value)
+
+
+# ------------------------------------------------------------------------------------------ prompt and ceiling
+
+
+def prompt_tokens(folder: Path, config: ModelConfig, text: str, length: int) -> list[int]:
+    """BOS and the text's tokens, repeated or cut to length [S]."""
+    tokenizer = load_tokenizer(folder, config)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer to read the prompt's text with")
+    body = tokenizer.encode(text, bos=False)
+    if not body:
+        raise ValueError("the text holds no token to make a prompt of")
+    start = [] if config.bos_id is None else [config.bos_id]
+    return (start + body * -(-length // len(body)))[:length]
+
+
+def read_bandwidth(repeats: int = 10) -> dict[str, float]:
+    """GB/s at which torch reads 1 GiB, several ways, the best of some repeats each."""
+    side = 16384
+    matrix = torch.ones(side, side)  # 1 GiB, and every page written
+    vector, words = torch.ones(side), matrix.view(torch.int64)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "fp32 sum": matrix.sum,
+        "int64 sum": words.sum,
+        "int64 max": words.max,
+        "fp32 matrix-vector": lambda: matrix @ vector,
+    }
+    bandwidth = {}
+    for name, read in ways.items():
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            read()
+            seconds.append(time.perf_counter() - start)
+        bandwidth[name] = matrix.numel() * 4 / min(seconds) / 1e9
+    return bandwidth
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Bytes of 16-bit weights that a step reads; of an untied input embedding it reads B rows only."""
+    unread = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    return 2 * (config.n_params - unread)
+
+
+# --------------------------------------------------------------------------------------------- the measurement
+
+
+@dataclass(kw_only=True)
+class Timing:
+    """What one entry did in one cell."""
+
+    entry: Entry
+    prefill_seconds: float
+    tokens: list[list[int]]  # [steps, B], from the first one on
+    milliseconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Milliseconds a step, half of the steps took less."""
+        return statistics.median(self.milliseconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What transformers says in fp32: greedy tokens [n] and each one's lead over the runner-up [n]."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+    def agreement(self, tokens: Sequence[list[int]]) -> dict[str, Any]:
+        """How many leading tokens of row 0 are the same, and how close the choice was where they part."""
+        pairs = list(zip(self.tokens, (row[0] for row in tokens), strict=False))
+        agreed = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
+        return {
+            "agreed": agreed,
+            "compared": len(pairs),
+            "fp32_logit_gap_where_they_part": None if agreed == len(pairs) else self.gaps[agreed],
+            "rows_alike": all(len(set(row)) == 1 for row in tokens[: len(pairs)]),
+        }
+
+
+class Run:
+    """One run of the benchmark: its settings, the peers still in it, and the report it grows."""
+
+    def __init__(self, args: argparse.Namespace, setup: Setup) -> None:
+        self.args, self.setup = args, setup
+        self.prompt: list[int] = []
+        self.entries = [entry for peer in args.peers for entry in entries(peer, "bf16")]
+        self.workers: dict[Entry, Worker] = {}
+        self.skipped: dict[str, str] = {}
+        self.failures: list[str] = []
+        self.notes: dict[str, str] = {}
+
+    @property
+    def decoded(self) -> int:
+        """Tokens each row says in a cell: one out of prefill, one a step."""
+        return int(1 + WARMUP_STEPS + self.args.repeats * (1 + self.args.steps))
+
+    def skip(self, peer: str, reason: str) -> None:
+        """The peer takes no part from here on; the report names it."""
+        self.skipped[peer] = reason
+        self.entries = [entry for entry in self.entries if entry.peer != peer]
+        print(f"  skipped {peer}: {reason}. To install it: {INSTALL[peer]}", flush=True)
+
+    def fail(self, entry: Entry, where: str, reason: str) -> None:
+        """Note a failure: this entry has no result there."""
+        self.failures.append(f"{entry.label}, {entry.dtype}, {where}: {reason}")
+        print(f"  failed: {self.failures[-1]}", flush=True)
+
+    def worker(self, entry: Entry) -> Worker:
+        """The entry's process, started when it is first asked for."""
+        if entry not in self.workers:
+            self.workers[entry] = Worker(entry, self.setup)
+            self.notes[entry.label] = self.workers[entry].notes
+        return self.workers[entry]
+
+    def find_missing(self) -> None:
+        """Start every timed entry once; peers that are not installed are skipped by name."""
+        for entry in list(self.entries):
+            if entry.peer in self.skipped:
+                continue
+            try:
+                self.worker(entry)
+            except PeerMissing as reason:
+                self.skip(entry.peer, str(reason))
+            except PeerFailed as reason:
+                self.fail(entry, "start", str(reason))
+                self.entries.remove(entry)
+
+    def reference(self, context: int) -> Reference | None:
+        """The tokens every peer should say after this context, or None without transformers."""
+        entry = Entry(peer="transformers", mode="eager", dtype="fp32", attention="eager")
+        try:
+            worker = Worker(entry, self.setup)
+            worker.call("reserve", 1, context + self.args.agree)
+            tokens = [worker.call("prefill", self.prompt[:context])[0]]
+            gaps = [worker.call("top2_gap")]
+            for _ in range(self.args.agree - 1):
+                tokens.append(worker.call("step")[0])
+                gaps.append(worker.call("top2_gap"))
+            worker.close()
+        except (PeerMissing, PeerFailed) as reason:
+            print(f"  no fp32 reference at context {context}: {reason}")
+            return None
+        return Reference(tokens=tokens, gaps=gaps)
+
+    def agreement_in_fp32(self, context: int, reference: Reference) -> dict[str, Any]:
+        """Every peer in fp32 against the reference, two rows each, by label."""
+        report = {}
+        for peer in [peer for peer in self.args.peers if peer not in self.skipped]:
+            for entry in entries(peer, "fp32"):
+                try:
+                    worker = Worker(entry, self.setup)
+                    worker.call("reserve", 2, context + self.args.agree)
+                    tokens = [worker.call("prefill", self.prompt[:context])]
+                    tokens += worker.call("steps", self.args.agree - 1, 0)[0]
+                    worker.close()
+                    report[entry.label] = reference.agreement(tokens)
+                    print(f"  {entry.label:<42}{agreement_phrase(report[entry.label])}", flush=True)
+                except (PeerMissing, PeerFailed) as reason:
+                    self.fail(entry, f"context {context}", str(reason))
+        return report
+
+    def cell(self, context: int, batch: int) -> list[Timing]:
+        """Prefill every entry, then let them take turns -> what each one took."""
+        timings: dict[Entry, Timing] = {}
+
+        def attempt(entry: Entry, work: Callable[[Entry], None]) -> None:
+            try:
+                work(entry)
+            except (PeerMissing, PeerFailed) as reason:
+                self.fail(entry, f"context {context}, batch {batch}", str(reason))
+                self.workers.pop(entry, None)
+                timings.pop(entry, None)
+
+        def prepare(entry: Entry) -> None:
+            worker = self.worker(entry)
+            worker.call("reserve", batch, context + self.decoded)
+            start = time.perf_counter()
+            first = worker.call("prefill", self.prompt[:context])
+            timings[entry] = Timing(entry=entry, prefill_seconds=time.perf_counter() - start, tokens=[first])
+            timings[entry].tokens += worker.call("steps", WARMUP_STEPS, 0)[0]
+
+        def take_turn(entry: Entry) -> None:
+            tokens, milliseconds = self.worker(entry).call("steps", 1, self.args.steps)
+            timings[entry].tokens += tokens
+            timings[entry].milliseconds += milliseconds
+
+        for entry in self.entries:
+            attempt(entry, prepare)
+        for _ in range(self.args.repeats):
+            for entry in list(timings):
+                attempt(entry, take_turn)
+        return list(timings.values())
+
+    def close(self) -> None:
+        """No process is left."""
+        for worker in self.workers.values():
+            worker.close()
+
+
+# --------------------------------------------------------------------------------------------------- the report
+
+
+def cell_report(
+    timings: list[Timing], context: int, batch: int, needs: dict[str, Any], reference: Reference | None
+) -> dict[str, Any]:
+    """One cell as plain data: every entry beside the roofline and beside ours."""
+    fastest = {peer: min(t.median for t in timings if t.entry.peer == peer) for peer in {t.entry.peer for t in timings}}
+    rows = [
+        {
+            "peer": t.entry.peer,
+            "mode": t.entry.mode,
+            "counts": t.median == fastest[t.entry.peer],
+            "ms_per_step": {"median": t.median, "min": min(t.milliseconds), "max": max(t.milliseconds)},
+            "tokens_per_second": batch / t.median * 1e3,
+            "percent_of_roofline": 100 * needs["roofline_ms"] / t.median,
+            "time_over_ours": t.median / fastest["ours"] if "ours" in fastest else None,
+            "prefill_one_row_seconds": t.prefill_seconds,
+            "greedy": reference.agreement(t.tokens) if reference else None,
+            "first_tokens": [row[0] for row in t.tokens[:16]],
+        }
+        for t in timings
+    ]
+    return {"context": context, "batch": batch, **needs, "results": rows}
+
+
+def agreement_phrase(greedy: dict[str, Any] | None) -> str:
+    """One agreement as a table cell."""
+    if greedy is None:
+        return "-"
+    phrase = f"{greedy['agreed']}/{greedy['compared']}"
+    if greedy["fp32_logit_gap_where_they_part"] is not None:
+        phrase += f", gap {greedy['fp32_logit_gap_where_they_part']:.3f}"
+    return phrase if greedy["rows_alike"] else phrase + ", rows differ"
+
+
+def print_cell(cell: dict[str, Any]) -> None:
+    """The cell's rows of the table."""
+    print(f"context {cell['context']}, batch {cell['batch']}: roofline {cell['roofline_ms']:.2f} ms")
+    print(
+        f"  {'peer':<42}{'ms/step':>9}{'min':>9}{'max':>9}{'tok/s':>9}{'% roof':>8}{'/ ours':>8}{'prefill s':>11}"
+        "  same tokens as fp32"
+    )
+    for row in cell["results"]:
+        ms, ratio = row["ms_per_step"], row["time_over_ours"]
+        label = f"{'*' if row['counts'] else ' '} {row['peer']}{' (' + row['mode'] + ')' if row['mode'] else ''}"
+        print(
+            f"  {label:<42}{ms['median']:>9.2f}{ms['min']:>9.2f}{ms['max']:>9.2f}{row['tokens_per_second']:>9.0f}"
+            f"{row['percent_of_roofline']:>8.0f}{'-' if ratio is None else format(ratio, '.2f'):>8}"
+            f"{row['prefill_one_row_seconds']:>11.1f}  {agreement_phrase(row['greedy'])}",
+            flush=True,
+        )
+
+
+def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:
+    """Save one panel per cell: milliseconds a step of each peer's fastest mode, and the roofline."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    contexts, batches = ([*dict.fromkeys(cell[name] for cell in cells)] for name in ("context", "batch"))
+    peers = [*dict.fromkeys(row["peer"] for cell in cells for row in cell["results"])]
+    size = (2 + 4 * len(contexts), 1 + len(batches) * (0.7 + 0.4 * len(peers)))
+    figure, axes = pyplot.subplots(
+        len(batches), len(contexts), figsize=size, squeeze=False, sharey=True, layout="constrained"
+    )
+    for cell in cells:
+        panel = axes[batches.index(cell["batch"])][contexts.index(cell["context"])]
+        rows = {row["peer"]: row for row in cell["results"] if row["counts"]}
+        for i, peer in enumerate(peers):
+            if peer not in rows:
+                panel.text(0, i, " no result", va="center", color="grey", fontsize=8)
+                continue
+            median, share = rows[peer]["ms_per_step"]["median"], rows[peer]["percent_of_roofline"]
+            panel.barh(i, median, color="tab:orange" if peer == "ours" else "tab:blue", height=0.7)
+            panel.text(median, i, f" {median:.2f} ms, {share:.0f} %", va="center", fontsize=8)
+        panel.axvline(cell["roofline_ms"], color="black", linestyle="--", linewidth=1)
+        widest = max((row["ms_per_step"]["median"] for row in rows.values()), default=0.0)
+        panel.set_xlim(0, 1.5 * max(widest, cell["roofline_ms"]))
+        panel.set_title(f"context {cell['context']}, batch {cell['batch']}", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_yticks(range(len(peers)), peers)
+    axes[0][0].invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    figure.supxlabel("ms per step; dashed line and percentage: reading weights and KV once", fontsize=9)
+    figure.savefig(file, dpi=150)
+
+
+def version(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line of a report."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Machine and versions that the numbers belong to."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
+    packages = ("torch", "transformers", "llama-cpp-python", "gguf")
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cpus": os.cpu_count(),
+        "threads": threads,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in packages},
+    }
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+
+def whole_numbers(least: int) -> Callable[[str], list[int]]:
+    """A parser of "512,8192" that refuses anything below least."""
+
+    def parse(text: str) -> list[int]:
+        values = [int(part) if part.strip().isdigit() else -1 for part in text.split(",")]
+        if min(values) < least:
+            raise argparse.ArgumentTypeError(f"expected whole numbers of at least {least}, as in 1,8; got {text!r}")
+        return list(dict.fromkeys(values))
+
+    return parse
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """A parser of one whole number that refuses anything below least."""
+
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def peer_names(text: str) -> list[str]:
+    """A parser of "ours,llama.cpp"."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in INSTALL:
+            raise argparse.ArgumentTypeError(f"there is no peer {name!r}; there are {', '.join(INSTALL)}")
+    return list(dict.fromkeys(names))
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line, checked as far as it can be without the model."""
+    parser = argparse.ArgumentParser(
+        description="Time plain decoding in this engine, transformers and llama.cpp.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default=str(BUNDLED), help="Hugging Face style folder of a Llama, or a hub id")
+    add("--text", type=Path, default=BUNDLED / "document.txt", help="text the prompt is made of, repeated or cut")
+    add("--contexts", type=whole_numbers(2), default=[512, 8192, 16000], help="tokens in the cache, as 512,8192")
+    add("--batches", type=whole_numbers(1), default=[1, 8], help="rows, as 1,8")
+    add("--peers", type=peer_names, default=list(INSTALL), help=f"among {','.join(INSTALL)}")
+    add("--steps", type=whole_number(1), default=16, help="timed steps of a block")
+    add("--repeats", type=whole_number(1), default=5, help="blocks each peer gets, in turns")
+    add("--threads", type=whole_number(1), default=torch.get_num_threads(), help="threads of every peer")
+    add("--agree", type=whole_number(0), default=16, help="greedy tokens compared with fp32; 0: none")
+    add("--json", metavar="FILE", help="write one JSON document; - prints it as the last line")
+    add("--plot", type=Path, metavar="FILE", help="write a bar plot (PNG)")
+    return parser.parse_args()
+
+
+def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
+    """Run everything, printing as it goes, and return the report; ValueError for input that makes no sense."""
+    folder = resolve_model(args.model)
+    config = read_config(folder)
+    setup = Setup(folder=folder.resolve(), config=config, ggufs=ggufs, threads=args.threads)
+    run = Run(args, setup)
+    room = config.max_seq_len - run.decoded
+    if max(args.contexts) > room:
+        raise ValueError(
+            f"context {max(args.contexts)} and {run.decoded} decoded tokens pass the model's {config.max_seq_len} "
+            f"positions; use at most {room}, or fewer --steps or --repeats"
+        )
+    run.prompt = prompt_tokens(folder, config, args.text.read_text(encoding="utf-8"), max(args.contexts))
+
+    torch.set_num_threads(args.threads)
+    ways = read_bandwidth()
+    bandwidth = max(ways.values())
+    weights, per_token = weight_bytes(config), config.kv_bytes_per_token(2)
+    print(f"model {args.model}: {config.n_params / 1e6:.1f} M parameters, {per_token} bytes of KV per token (16 bit)")
+    print(f"read bandwidth {bandwidth:.1f} GB/s, {args.threads} threads, 1 GiB (", end="")
+    print(", ".join(f"{way} {rate:.1f}" for way, rate in ways.items()) + ")")
+    print(f"{'context':>9}{'batch':>7}{'weights MB':>12}{'KV MB':>9}{'roofline ms':>13}")
+    needs = {}
+    for context in args.contexts:
+        for batch in args.batches:
+            kv = batch * (context + run.decoded // 2) * per_token  # the cache grows: its mean over the steps
+            needs[context, batch] = {
+                "weight_bytes": weights,
+                "kv_bytes": kv,
+                "roofline_ms": (weights + kv) / bandwidth / 1e6,
+            }
+            roofline = needs[context, batch]["roofline_ms"]
+            print(f"{context:>9}{batch:>7}{weights / 1e6:>12.1f}{kv / 1e6:>9.1f}{roofline:>13.2f}")
+
+    try:
+        if "llama.cpp" in args.peers:
+            try:
+                for name in ("F16", "BF16", "F32"):
+                    export_gguf(folder, ggufs / f"{name}.gguf", name.lower())
+            except ImportError as error:
+                run.skip("llama.cpp", one_line(error))
+        run.find_missing()
+        for label, notes in run.notes.items():
+            print(f"  {label}: {notes}")
+        references = {context: run.reference(context) if args.agree else None for context in args.contexts}
+        in_fp32: dict[str, Any] = {}
+        shortest = min(args.contexts)
+        if reference := references[shortest]:
+            print(f"first {args.agree} greedy tokens in fp32, context {shortest}, the same as transformers (eager):")
+            in_fp32 = run.agreement_in_fp32(shortest, reference)
+        cells = []
+        for context, batch in needs:
+            timings = run.cell(context, batch)
+            cells.append(cell_report(timings, context, batch, needs[context, batch], references[context]))
+            print_cell(cells[-1])
+    finally:
+        run.close()
+    again = max(read_bandwidth().values())
+    print(f"* the mode that counts for its peer. Read bandwidth at the end: {again:.1f} GB/s", end="")
+    print(": the percentages are too high, something else was running at the start" if again > 1.1 * bandwidth else "")
+    for peer, reason in run.skipped.items():
+        print(f"skipped {peer}: {reason}. To install it: {INSTALL[peer]}")
+    for failure in run.failures:
+        print(f"failed: {failure}")
+    return {
+        "benchmark": "peers",
+        "environment": environment(args.threads),
+        "model": {"name": folder.name, "n_params": config.n_params, **asdict(config)},
+        "settings": {"steps": args.steps, "repeats": args.repeats, "warmup": WARMUP_STEPS, "peers": args.peers},
+        "read_gb_per_second": {"start": ways, "best": bandwidth, "end": again},
+        "greedy_fp32": {"context": shortest, "peers": in_fp32},
+        "notes": run.notes,
+        "cells": cells,
+        "skipped": [{"peer": p, "reason": r, "install": INSTALL[p]} for p, r in run.skipped.items()],
+        "failures": run.failures,
+    }
+
+
+def main() -> None:
+    """Run the benchmark and write what was asked for, or exit with one sentence."""
+    args = parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes, as the next one
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    try:
+        with tempfile.TemporaryDirectory() as ggufs:
+            report = benchmark(args, Path(ggufs))
+        if args.plot:
+            cpu, rate = report["environment"]["cpu"], report["read_gb_per_second"]["best"]
+            plot(report["cells"], f"Plain decoding: {cpu}, threads {args.threads}, {rate:.0f} GB/s", args.plot)
+        if args.json == "-":
+            print(json.dumps(report))
+        elif args.json:
+            Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except ImportError as error:
+        sys.exit(f"peers.py: {error}; install it with: pip install matplotlib")
+    except (ValueError, OSError) as error:
+        sys.exit(f"peers.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Compiled steps that count their graphs, and the fall-back where nothing can compile."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CompiledStep:
+    """A function compiled fullgraph by Inductor, or called as it is; `graphs` counts how often it was compiled."""
+
+    def __init__(self, fn: Callable[..., Any], *, compiled: bool) -> None:
+        self.graphs = 0
+        self._call = torch.compile(own_code(fn), fullgraph=True, backend=self._backend) if compiled else fn
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        self.graphs += 1
+        step: Callable[..., Any] = compile_fx(graph, inputs)  # type: ignore[assignment]
+        return step
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the step."""
+        return self._call(*args)
+
+
+def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own.
+
+    Dynamo keeps compiled graphs, and their limit, per code object: so engines and steps of different shapes do not meet
+    each other's guards.
+    """
+    assert isinstance(fn, types.FunctionType)
+    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether Inductor can build code here; warns once with the reason where it cannot."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            warnings.warn("compile=True needs triton on CUDA, which is not installed: running eagerly", stacklevel=3)
+            return False
+        return True
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        warnings.warn("compile=True needs a C++ compiler, and none was found: running eagerly, slower", stacklevel=3)
+        return False
+    return True

@@ -1,0 +1,18 @@
+"""Names to torchao configurations: one call, `quantize_(model, config)`, after the weights are where they belong."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def quantize(model: nn.Module, name: str) -> None:
+    """Quantize the linear layers of every block in place; the output head and the embedding keep their dtype.
+
+    "int8": weight-only, one scale per output channel (torchao Int8WeightOnlyConfig).
+    """
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    configs = {"int8": Int8WeightOnlyConfig}
+    quantize_(
+        model, configs[name](), filter_fn=lambda m, where: isinstance(m, nn.Linear) and where.startswith("layers.")
+    )

@@ -1,0 +1,113 @@
+"""One prompt on its way through the engine: what it may still emit, and when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .config import SamplingParams
+from .stats import CompletionStats
+
+
+class Decoder(Protocol):
+    """Turns tokens into text as far as it is settled."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that these tokens complete."""
+        ...
+
+    def flush(self) -> str:
+        """Whatever is still held back."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished prompt.
+
+    tokens end with the EOS token, or the one that completed a stop string, if that ended them; text holds neither.
+    """
+
+    index: int
+    tokens: list[int]
+    text: str
+    finish_reason: str  # "stop": EOS or a stop string; "length": max_tokens
+    stats: CompletionStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """What one round committed for one prompt. sources names who proposed each token: "target" or a draft policy.
+
+    text may lag behind tokens (an unfinished character, a possible stop string). completion comes with the last event.
+    """
+
+    index: int
+    tokens: list[int]
+    text: str
+    sources: list[str]
+    completion: Completion | None = None
+
+
+@dataclass
+class Request:
+    """A prompt, its parameters and its output so far."""
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    eos_ids: frozenset[int]
+    decoder: Decoder | None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    rounds: int = 0
+    _held: str = ""  # settled text that may be the beginning of a stop string
+
+    @property
+    def length(self) -> int:
+        """Positions committed once the last emitted token is fed: prompt and output, less that token."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    def commit(self, token: int, source: str) -> TokenEvent:
+        """Take the token of one round; finish_reason is set when it was the last."""
+        self.rounds += 1
+        self.tokens.append(token)
+        ended = token in self.eos_ids and not self.params.ignore_eos
+        piece = self.decoder.push([token]) if self.decoder and not ended else ""
+        if ended:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.params.max_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason and self.decoder:
+            piece += self.decoder.flush()
+        shown = self._settle(piece)
+        self.text += shown
+        done = self.completion() if self.finish_reason else None
+        return TokenEvent(index=self.index, tokens=[token], text=shown, sources=[source], completion=done)
+
+    def _settle(self, piece: str) -> str:
+        """Text that can be shown: nothing of a stop string, nor of what may yet become one."""
+        pending = self._held + piece
+        stops = self.params.stop_strings
+        found = [at for at in (pending.find(stop) for stop in stops) if at >= 0]
+        if found:
+            self.finish_reason, self._held = "stop", ""
+            return pending[: min(found)]
+        keep = 0 if self.finish_reason else max((_overlap(pending, stop) for stop in stops), default=0)
+        self._held = pending[len(pending) - keep :]
+        return pending[: len(pending) - keep]
+
+    def completion(self) -> Completion:
+        """The finished account."""
+        assert self.finish_reason is not None
+        stats = CompletionStats(rounds=self.rounds, emitted=len(self.tokens))
+        return Completion(
+            index=self.index, tokens=self.tokens, text=self.text, finish_reason=self.finish_reason, stats=stats
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that begins stop."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

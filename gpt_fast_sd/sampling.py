@@ -1,0 +1,120 @@
+"""Logits to tokens without a host sync: one pipeline makes every distribution, randomness is an argument.
+
+Shapes: B batch rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import SamplingParams
+
+_MASK32 = 0xFFFFFFFF
+
+
+@dataclass
+class SamplingTable:
+    """The sampling parameters of B slots as tensors; a slot's row is overwritten when a request takes it.
+
+    A filter that is off holds a value that keeps everything: top_k = V, top_p = 1, min_p = 0.
+    """
+
+    temperature: Tensor  # fp32 [B], 0 is greedy
+    top_k: Tensor  # int64 [B]
+    top_p: Tensor  # fp32 [B]
+    min_p: Tensor  # fp32 [B]
+    seed: Tensor  # int64 [B]
+
+    @staticmethod
+    def empty(batch_size: int, vocab_size: int, device: torch.device) -> SamplingTable:
+        """All slots greedy."""
+        return SamplingTable(
+            temperature=torch.zeros(batch_size, device=device),
+            top_k=torch.full((batch_size,), vocab_size, dtype=torch.int64, device=device),
+            top_p=torch.ones(batch_size, device=device),
+            min_p=torch.zeros(batch_size, device=device),
+            seed=torch.zeros(batch_size, dtype=torch.int64, device=device),
+        )
+
+    def put(self, slot: int, params: SamplingParams, seed: int, vocab_size: int) -> None:
+        """Give one slot the parameters of a request."""
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = min(params.top_k or vocab_size, vocab_size)
+        self.top_p[slot] = 1.0 if params.top_p is None else params.top_p
+        self.min_p[slot] = 0.0 if params.min_p is None else params.min_p
+        self.seed[slot] = seed
+
+
+def filters_anything(params: Sequence[SamplingParams]) -> bool:
+    """Whether any of these requests needs the sorted filters (known on the host, so that the others skip the sort)."""
+    return any(p.temperature > 0 and (p.top_k or p.top_p not in (None, 1.0) or p.min_p) for p in params)
+
+
+def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True) -> Tensor:
+    """The distribution each row samples from: logits [B, V] -> fp32 [B, V], rows sum to 1.
+
+    Temperature, then top-k (ties with the k-th stay), then top-p (the smallest set of most likely tokens whose mass
+    reaches p), then min-p (tokens at least min_p times as likely as the best): the order of Hugging Face generate.
+    A greedy row is one-hot at its argmax (the lowest id of equals). filtered=False skips the sort; allowed only when
+    every filter is off.
+    """
+    logits = logits.float()
+    greedy = table.temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, table.temperature)[:, None]
+    if filtered:
+        ordered, index = scaled.sort(dim=-1, descending=True, stable=True)  # [B, V]
+        kth = ordered.gather(-1, table.top_k[:, None] - 1)  # [B, 1]
+        keep = ordered >= kth
+        p = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
+        before = p.cumsum(-1) - p  # mass of strictly better tokens
+        keep &= (before < table.top_p[:, None]) | (table.top_p[:, None] >= 1.0)
+        keep &= p >= table.min_p[:, None] * p[:, :1]
+        kept = torch.zeros_like(keep).scatter(-1, index, keep)  # back to token order
+        scaled = scaled.masked_fill(~kept, float("-inf"))
+    p = scaled.softmax(-1)
+    best = torch.zeros_like(p).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy[:, None], best, p)
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """The token where the cumulative distribution first exceeds u: p [B, V], u fp32 [B] in [0, 1) -> int64 [B].
+
+    p need not sum to 1. A token of probability 0 is never drawn, whatever the rounding of the sum.
+    """
+    cumulative = p.double().cumsum(-1)  # fp64: an fp32 sum over 128K tokens loses the tail
+    target = u.double()[:, None] * cumulative[:, -1:]
+    token = (cumulative <= target).sum(-1)  # the first index with cumulative > target
+    last = p.shape[-1] - 1 - (p > 0).flip(-1).int().argmax(-1)  # the last possible token
+    return torch.minimum(token, last)
+
+
+def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
+    """A number in [0, 1) for each (seed, position, stream), the same on every device: int64 [B], int64 [B] -> fp32 [B].
+
+    Counter-based, so a row's randomness depends on nothing but its own seed and place in the text. Four rounds of a
+    32-bit finalizer (Ellis's lowbias32 constants) over the words of the key; 24 bits of it become the number.
+    """
+    words = (seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32, torch.full_like(position, stream))
+    h = torch.full_like(seed, 0x9E3779B9)
+    for word in words:
+        h = _mix32(h ^ word)
+    return (h >> 8).float() * 2.0**-24
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words, held in int64: every bit of x reaches every bit of the result."""
+    x = x ^ (x >> 16)
+    x = _multiply32(x, 0x7FEB352D)
+    x = x ^ (x >> 15)
+    x = _multiply32(x, 0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _multiply32(x: Tensor, factor: int) -> Tensor:
+    """x * factor modulo 2**32 without ever leaving 63 bits: signed overflow is undefined in compiled C++."""
+    high = (x * (factor >> 16)) & 0xFFFF
+    return ((high << 16) + x * (factor & 0xFFFF)) & _MASK32

@@ -1,0 +1,101 @@
+"""What a run measured: totals of the engine, and the account of one completion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionStats:
+    """The account of one prompt.
+
+    A round is one pass of the target. Drafts beyond the end of the output are not counted.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Emitted tokens a pass of the target."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready, derived figures included."""
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_round": self.tokens_per_round,
+            "accepted_by_position": list(self.accepted_by_position),
+        }
+
+
+@dataclass
+class EngineStats:
+    """Totals of the latest generate or stream call.
+
+    decode_seconds is the wall time of rounds, host_seconds the part of it outside the model's steps (sampling, text,
+    bookkeeping). kv_bytes counts what the attention of the rounds reads: every slot, to the end of the last split in
+    view. recompiles counts graphs compiled during the call; those of the warm-up are in compile_seconds.
+    """
+
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_seconds: float = 0.0
+    host_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    decode_tokens: int = 0
+    rounds: int = 0
+    row_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    kv_bytes: int = 0
+    recompiles: int = 0
+    completions: list[CompletionStats] = field(default_factory=list, repr=False)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Emitted tokens of all rows over decode_seconds."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens over prefill_seconds."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens of all rows; 0 where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Emitted tokens a row and round."""
+        return self.decode_tokens / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of keys and values read by rounds, per emitted token."""
+        return self.kv_bytes / self.decode_tokens if self.decode_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready, derived figures included."""
+        names = (
+            "compile_seconds prefill_seconds prefill_tokens prefill_tokens_per_second decode_seconds host_seconds "
+            "draft_seconds verify_seconds decode_tokens decode_tokens_per_second rounds drafted accepted "
+            "acceptance_rate tokens_per_round kv_bytes_per_token recompiles"
+        ).split()
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,358 @@
+"""A Hugging Face folder or hub id -> a Transformer, and back.
+
+The model is built on the meta device; each stored tensor is then read once, straight into its place in our fused
+layout, so the peak is the model and one tensor. Every failure is a CheckpointError: one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .config import ModelConfig, token_ids
+from .llama import Transformer
+from .rope import rope_frequencies
+
+
+class CheckpointError(ValueError):
+    """A model folder cannot be used; one sentence says which file and why."""
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+_SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokenizer*", "special_tokens_map.json"]
+_SMALL_FILES += ["added_tokens.json", "chat_template*"]
+
+
+def resolve_model(name: str | Path) -> Path:
+    """The folder that holds the model: a local one, or a hub id's snapshot, downloaded where it is not cached."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} is no model folder: it has no config.json")
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file; a model is a folder with config.json and weights")
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(name)):
+        raise CheckpointError(f"no folder {folder}, and {str(name)!r} is no hub id of the form owner/name")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointError(
+            f'no folder {folder}; to download it as a hub id, first run: pip install "gpt_fast_sd[hf]"'
+        ) from None
+    try:
+        folder = Path(snapshot_download(str(name), allow_patterns=[*_SMALL_FILES, "model*.safetensors"]))
+        if not any(folder.glob("model*.safetensors")):
+            snapshot_download(str(name), allow_patterns=["pytorch_model*.bin"])
+    except Exception as error:  # the network and the hub fail in ways we cannot list
+        raise CheckpointError(f"no folder {Path(name)}, and the hub did not give it: {_first_line(error)}") from error
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{name} on the hub is no model this reads: it has no config.json")
+    return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object a JSON file holds."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        refuse_pointer(path)
+        raise CheckpointError(f"{path} cannot be read as JSON: {_first_line(error)}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, but holds a {type(found).__name__}")
+    return found
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of the model in the folder; generation_config.json, where there is one, decides the end-of-text ids."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is no model folder: it has no config.json")
+    generation = folder / "generation_config.json"
+    raw = read_json(path)
+    later = read_json(generation) if generation.is_file() else {}
+    try:
+        config = ModelConfig.from_hugging_face(raw, str(path))
+        eos_ids = token_ids(later, "eos_token_id", str(generation))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    return replace(config, eos_ids=eos_ids or config.eos_ids)
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise where the file is only a git-lfs pointer, the usual result of a clone without git-lfs."""
+    if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run: git lfs pull")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+# Our tensor is a run of equal units along its rows; (name, rows) says how many rows of every unit a stored tensor
+# gives, in order. Unit u of ours is then rows [u * rows, (u + 1) * rows) of each stored tensor, so any run of units
+# can be read alone. A tensor that is stored as it is has units of one row.
+Layout = tuple[tuple[str, int], ...]
+
+
+def name_table(config: ModelConfig) -> dict[str, Layout]:
+    """Our parameter names -> where Hugging Face keeps their rows; a tied output is not listed."""
+    head, group = config.head_dim, config.group_size
+    table: dict[str, Layout] = {"embedding.weight": (("model.embed_tokens.weight", 1),)}
+    for i in range(config.n_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+            table[f"{ours}.attention.wqkv.{kind}"] = (  # [K, G + 2, H, D]
+                (f"{theirs}.self_attn.q_proj.{kind}", group * head),
+                (f"{theirs}.self_attn.k_proj.{kind}", head),
+                (f"{theirs}.self_attn.v_proj.{kind}", head),
+            )
+        table[f"{ours}.feed_forward.w_in.weight"] = (  # [F, 2, D]
+            (f"{theirs}.mlp.gate_proj.weight", 1),
+            (f"{theirs}.mlp.up_proj.weight", 1),
+        )
+        plain = {
+            "attention_norm": "input_layernorm",
+            "attention.wo": "self_attn.o_proj",
+            "ffn_norm": "post_attention_layernorm",
+            "feed_forward.w_out": "mlp.down_proj",
+        }
+        if config.qk_norm:
+            plain |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+        for our, their in plain.items():
+            table[f"{ours}.{our}.weight"] = ((f"{theirs}.{their}.weight", 1),)
+    table["norm.weight"] = (("model.norm.weight", 1),)
+    if not config.tie_embeddings:
+        table["output.weight"] = (("lm_head.weight", 1),)
+    return table
+
+
+def _units(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+    """Views of our tensor, one per stored tensor: [units, rows, ...] each."""
+    rows = [rows for _, rows in layout]
+    parts: tuple[Tensor, ...] = tensor.unflatten(0, (-1, sum(rows))).split(rows, dim=1)
+    return parts
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+_READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class _File(Protocol):
+    """One open weight file; nothing is read before `read`."""
+
+    def names(self) -> list[str]: ...
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype, the dtype as safetensors spells it."""
+        ...
+
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """The rows of a [R] tensor, or the rows and columns of a [R, C] tensor."""
+        ...
+
+
+class _SafetensorsFile:
+    def __init__(self, path: Path) -> None:
+        self.handle: Any = safe_open(path, framework="pt")
+
+    def names(self) -> list[str]:
+        return list(self.handle.keys())
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        stored = self.handle.get_slice(name)
+        return tuple(stored.get_shape()), stored.get_dtype()
+
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        stored = self.handle.get_slice(name)
+        part: Tensor = stored[rows] if len(stored.get_shape()) == 1 else stored[rows, columns]
+        return part
+
+
+class _PickleFile:
+    def __init__(self, path: Path) -> None:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+            raise RuntimeError("it holds something other than named tensors")
+        self.tensors: dict[str, Tensor] = found
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        tensor = self.tensors[name]
+        spelling = {dtype: name for name, dtype in _READABLE.items()}
+        return tuple(tensor.shape), spelling.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        tensor = self.tensors[name]
+        return tensor[rows] if tensor.dim() == 1 else tensor[rows, columns]
+
+
+class Weights:
+    """The stored tensors of a folder, memory-mapped: safetensors or, where there are none, pytorch_model.bin."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file: dict[str, tuple[Path, _File]] = {}
+        for single, opener in (("model.safetensors", _SafetensorsFile), ("pytorch_model.bin", _PickleFile)):
+            index = folder / f"{single}.index.json"
+            if (folder / single).is_file():
+                opened = _open(folder / single, opener)
+                self._file = {name: (folder / single, opened) for name in opened.names()}
+                return
+            if index.is_file():
+                self._read_index(index, opener)
+                return
+        raise CheckpointError(f"{folder} has no weights: neither model.safetensors nor pytorch_model.bin, nor an index")
+
+    def _read_index(self, index: Path, opener: type[_SafetensorsFile] | type[_PickleFile]) -> None:
+        where = read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+            raise CheckpointError(f"{index} must have a weight_map from tensor names to file names")
+        opened: dict[str, _File] = {}
+        for shard in sorted(set(where.values())):
+            if not (self.folder / shard).is_file():
+                raise CheckpointError(f"{self.folder / shard} is missing, but {index.name} names it")
+            opened[shard] = _open(self.folder / shard, opener)
+        inside = {shard: set(file.names()) for shard, file in opened.items()}
+        for name, shard in where.items():
+            if name not in inside[shard]:
+                raise CheckpointError(f"{self.folder / shard} has no tensor {name}, but {index.name} says it has")
+            self._file[name] = (self.folder / shard, opened[shard])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a stored tensor."""
+        return self._file[name][0]
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise unless exactly these tensors are stored, with these shapes, as floats; old rotary tables may stay."""
+        for name, shape in shapes.items():
+            if name not in self:
+                raise CheckpointError(f"{self.folder} has no tensor {name}, which its config.json asks for")
+            path, file = self._file[name]
+            stored, dtype = file.describe(name)
+            if stored != shape:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(stored)}, but config.json asks for {list(shape)}"
+                )
+            if dtype not in _READABLE:
+                raise CheckpointError(
+                    f"{path}: {name} is stored as {dtype}, but only {', '.join(_READABLE)} can be read"
+                )
+        extra = [n for n in self._file if n not in shapes and not n.endswith("rotary_emb.inv_freq")]
+        if extra:
+            more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
+            raise CheckpointError(f"{self.file_of(extra[0])}: config.json's model has no place for {extra[0]}{more}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype a tensor is stored in."""
+        return _READABLE[self._file[name][1].describe(name)[1]]
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Rows and columns of a stored [R, C] tensor, or rows of a stored [R], on the CPU in the stored dtype."""
+        path, file = self._file[name]
+        try:
+            return file.read(name, rows, columns)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {name} cannot be read: {_first_line(error)}") from None
+
+    def read_into(self, ours: Tensor, layout: Layout, first_row: int = 0, first_column: int = 0) -> None:
+        """Fill ours, [R] or [R, C] in whole units: the part of a parameter that starts at (first_row, first_column)."""
+        unit = sum(rows for _, rows in layout)
+        assert first_row % unit == 0 and ours.shape[0] % unit == 0
+        first, last = first_row // unit, (first_row + ours.shape[0]) // unit
+        columns = slice(first_column, first_column + ours.shape[1]) if ours.dim() == 2 else slice(None)
+        for (name, rows), place in zip(layout, _units(ours, layout), strict=True):
+            stored = self.read(name, slice(first * rows, last * rows), columns)
+            place.copy_(stored.unflatten(0, (-1, rows)))  # [units, rows, ...]
+
+
+def _open(path: Path, opener: type[_SafetensorsFile] | type[_PickleFile]) -> _File:
+    try:
+        return opener(path)
+    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        refuse_pointer(path)
+        raise CheckpointError(f"{path} is damaged or incomplete: {_first_line(error)}") from None
+
+
+def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor Hugging Face stores for this config, and its shape."""
+    with torch.device("meta"):
+        parameters = dict(Transformer(config).named_parameters())
+    return {
+        name: tuple(place.flatten(0, 1).shape)
+        for ours, layout in name_table(config).items()
+        for (name, _), place in zip(layout, _units(parameters[ours], layout), strict=True)
+    }
+
+
+def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
+    """The folder's model in evaluation mode, without gradients; dtype None keeps the stored one."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a float type, got {dtype}")
+    config = read_config(folder)
+    weights = Weights(folder)
+    shapes = stored_shapes(config)
+    tied_twice = config.tie_embeddings and "lm_head.weight" in weights  # a second copy is fine, a different one is not
+    if tied_twice:
+        shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    weights.check(shapes)
+    if tied_twice and not torch.equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight")):
+        raise CheckpointError(
+            f"{weights.file_of('lm_head.weight')}: lm_head.weight differs from the embedding, "
+            "but config.json has tie_word_embeddings true"
+        )
+    dtype = dtype or weights.dtype("model.embed_tokens.weight")
+
+    with torch.device("meta"):
+        model = Transformer(config)
+    state = {}
+    for name, layout in name_table(config).items():
+        state[name] = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
+        weights.read_into(state[name], layout)
+    if config.tie_embeddings:
+        state["output.weight"] = state["embedding.weight"]
+    model.load_state_dict(state, strict=True, assign=True)
+    if config.tie_embeddings:
+        model.output.weight = model.embedding.weight  # assign made two parameters of one tensor
+    model.rope_freqs = rope_frequencies(config).to(device)  # not stored, and the meta device computed nothing
+    return model.eval().requires_grad_(False)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+def save_hugging_face(
+    model: Transformer, folder: Path, *, dtype: torch.dtype, extra_config: Mapping[str, Any] | None = None
+) -> None:
+    """Write config.json and model.safetensors as transformers reads them: the exact inverse of load_model."""
+    config = model.config
+    spelled = str(dtype).removeprefix("torch.")
+    raw = config.to_hugging_face() | {"torch_dtype": spelled} | dict(extra_config or {})
+    parameters = model.state_dict()
+    tensors = {
+        name: place.flatten(0, 1).to(device="cpu", dtype=dtype, copy=True).contiguous()
+        for ours, layout in name_table(config).items()
+        for (name, _), place in zip(layout, _units(parameters[ours], layout), strict=True)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,329 @@
+"""The shape of a model: a frozen dataclass, read from a Hugging Face config.json or found by exact name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched past the trained context.
+
+    kind "linear" divides every frequency by factor (Chen et al. 2023, arXiv 2306.15595); kind "llama3" keeps the high
+    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783).
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"rope scaling must be 'linear' or 'llama3', got {self.kind!r}")
+        if self.factor < 1.0:
+            raise ValueError(f"rope scaling factor must be at least 1, got {self.factor}")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "rope scaling needs low_freq_factor < high_freq_factor, "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Every number that defines a Llama-like decoder; refuses impossible ones when built (ValueError)."""
+
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    max_seq_len: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "max_seq_len"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even (rotary pairs), got {self.head_dim}")
+        if self.norm_eps <= 0 or self.rope_theta <= 0:
+            raise ValueError(f"norm_eps and rope_theta must be positive, got {self.norm_eps} and {self.rope_theta}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
+
+    @property
+    def group_size(self) -> int:
+        """G, the number of query heads that share one kv head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def n_params(self) -> int:
+        """Stored parameters; tied embeddings count once."""
+        attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
+        bias = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.qkv_bias else 0
+        norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
+        layer = attention + bias + norms + 3 * self.dim * self.ffn_dim
+        return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Bytes of keys and values that one position occupies over all layers."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_element
+
+    @classmethod
+    def from_hugging_face(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
+        """The shape a config.json describes; whatever this Llama cannot do exactly is refused by name (ValueError)."""
+        try:
+            return cls._from_fields(_Fields(raw))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    @classmethod
+    def _from_fields(cls, fields: _Fields) -> ModelConfig:
+        raw = fields.raw
+        names = raw.get("architectures") or []
+        if not isinstance(names, list) or len(names) != 1 or names[0] not in list(_FAMILIES):
+            fields.refuse("architectures", f"one of {', '.join(_FAMILIES)}")
+        family = names[0]
+        fields.only("hidden_act", "silu")
+        fields.only("mlp_bias", False)
+        if family != "Qwen2ForCausalLM":  # Qwen2 has biases on q, k and v whatever this field says
+            fields.only("attention_bias", False)
+        fields.only("use_sliding_window", False)
+        fields.only("partial_rotary_factor", 1.0)
+        fields.only("quantization_config", None)
+        kinds = raw.get("layer_types") or []
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            fields.refuse("layer_types", "only 'full_attention'")
+
+        dim, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+        if raw.get("head_dim") is not None or family == "Qwen3ForCausalLM":
+            head_dim = fields.whole("head_dim")
+        elif dim % n_heads:
+            fields.refuse("hidden_size", f"a multiple of num_attention_heads ({n_heads}) where head_dim is not given")
+        else:
+            head_dim = dim // n_heads
+        counted = "num_key_value_heads" in raw or family != "LlamaForCausalLM"  # the first Llama files do not have it
+        theta, scaling = fields.rope()
+        return cls(
+            vocab_size=fields.whole("vocab_size"),
+            dim=dim,
+            n_layers=fields.whole("num_hidden_layers"),
+            n_heads=n_heads,
+            n_kv_heads=fields.whole("num_key_value_heads") if counted else n_heads,
+            head_dim=head_dim,
+            ffn_dim=fields.whole("intermediate_size"),
+            max_seq_len=fields.whole("max_position_embeddings"),
+            norm_eps=fields.number("rms_norm_eps"),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_embeddings=fields.flag("tie_word_embeddings"),
+            qkv_bias=family == "Qwen2ForCausalLM",
+            qk_norm=family == "Qwen3ForCausalLM",
+            sliding_window=fields.window() if family == "MistralForCausalLM" else None,
+            bos_id=next(iter(fields.ids("bos_token_id")), None),
+            eos_ids=fields.ids("eos_token_id"),
+        )
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The config.json fields of this shape: from_hugging_face gives the same shape back."""
+        family = _FAMILY_OF.get((self.qkv_bias, self.qk_norm, self.sliding_window is not None))
+        if family is None:
+            raise ValueError(
+                "no Hugging Face family has this shape: "
+                f"qkv_bias {self.qkv_bias}, qk_norm {self.qk_norm}, sliding_window {self.sliding_window}"
+            )
+        raw: dict[str, Any] = {
+            "architectures": [family],
+            "model_type": _FAMILIES[family],
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.dim,
+            "intermediate_size": self.ffn_dim,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_seq_len,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "tie_word_embeddings": self.tie_embeddings,
+            "bos_token_id": self.bos_id,
+            "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
+        }
+        if family == "MistralForCausalLM":
+            raw["sliding_window"] = self.sliding_window
+        if family == "LlamaForCausalLM":
+            raw |= {"attention_bias": False, "mlp_bias": False}
+        if self.rope_scaling is not None:
+            raw["rope_scaling"] = {"rope_type": self.rope_scaling.kind, "factor": self.rope_scaling.factor}
+            if self.rope_scaling.kind == "llama3":
+                raw["rope_scaling"] |= {
+                    "low_freq_factor": self.rope_scaling.low_freq_factor,
+                    "high_freq_factor": self.rope_scaling.high_freq_factor,
+                    "original_max_position_embeddings": self.rope_scaling.original_max_seq_len,
+                }
+        return raw
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_FAMILY_OF = {  # (qkv_bias, qk_norm, sliding window)
+    (False, False, False): "LlamaForCausalLM",
+    (False, False, True): "MistralForCausalLM",
+    (True, False, False): "Qwen2ForCausalLM",
+    (False, True, False): "Qwen3ForCausalLM",
+}
+
+
+def stored_dtype(raw: Mapping[str, Any]) -> str | None:
+    """The dtype a config.json says its weights have, such as "bfloat16"; None where it does not say."""
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    return name.removeprefix("torch.") if isinstance(name, str) else None
+
+
+def token_ids(raw: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
+    """The ids of a field that holds none, one or a list."""
+    try:
+        return _Fields(raw).ids(name)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+class _Fields:
+    """The fields of one config.json; each getter returns the kind of value it is named for or refuses by name."""
+
+    def __init__(self, raw: Mapping[str, Any], inside: str = "") -> None:
+        self.raw, self.inside = raw, inside
+
+    def refuse(self, name: str, allowed: str) -> NoReturn:
+        got = repr(self.raw[name]) if name in self.raw else "missing"
+        raise ValueError(f"{self.inside}{name} is {got}, but it must be {allowed}")
+
+    def only(self, name: str, allowed: object) -> None:
+        if self.raw.get(name) not in (None, allowed):
+            self.refuse(name, f"{allowed!r}" if allowed is not None else "absent: only float weights can be read")
+
+    def whole(self, name: str) -> int:
+        value = self.raw.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(name, "a whole number of at least 1")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.raw.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            self.refuse(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.raw.get(name, False)
+        if not isinstance(value, bool):
+            self.refuse(name, "true or false")
+        return value
+
+    def window(self) -> int | None:
+        if "sliding_window" not in self.raw:
+            return 4096  # what the Mistral format means by leaving it out
+        return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        value = self.raw.get(name)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
+            self.refuse(name, "a token id or a list of them")
+        return tuple(found)
+
+    def rope(self) -> tuple[float, RopeScaling | None]:
+        """Base and scaling: both in rope_parameters (transformers 5), or in rope_theta and rope_scaling (before)."""
+        spelling = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
+        raw = self.raw.get(spelling) or {}
+        if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
+            self.refuse(spelling, "one set of values for all layers")
+        inner = _Fields({"rope_theta": self.raw.get("rope_theta", 10000.0), **raw}, f"{spelling}: ")
+        inner.only("partial_rotary_factor", 1.0)
+        theta = inner.number("rope_theta")
+        key = "rope_type" if "rope_type" in raw else "type"
+        match raw.get(key, "default"):
+            case "default":
+                return theta, None
+            case "linear":
+                return theta, RopeScaling(kind="linear", factor=inner.number("factor"))
+            case "llama3":
+                return theta, RopeScaling(
+                    kind="llama3",
+                    factor=inner.number("factor"),
+                    low_freq_factor=inner.number("low_freq_factor"),
+                    high_freq_factor=inner.number("high_freq_factor"),
+                    original_max_seq_len=inner.whole("original_max_position_embeddings"),
+                )
+            case _:
+                inner.refuse(key, "'default', 'linear' or 'llama3'")
+
+
+_LLAMA_3 = ModelConfig(
+    vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336,
+    max_seq_len=8192, rope_theta=500000.0, bos_id=128000, eos_ids=(128001,),
+)  # fmt: skip
+_LLAMA_3_1 = replace(_LLAMA_3, max_seq_len=131072, rope_scaling=RopeScaling(kind="llama3", factor=8.0))
+_LLAMA_3_2 = replace(_LLAMA_3_1, tie_embeddings=True, rope_scaling=RopeScaling(kind="llama3", factor=32.0))
+_LLAMA_2 = ModelConfig(
+    vocab_size=32000, dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, ffn_dim=11008,
+    max_seq_len=4096, bos_id=1, eos_ids=(2,),
+)  # fmt: skip
+_MISTRAL = replace(_LLAMA_2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768)
+_QWEN_2_5 = ModelConfig(
+    vocab_size=152064, dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, head_dim=128, ffn_dim=18944,
+    max_seq_len=131072, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True, bos_id=151643, eos_ids=(151643,),
+)  # fmt: skip
+_QWEN_3 = ModelConfig(
+    vocab_size=151936, dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=12288,
+    max_seq_len=40960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, bos_id=151643, eos_ids=(151645,),
+)  # fmt: skip
+
+PRESETS = {
+    "meta-llama/Llama-2-7b-hf": _LLAMA_2,
+    "meta-llama/Meta-Llama-3-8B": _LLAMA_3,
+    "meta-llama/Llama-3.1-8B": _LLAMA_3_1,
+    "meta-llama/Llama-3.1-70B": replace(_LLAMA_3_1, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
+    "meta-llama/Llama-3.2-1B": replace(_LLAMA_3_2, dim=2048, n_layers=16, head_dim=64, ffn_dim=8192),
+    "meta-llama/Llama-3.2-3B": replace(_LLAMA_3_2, dim=3072, n_layers=28, n_heads=24, ffn_dim=8192),
+    "mistralai/Mistral-7B-v0.1": replace(_MISTRAL, sliding_window=4096),
+    "mistralai/Mistral-7B-v0.3": replace(_MISTRAL, vocab_size=32768, rope_theta=1e6),
+    "Qwen/Qwen2.5-0.5B": replace(
+        _QWEN_2_5, vocab_size=151936, dim=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64, ffn_dim=4864,
+        max_seq_len=32768, tie_embeddings=True,
+    ),
+    "Qwen/Qwen2.5-7B": _QWEN_2_5,
+    "Qwen/Qwen3-8B": _QWEN_3,
+    "01-ai/Yi-6B": replace(_LLAMA_2, vocab_size=64000, n_kv_heads=4, rope_theta=5e6),
+}  # fmt: skip
+
+
+def preset(name: str) -> ModelConfig:
+    """The published shape of a model, found by its exact hub name."""
+    if name not in PRESETS:
+        raise ValueError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]

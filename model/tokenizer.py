@@ -1,0 +1,433 @@
+"""sentencepiece, tokenizer.json and tiktoken behind one encode and decode.
+
+Every vocabulary here is a table from id to bytes, so decoding is joining bytes, and a stream of tokens needs no more
+than an incremental UTF-8 decoder: constant work per token, and exact on characters split over tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from .checkpoint import CheckpointError, read_json, refuse_pointer
+from .config import ModelConfig
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Special tokens written out in a text are read as such, as transformers does."""
+
+    vocab_size: int  # one more than the largest id
+    bos_id: int | None  # what encode puts first; None where this tokenizer puts nothing
+    eos_ids: tuple[int, ...]
+    drops_first_space: bool  # the first word of a text carries a space that is not part of the text
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        """Token ids, after bos_id where there is one and bos is asked for."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation ({"role": ..., "content": ...} each) up to where the assistant answers."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token adds to a text: none for a special token."""
+        ...
+
+
+class StreamDecoder:
+    """Text that grows with its tokens: the pushes and the flush join to what the tokens add to the context's text."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        tail = b""
+        for token in reversed(context):
+            tail = self._token_bytes(token) + tail
+            if len(tail) >= 4:  # no character is longer
+                break
+        self._utf8.decode(tail)
+        self._at_start = tokenizer.drops_first_space and not tail
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became readable; an unfinished character waits for its other bytes."""
+        return self._grow(b"".join(map(self._token_bytes, ids)), final=False)
+
+    def flush(self) -> str:
+        """The rest: U+FFFD where the last character never was finished."""
+        return self._grow(b"", final=True)
+
+    def _grow(self, data: bytes, final: bool) -> str:
+        text = self._utf8.decode(data, final)
+        if self._at_start and text:
+            self._at_start = False
+            text = text.removeprefix(" ")
+        return text
+
+
+def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
+    """The folder's tokenizer, None where it has none; every id it can give has a row in the model's embedding."""
+    fast, model = folder / "tokenizer.json", folder / "tokenizer.model"
+    if not fast.is_file() and not model.is_file():
+        return None
+    notes = _Notes.read(folder)
+    tokenizer: _BytesTokenizer
+    if fast.is_file() and (_installed("tokenizers") or not model.is_file()):
+        path, tokenizer = fast, _FastTokenizer(fast, notes, config)
+    else:
+        with model.open("rb") as file:
+            ranked = re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", file.read(1024))
+        path, tokenizer = model, (_TiktokenTokenizer if ranked else _SentencePieceTokenizer)(model, notes, config)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{path} has {tokenizer.vocab_size} token ids, but the model only has {config.vocab_size} (vocab_size)"
+        )
+    return tokenizer
+
+
+def _installed(library: str) -> bool:
+    try:
+        __import__(library)
+    except ImportError:
+        return False
+    return True
+
+
+def _refuse_missing(path: Path, library: str) -> NoReturn:
+    raise CheckpointError(f'{path} needs the {library} library: pip install "gpt_fast_sd[hf]"') from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Notes:
+    """What the files beside a vocabulary say about it."""
+
+    folder: Path
+    special: dict[str, str]  # such as bos_token -> <s>
+    added: dict[str, tuple[int, bool]]  # tokens outside the vocabulary file: text -> id, special
+    add_bos: bool | None
+    legacy: bool
+    template: str | None
+
+    @classmethod
+    def read(cls, folder: Path) -> _Notes:
+        try:
+            return cls._read(folder, _read_if_there(folder / "tokenizer_config.json"))
+        except CheckpointError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder / 'tokenizer_config.json'} or a file beside it is damaged: {error!r}"
+            ) from None
+
+    @classmethod
+    def _read(cls, folder: Path, raw: Mapping[str, Any]) -> _Notes:
+        named = _read_if_there(folder / "special_tokens_map.json") | {k: v for k, v in raw.items() if v is not None}
+        special = {
+            key: token["content"] if isinstance(token, dict) else token
+            for key, token in named.items()
+            if key.endswith("_token") and isinstance(token, (str, dict))
+        }
+        added = {text: (int(i), False) for text, i in _read_if_there(folder / "added_tokens.json").items()}
+        for i, token in raw.get("added_tokens_decoder", {}).items():
+            added[token["content"]] = (int(i), bool(token.get("special", False)))
+        template = _read_if_there(folder / "chat_template.json").get("chat_template", raw.get("chat_template"))
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if (folder / "chat_template.jinja").is_file():
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return cls(
+            folder=folder,
+            special=special,
+            added=added,
+            add_bos=raw.get("add_bos_token"),
+            legacy=bool(raw.get("legacy", False)),
+            template=template,
+        )
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+class _BytesTokenizer(ABC):
+    """A table from id to bytes; the subclasses differ in how text becomes ids."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    drops_first_space: bool = False
+
+    def __init__(self, notes: _Notes) -> None:
+        self.notes = notes
+
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes: ...
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        first = [self.bos_id] if bos and self.bos_id is not None else []
+        return first + self._encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.drops_first_space else text
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode(_render(self.notes, messages), bos=False)  # the template writes BOS itself
+
+
+def _render(notes: _Notes, messages: Sequence[Mapping[str, str]]) -> str:
+    """The text of a conversation by the folder's own template, which is untrusted and runs in a sandbox."""
+    if notes.template is None:
+        raise CheckpointError(f"{notes.folder} has no chat template, so its model continues plain text only")
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        _refuse_missing(notes.folder / "tokenizer_config.json", "jinja2")
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: object, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        template = environment.from_string(notes.template)
+        text: str = template.render(
+            **notes.special, messages=messages, tools=None, documents=None, add_generation_prompt=True
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the chat template of {notes.folder} refuses these messages: {error}") from None
+    return text
+
+
+# ---- sentencepiece -------------------------------------------------------------------------------------------------
+
+
+class _SentencePieceTokenizer(_BytesTokenizer):
+    def __init__(self, path: Path, notes: _Notes, config: ModelConfig) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        super().__init__(notes)
+        proto = path.read_bytes()
+        try:
+            pieces: Any = SentencePieceProcessor(model_proto=proto)
+            # Appended fields override: normalizer_spec (3) { add_dummy_prefix (3): false }
+            self._within: Any = SentencePieceProcessor(model_proto=proto + b"\x1a\x02\x18\x00")
+            n_pieces = pieces.get_piece_size()
+        except (RuntimeError, TypeError, OSError) as error:
+            refuse_pointer(path)
+            raise CheckpointError(f"{path} is neither a sentencepiece model nor a tiktoken file: {error}") from None
+        if n_pieces == 0:
+            raise CheckpointError(f"{path} is an empty sentencepiece model")
+        self._pieces = pieces
+
+        self._bytes = [_sentencepiece_bytes(pieces, i) for i in range(n_pieces)]
+        named = set(notes.special.values())
+        for text, (i, special) in notes.added.items():
+            self._bytes += [b""] * (i + 1 - len(self._bytes))
+            self._bytes[i] = b"" if special or text in named else text.encode()
+        self.vocab_size = len(self._bytes)
+        control = {pieces.id_to_piece(i): i for i in range(n_pieces) if pieces.is_control(i) or pieces.is_unknown(i)}
+        self._special = control | {text: i for text, (i, _) in notes.added.items()}
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+        bos = self._special.get(notes.special.get("bos_token", ""), pieces.bos_id())
+        eos = self._special.get(notes.special.get("eos_token", ""), pieces.eos_id())
+        self.bos_id = bos if bos >= 0 and notes.add_bos is not False else None
+        self.eos_ids = config.eos_ids or ((eos,) if eos >= 0 else ())
+        self.drops_first_space = pieces.encode("a") != self._within.encode("a")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes[token] if token < self.vocab_size else b""
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for n, part in enumerate(self._split.split(text)):  # text, special, text, special, ..., text
+            if n % 2:
+                ids.append(self._special[part])
+            elif part:
+                ids += (self._pieces if n == 0 or self.notes.legacy else self._within).encode(part)
+        return ids
+
+
+def _sentencepiece_bytes(pieces: Any, token: int) -> bytes:
+    if pieces.is_control(token) or pieces.is_unknown(token) or pieces.is_unused(token):
+        return b""
+    piece: str = pieces.id_to_piece(token)
+    return bytes([int(piece[3:5], 16)]) if pieces.is_byte(token) else piece.replace("▁", " ").encode()
+
+
+# ---- tokenizer.json ------------------------------------------------------------------------------------------------
+
+
+class _FastTokenizer(_BytesTokenizer):
+    def __init__(self, path: Path, notes: _Notes, config: ModelConfig) -> None:
+        super().__init__(notes)
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            _refuse_missing(path, "tokenizers")
+        raw = read_json(path)
+        try:
+            library: Any = Library.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{path} is no tokenizer.json: {error}") from None
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+        table = _BytesOfPieces(path, raw.get("decoder"))
+        self.drops_first_space = table.drops_first_space
+
+        vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self._bytes = [b""] * self.vocab_size
+        for piece, i in vocab.items():
+            self._bytes[i] = table.of(piece)
+        for token in raw.get("added_tokens", []):
+            if token["special"]:
+                self._bytes[token["id"]] = b""
+        for text in notes.special.values():
+            if text in vocab:
+                self._bytes[vocab[text]] = b""
+
+        prefix: list[int] = library.encode("").ids
+        bos = vocab.get(notes.special["bos_token"]) if "bos_token" in notes.special else next(iter(prefix), None)
+        adds = bos in prefix if raw.get("post_processor") else bool(notes.add_bos)
+        self.bos_id = bos if adds else None
+        eos = vocab.get(notes.special.get("eos_token", ""))
+        self.eos_ids = config.eos_ids or (() if eos is None else (eos,))
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes[token] if token < self.vocab_size else b""
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class _BytesOfPieces:
+    """The decoder of a tokenizer.json as a function from one piece to its bytes."""
+
+    def __init__(self, path: Path, decoder: Mapping[str, Any] | None) -> None:
+        steps = [decoder or {"type": None}]
+        if steps[0]["type"] == "Sequence":
+            steps = steps[0]["decoders"]
+        self.drops_first_space = False
+        self.byte_level: dict[str, int] | None = None
+        self.byte_fallback = False
+        self.replaced: list[tuple[str, str]] = []
+        for step in steps:
+            match step:
+                case {"type": "ByteLevel"}:
+                    self.byte_level = _byte_of_char()
+                case {"type": "ByteFallback"}:
+                    self.byte_fallback = True
+                case {"type": "Fuse"}:
+                    pass
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                    self.replaced.append((old, new))
+                case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0}:
+                    self.drops_first_space = start == 1
+                case {"type": "Metaspace", "replacement": str(old)}:
+                    self.replaced.append((old, " "))
+                    old_spelling = "always" if step.get("add_prefix_space", True) else "never"
+                    self.drops_first_space = step.get("prepend_scheme", old_spelling) != "never"
+                case _:
+                    raise CheckpointError(
+                        f"{path}: its decoder has the step {step}, but only ByteLevel, Metaspace "
+                        "and sentencepiece's Replace, ByteFallback, Fuse and Strip are known"
+                    )
+
+    def of(self, piece: str) -> bytes:
+        if self.byte_level is not None:
+            try:
+                return bytes([self.byte_level[char] for char in piece])
+            except KeyError:  # an added token, written as itself
+                return piece.encode()
+        if self.byte_fallback and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        for old, new in self.replaced:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level vocabularies write a printable byte as its Latin-1 character, the n-th other byte as chr(256 + n)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+# ---- tiktoken, as Llama 3 uses it ------------------------------------------------------------------------------------
+
+_LLAMA_3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA_3_SPECIAL = [  # 256 of them, after the ranked tokens
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    *(f"<|reserved_special_token_{n}|>" for n in range(3, 248)),
+]
+
+
+class _TiktokenTokenizer(_BytesTokenizer):
+    def __init__(self, path: Path, notes: _Notes, config: ModelConfig) -> None:
+        super().__init__(notes)
+        try:
+            from tiktoken import Encoding
+        except ImportError:
+            _refuse_missing(path, "tiktoken")
+        try:
+            lines = [line.split() for line in path.read_bytes().splitlines() if line]
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        except ValueError as error:
+            raise CheckpointError(f"{path} is a damaged tiktoken file: {error}") from None
+        if sorted(ranks.values()) != list(range(len(lines))) or not all(bytes([b]) in ranks for b in range(256)):
+            raise CheckpointError(f"{path} is a damaged tiktoken file: ranks or single bytes are missing")
+        special = {text: len(ranks) + n for n, text in enumerate(_LLAMA_3_SPECIAL)}
+        self._encoding: Any = Encoding(
+            path.name, pat_str=_LLAMA_3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
+        self._bytes = [token for token, _ in sorted(ranks.items(), key=lambda item: item[1])]
+        self.vocab_size = len(ranks) + len(special)
+        self.bos_id = special["<|begin_of_text|>"] if notes.add_bos is not False else None
+        self.eos_ids = config.eos_ids or (special["<|end_of_text|>"], special["<|eot_id|>"])
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encoding.encode(text, allowed_special="all")
+        return ids

@@ -1,0 +1,121 @@
+"""Compiled steps: one graph each for all lengths, the tokens of the eager ones, and a way on without a compiler."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.compiling import can_compile
+from gpt_fast_sd.model import ModelConfig
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+LENGTHS = [1, 2, 40, 255, 257, 600, 1500, 3000, 4095, 5900]  # up to 24 chunks and splits, over Inductor's 4096
+PROMPTS = [random_ids(n, seed=n) for n in LENGTHS]
+PARAMS = [
+    SamplingParams(max_tokens=4 + i, seed=i, temperature=[0.0, 1.0][i % 2], top_p=0.9 if i % 4 == 3 else None)
+    for i in range(len(PROMPTS))
+]
+SMALL = tiny_config(n_layers=1, n_heads=8, max_seq_len=768)  # G = 4: its decode step takes another body of attention
+
+
+def make(config: ModelConfig, *, compile: bool, batch_size: int = 3) -> Engine:
+    engine_config = EngineConfig(
+        batch_size=batch_size, max_seq_len=config.max_seq_len, device="cpu", dtype="fp32", compile=compile
+    )
+    return Engine(tiny_model(config), None, engine_config)
+
+
+def tokens(engine: Engine, upto: int = 10**9) -> list[list[int]]:
+    """What every prompt of at most `upto` tokens is continued with."""
+    chosen = [i for i, n in enumerate(LENGTHS) if n <= upto]
+    return [c.tokens for c in engine.generate([PROMPTS[i] for i in chosen], [PARAMS[i] for i in chosen])]
+
+
+def graphs(engine: Engine) -> tuple[int, int]:
+    return engine._prefill.graphs, engine._decode.graphs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_compiler() -> None:
+    with warnings.catch_warnings(record=True):
+        if not can_compile(torch.device("cpu")):
+            pytest.skip("there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def large() -> Engine:
+    """A compiled engine of 24 splits."""
+    return make(tiny_config(max_seq_len=6144), compile=True)
+
+
+@pytest.fixture(scope="module")
+def small() -> Engine:
+    """A compiled engine of another shape in every respect."""
+    return make(SMALL, compile=True, batch_size=2)
+
+
+def test_prompts_of_all_lengths_share_one_graph_a_step_and_get_the_eager_tokens(large: Engine) -> None:
+    large.warm_up()
+    assert graphs(large) == (1, 1)
+    got = tokens(large)
+    assert graphs(large) == (1, 1) and large.stats.recompiles == 0
+    assert got == tokens(make(tiny_config(max_seq_len=6144), compile=False))
+    assert len(set(sum(got, []))) > 30
+
+
+def test_the_first_call_compiles_and_says_how_long_it_took(small: Engine) -> None:
+    assert graphs(small) == (0, 0)
+    small.generate([[1]], SamplingParams(max_tokens=1))
+    assert graphs(small) == (1, 1)
+    assert small.stats.compile_seconds > 0 and small.stats.recompiles == 0  # warming up is no recompile
+    small.generate([[1]], SamplingParams(max_tokens=1))
+    assert small.stats.compile_seconds == 0
+
+
+def test_engines_of_different_shape_do_not_recompile_each_other(large: Engine, small: Engine) -> None:
+    for _ in range(2):
+        assert tokens(small, upto=600) == tokens(make(SMALL, compile=False, batch_size=2), upto=600)
+        tokens(large, upto=600)
+    assert graphs(large) == graphs(small) == (1, 1)
+
+
+def test_compiled_logits_are_near_the_eager_ones(small: Engine) -> None:
+    ids = random_ids(40)
+    expected = make(SMALL, compile=False).logits(ids)
+    # fp32, the same sums in another order
+    assert (small.logits(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_cache_of_the_least_size_compiles_once_too() -> None:
+    config = tiny_config(n_layers=1, max_seq_len=300)
+    one = make(config, compile=True, batch_size=1)
+    assert tokens(one, upto=257) == tokens(make(config, compile=False, batch_size=1), upto=257)
+    assert graphs(one) == (1, 1) and one.stats.recompiles == 0
+
+
+def test_without_a_compiler_one_warning_is_given_and_the_engine_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none_found(*args: Any) -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    with pytest.warns(UserWarning) as caught:
+        one = make(SMALL, compile=True)
+        got = tokens(one, upto=40)
+    assert ["C++ compiler" in str(warning.message) for warning in caught] == [True]
+    assert caught[0].filename == __file__ or "engine" in caught[0].filename
+    assert graphs(one) == (0, 0)
+    assert got == tokens(make(SMALL, compile=False), upto=40)
+
+
+def test_an_engine_asked_not_to_compile_does_not_look_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+
+    monkeypatch.delattr(cpp_builder, "get_cpp_compiler")
+    assert len(tokens(make(SMALL, compile=False), upto=2)) == 2

@@ -1,0 +1,392 @@
+"""Distributions against an independent slow implementation and transformers; draws against those distributions.
+
+Shapes: B batch rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd import SamplingParams
+from gpt_fast_sd.sampling import SamplingTable, draw, filters_anything, probabilities, uniform
+
+N_DRAWS = 50_000
+BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives
+
+
+def table_of(params: Sequence[SamplingParams], vocab_size: int) -> SamplingTable:
+    table = SamplingTable.empty(len(params), vocab_size, torch.device("cpu"))
+    for slot, p in enumerate(params):
+        table.put(slot, p, p.seed or 0, vocab_size)
+    return table
+
+
+def slow_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """One row in fp64, one token at a time: [V] -> [V]."""
+    n = len(logits)
+    out = np.zeros(n)
+    order = sorted(range(n), key=lambda i: (-logits[i], i))  # likeliest first, the lowest id of equals first
+    if params.temperature == 0:
+        out[order[0]] = 1.0
+        return out
+    weight = [math.exp((float(logits[i]) - float(logits[order[0]])) / params.temperature) for i in range(n)]
+    kept = order
+    if params.top_k is not None and params.top_k < n:
+        bar = logits[order[params.top_k - 1]]
+        kept = [i for i in kept if logits[i] >= bar]
+    if params.top_p is not None and params.top_p < 1:
+        total, mass, nucleus = sum(weight[i] for i in kept), 0.0, []
+        for i in kept:
+            if mass / total >= params.top_p:
+                break
+            nucleus.append(i)
+            mass += weight[i]
+        kept = nucleus
+    if params.min_p is not None:
+        kept = [i for i in kept if weight[i] >= params.min_p * weight[order[0]]]
+    for i in kept:
+        out[i] = weight[i]
+    return out / out.sum()
+
+
+def random_params(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
+    """Any mix of filters, each off half of the time, and a greedy row now and then."""
+    return SamplingParams(
+        temperature=0.0 if rng.random() < 0.1 else float(rng.uniform(0.2, 2.5)),
+        top_k=int(rng.integers(1, 2 * vocab_size)) if rng.random() < 0.5 else None,
+        top_p=float(rng.uniform(0.05, 0.999)) if rng.random() < 0.5 else None,
+        min_p=float(rng.uniform(0.0, 0.5)) if rng.random() < 0.5 else None,
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 50, 300])
+@pytest.mark.parametrize("levels", [None, 4], ids=["all logits differ", "many logits are equal"])
+def test_any_mix_of_filters_gives_the_slow_distribution(vocab_size: int, levels: int | None) -> None:
+    rng = np.random.default_rng(vocab_size)
+    logits = rng.normal(size=(60, vocab_size)).astype(np.float32) * 3
+    if levels is not None:
+        logits = np.round(logits / 3 * levels / 2).astype(np.float32)
+    params = [random_params(rng, vocab_size) for _ in logits]
+    p = probabilities(torch.from_numpy(logits), table_of(params, vocab_size)).numpy()
+    expected = np.stack([slow_probabilities(row, q) for row, q in zip(logits, params, strict=True)])
+    assert p.dtype == np.float32
+    assert ((p > 0) == (expected > 1e-40)).all()  # the very same tokens (none so unlikely that fp32 has no number for it)
+    assert np.abs(p - expected).max() <= 2e-6  # fp32 exp and sum of at most 300 terms
+    assert np.abs(p.sum(-1, dtype=np.float64) - 1).max() <= 1e-5
+
+
+def test_a_greedy_row_is_one_hot_at_the_lowest_id_of_equals() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], [-5.0, -1.0, -3.0, -1.0]])
+    for filtered in (True, False):
+        p = probabilities(logits, table_of([SamplingParams()] * 3, 4), filtered=filtered)
+        assert p.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
+        assert draw(p, torch.tensor([0.0, 0.5, BELOW_1])).tolist() == [1, 0, 1]
+
+
+def test_filters_of_a_greedy_row_change_nothing() -> None:
+    logits = torch.randn(1, 40)
+    params = SamplingParams(temperature=0.0, top_k=3, top_p=0.2, min_p=0.9)
+    assert torch.equal(probabilities(logits, table_of([params], 40)).argmax(-1), logits.argmax(-1))
+
+
+def test_tokens_equal_to_the_kth_stay() -> None:
+    p = probabilities(torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]]), table_of([SamplingParams(temperature=1, top_k=3)], 5))
+    assert (p > 0).all()
+    p = probabilities(torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]]), table_of([SamplingParams(temperature=1, top_k=2)], 5))
+    assert p.tolist() == [[0.5, 0.0, 0.5, 0.0, 0.0]]
+
+
+def test_top_p_is_the_smallest_set_that_reaches_p() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    for top_p, n in [(0.01, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.88, 4), (1.0, 4)]:
+        p = probabilities(logits, table_of([SamplingParams(temperature=1, top_p=top_p)], 4))
+        assert int((p > 0).sum()) == n, top_p
+
+
+def test_the_best_token_survives_every_filter() -> None:
+    params = [SamplingParams(temperature=1, top_k=1), SamplingParams(temperature=1, top_p=1e-9)]
+    params += [SamplingParams(temperature=1, min_p=1.0)]
+    logits = torch.randn(3, 50)
+    p = probabilities(logits, table_of(params, 50))
+    assert torch.equal(p.argmax(-1), logits.argmax(-1)) and p.amax(-1).tolist() == [1, 1, 1]
+
+
+def test_rows_keep_their_own_filters() -> None:
+    rng = np.random.default_rng(3)
+    params = [random_params(rng, 60) for _ in range(16)]
+    logits = torch.randn(16, 60)
+    together = probabilities(logits, table_of(params, 60))
+    alone = [probabilities(logits[i : i + 1], table_of([params[i]], 60)) for i in range(16)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_a_reused_slot_forgets_the_parameters_of_its_last_request() -> None:
+    table = table_of([SamplingParams(temperature=0.3, top_k=2, top_p=0.2, min_p=0.5, seed=9)], 30)
+    table.put(0, SamplingParams(temperature=1.0), 4, 30)
+    logits = torch.randn(1, 30)
+    assert torch.equal(probabilities(logits, table), probabilities(logits, table_of([SamplingParams(temperature=1)], 30)))
+    assert table.seed.tolist() == [4]
+
+
+def test_skipping_the_sort_changes_no_bit_where_every_filter_is_off() -> None:
+    params = [SamplingParams(temperature=t, top_p=1.0, min_p=0.0, top_k=k) for t, k in [(0.0, None), (0.5, 90), (2.0, 50)]]
+    logits = torch.randn(3, 50)
+    table = table_of(params, 50)
+    assert torch.equal(probabilities(logits, table, filtered=False), probabilities(logits, table))
+
+
+@pytest.mark.parametrize(
+    ("params", "filters"),
+    [
+        ({"temperature": 0.7}, False),
+        ({"temperature": 0.7, "top_p": 1.0, "min_p": 0.0}, False),
+        ({"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, False),
+        ({"temperature": 0.7, "top_k": 3}, True),
+        ({"temperature": 0.7, "top_p": 0.99}, True),
+        ({"temperature": 0.7, "min_p": 0.01}, True),
+    ],
+)
+def test_the_sort_is_run_where_a_sampled_row_filters(params: dict[str, float], filters: bool) -> None:
+    assert filters_anything([SamplingParams(), SamplingParams(**params)]) is filters
+
+
+def test_16_bit_logits_and_forbidden_tokens_are_taken() -> None:
+    logits = torch.tensor([[1.0, float("-inf"), 2.0, 1.5]], dtype=torch.bfloat16)
+    for params in (SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_k=3, top_p=0.99, min_p=0.01)):
+        p = probabilities(logits, table_of([params], 4))
+        assert p.dtype == torch.float32 and p[0, 1] == 0 and abs(float(p.sum()) - 1) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "temperature",
+    [
+        1e-2,
+        1e-6,
+        pytest.param(1e-39, marks=pytest.mark.xfail(strict=True, reason="logits / temperature overflows to inf")),
+    ],
+)
+def test_a_temperature_near_0_is_nearly_greedy(temperature: float) -> None:
+    logits = torch.randn(4, 50) * 5
+    p = probabilities(logits, table_of([SamplingParams(temperature=temperature)] * 4, 50))
+    assert torch.equal(p.argmax(-1), logits.argmax(-1)) and p.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 12},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 1.1, "min_p": 0.07},
+        {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_filters_agree_with_transformers(params: dict[str, float]) -> None:
+    process = pytest.importorskip("transformers.generation.logits_process")
+    warpers = {
+        "temperature": process.TemperatureLogitsWarper,
+        "top_k": process.TopKLogitsWarper,
+        "top_p": process.TopPLogitsWarper,
+        "min_p": process.MinPLogitsWarper,
+    }
+    logits = torch.randn(50, 200) * 3
+    expected = logits
+    for name, value in params.items():  # in the order generate() applies them
+        expected = warpers[name](value)(None, expected)
+    p = probabilities(logits, table_of([SamplingParams(**params)] * 50, 200))
+    assert torch.equal(p > 0, expected.softmax(-1) > 0)
+    assert (p - expected.softmax(-1)).abs().max() <= 1e-6  # both in fp32
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    """How many times the 1 - 1e-6 quantile of its distribution Pearson's statistic is: above 1 is no chance.
+
+    Cells that expect fewer than 5 are put together; quantile by Wilson and Hilferty (1931), z = 4.7534.
+    """
+    rare = expected < 5
+    counts = torch.cat((counts[~rare].double(), counts[rare].sum().double()[None]))
+    expected = torch.cat((expected[~rare].double(), expected[rare].sum().double()[None]))
+    if expected[-1] == 0:
+        assert counts[-1] == 0
+        counts, expected = counts[:-1], expected[:-1]
+    freedom = max(1, len(expected) - 1)
+    statistic = float(((counts - expected).square() / expected).sum())
+    return statistic / (freedom * (1 - 2 / (9 * freedom) + 4.7534 * math.sqrt(2 / (9 * freedom))) ** 3)
+
+
+def drawn(p: Tensor, seed: int) -> Tensor:
+    """How often each token came in N_DRAWS draws of one row, at consecutive positions of one seed: [V] -> [V]."""
+    u = uniform(torch.full((N_DRAWS,), seed), torch.arange(N_DRAWS), 0)
+    return draw(p.expand(N_DRAWS, -1), u).bincount(minlength=p.shape[-1])
+
+
+FILTERS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"temperature": 1.0, "top_k": 7},
+    {"temperature": 1.0, "top_p": 0.7},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 0.8, "top_k": 25, "top_p": 0.9, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+@pytest.mark.parametrize("seed", [0, 1, 2**62 + 12345])
+def test_draws_follow_the_exact_distribution(params: dict[str, float], seed: int) -> None:
+    logits = torch.randn(1, 40) * 2
+    wanted = SamplingParams(**params)
+    exact = torch.from_numpy(slow_probabilities(logits[0].numpy(), wanted))
+    counts = drawn(probabilities(logits, table_of([wanted], 40)), seed)
+    assert counts[exact == 0].sum() == 0
+    assert chi_square(counts, exact * N_DRAWS) < 1
+
+
+@pytest.mark.parametrize(
+    ("planted", "wanted"),
+    [
+        ({"temperature": 1.0}, {"temperature": 0.9}),  # the temperature was not divided by
+        ({"temperature": 0.9, "top_k": 11}, {"temperature": 0.9, "top_k": 10}),
+        ({"temperature": 0.9, "top_p": 0.83}, {"temperature": 0.9, "top_p": 0.8}),
+        ({"temperature": 0.9, "min_p": 0.05}, {"temperature": 0.9, "min_p": 0.07}),
+    ],
+    ids=str,
+)
+def test_the_chi_square_test_sees_a_planted_bug(planted: dict[str, float], wanted: dict[str, float]) -> None:
+    logits = torch.randn(1, 40) * 2
+    p, exact = (probabilities(logits, table_of([SamplingParams(**params)], 40)) for params in (planted, wanted))
+    with pytest.raises(AssertionError):
+        assert chi_square(drawn(p, 0), exact[0] * N_DRAWS) < 1
+
+
+def test_the_chi_square_test_sees_a_draw_that_is_off_by_one() -> None:
+    p = (torch.randn(1, 40) * 2).softmax(-1)
+    assert chi_square(drawn(p, 0).roll(1), p[0] * N_DRAWS) > 1
+
+
+def test_a_token_of_probability_0_is_never_drawn() -> None:
+    p = torch.tensor([0.0, 0.0, 0.3, 0.0, 0.7, 0.0, 0.0])
+    u = torch.tensor([0.0, 1e-30, 0.29, 0.2999999, 0.3000001, 0.9, BELOW_1])
+    assert draw(p.expand(7, -1), u).tolist() == [2, 2, 2, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize("at", [0, 3, 9])
+def test_a_single_possible_token_is_drawn_whatever_u(at: int) -> None:
+    p = torch.zeros(3, 10)
+    p[:, at] = 0.1  # need not sum to 1
+    assert draw(p, torch.tensor([0.0, 0.5, BELOW_1])).tolist() == [at] * 3
+
+
+def test_u_0_draws_the_first_and_u_below_1_the_last_possible_token() -> None:
+    p = torch.tensor([[0.0, 0.2, 0.3, 0.5, 0.0]])
+    assert draw(p, torch.tensor([0.0])).tolist() == [1]
+    assert draw(p, torch.tensor([BELOW_1])).tolist() == [3]
+
+
+def test_a_large_vocabulary_whose_sum_rounds_is_drawn_from_within() -> None:
+    p = torch.rand(64, 130_000)
+    p[:, -500:] = 0
+    p[:, :500] = 0
+    tokens = draw(p / p.sum(-1, keepdim=True) * 0.999, torch.linspace(0, BELOW_1, 64))
+    assert p.gather(-1, tokens[:, None]).gt(0).all() and tokens.diff().ge(0).all()
+    assert tokens[0] < 510 and tokens[-1] >= 129_490
+
+
+def test_a_weight_common_to_all_tokens_changes_no_draw() -> None:
+    p = torch.randn(100, 30).softmax(-1)
+    u = torch.rand(100)
+    assert torch.equal(draw(p * 0.25, u), draw(p, u))
+
+
+# ---- randomness ------------------------------------------------------------------------------------------------------
+
+
+def slow_uniform(seed: int, position: int, stream: int) -> float:
+    """The same function in Python's own whole numbers."""
+    h = 0x9E3779B9
+    for word in (seed % 2**32, seed // 2**32, position, stream):
+        h ^= word
+        h ^= h >> 16
+        h = h * 0x7FEB352D % 2**32
+        h ^= h >> 15
+        h = h * 0x846CA68B % 2**32
+        h ^= h >> 16
+    return (h >> 8) / 2**24
+
+
+def test_uniform_is_the_function_it_says_it_is() -> None:
+    rng = np.random.default_rng(0)
+    seed = torch.tensor([0, 1, 2**32 - 1, 2**32, 2**63 - 1, *rng.integers(0, 2**63, 200).tolist()])
+    position = torch.tensor([0, 1, 2, 2**31, 131071, *rng.integers(0, 2**17, 200).tolist()])
+    for stream in (0, 1, 7):
+        u = uniform(seed, position, stream)
+        assert u.dtype == torch.float32
+        arguments = zip(seed.tolist(), position.tolist(), strict=True)
+        assert u.tolist() == [slow_uniform(s, at, stream) for s, at in arguments]
+
+
+def test_uniform_is_from_0_and_below_1() -> None:
+    u = uniform(torch.arange(1_000_000), torch.arange(1_000_000), 0)
+    assert u.min() >= 0 and u.max() < 1
+    assert u.min() < 1e-5 and u.max() > 1 - 1e-5
+
+
+def test_a_rows_number_does_not_depend_on_its_batch() -> None:
+    seed, position = torch.randint(2**62, (64,)), torch.arange(64)
+    together = uniform(seed, position, 0)
+    assert torch.equal(uniform(seed.flip(0), position.flip(0), 0).flip(0), together)
+    assert all(uniform(seed[i : i + 1], position[i : i + 1], 0)[0] == together[i] for i in range(64))
+
+
+def keys(name: str) -> tuple[Tensor, Tensor, int]:
+    n = torch.arange(N_DRAWS)
+    return {
+        "consecutive positions": (torch.full_like(n, 42), n, 0),
+        "consecutive positions, stream 1": (torch.full_like(n, 42), n, 1),
+        "consecutive seeds": (n, torch.full_like(n, 100), 0),
+        "seeds in the high word": (n << 32, torch.full_like(n, 100), 0),
+        "seed and position together": (n, n, 0),
+        "even positions": (torch.zeros_like(n), 2 * n, 0),
+    }[name]
+
+
+KEYS = ["consecutive positions", "consecutive positions, stream 1", "consecutive seeds", "seeds in the high word"]
+KEYS += ["seed and position together", "even positions"]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_uniform_fills_its_buckets_evenly(name: str) -> None:
+    u = uniform(*keys(name))
+    for values in (u, u * 256 % 1):  # the high bits and the middle ones
+        counts = (values * 256).long().bincount(minlength=256)
+        assert chi_square(counts, torch.full((256,), N_DRAWS / 256)) < 1
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_neighbours_do_not_know_of_each_other(name: str) -> None:
+    u = uniform(*keys(name))
+    for lag in (1, 2, 16):
+        pairs = (u[:-lag] * 16).long() * 16 + (u[lag:] * 16).long()
+        assert chi_square(pairs.bincount(minlength=256), torch.full((256,), len(pairs) / 256)) < 1
+
+
+def test_streams_do_not_know_of_each_other() -> None:
+    seed, position = torch.full((N_DRAWS,), 7), torch.arange(N_DRAWS)
+    one, other = (uniform(seed, position, stream) for stream in (0, 1))
+    pairs = (one * 16).long() * 16 + (other * 16).long()
+    assert chi_square(pairs.bincount(minlength=256), torch.full((256,), N_DRAWS / 256)) < 1
+
+
+def test_the_bucket_test_sees_a_generator_that_is_only_a_counter() -> None:
+    u = torch.arange(N_DRAWS) / N_DRAWS / 2 + 0.1
+    assert chi_square((u * 256).long().bincount(minlength=256), torch.full((256,), N_DRAWS / 256)) > 1

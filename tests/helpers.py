@@ -1,0 +1,78 @@
+"""Tiny models whose greedy text is not degenerate, and a tokenizer whose ids are bytes.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer
+
+BOS, EOS = 256, 257
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """A two-layer shape over the ids of ByteTokenizer, G = 2; it has no EOS unless eos_ids asks for one."""
+    config = ModelConfig(
+        vocab_size=258, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, max_seq_len=4096
+    )
+    return replace(config, **changes)
+
+
+def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
+    """Random weights, the same for the same seed, large enough that attention is sharp and greedy text keeps varying."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(config or tiny_config())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3, generator=generator)
+            elif "norm" in name:
+                parameter.uniform_(0.7, 1.3, generator=generator)
+            elif name == "embedding.weight":
+                parameter.normal_(generator=generator)
+            else:  # unit variance in gives a variance of 4 (queries and keys: scores of about 4) or 2 out
+                gain = 2.0 if "wqkv" in name else 1.4
+                parameter.normal_(std=gain * parameter.shape[1] ** -0.5, generator=generator)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def random_ids(n: int, *, seed: int = 0, vocab_size: int = 256) -> list[int]:
+    """n token ids, the same for the same seed."""
+    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def whole_text_logits(model: Transformer, ids: Sequence[int]) -> Tensor:
+    """The logits of a text in one uncached forward: T ids -> [T, V]."""
+    tokens = torch.tensor([list(ids)])
+    return model(tokens, torch.arange(len(ids))[None], CausalSelf())[0]
+
+
+class ByteTokenizer:
+    """Every byte is a token; BOS and EOS add nothing to a text. Satisfies gpt_fast_sd.model.Tokenizer."""
+
+    vocab_size = 258
+    drops_first_space = False
+
+    def __init__(self, *, bos_id: int | None = BOS, eos_ids: tuple[int, ...] = (EOS,)) -> None:
+        self.bos_id, self.eos_ids = bos_id, eos_ids
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        prefix = [] if self.bos_id is None or not bos else [self.bos_id]
+        return [*prefix, *text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""

@@ -1,0 +1,289 @@
+"""The static cache: writes land where they belong and nowhere else, and reading it back gives the logits of the whole text.
+
+Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, K kv heads, H head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import SPLIT, FullKV, KVCache, ModelConfig, Transformer, load_model
+from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
+
+B = 4
+CANARY = -7.5  # exact in every float type
+
+
+def cache_for(config: ModelConfig, *, max_seq_len: int = 3 * SPLIT, dtype: torch.dtype = torch.float32) -> KVCache:
+    return KVCache(config, B, max_seq_len, dtype=dtype, device=torch.device("cpu"))
+
+
+@torch.inference_mode()
+def prefill(model: Transformer, cache: KVCache, slot: int, ids: Sequence[int]) -> None:
+    """Write ids into one slot by whole chunks of SPLIT, padded with token 0, and commit them."""
+    for start in range(0, len(ids), SPLIT):
+        chunk = [*ids[start : start + SPLIT]]
+        tokens = torch.tensor([chunk + [0] * (SPLIT - len(chunk))])  # [1, T]
+        pos = torch.arange(start, start + SPLIT)[None]  # [1, T]
+        model.hidden(tokens, pos, FullKV(*cache.row(slot), cache.splits(start + SPLIT)))
+    cache.seq_len[slot] = len(ids)
+
+
+@torch.inference_mode()
+def decode(model: Transformer, cache: KVCache, tokens: Sequence[int]) -> Tensor:
+    """Feed one token a slot at its seq_len, committing nothing -> [B, V]."""
+    pos = cache.seq_len[:, None]  # [B, 1]
+    kv = FullKV(cache.k, cache.v, cache.splits(int(cache.seq_len.max()) + 1))
+    return model(torch.tensor(tokens)[:, None], pos, kv)[:, -1]
+
+
+def fill(cache: KVCache, value: float) -> None:
+    for buffer in (*cache.k, *cache.v):
+        buffer.fill_(value)
+
+
+def changed(cache: KVCache, before: KVCache | float) -> Tensor:
+    """Whether any layer, head or component of a position differs from what it was, by its bytes: bool [B, S]."""
+    out = torch.zeros(B, cache.k[0].shape[2], dtype=torch.bool)
+    for name in ("k", "v"):
+        for layer, now in enumerate(getattr(cache, name)):
+            was = torch.full_like(now, before) if isinstance(before, float) else getattr(before, name)[layer]
+            out |= (now.view(torch.int32) != was.view(torch.int32)).any(3).any(1)
+    return out
+
+
+def snapshot(cache: KVCache, config: ModelConfig) -> KVCache:
+    copy = cache_for(config, max_seq_len=cache.capacity)
+    copy.seq_len.copy_(cache.seq_len)
+    for mine, theirs in zip((*copy.k, *copy.v), (*cache.k, *cache.v), strict=True):
+        mine.copy_(theirs)
+    return copy
+
+
+@pytest.mark.parametrize(("asked", "capacity"), [(1, 512), (257, 512), (512, 512), (513, 768), (768, 768)])
+def test_capacity_is_rounded_up_to_whole_splits(asked: int, capacity: int) -> None:
+    cache = cache_for(tiny_config(), max_seq_len=asked)
+    assert cache.capacity == capacity
+    assert all(buffer.shape[2] >= capacity for buffer in (*cache.k, *cache.v))
+
+
+@pytest.mark.parametrize(("n_keys", "n_splits"), [(1, 2), (256, 2), (512, 2), (513, 3), (768, 3), (769, 4)])
+def test_the_view_is_of_whole_splits_that_hold_the_keys_and_of_two_at_least(n_keys: int, n_splits: int) -> None:
+    assert KVCache.splits(n_keys) == n_splits
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_bytes_per_token_are_the_bytes_the_buffers_take(dtype: torch.dtype, size: int) -> None:
+    config = tiny_config(n_layers=3, n_heads=6, n_kv_heads=3)
+    cache = cache_for(config, dtype=dtype)
+    held = sum(buffer.nbytes for buffer in (*cache.k, *cache.v))
+    assert cache.bytes_per_token == held // (B * cache.k[0].shape[2]) == 3 * 2 * 3 * 8 * size
+    assert cache.bytes_per_token == config.kv_bytes_per_token(size)
+
+
+def test_a_row_shares_its_memory_with_the_slot() -> None:
+    cache = cache_for(tiny_config())
+    k, v = cache.row(2)
+    k[1].fill_(1.0)
+    v[0].fill_(2.0)
+    assert cache.k[1][2].eq(1).all() and cache.v[0][2].eq(2).all()
+    assert sum(float(buffer.abs().sum()) for buffer in (*cache.k, *cache.v)) == 3 * cache.k[0][2].numel()
+
+
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 511, 600])
+def test_prefill_touches_its_own_slot_up_to_the_end_of_its_last_chunk(n: int) -> None:
+    model = tiny_model()
+    cache = cache_for(model.config)
+    fill(cache, CANARY)
+    prefill(model, cache, 2, random_ids(n))
+    touched = changed(cache, CANARY)
+    padded = -(-n // SPLIT) * SPLIT
+    assert touched[2, :padded].all() and touched.sum() == padded
+    assert cache.seq_len.tolist() == [0, 0, n, 0]
+
+
+def test_a_decode_step_touches_one_position_of_each_slot() -> None:
+    model = tiny_model()
+    cache = cache_for(model.config)
+    fill(cache, CANARY)
+    cache.seq_len.copy_(torch.tensor([0, 255, 256, 700]))
+    decode(model, cache, [1, 2, 3, 4])
+    assert changed(cache, CANARY).nonzero().tolist() == [[0, 0], [1, 255], [2, 256], [3, 700]]
+    assert cache.seq_len.tolist() == [0, 255, 256, 700]  # only a commit advances it
+
+
+@pytest.mark.parametrize("n_tokens", [2, 5])
+def test_a_call_of_several_tokens_writes_them_at_each_rows_own_positions(n_tokens: int) -> None:
+    model = tiny_model()
+    cache = cache_for(model.config)
+    fill(cache, CANARY)
+    start = torch.tensor([0, 254, 300, 768 - n_tokens])
+    pos = start[:, None] + torch.arange(n_tokens)  # [B, T], one row across the edge of a split
+    with torch.inference_mode():
+        model(torch.full((B, n_tokens), 9), pos, FullKV(cache.k, cache.v, 3))
+    touched = changed(cache, CANARY)
+    assert touched.gather(1, pos).all() and touched.sum() == pos.numel()
+
+
+def test_prefill_and_decode_leave_the_bytes_of_other_slots_alone() -> None:
+    model = tiny_model()
+    cache = cache_for(model.config)
+    fill(cache, float("nan"))
+    for slot, n in [(0, 300), (1, 5), (3, 500)]:
+        cache.vacate(slot)
+        prefill(model, cache, slot, random_ids(n, seed=slot))
+    before = snapshot(cache, model.config)
+    prefill(model, cache, 1, random_ids(257, seed=9))
+    touched = changed(cache, before)
+    assert touched[1, : 2 * SPLIT].all() and touched.sum() == 2 * SPLIT
+    cache.vacate(2)
+    before = snapshot(cache, model.config)
+    logits = decode(model, cache, [5, 6, 7, 8])
+    assert changed(cache, before).nonzero().tolist() == [[0, 300], [1, 257], [2, 0], [3, 500]]
+    assert logits.isfinite().all()
+
+
+def test_what_lies_past_seq_len_changes_no_logit() -> None:
+    model = tiny_model()
+    clean = cache_for(model.config)
+    for slot, n in enumerate([300, 1, 256, 511]):
+        prefill(model, clean, slot, random_ids(n, seed=slot))
+    dirty = snapshot(clean, model.config)
+    for slot, n in enumerate([300, 1, 256, 511]):
+        for k, v in zip(dirty.k, dirty.v, strict=True):
+            k[slot, :, n:] = float("nan")
+            v[slot, :, n:] = 1e30
+    assert torch.equal(decode(model, dirty, [1, 2, 3, 4]), decode(model, clean, [1, 2, 3, 4]))
+
+
+def test_a_token_fed_again_at_its_place_changes_nothing() -> None:
+    model = tiny_model()
+    cache = cache_for(model.config)
+    prefill(model, cache, 0, random_ids(40))
+    first = decode(model, cache, [3, 0, 0, 0])
+    before = snapshot(cache, model.config)
+    assert torch.equal(decode(model, cache, [3, 0, 0, 0]), first)
+    assert not changed(cache, before).any()
+
+
+def test_a_rejected_token_leaves_no_trace_once_another_takes_its_place() -> None:
+    model = tiny_model()
+    plain, speculative = cache_for(model.config), cache_for(model.config)
+    for cache in (plain, speculative):
+        prefill(model, cache, 0, random_ids(40))
+    decode(model, speculative, [99, 0, 0, 0])  # written, not committed
+    assert torch.equal(decode(model, speculative, [3, 0, 0, 0]), decode(model, plain, [3, 0, 0, 0]))
+
+
+def test_a_nan_of_the_last_occupant_never_reaches_the_next() -> None:
+    model = tiny_model()
+    fresh, used = cache_for(model.config), cache_for(model.config)
+    fill(used, float("nan"))
+    used.seq_len.fill_(700)
+    for slot in range(B):
+        used.vacate(slot)
+    assert used.seq_len.tolist() == [0] * B
+    for cache in (fresh, used):
+        for slot, n in enumerate([1, 20, 257, 511]):
+            prefill(model, cache, slot, random_ids(n, seed=slot))
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        logits = decode(model, used, tokens)
+        assert logits.isfinite().all()
+        assert torch.equal(logits, decode(model, fresh, tokens))
+        for cache in (fresh, used):
+            cache.seq_len += 1
+
+
+def test_vacating_a_slot_leaves_the_others_as_they_are() -> None:
+    model = tiny_model()
+    cache = cache_for(model.config)
+    fill(cache, CANARY)
+    cache.seq_len.fill_(5)
+    cache.vacate(1)
+    assert cache.seq_len.tolist() == [5, 0, 5, 5]
+    assert not changed(cache, CANARY)[[0, 2, 3]].any()
+
+
+def cached_logits(model: Transformer, ids: Sequence[int], n_prompt: int) -> Tensor:
+    """Prefill all but the last prompt token into slot 1 of a busy cache, feed the rest one by one -> [T, V]."""
+    cache = cache_for(model.config)
+    for slot, n in [(0, 30), (3, 400)]:
+        prefill(model, cache, slot, random_ids(n, seed=50 + slot, vocab_size=100))
+    prefill(model, cache, 1, ids[: n_prompt - 1])
+    rows = []
+    for token in ids[n_prompt - 1 :]:
+        rows.append(decode(model, cache, [1, token, 2, 3])[1])
+        cache.seq_len[1] += 1
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("n_prompt", [1, 2, 255, 256, 257, 511, 513])
+def test_prefill_then_token_by_token_gives_the_logits_of_the_whole_text(n_prompt: int) -> None:
+    model = tiny_model()
+    ids = random_ids(n_prompt + 6, seed=n_prompt)
+    expected = whole_text_logits(model, ids)[n_prompt - 1 :]
+    # fp32 sums in another order over two layers: measured at most 2e-6 of the largest logit
+    assert (cached_logits(model, ids, n_prompt) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": True}, {"n_heads": 6, "n_kv_heads": 2}], ids=str)
+def test_every_kind_of_attention_reads_its_cache_back(changes: dict[str, Any]) -> None:
+    model = tiny_model(tiny_config(**changes))
+    ids = random_ids(300)
+    expected = whole_text_logits(model, ids)[256:]
+    assert (cached_logits(model, ids, 257) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_16_bit_cache_under_an_fp32_model_stays_near() -> None:
+    model = tiny_model()
+    ids = random_ids(40)
+    cache = cache_for(model.config, dtype=torch.bfloat16)
+    prefill(model, cache, 0, ids[:-1])
+    logits = decode(model, cache, [ids[-1], 0, 0, 0])[0]
+    expected = whole_text_logits(model, ids)[-1]
+    # keys and values keep 8 bits (2^-9 relative each), sharp scores and two layers multiply that by about ten
+    assert 0 < (logits - expected).norm() <= 0.05 * expected.norm()
+
+
+FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen2": {}, "Qwen3": {"head_dim": 24}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_cached_logits_equal_transformers_token_by_token(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=88,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        attn_implementation="eager",
+        **FAMILIES[family],
+    )
+    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in theirs.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(std=1.0 if name.endswith("bias") else 0.15)
+    theirs.save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32)
+    ids = random_ids(280, vocab_size=131)
+    n_prompt = 250  # the text grows over the edge of a split
+    ours = cached_logits(model, ids, n_prompt)
+
+    out = theirs(torch.tensor([ids[: n_prompt - 1]]), use_cache=True)
+    for row, token in zip(ours, ids[n_prompt - 1 :], strict=True):
+        out = theirs(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+        expected = out.logits[0, -1]
+        # fp32 sums in another order: measured at most 2e-6 of the largest logit
+        assert (row - expected).abs().max() <= 1e-5 * expected.abs().max()

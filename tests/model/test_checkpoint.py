@@ -1,0 +1,325 @@
+"""A model folder is read completely or refused in one sentence that names the file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpt_fast_sd.model import (
+    CausalSelf,
+    CheckpointError,
+    ModelConfig,
+    RopeScaling,
+    Transformer,
+    Weights,
+    load_model,
+    name_table,
+    resolve_model,
+    save_hugging_face,
+)
+
+CONFIG = ModelConfig(
+    vocab_size=50, dim=32, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=8, ffn_dim=40, max_seq_len=64, qkv_bias=True
+)
+Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+def save(folder: Path, config: ModelConfig = CONFIG) -> Transformer:
+    model = Transformer(config)
+    save_hugging_face(model, folder, dtype=torch.float32)
+    return model
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard(folder: Path) -> Path:
+    """Split model.safetensors in two and return the second file."""
+    tensors = load_file(folder / "model.safetensors")
+    files = {name: f"model-0000{1 + (name == K)}-of-00002.safetensors" for name in tensors}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "model.safetensors").unlink()
+    return folder / files[K]
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_loading_gives_back_every_parameter_in_evaluation_mode_without_gradients(tmp_path: Path) -> None:
+    saved = save(tmp_path)
+    loaded = load_model(tmp_path)
+    assert not loaded.training
+    assert not any(p.requires_grad for p in loaded.parameters())
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(loaded.get_parameter(name), tensor), name
+    assert torch.equal(loaded.rope_freqs, saved.rope_freqs)
+
+
+def test_a_tied_output_stays_one_parameter_with_the_embedding(tmp_path: Path) -> None:
+    config = ModelConfig(**{**CONFIG.__dict__, "tie_embeddings": True})
+    save(tmp_path, config)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = load_model(tmp_path)
+    assert loaded.output.weight is loaded.embedding.weight
+    assert sum(p.numel() for p in loaded.parameters()) == config.n_params
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_stored_dtype_is_kept_unless_another_is_asked_for(stored: torch.dtype, tmp_path: Path) -> None:
+    save_hugging_face(Transformer(CONFIG), tmp_path, dtype=stored)
+    kept, asked = load_model(tmp_path), load_model(tmp_path, dtype=torch.float32)
+    assert {p.dtype for p in kept.parameters()} == {stored}
+    assert {p.dtype for p in asked.parameters()} == {torch.float32}
+    assert kept.rope_freqs.dtype == torch.float32
+    name = "layers.0.attention.wqkv.weight"
+    assert torch.equal(kept.get_parameter(name).float(), asked.get_parameter(name))
+
+
+def test_a_dtype_that_is_no_float_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    with pytest.raises(ValueError, match=r"dtype must be a float type, got torch\.int8"):
+        load_model(tmp_path, dtype=torch.int8)
+
+
+def test_loaded_parameters_are_our_own_and_outlive_the_file(tmp_path: Path) -> None:
+    save(tmp_path)
+    loaded = load_model(tmp_path)
+    before = loaded.embedding.weight.clone()
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert torch.equal(loaded.embedding.weight, before)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_rank_reads_only_its_rows_and_columns_and_they_join_to_the_whole(n_ranks: int, tmp_path: Path) -> None:
+    model = save(tmp_path)
+    weights, table = Weights(tmp_path), name_table(CONFIG)
+    for name in ("layers.0.attention.wqkv.weight", "layers.1.attention.wqkv.bias", "layers.0.feed_forward.w_in.weight"):
+        whole = model.get_parameter(name)
+        parts = [torch.full_like(part, float("nan")) for part in whole.detach().chunk(n_ranks)]
+        for rank, part in enumerate(parts):
+            weights.read_into(part, table[name], first_row=rank * part.shape[0])
+        assert torch.equal(torch.cat(parts), whole)
+    name = "layers.0.feed_forward.w_out.weight"
+    whole = model.get_parameter(name)
+    parts = [torch.full_like(part, float("nan")) for part in whole.detach().chunk(n_ranks, dim=1)]
+    for rank, part in enumerate(parts):
+        weights.read_into(part, table[name], first_column=rank * part.shape[1])
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_two_ranks_that_halve_a_fused_weight_hold_whole_groups(tmp_path: Path) -> None:
+    """Rank 0 of 2 computes with the rows of kv head 0: its queries, its key, its value."""
+    save(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    half = load_model(tmp_path).get_parameter("layers.0.attention.wqkv.weight").chunk(2)[0]
+    prefix = "model.layers.0.self_attn"
+    expected = [stored[f"{prefix}.q_proj.weight"][:24], stored[f"{prefix}.k_proj.weight"][:8]]
+    assert torch.equal(half, torch.cat([*expected, stored[f"{prefix}.v_proj.weight"][:8]]))
+
+
+def test_extended_rotary_frequencies_are_computed_after_loading(tmp_path: Path) -> None:
+    config = ModelConfig(**{**CONFIG.__dict__, "rope_scaling": RopeScaling(kind="llama3", factor=8.0)})
+    saved = save(tmp_path, config)
+    tokens = torch.randint(0, 50, (1, 9))
+    pos = torch.arange(9)[None]
+    loaded = load_model(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens, pos, CausalSelf()), saved(tokens, pos, CausalSelf()))
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20, -5])
+def test_a_truncated_file_is_named(cut: int, tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    assert refusal(tmp_path).startswith(f"{path} is damaged or incomplete: ")
+
+
+@pytest.mark.parametrize("cut", [0, 20, -5])
+def test_a_truncated_pickle_is_named(cut: int, tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(load_file(tmp_path / "model.safetensors"), path)
+    (tmp_path / "model.safetensors").unlink()
+    path.write_bytes(path.read_bytes()[:cut])
+    assert refusal(tmp_path).startswith(f"{path} is damaged or incomplete: ")
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": SimpleNamespace()}, tmp_path / "pytorch_model.bin")
+    assert "pytorch_model.bin is damaged or incomplete" in refusal(tmp_path)
+
+
+def test_a_git_lfs_pointer_says_how_to_get_the_file(tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert refusal(tmp_path) == f"{path} is a git-lfs pointer, not the file itself; run: git lfs pull"
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    second = shard(tmp_path)
+    load_model(tmp_path)
+    second.unlink()
+    assert refusal(tmp_path) == f"{second} is missing, but model.safetensors.index.json names it"
+
+
+def test_a_shard_without_the_tensor_its_index_promises_is_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    second = shard(tmp_path)
+    save_file({"other": torch.zeros(1)}, second)
+    assert refusal(tmp_path) == f"{second} has no tensor {K}, but model.safetensors.index.json says it has"
+
+
+def test_an_index_without_a_weight_map_is_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    shard(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert "model.safetensors.index.json must have a weight_map" in refusal(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    change(tmp_path, lambda tensors: tensors.pop(Q))
+    assert refusal(tmp_path) == f"{tmp_path} has no tensor {Q}, which its config.json asks for"
+
+
+def test_an_output_head_that_is_neither_stored_nor_tied_is_missed(tmp_path: Path) -> None:
+    save(tmp_path)
+    change(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "has no tensor lm_head.weight" in refusal(tmp_path)
+
+
+def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    change(tmp_path, lambda tensors: tensors.update(adapter=torch.zeros(2), other=torch.zeros(2)))
+    said = refusal(tmp_path)
+    assert re.search(r"model\.safetensors: config\.json's model has no place for \w+ and 1 more tensors$", said)
+
+
+def test_old_rotary_tables_are_ignored(tmp_path: Path) -> None:
+    save(tmp_path)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change(tmp_path, lambda tensors: tensors.update({name: torch.zeros(4)}))
+    load_model(tmp_path)
+
+
+def test_a_wrong_shape_is_told_with_both_shapes(tmp_path: Path) -> None:
+    save(tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({Q: torch.zeros(40, 32)}))
+    said = refusal(tmp_path)
+    assert said == f"{tmp_path / 'model.safetensors'}: {Q} has shape [40, 32], but config.json asks for [48, 32]"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_quantized_tensors_are_refused(dtype: torch.dtype, pickled: bool, tmp_path: Path) -> None:
+    save(tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({Q: torch.zeros(48, 32).to(dtype)}))
+    if pickled:
+        torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    said = refusal(tmp_path)
+    assert re.search(
+        rf"{Q} is stored as (I8|int8|F8_E4M3|float8_e4m3fn), but only F64, F32, F16, BF16 can be read$", said
+    )
+
+
+def test_a_second_copy_of_a_tied_output_must_be_equal(tmp_path: Path) -> None:
+    save(tmp_path, ModelConfig(**{**CONFIG.__dict__, "tie_embeddings": True}))
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+    load_model(tmp_path)
+    change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": embedding + 1}))
+    said = refusal(tmp_path)
+    assert said.endswith("lm_head.weight differs from the embedding, but config.json has tie_word_embeddings true")
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert refusal(tmp_path).startswith(f"{tmp_path} has no weights: neither model.safetensors nor pytorch_model.bin")
+
+
+def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:
+    said = f"{tmp_path} is no model folder: it has no config.json"
+    assert refusal(tmp_path) == said
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        resolve_model(tmp_path)
+
+
+def test_a_local_folder_is_found_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "owner" / "name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert resolve_model("owner/name") == Path("owner/name")
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("")
+    with pytest.raises(CheckpointError, match="is a file; a model is a folder"):
+        resolve_model(tmp_path / "weights")
+
+
+def test_a_name_that_can_be_no_hub_id_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for name in ("no-such-folder", "./no/such", "/no/such/folder", "a/b/c"):
+        with pytest.raises(CheckpointError, match=r"no folder .* is no hub id of the form owner/name"):
+            resolve_model(name)
+
+
+def test_without_hub_support_the_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r'no folder owner/name; .* pip install "gpt_fast_sd\[hf\]"'):
+        resolve_model("owner/name")
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, download: Callable[..., str]) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=download))
+
+
+def test_a_hub_failure_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **kwargs: object) -> str:
+        raise OSError("no network\nand more lines")
+
+    hub(monkeypatch, download)
+    with pytest.raises(CheckpointError, match=r"^no folder owner/name, and the hub did not give it: no network$"):
+        resolve_model("owner/name")
+
+
+def test_pickles_are_downloaded_only_where_there_are_no_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    hub(monkeypatch, download)
+    save(tmp_path)
+    assert resolve_model("owner/name") == tmp_path
+    assert "model*.safetensors" in asked and "pytorch_model*.bin" not in asked
+    (tmp_path / "model.safetensors").unlink()
+    resolve_model("owner/name")
+    assert "pytorch_model*.bin" in asked

@@ -1,0 +1,231 @@
+"""A config.json is read whole or refused by name; presets carry the published numbers."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt_fast_sd.model import PRESETS, CheckpointError, ModelConfig, RopeScaling, preset, read_config, stored_dtype
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+
+PUBLISHED_SIZES = {
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "01-ai/Yi-6B": 6_061_035_520,
+}
+
+# What the hub's config.json of each family says, in its own spelling.
+HUB_CONFIGS: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-2-7b-hf": {
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+        "vocab_size": 32000,
+    },
+    "meta-llama/Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+        "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192,
+        "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "vocab_size": 128256,
+    },
+    "mistralai/Mistral-7B-v0.1": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
+    },
+    "Qwen/Qwen2.5-7B": {
+        "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
+        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False, "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "Qwen/Qwen3-8B": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "01-ai/Yi-6B": {
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 4, "pad_token_id": 0, "rms_norm_eps": 1e-05,
+        "rope_theta": 5000000.0, "tie_word_embeddings": False, "vocab_size": 64000,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    assert preset(name).n_params == PUBLISHED_SIZES[name]
+
+
+@pytest.mark.parametrize("name", HUB_CONFIGS)
+def test_the_hub_config_of_a_family_gives_its_preset(name: str) -> None:
+    assert ModelConfig.from_hugging_face(HUB_CONFIGS[name], name) == preset(name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_writing_and_reading_a_config_changes_nothing(name: str) -> None:
+    raw = json.loads(json.dumps(preset(name).to_hugging_face()))
+    assert ModelConfig.from_hugging_face(raw, name) == preset(name)
+
+
+def test_a_preset_is_found_by_its_exact_name_only() -> None:
+    with pytest.raises(ValueError, match=r"no preset is called 'Llama-3.1-8B'; there are .*meta-llama/Llama-3.1-8B"):
+        preset("Llama-3.1-8B")
+
+
+def test_both_spellings_of_rotary_scaling_mean_the_same() -> None:
+    values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **values}}
+    new = LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **values}}
+    config = ModelConfig.from_hugging_face(old, "old")
+    assert config == ModelConfig.from_hugging_face(new, "new")
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=64)
+
+
+def test_a_default_rope_type_is_no_scaling() -> None:
+    config = ModelConfig.from_hugging_face(LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, "c")
+    assert (config.rope_theta, config.rope_scaling) == (7.0, None)
+
+
+def test_left_out_fields_mean_what_each_format_says() -> None:
+    llama = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    config = ModelConfig.from_hugging_face(llama, "c")
+    assert (config.head_dim, config.n_kv_heads, config.rope_theta) == (16, 4, 10000.0)
+    assert (config.bos_id, config.eos_ids, config.tie_embeddings, config.sliding_window) == (None, (), False, None)
+    assert ModelConfig.from_hugging_face(MISTRAL, "c").sliding_window == 4096
+    assert ModelConfig.from_hugging_face(MISTRAL | {"sliding_window": None}, "c").sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "architectures is ['GPT2LMHeadModel'], but it must be one of"),
+        (LLAMA | {"architectures": []}, "architectures is [], but it must be one of LlamaForCausalLM"),
+        ({}, "architectures is missing"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu', but it must be 'silu'"),
+        (LLAMA | {"attention_bias": True}, "attention_bias is True, but it must be False"),
+        (QWEN3 | {"attention_bias": True}, "attention_bias is True"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias is True"),
+        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window is True"),
+        (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'slid"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but it must be 1.0"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor is 0.5"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type is 'yarn'"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling: type is 'dynamic'"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "must be 'default', 'linear' or 'llama3'"),
+        (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is"),
+        (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling: low_freq_factor is missing"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, but it must be absent"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size is '64', but it must be a whole number"),
+        (LLAMA | {"num_hidden_layers": None}, "num_hidden_layers is None"),
+        (LLAMA | {"hidden_size": 66}, "hidden_size is 66, but it must be a multiple of num_attention_heads (4)"),
+        (LLAMA | {"num_key_value_heads": 3}, "n_heads must be a multiple of n_kv_heads, got 4 and 3"),
+        (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+        (LLAMA | {"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+        ({k: v for k, v in QWEN3.items() if k != "head_dim"}, "head_dim is missing"),
+    ],
+)
+def test_what_cannot_be_read_exactly_is_refused_by_name(raw: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+        ModelConfig.from_hugging_face(raw, "folder/config.json")
+    assert str(refusal.value).startswith("folder/config.json: ")
+    assert str(refusal.value).count("folder/config.json") == 1
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_shape_without_a_family_cannot_be_written() -> None:
+    config = ModelConfig.from_hugging_face(QWEN3 | {"architectures": ["Qwen2ForCausalLM"]}, "c")
+    both = ModelConfig(**{**config.__dict__, "qk_norm": True})
+    with pytest.raises(ValueError, match="no Hugging Face family has this shape"):
+        both.to_hugging_face()
+
+
+@pytest.mark.parametrize(
+    ("raw", "dtype"), [({"torch_dtype": "bfloat16"}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({}, None)]
+)
+def test_the_stored_dtype_is_read_in_both_spellings(raw: dict[str, Any], dtype: str | None) -> None:
+    assert stored_dtype(raw) == dtype
+
+
+def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "ends"),
+    [
+        (2, None, (2,)),
+        ([2, 3], None, (2, 3)),
+        (2, {"eos_token_id": [5, 6, 7]}, (5, 6, 7)),
+        (2, {"eos_token_id": 9}, (9,)),
+        (2, {"temperature": 1.0}, (2,)),
+    ],
+)
+def test_generation_config_decides_the_end_of_text_ids(
+    tmp_path: Path, in_config: object, in_generation: dict[str, Any] | None, ends: tuple[int, ...]
+) -> None:
+    assert read_config(write(tmp_path, LLAMA | {"eos_token_id": in_config}, in_generation)).eos_ids == ends
+
+
+def test_a_bad_end_of_text_id_names_generation_config(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA, {"eos_token_id": "</s>"})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is '</s>'"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", r"config\.json cannot be read as JSON: "),
+        ("[1]", r"config\.json must hold a JSON object, but holds a list"),
+        ('{"architectures": ["X"]}', r"config\.json: architectures is \['X'\]"),
+        ("version https://git-lfs.github.com/spec/v1\n", r"config\.json is a git-lfs pointer"),
+    ],
+)
+def test_a_broken_config_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=says):
+        read_config(tmp_path)

@@ -1,0 +1,153 @@
+"""Ground truth is transformers: every family's logits, from every way a checkpoint is stored, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd.model import CausalSelf, load_model, read_config, save_hugging_face
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, one query head per kv head": ("Llama", {"num_key_value_heads": 4}),
+    "llama, G = 3": ("Llama", THREE_GROUPS),
+    "llama 3.1 rotary scaling": ("Llama", {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 512}),
+    "linear rotary scaling": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}},
+    ),
+    "tied embeddings, its own head_dim": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral v0.1, window longer than the text": ("Mistral", {"sliding_window": 128}),
+    "qwen2, biases": ("Qwen2", THREE_GROUPS),
+    "qwen2, biases, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3, normed queries and keys": ("Qwen3", {"head_dim": 24}),
+    "yi": ("Llama", {"num_key_value_heads": 1, "rope_theta": 5e6}),
+}
+
+
+def make(family: str, **changes: Any) -> Any:
+    """A tiny random model of transformers; biases and norm weights, which it starts at 0 and 1, are random too."""
+    fields = SMALL | changes
+    if "rope_theta" in fields:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
+    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.15)
+    return model
+
+
+def positions(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.arange(tokens.shape[1]).expand_as(tokens)
+
+
+@torch.no_grad()
+def assert_same_logits(theirs: Any, folder: Path) -> None:
+    tokens = torch.randint(0, SMALL["vocab_size"], (2, 63))
+    expected = theirs(tokens).logits
+    ours = load_model(folder, dtype=torch.float32)
+    logits = ours(tokens, positions(tokens), CausalSelf())
+    # fp32 sums in another order: measured at most 1.3e-6 of the largest logit
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert ours.config.n_params == sum(p.numel() for p in ours.parameters()) == theirs.num_parameters()
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    family, changes = FAMILIES[case]
+    theirs = make(family, **changes)
+    theirs.save_pretrained(tmp_path)
+    assert_same_logits(theirs, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["llama, G = 3", "qwen2, biases, tied", "qwen3, normed queries and keys"])
+def test_shards_and_their_index_give_the_same_logits(case: str, tmp_path: Path) -> None:
+    family, changes = FAMILIES[case]
+    theirs = make(family, **changes)
+    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert_same_logits(theirs, tmp_path)
+
+
+@pytest.mark.parametrize("n_shards", [1, 3])
+@pytest.mark.parametrize("case", ["llama, G = 3", "tied embeddings, its own head_dim"])
+def test_pickled_weights_give_the_same_logits(case: str, n_shards: int, tmp_path: Path) -> None:
+    family, changes = FAMILIES[case]
+    theirs = make(family, **changes)
+    theirs.config.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [f"{family}ForCausalLM"]}))
+    state = theirs.state_dict()  # holds lm_head.weight also when it is tied
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # as files of 2023 have it
+    if n_shards == 1:
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        files = {name: f"pytorch_model-{i % n_shards}.bin" for i, name in enumerate(state)}
+        for file in set(files.values()):
+            torch.save({name: state[name] for name in state if files[name] == file}, tmp_path / file)
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    assert_same_logits(theirs, tmp_path)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+@torch.no_grad()
+def test_transformers_reads_what_is_saved(case: str, tmp_path: Path) -> None:
+    family, changes = FAMILIES[case]
+    make(family, **changes).save_pretrained(tmp_path / "theirs")
+    ours = load_model(tmp_path / "theirs")
+    save_hugging_face(ours, tmp_path / "ours", dtype=torch.float32, extra_config={"note": "kept"})
+    raw = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert raw["note"] == "kept"
+    assert read_config(tmp_path / "ours") == ours.config
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", dtype=torch.float32
+    )
+    assert_same_logits(theirs, tmp_path / "ours")
+    assert_same_logits(theirs, tmp_path / "theirs")
+    again = load_model(tmp_path / "ours")
+    for (name, tensor), (_, other) in zip(ours.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(tensor, other), name
+
+
+def test_old_and_new_spelling_of_the_same_config_are_the_same_model(tmp_path: Path) -> None:
+    theirs = make("Llama", rope_parameters=LLAMA3_ROPE)
+    theirs.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    new = read_config(tmp_path)
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = rope
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path) == new
+    assert_same_logits(theirs, tmp_path)

@@ -1,0 +1,525 @@
+"""Text goes to the ids that transformers gives and comes back whole, at once or token by token."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from gpt_fast_sd.model import CheckpointError, ModelConfig, StreamDecoder, Tokenizer, load_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+
+CONFIG = ModelConfig(vocab_size=1024, dim=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=8, ffn_dim=8, max_seq_len=16)
+CORPUS = [
+    f"The quick brown fox number {i} jumps over {7 * i} lazy dogs, and says: Grüße, naïve café! It's   spaced."
+    for i in range(300)
+]
+TEXTS = [
+    "Hello, the quick brown fox.",
+    "",
+    "x",
+    "It's 12345678 dogs",
+    "two  spaces\n\n\tand lines \r\n",
+    "Grüße aus 東京, Ελλάδα и Москва",
+    "🦊 👩‍👩‍👧 🏳️‍🌈 é",
+    "trailing space ",
+    "▁ is a character too",
+]
+LLAMA_3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MESSAGES = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Which fox? <b>é</b> 🦊"}]
+
+
+def write(folder: Path, **files: Any) -> Path:
+    """Write name__json=object as name.json."""
+    for name, value in files.items():
+        (folder / name.replace("__", ".")).write_text(json.dumps(value))
+    return folder
+
+
+def load(folder: Path, config: ModelConfig = CONFIG) -> Tokenizer:
+    tokenizer = load_tokenizer(folder, config)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def sentencepiece_proto(**changes: Any) -> bytes:
+    out = io.BytesIO()
+    options: dict[str, Any] = {
+        "vocab_size": 400, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False, "unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1, "minloglevel": 2,
+    }  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(CORPUS), model_writer=out, **options | changes)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def proto() -> bytes:
+    return sentencepiece_proto()
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Any:
+    """A byte-level BPE with Llama 3's split of words, without special tokens."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA_3_PATTERN), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    library.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator(
+        CORPUS, tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    return library
+
+
+def copy_of(library: Any) -> Any:
+    return tokenizers.Tokenizer.from_str(library.to_str())
+
+
+def llama_2(folder: Path, proto: bytes, **notes: Any) -> Path:
+    (folder / "tokenizer.model").write_bytes(proto)
+    named = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return write(folder, tokenizer_config__json=named | notes, config__json={"model_type": "llama"})
+
+
+def llama_3(folder: Path, bpe: Any, **notes: Any) -> Path:
+    library = copy_of(bpe)
+    named = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    library.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in named])
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[(named[0], library.token_to_id(named[0]))]
+    )
+    library.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": named[0],
+        "eos_token": named[1],
+        "chat_template": CHAT,
+    }
+    return write(folder, tokenizer_config__json=config | notes, config__json={"model_type": "llama"})
+
+
+def qwen(folder: Path, bpe: Any) -> Path:
+    library = copy_of(bpe)
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA_3_PATTERN.replace("{1,3}", "")), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    library.normalizer = tokenizers.normalizers.NFC()
+    for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>"):
+        library.add_tokens([tokenizers.AddedToken(name, special=name.startswith("<|"), normalized=False)])
+    library.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    library.save(str(folder / "tokenizer.json"))
+    notes: dict[str, Any] = {"tokenizer_class": "Qwen2Tokenizer", "add_bos_token": False, "bos_token": None}
+    notes |= {"eos_token": {"content": "<|endoftext|>", "__type": "AddedToken"}}
+    return write(folder, tokenizer_config__json=notes, config__json={"model_type": "qwen2"})
+
+
+def fast_llama_2(folder: Path, proto: bytes) -> Path:
+    """The tokenizer.json that belongs to a sentencepiece model: byte fallback, and a space before the first word."""
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    vocab = {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
+    scored = sorted((i for i in vocab.values() if pieces.get_score(i) < 0), key=lambda i: -pieces.get_score(i))
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in map(pieces.id_to_piece, scored)
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    model = tokenizers.models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    library = tokenizers.Tokenizer(model)
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    library.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def tiktoken_file(folder: Path, bpe: Any) -> Path:
+    """The vocabulary of a byte-level BPE as Meta writes it: one base64 token and its rank a line."""
+    alphabet = load(write_library(folder, bpe))
+    lines = [f"{base64.b64encode(alphabet.token_bytes(i)).decode()} {i}\n" for i in range(bpe.get_vocab_size())]
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_text("".join(lines))
+    return folder
+
+
+def write_library(folder: Path, library: Any) -> Path:
+    library.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+KINDS = ("sentencepiece", "fast sentencepiece", "byte level", "byte level without bos", "tiktoken")
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path, proto: bytes, bpe: Any) -> Tokenizer:
+    match request.param:
+        case "sentencepiece":
+            return load(llama_2(tmp_path, proto))
+        case "fast sentencepiece":
+            return load(fast_llama_2(tmp_path, proto))
+        case "byte level":
+            return load(llama_3(tmp_path, bpe))
+        case "byte level without bos":
+            return load(qwen(tmp_path, bpe))
+        case _:
+            pytest.importorskip("tiktoken")
+            return load(tiktoken_file(tmp_path, bpe))
+
+
+# ---- what every kind does --------------------------------------------------------------------------------------------
+
+
+def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        expected = text.replace("▁", " ") if tokenizer.drops_first_space else text  # sentencepiece's own loss
+        assert tokenizer.decode(tokenizer.encode(text)) == expected
+
+
+def test_bos_comes_first_where_the_tokenizer_has_one_and_it_is_asked_for(tokenizer: Tokenizer) -> None:
+    plain = tokenizer.encode("the fox", bos=False)
+    first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    assert tokenizer.encode("the fox") == first + plain
+    assert tokenizer.encode("") == first
+    assert tokenizer.decode(first) == ""
+
+
+def stream(decoder: StreamDecoder, ids: Sequence[int], rng: random.Random) -> str:
+    """Push in pieces of 0 to 3 tokens, as rounds commit them."""
+    text, at = "", 0
+    while at < len(ids):
+        step = rng.randint(0, 3)
+        text += decoder.push(ids[at : at + step])
+        at += step
+    return text + decoder.flush()
+
+
+def test_a_stream_joins_to_what_the_tokens_add_to_the_text(tokenizer: Tokenizer) -> None:
+    rng = random.Random(0)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert stream(StreamDecoder(tokenizer), ids, rng) == tokenizer.decode(ids)
+        for cut in range(len(ids) + 1):
+            before = tokenizer.decode(ids[:cut])
+            if before.endswith("\ufffd"):  # inside a character: the text before is not yet known
+                continue
+            added = stream(StreamDecoder(tokenizer, ids[:cut]), ids[cut:], rng)
+            assert before + added == tokenizer.decode(ids)
+
+
+def test_a_stream_of_random_tokens_joins_to_their_text(tokenizer: Tokenizer) -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        ids = [rng.randrange(min(tokenizer.vocab_size, 300) + 2) for _ in range(rng.randint(1, 30))]  # mostly bytes
+        assert stream(StreamDecoder(tokenizer), ids, rng) == tokenizer.decode(ids)
+
+
+def test_nothing_unreadable_is_shown_while_a_character_is_incomplete(tokenizer: Tokenizer) -> None:
+    decoder = StreamDecoder(tokenizer)
+    shown = [decoder.push([token]) for token in tokenizer.encode("a 🦊 é 東")]
+    assert "\ufffd" not in "".join(shown)
+    assert "".join(shown) + decoder.flush() == "a 🦊 é 東"
+
+
+def test_an_unfinished_character_of_the_prompt_is_finished_by_the_stream(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("fox 🦊")
+    cut = next(n for n in range(len(ids)) if tokenizer.decode(ids[:n]).endswith("\ufffd"))
+    assert stream(StreamDecoder(tokenizer, ids[:cut]), ids[cut:], random.Random(0)) == "🦊"
+
+
+def test_a_continuation_keeps_the_space_of_its_first_word(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the quick brown fox")
+    cut = next(n for n in range(len(ids)) if tokenizer.decode(ids[:n]) == "the quick")
+    assert stream(StreamDecoder(tokenizer, ids[:cut]), ids[cut:], random.Random(0)) == " brown fox"
+    first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    assert stream(StreamDecoder(tokenizer, first), ids, random.Random(0)) == "the quick brown fox"
+
+
+def test_a_stream_looks_at_each_token_once_and_only_at_the_end_of_its_context(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    look = tokenizer.token_bytes
+
+    def counted(token: int) -> bytes:
+        looked.append(token)
+        return look(token)
+
+    monkeypatch.setattr(tokenizer, "token_bytes", counted)
+    ids = tokenizer.encode("the fox " * 1000, bos=False)
+    decoder = StreamDecoder(tokenizer, ids)
+    assert len(looked) <= 4
+    looked.clear()
+    for token in ids[:100]:
+        decoder.push([token])
+    assert len(looked) == 100
+
+
+def test_padding_ids_past_the_vocabulary_decode_to_nothing(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([tokenizer.vocab_size, 10**6]) == ""
+
+
+def test_special_tokens_are_read_in_a_text_and_dropped_when_decoding(tokenizer: Tokenizer) -> None:
+    if tokenizer.bos_id is None:
+        pytest.skip("no BOS")
+    name = {1: "<s>"}.get(tokenizer.bos_id, "<|begin_of_text|>")
+    ids = tokenizer.encode(f"the{name} fox", bos=False)
+    assert tokenizer.bos_id in ids
+    assert tokenizer.decode(ids).split() == ["the", "fox"]
+
+
+# ---- the same as transformers ----------------------------------------------------------------------------------------
+
+
+def auto_tokenizer(folder: Path) -> Any:
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+
+
+def assert_same(folder: Path, texts: Sequence[str]) -> None:
+    theirs, ours = auto_tokenizer(folder), load(folder)
+    for text in texts:
+        if text.startswith((" ", "▁")) and ours.drops_first_space:
+            continue  # transformers 5 swallows this space; sentencepiece itself keeps it, and so do we
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids, text
+        assert ours.encode(text, bos=False) == theirs.encode(text, add_special_tokens=False), text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+
+
+def test_sentencepiece_gives_the_ids_of_transformers(tmp_path: Path, proto: bytes) -> None:
+    assert_same(llama_2(tmp_path, proto, add_bos_token=True), [*TEXTS, "<s>the</s>fox</s> dog"])
+
+
+def test_sentencepiece_without_bos_gives_the_ids_of_transformers(tmp_path: Path, proto: bytes) -> None:
+    folder = llama_2(tmp_path, proto, add_bos_token=False)
+    assert_same(folder, TEXTS)
+    assert load(folder).bos_id is None
+
+
+def test_legacy_sentencepiece_puts_a_space_after_each_special_token(tmp_path: Path, proto: bytes) -> None:
+    folder = llama_2(tmp_path, proto, add_bos_token=True, legacy=True)
+    assert_same(folder, [*TEXTS, "<s>fox</s>fox"])
+    first, _, second = load(folder).encode("fox</s>fox", bos=False)
+    assert first == second
+    modern = load(llama_2(tmp_path, proto, legacy=False)).encode("fox</s>fox", bos=False)
+    assert modern[0] == first and modern[2] != first
+
+
+def test_byte_level_bpe_with_bos_gives_the_ids_of_transformers(tmp_path: Path, bpe: Any) -> None:
+    assert_same(llama_3(tmp_path, bpe), [*TEXTS, "the<|eot_id|> fox"])
+
+
+def test_byte_level_bpe_without_bos_gives_the_ids_of_transformers(tmp_path: Path, bpe: Any) -> None:
+    assert_same(qwen(tmp_path, bpe), [*TEXTS, "<|im_start|>user<tool_call> the"])
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_tokenizer_json_decides_about_bos_whatever_its_config_says(says: bool, tmp_path: Path, bpe: Any) -> None:
+    assert_same(llama_3(tmp_path, bpe, add_bos_token=says), TEXTS)
+    assert load(tmp_path).bos_id is not None
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    assert_same(qwen(tmp_path, bpe), TEXTS)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_tokenizer_config_decides_about_bos_where_tokenizer_json_is_silent(
+    says: bool, tmp_path: Path, bpe: Any
+) -> None:
+    library = copy_of(bpe)
+    library.add_special_tokens(["<s>"])
+    write(write_library(tmp_path, library), tokenizer_config__json={"add_bos_token": says, "bos_token": "<s>"})
+    assert load(tmp_path).bos_id == (400 if says else None)
+
+
+def test_a_fast_sentencepiece_vocabulary_decodes_as_its_own_library(tmp_path: Path, proto: bytes) -> None:
+    folder = fast_llama_2(tmp_path, proto)
+    library, ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), load(folder)
+    for text in TEXTS:
+        assert ours.encode(text, bos=False) == library.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ours.encode(text)) == library.decode(library.encode(text).ids)
+
+
+def test_tiktoken_and_tokenizer_json_of_one_vocabulary_give_the_same_ids(tmp_path: Path, bpe: Any) -> None:
+    pytest.importorskip("tiktoken")
+    ours = load(tiktoken_file(tmp_path, bpe))
+    for text in [*TEXTS, *CORPUS[:20]]:
+        assert ours.encode(text, bos=False) == bpe.encode(text).ids
+
+
+def test_the_special_tokens_of_llama_3_follow_its_ranked_tokens(tmp_path: Path, bpe: Any) -> None:
+    pytest.importorskip("tiktoken")
+    ours, n = load(tiktoken_file(tmp_path, bpe)), bpe.get_vocab_size()
+    assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (n, (n + 1, n + 9), n + 256)
+    ends = "<|finetune_right_pad_id|><|start_header_id|><|end_header_id|><|eom_id|><|eot_id|><|python_tag|>"
+    assert ours.encode(ends, bos=False) == [n + 4, n + 6, n + 7, n + 8, n + 9, n + 10]
+    assert ours.encode("<|reserved_special_token_247|>", bos=False) == [n + 255]
+
+
+def test_a_megabyte_without_a_space_is_no_trouble(tokenizer: Tokenizer) -> None:
+    text = "the fox\n" * 20_000
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+# ---- chat ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_rendered_and_encoded_as_transformers_does(tmp_path: Path, bpe: Any) -> None:
+    folder = llama_3(tmp_path, bpe)
+    theirs = auto_tokenizer(folder).apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    ours = load(folder)
+    assert ours.chat(MESSAGES) == theirs
+    assert ours.bos_id is not None and theirs.count(ours.bos_id) == 1
+
+
+def test_a_sentencepiece_chat_reads_the_special_tokens_of_its_template(tmp_path: Path, proto: bytes) -> None:
+    template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{{ eos_token }}{% endfor %}"
+    folder = llama_2(tmp_path, proto, add_bos_token=True, chat_template=template)
+    theirs = auto_tokenizer(folder).apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert load(folder).chat(MESSAGES) == theirs
+
+
+def test_a_template_file_beside_the_config_is_found(tmp_path: Path, bpe: Any) -> None:
+    folder = llama_3(tmp_path, bpe, chat_template=[{"name": "default", "template": "one"}])
+    assert load(folder).chat(MESSAGES) == load(folder).encode("one", bos=False)
+    (folder / "chat_template.jinja").write_text("two")
+    assert load(folder).chat(MESSAGES) == load(folder).encode("two", bos=False)
+
+
+def test_a_folder_without_a_chat_template_says_so(tmp_path: Path, proto: bytes) -> None:
+    with pytest.raises(CheckpointError, match="has no chat template, so its model continues plain text only"):
+        load(llama_2(tmp_path, proto)).chat(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for %}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ 1 + 'a' }}",
+    ],
+)
+def test_a_template_that_fails_or_reaches_outside_is_one_sentence(template: str, tmp_path: Path, bpe: Any) -> None:
+    folder = llama_3(tmp_path, bpe, chat_template=template)
+    with pytest.raises(CheckpointError, match=r"the chat template of .* refuses these messages: "):
+        load(folder).chat(MESSAGES)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path, CONFIG) is None
+
+
+def test_the_config_of_the_model_decides_the_end_of_text_ids(tmp_path: Path, proto: bytes) -> None:
+    llama_2(tmp_path, proto)
+    assert load(tmp_path).eos_ids == (2,)
+    assert load(tmp_path, ModelConfig(**{**CONFIG.__dict__, "eos_ids": (5, 6)})).eos_ids == (5, 6)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
+def test_more_token_ids_than_the_model_has_are_refused_with_both_numbers(
+    kind: str, tmp_path: Path, proto: bytes, bpe: Any
+) -> None:
+    folder = llama_2(tmp_path, proto) if kind == "tokenizer.model" else write_library(tmp_path, bpe)
+    config = ModelConfig(**{**CONFIG.__dict__, "vocab_size": 399})
+    with pytest.raises(CheckpointError, match=rf"{kind} has 400 token ids, but the model only has 399 \(vocab_size\)"):
+        load_tokenizer(folder, config)
+
+
+def test_tokens_added_beside_a_sentencepiece_model_count_and_are_found(tmp_path: Path, proto: bytes) -> None:
+    added = {"400": {"content": "<|im_start|>", "special": True}, "401": {"content": "<think>", "special": False}}
+    ours = load(llama_2(tmp_path, proto, added_tokens_decoder=added))
+    assert ours.vocab_size == 402
+    ids = ours.encode("<|im_start|>the<think>", bos=False)
+    assert ids[0] == 400 and ids[-1] == 401
+    assert ours.decode(ids) == "the<think>"
+
+
+def test_a_sentencepiece_model_without_a_dummy_prefix_keeps_its_first_space(tmp_path: Path) -> None:
+    ours = load(llama_2(tmp_path, sentencepiece_proto(add_dummy_prefix=False)))
+    assert not ours.drops_first_space
+    assert ours.decode(ours.encode(" the fox")) == " the fox"
+
+
+def test_tokenizer_json_is_preferred_and_sentencepiece_the_way_out(
+    tmp_path: Path, proto: bytes, bpe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_library(llama_2(tmp_path, proto), bpe)
+    assert load(tmp_path).encode("fox", bos=False) == bpe.encode("fox").ids
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    assert load(tmp_path).encode("fox", bos=False) == pieces.encode("fox")
+
+
+@pytest.mark.parametrize("library", ["tokenizers", "tiktoken"])
+def test_a_missing_library_is_named_with_its_extra(
+    library: str, tmp_path: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_library(tmp_path, bpe) if library == "tokenizers" else tiktoken_file(tmp_path, bpe)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(CheckpointError, match=rf'needs the {library} library: pip install "gpt_fast_sd\[hf\]"'):
+        load_tokenizer(folder, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer.model", b"", "neither a sentencepiece model nor a tiktoken file"),
+        ("tokenizer.model", b"<html>not found</html>", "neither a sentencepiece model nor a tiktoken file"),
+        ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "is a damaged tiktoken file"),
+        ("tokenizer.model", b"IQ== 0\nIg==\n", "is a damaged tiktoken file"),
+        ("tokenizer.json", b"{", "cannot be read as JSON"),
+        ("tokenizer.json", b"{}", "is no tokenizer.json"),
+        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
+    ],
+)
+def test_a_broken_file_is_named(file: str, content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(tmp_path, CONFIG)
+    assert str(caught.value).startswith(str(tmp_path / file)) and says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_sentencepiece_model_is_named(tmp_path: Path, proto: bytes) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(proto[: len(proto) // 2])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is "):
+        load_tokenizer(tmp_path, CONFIG)
+
+
+def test_a_damaged_tokenizer_config_is_named(tmp_path: Path, proto: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json or a file beside it is damaged"):
+        load_tokenizer(llama_2(tmp_path, proto, added_tokens_decoder={"5": {}}), CONFIG)
+
+
+def test_a_decoder_this_cannot_invert_is_refused_by_name(tmp_path: Path, bpe: Any) -> None:
+    library = copy_of(bpe)
+    library.decoder = tokenizers.decoders.WordPiece()
+    with pytest.raises(CheckpointError, match=r"its decoder has the step .*WordPiece.* but only ByteLevel"):
+        load_tokenizer(write_library(tmp_path, library), CONFIG)

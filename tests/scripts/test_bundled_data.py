@@ -1,0 +1,163 @@
+"""Documents hold what they promise: their length, their first token, and answers that their own facts give."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bundled_data
+from bundled_data import MIXTURE, Books, book_paths, fact, question, skipped_positions, training_document
+
+
+class Bytes:
+    """Every byte is a token."""
+
+    bos_id, eos_id = 256, 257
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: np.ndarray) -> str:
+        return bytes(i for i in ids.tolist() if i < 256).decode()
+
+
+BYTES = Bytes()
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
+    folder = tmp_path_factory.mktemp("books")
+    for n in range(3):
+        (folder / f"{n}.txt").write_text(
+            "".join(f"Line {i} of book {n} tells of {i * i}. " for i in range(4000 + 500 * n))
+        )
+    return Books(book_paths(folder), BYTES, folder / "cache")
+
+
+def rng(*seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("kind", MIXTURE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("n", [65, 513, 2049])
+def test_a_document_has_exactly_n_tokens_and_starts_with_bos(kind: bundled_data.Kind, n: int, books: Books) -> None:
+    for seed in range(5):
+        ids = kind(rng(seed), n, books, BYTES)
+        assert ids.shape == (n,)
+        assert ids.dtype == np.int64
+        assert ids[0] == BYTES.bos_id
+        assert not (ids[1:] == BYTES.bos_id).any()
+
+
+@pytest.mark.parametrize("kind", [bundled_data.lookup_document, bundled_data.needle_document])
+def test_every_answer_in_a_document_is_the_value_its_fact_stated_before(kind: bundled_data.Kind, books: Books) -> None:
+    answered = 0
+    for seed in range(8):
+        text = BYTES.decode(kind(rng(seed), 8193, books, BYTES))
+        first_question = text.find("What is the number of")
+        stated = dict(re.findall(r"The number of ([^.?]+) is (\d{5})\.", text[:first_question]))
+        asked = re.findall(r"What is the number of ([^?]+)\? The number of \1 is (\d{5})\.", text)
+        assert stated
+        for name, value in asked:
+            assert stated[name] == value
+        answered += len(asked)
+    assert answered >= 8
+
+
+def test_a_question_followed_by_its_value_restates_the_fact() -> None:
+    asked = question("Clara Lockwood") + "12345."
+    assert asked.endswith(fact("Clara Lockwood", "12345"))
+
+
+def test_a_copy_document_ends_with_the_passage_it_began_with(books: Books) -> None:
+    cue = "\nRead it once more, word for word:\n"
+    for seed in range(5):
+        before, *copies = BYTES.decode(bundled_data.copy_document(rng(seed), 2049, books, BYTES)).split(cue)
+        assert copies
+        assert all(copy and before.startswith(copy[:200]) for copy in copies if copy)
+
+
+def test_a_list_comes_back_in_its_order(books: Books) -> None:
+    text = BYTES.decode(bundled_data.list_document(rng(3), 8193, books, BYTES))
+    _, *lists = text.split("The list:\n")
+    recited = [re.findall(r"^\d+\. (.+)$", part, re.MULTILINE) for part in lists[:-1]]
+    assert len(recited) >= 2
+    assert all(names == recited[0] for names in recited)
+
+
+def test_a_repeat_document_is_periodic(books: Books) -> None:
+    ids = bundled_data.repeat_document(rng(0), 513, books, BYTES)[1:]
+    assert any((ids[period:] == ids[:-period]).all() for period in range(16, 257))
+
+
+def test_the_mixture_draws_every_kind(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def noting(kind: bundled_data.Kind) -> bundled_data.Kind:
+        return lambda *args: drawn.append(kind) or kind(*args)
+
+    monkeypatch.setattr(bundled_data, "MIXTURE", {noting(kind): weight for kind, weight in MIXTURE.items()})
+    for seed in range(300):
+        training_document(rng(seed), 65, books, BYTES)
+    assert set(drawn) == set(MIXTURE)
+    assert sum(MIXTURE.values()) == pytest.approx(1.0)
+    assert drawn.count(bundled_data.book_document) == pytest.approx(210, abs=40)  # 70 %; 40 is five standard deviations
+
+
+def test_the_same_seed_gives_the_same_documents_and_another_seed_others(books: Books) -> None:
+    first, again, other = (
+        [training_document(r, 257, books, BYTES) for _ in range(8)] for r in (rng(1), rng(1), rng(2))
+    )
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_held_out_passages_never_reach_training(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("x" * 980 + "y" * 20)
+    books = Books(book_paths(tmp_path), BYTES, tmp_path / "cache")
+    assert all((books.passage(rng(seed), 50) == ord("x")).all() for seed in range(20))
+    assert (books.passage(rng(0), 10, held_out=True) == ord("y")).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(seed=st.integers(0, 2**32), n=st.integers(4, 300), slack=st.integers(0, 5000))
+def test_skipped_positions_rise_from_zero_and_stay_in_range(seed: int, n: int, slack: int) -> None:
+    pos = skipped_positions(rng(seed), n, n + slack)
+    assert pos.shape == (n,)
+    assert pos[0] == 0
+    assert (np.diff(pos) >= 1).all()
+    assert (np.diff(pos) > 1).sum() <= 3
+    assert pos[-1] < n + slack
+
+
+def test_a_book_is_tokenized_once_and_a_half_written_cache_is_never_read(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("one and the same text " * 50)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "b.4711").write_bytes(b"a killed process left this")
+    first = Books(book_paths(tmp_path), BYTES, cache)
+    (tmp_path / "b.txt").write_text("changed")
+    again = Books(book_paths(tmp_path), BYTES, cache)
+    assert np.array_equal(first.parts[0], again.parts[0])
+    assert [path.name for path in cache.glob("*.npy")] == ["b.npy"]
+
+
+def test_a_folder_without_books_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no books: .* holds no \.txt file"):
+        book_paths(tmp_path)
+
+
+def test_books_too_short_for_the_passages_are_refused(books: Books) -> None:
+    books.require(training=1000, held_out=100)
+    with pytest.raises(ValueError, match="too few tokens"):
+        books.require(training=10**7, held_out=100)
+    with pytest.raises(ValueError, match="too few tokens"):
+        books.require(training=1000, held_out=10**6)

@@ -1,0 +1,286 @@
+"""The training pipeline on its miniature recipe: killed and resumed it ends where an uninterrupted run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import train_bundled
+from bundled_data import person, thing
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.model import CausalSelf, load_model, load_tokenizer, read_config
+from train_bundled import RECIPES, Stage, TrainingAttention, causal_attention
+
+TOKENS = 12_000  # 54 steps of the test recipe, all three stages
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two made-up books of about 60 KB."""
+    folder = tmp_path_factory.mktemp("books")
+    rng = np.random.default_rng(0)
+    for name in ("first", "second"):
+        lines = [f"{person(rng)} saw {thing(rng)} near {thing(rng)}, and told {person(rng)} of it." for _ in range(900)]
+        (folder / f"{name}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def flags(books: Path, work: Path, *more: str) -> list[str]:
+    return ["--recipe", "test", "--books", str(books), "--work", str(work), "--tokens", str(TOKENS), *more]
+
+
+@pytest.fixture(scope="module")
+def trained(books: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder of an uninterrupted run, made in this process."""
+    work = tmp_path_factory.mktemp("trained")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train_bundled.main(flags(books, work))
+    torch.set_num_threads(threads)
+    return work
+
+
+def checkpoint(work: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(work / "checkpoint.pt", weights_only=True)
+    return state
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        train_bundled.main(argv)
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+# ---- the pieces
+
+
+def test_block_attention_and_its_gradients_are_those_of_plain_attention() -> None:
+    shape, kv_shape = (2, 2, 2, 300, 16), (2, 2, 300, 16)  # longer than one block of queries
+    q, k, v = (torch.randn(s, dtype=torch.float64).requires_grad_() for s in (shape, kv_shape, kv_shape))
+    plain = CausalSelf().attend(0, q.flatten(1, 2), k, v, torch.empty(0)).unflatten(1, (2, 2))
+    ours = causal_attention(q, k, v)
+    torch.testing.assert_close(ours, plain)
+    weight = torch.randn_like(plain)
+    theirs = torch.autograd.grad((plain * weight).sum(), (q, k, v))
+    grads = torch.autograd.grad((ours * weight).sum(), (q, k, v))
+    for grad, expected in zip(grads, theirs, strict=True):
+        # keys' and values' gradients are summed in fp32, as bf16 training wants them
+        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_training_attention_answers_in_the_shape_of_its_queries() -> None:
+    q, k = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
+    out = TrainingAttention().attend(0, q, k, k, torch.arange(9)[None])
+    expected = CausalSelf().attend(0, q, k, k, torch.arange(9)[None])
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=0.03)  # bf16 has 8 bits
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_goes_through_its_stages_in_order(name: str) -> None:
+    recipe = RECIPES[name]
+    seen = [recipe.stage(done) for done in np.linspace(0, 1, 1001)]
+    assert list(dict.fromkeys(seen)) == list(recipe.stages)
+    assert recipe.stages[-1].context == recipe.config.max_seq_len
+
+
+def test_a_recipe_whose_shares_do_not_sum_to_one_is_refused() -> None:
+    half = Stage(context=64, sequences=1, share=0.5, stretched=0.0)
+    with pytest.raises(ValueError, match="sum to 1"):
+        train_bundled.Recipe(
+            config=RECIPES["test"].config, stages=(half,), tokens=1, compiled_context=0, held_out_every=1
+        )
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_twentieth() -> None:
+    scale = train_bundled.learning_rate_scale
+    assert scale(0, 0.0) == pytest.approx(1 / 50)
+    assert scale(49, 0.0) == 1.0
+    assert scale(1000, 1.0) == pytest.approx(0.05)
+
+
+def test_rewinding_the_log_drops_lost_steps_and_a_torn_line(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 25}\n{"step": 50}\n{"step": 75}\n{"step": 1')
+    assert train_bundled.rewind_log(log, 50) == [{"step": 25}, {"step": 50}]
+    assert [json.loads(line) for line in log.read_text().splitlines()] == [{"step": 25}, {"step": 50}]
+    assert train_bundled.rewind_log(tmp_path / "none.jsonl", 0) == []
+
+
+# ---- a whole run
+
+
+def test_training_lowers_the_loss_and_logs_it(trained: Path) -> None:
+    records = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(25, checkpoint(trained)["step"] + 1, 25))
+    assert records[0]["held_out"] < np.log(512)
+    assert records[-1]["held_out"] < records[0]["held_out"]
+    assert checkpoint(trained)["tokens"] >= TOKENS
+
+
+def test_a_finished_run_only_exports_again(books: Path, trained: Path) -> None:
+    before, exported = checkpoint(trained), (trained / "model" / "model.safetensors").read_bytes()
+    train_bundled.main(flags(books, trained))
+    assert checkpoint(trained)["step"] == before["step"]
+    assert (trained / "model" / "model.safetensors").read_bytes() == exported
+
+
+def test_the_export_runs_in_the_engine_and_matches_the_checkpoint(trained: Path) -> None:
+    folder = trained / "model"
+    assert read_config(folder) == RECIPES["test"].config
+    weights = checkpoint(trained)["model"]
+    for name, tensor in load_model(folder, dtype=torch.float32).state_dict().items():
+        torch.testing.assert_close(tensor, weights[name].bfloat16().float(), rtol=0, atol=0)
+    engine = Engine.from_pretrained(
+        folder, EngineConfig(batch_size=1, max_seq_len=128, compile=False, dtype="fp32", device="cpu")
+    )
+    completion = engine.generate(["Clara Lockwood saw the"], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+    assert len(completion.tokens) == 8
+
+
+def test_transformers_reads_the_export_alike(trained: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = trained / "model"
+    ours, tokenizer = load_model(folder, dtype=torch.float32), load_tokenizer(folder, read_config(folder))
+    assert tokenizer is not None
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("Clara Lockwood saw the silver lantern.", "two  spaces\n\nand 12345 lines ", "naïve 東京", ""):
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1
+        assert theirs(text)["input_ids"] == ids
+    tokens = torch.tensor([tokenizer.encode("Clara Lockwood saw the silver lantern near the old gate.")])
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = ours(tokens, torch.arange(tokens.shape[1])[None], CausalSelf())
+        torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-4, atol=1e-4)  # sums in another order
+
+
+def test_more_tokens_on_resuming_train_further(books: Path, trained: Path, tmp_path: Path) -> None:
+    for name in ("checkpoint.pt", "tokenizer.model", "log.jsonl"):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    train_bundled.main([*flags(books, tmp_path), "--tokens", str(TOKENS + 1000)])
+    assert checkpoint(tmp_path)["step"] > checkpoint(trained)["step"]
+    assert checkpoint(tmp_path)["tokens"] >= TOKENS + 1000
+
+
+def test_no_time_left_leaves_a_checkpoint_to_resume(books: Path, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes((trained / "tokenizer.model").read_bytes())
+    train_bundled.main([*flags(books, tmp_path), "--minutes", "0"])
+    assert checkpoint(tmp_path)["step"] == 0
+
+
+def test_a_new_run_starts_from_an_exported_model(books: Path, trained: Path, tmp_path: Path) -> None:
+    train_bundled.main([*flags(books, tmp_path), "--init-from", str(trained / "model"), "--minutes", "0"])
+    assert (tmp_path / "tokenizer.model").read_bytes() == (trained / "tokenizer.model").read_bytes()
+    exported = (trained / "model" / "model.safetensors").read_bytes()
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == exported
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_run_killed_twice_ends_with_the_weights_of_an_uninterrupted_one(books: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(work: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(SCRIPTS / "train_bundled.py"), *flags(books, work, "--save-every", "0")]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole).wait() == 0
+    for condition in (
+        (killed / "checkpoint.pt").exists,  # at the first step
+        lambda: (killed / "log.jsonl").exists() and (killed / "log.jsonl").stat().st_size > 0,  # in the middle
+    ):
+        process = start(killed)
+        wait_for(condition, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert checkpoint(killed)["tokens"] < TOKENS
+    assert start(killed).wait() == 0
+
+    expected, found = checkpoint(whole), checkpoint(killed)
+    assert found["step"] == expected["step"]
+    assert found["tokens"] == expected["tokens"]
+    for name, tensor in expected["model"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    steps = [json.loads(line)["step"] for line in (killed / "log.jsonl").read_text().splitlines()]
+    assert steps == list(range(25, found["step"] + 1, 25))
+
+
+# ---- refusals
+
+
+def test_no_books_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds no .txt file" in refusal(flags(tmp_path, tmp_path / "work"), capsys)
+
+
+def test_too_little_text_is_refused(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short.txt").write_text("A short book.\n")
+    work = tmp_path / "work"
+    assert "too few tokens" in refusal(flags(tmp_path, work), capsys)
+    (work / "tokenizer.model").write_bytes((trained / "tokenizer.model").read_bytes())
+    assert "too few tokens" in refusal(flags(tmp_path, work), capsys)
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 cut short"])
+def test_an_unreadable_checkpoint_is_refused(
+    content: bytes, books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoint.pt").write_bytes(content)
+    assert "checkpoint.pt is no checkpoint that can be read" in refusal(flags(books, tmp_path), capsys)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(
+    books: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = checkpoint(trained)
+    state["model"]["layers.0.attention.wo.weight"] = torch.zeros(3, 5)
+    torch.save(state, tmp_path / "checkpoint.pt")
+    said = refusal(flags(books, tmp_path), capsys)
+    assert "another shape: its layers.0.attention.wo.weight is [3, 5]" in said
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(
+    books: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "another optimizer" in refusal(flags(books, trained, "--optimizer", "adamw"), capsys)
+
+
+def test_exporting_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "checkpoint.pt" in refusal(["--recipe", "test", "--work", str(tmp_path), "--export-only"], capsys)
+
+
+def test_starting_from_a_model_of_another_shape_is_refused(
+    books: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in (trained / "model").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 128}))
+    assert "another shape" in refusal(flags(books, tmp_path / "work", "--init-from", str(folder)), capsys)

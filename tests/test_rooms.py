@@ -1,0 +1,211 @@
+"""The rooms look downhill, are entered by their doors, and are described: read from the source, nothing is imported."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """A folder, the dotted name it is imported by, and what it may import besides the standard library and itself.
+
+    below: the folders of the rooms downhill.  libraries: third-party packages, None for any.
+    """
+
+    folder: str
+    door: str
+    below: tuple[str, ...] = ()
+    libraries: frozenset[str] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether others may name the modules inside; gpt_fast_sd's own door holds only the public names."""
+        return self.door.count(".") == 0
+
+
+BASE = frozenset({"torch", "numpy"})
+LOADERS = frozenset({"safetensors", "sentencepiece", "tokenizers", "huggingface_hub", "tiktoken", "jinja2", "tqdm"})
+PACKAGES = ("model", "tp", "gpt_fast_sd/kernels", "gpt_fast_sd")
+ROOMS = (  # a room stands before the room around it
+    Room(folder="model", door="gpt_fast_sd.model", libraries=BASE | LOADERS),
+    Room(folder="tp", door="gpt_fast_sd.tp", below=("model",), libraries=BASE),
+    Room(folder="gpt_fast_sd/kernels", door="gpt_fast_sd.kernels", libraries=frozenset({"torch", "triton"})),
+    Room(folder="gpt_fast_sd", door="gpt_fast_sd", below=PACKAGES, libraries=BASE | {"torchao", "tqdm"}),
+    Room(folder="scripts", door="scripts", below=PACKAGES),
+    Room(folder="benchmarks", door="benchmarks", below=PACKAGES),
+    Room(folder="tests", door="tests", below=(*PACKAGES, "scripts", "benchmarks")),
+)
+
+
+def room_of(module: str) -> Room | None:
+    """The innermost room that the dotted name lies in, None for the world outside."""
+    return next((room for room in ROOMS if f"{module}.".startswith(f"{room.door}.")), None)
+
+
+def room_of_file(path: str) -> Room:
+    """The innermost room that holds the file at path, relative to the root."""
+    return next(room for room in ROOMS if path.startswith(f"{room.folder}/"))
+
+
+def imports(path: str, source: str) -> Iterator[tuple[int, bool, str, str]]:
+    """(line, is relative, module, name) of everything imported anywhere in source; name is "" for `import module`."""
+    here = room_of_file(path)
+    package = [*here.door.split("."), *path.removeprefix(f"{here.folder}/").split("/")[:-1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, False, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from ((node.lineno, node.level > 0, module, alias.name) for alias in node.names)
+
+
+def complaint(here: Room, is_relative: bool, module: str, name: str) -> str | None:
+    """What is wrong when a file of this room imports name from module, None if nothing is."""
+    there = room_of(f"{module}.{name}")
+    top = module.split(".")[0]
+    if top in ("model", "tp"):
+        return f"enters {top}/ by a name it only has in a checkout"
+    if there is None:
+        known = here.libraries is None or top in here.libraries or top in sys.stdlib_module_names
+        return None if known else f"{here.folder}/ does not import {top or 'from above the package'}"
+    if there is here:
+        return "absolute inside its own room" if not is_relative and here.folder in PACKAGES else None
+    if there.folder not in here.below:
+        return f"looks uphill, from {here.folder}/ to {there.folder}/"
+    if is_relative and not there.folder.startswith(f"{here.folder}/"):
+        return f"enters {there.folder}/ relatively"
+    inside = (ROOT / there.folder / f"{name}.py").is_file() and module == there.door
+    if not there.is_open and (inside or module.startswith(f"{there.door}.")):
+        return f"reaches past the door of {there.folder}/"
+    return None
+
+
+def complaints(path: str, source: str) -> list[str]:
+    """One line for every import in source that its room does not allow."""
+    here = room_of_file(path)
+    found = ((line, complaint(here, *what)) for line, *what in imports(path, source))
+    return [f"{path}:{line}: {wrong}" for line, wrong in found if wrong]
+
+
+def files_of(*folders: str) -> list[str]:
+    """Every Python file below the folders, relative to the root."""
+    return sorted({p.relative_to(ROOT).as_posix() for folder in folders for p in (ROOT / folder).rglob("*.py")})
+
+
+def undescribed(path: str, source: str) -> list[str]:
+    """One line for every public module, class, function or method in source that has no docstring."""
+
+    def walk(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[str]:
+        if not (ast.get_docstring(node) or "").strip():
+            yield f"{path}: {name} has no docstring"
+        for child in [] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else node.body:
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and child.name[0] != "_":
+                yield from walk(child, child.name)
+
+    return list(walk(ast.parse(source), "the module"))
+
+
+def test_every_import_looks_downhill_through_a_door() -> None:
+    paths = files_of(*(room.folder for room in ROOMS))
+    assert {"model/llama.py", "gpt_fast_sd/__init__.py", "tests/test_rooms.py"} <= set(paths)
+    wrong = [line for path in paths for line in complaints(path, (ROOT / path).read_text(encoding="utf-8"))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "wrong"),
+    [
+        ("model/llama.py", "from gpt_fast_sd.engine import Engine", "uphill"),
+        ("model/llama.py", "import gpt_fast_sd", "uphill"),
+        ("model/llama.py", "from gpt_fast_sd import model", "absolute inside its own room"),
+        ("model/llama.py", "def f():\n    from ..engine import Engine", "uphill"),
+        ("model/llama.py", "from ..tp import plan", "uphill"),
+        ("model/llama.py", "from ... import other", "from above the package"),
+        ("model/llama.py", "from gpt_fast_sd.model.rope import apply_rope", "absolute inside its own room"),
+        ("model/llama.py", "from model.rope import apply_rope", "only has in a checkout"),
+        ("model/llama.py", "import torch, torchao", "does not import torchao"),
+        ("tp/plan.py", "from gpt_fast_sd.config import EngineConfig", "uphill"),
+        ("tp/plan.py", "from ..model import ModelConfig", "relatively"),
+        ("tp/plan.py", "from gpt_fast_sd.model.llama import Transformer", "past the door of model/"),
+        ("gpt_fast_sd/kernels/sparse.py", "from gpt_fast_sd.model import KVCache", "uphill"),
+        ("gpt_fast_sd/kernels/sparse.py", "from ..config import DraftConfig", "uphill"),
+        ("gpt_fast_sd/kernels/sparse.py", "import numpy as np", "does not import numpy"),
+        ("gpt_fast_sd/engine.py", "from .model import Transformer", "relatively"),
+        ("gpt_fast_sd/engine.py", "from . import model", "relatively"),
+        ("gpt_fast_sd/engine.py", "from gpt_fast_sd.config import EngineConfig", "absolute inside its own room"),
+        ("gpt_fast_sd/engine.py", "from gpt_fast_sd.model.llama import Transformer", "past the door of model/"),
+        ("gpt_fast_sd/engine.py", "from gpt_fast_sd.model import Transformer, llama", "past the door of model/"),
+        ("gpt_fast_sd/engine.py", "from .kernels.reference import sparse", "past the door of gpt_fast_sd/kernels/"),
+        ("gpt_fast_sd/engine.py", "import scripts.generate", "uphill"),
+        ("gpt_fast_sd/policies/snapkv.py", "from tests.conftest import torch_seed", "uphill"),
+        ("scripts/generate.py", "import gpt_fast_sd.model.llama", "past the door of model/"),
+        ("scripts/generate.py", "from model import Transformer", "only has in a checkout"),
+        ("scripts/generate.py", "import tests.conftest", "uphill"),
+        ("tests/test_llama.py", "from gpt_fast_sd.model.llama import Transformer", "past the door of model/"),
+    ],
+)
+def test_the_checker_sees_a_planted_violation(path: str, source: str, wrong: str) -> None:
+    assert [wrong in line for line in complaints(path, source)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("model/llama.py", "import math, torch\nfrom torch import nn\nfrom .rope import apply_rope"),
+        ("model/tokenizer.py", "def f():\n    import tiktoken"),
+        ("tp/plan.py", "from gpt_fast_sd.model import ModelConfig\nfrom .mesh import start"),
+        ("gpt_fast_sd/kernels/sparse.py", "import torch, triton\nfrom .reference import sparse"),
+        ("gpt_fast_sd/engine.py", "import torchao\nfrom gpt_fast_sd.model import KVCache\nfrom .kernels import sparse"),
+        ("gpt_fast_sd/engine.py", "from gpt_fast_sd import tp\nfrom . import kernels\nfrom .policies import snapkv"),
+        ("gpt_fast_sd/policies/snapkv.py", "from ..config import DraftConfig\nfrom ..kernels import sparse"),
+        ("scripts/generate.py", "import rich\nfrom gpt_fast_sd import Engine\nfrom gpt_fast_sd.planner import plan"),
+        ("tests/test_llama.py", "import gpt_fast_sd.model\nfrom gpt_fast_sd.model import Transformer"),
+    ],
+)
+def test_the_checker_lets_a_downhill_import_pass(path: str, source: str) -> None:
+    assert complaints(path, source) == []
+
+
+def test_everything_public_in_the_packages_has_a_docstring() -> None:
+    wrong = [line for path in files_of(*PACKAGES) for line in undescribed(path, (ROOT / path).read_text("utf-8"))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_missing_docstring_is_seen() -> None:
+    source = 'class A:\n    """Text."""\n    def b(self): ...\n    def _c(self): ...\ndef d():\n    def e(): ...'
+    assert [line.split()[1] for line in undescribed("model/a.py", source)] == ["the", "b", "d"]
+
+
+# Spelt apart, so that this file holds none of them.
+MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:" + "|".join(["home", "root", "tmp", "mnt", "work", "Users"]) + r")/")
+
+
+def test_no_file_of_the_project_names_a_path_of_some_machine() -> None:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: no list of the project's files")
+    listing = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    output = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    found = []
+    for path in sorted({*output.split("\0")} - {""}):
+        try:
+            lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+        except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):  # binary, deleted, another repository
+            continue
+        found += [f"{path}:{number}: {line[:200]}" for number, line in enumerate(lines, 1) if MACHINE_PATH.search(line)]
+    assert not found, "\n".join(found)
+
+
+def test_a_planted_machine_path_is_seen() -> None:
+    for folder in ("home", "tmp"):
+        assert MACHINE_PATH.search(f'open("/{folder}/me/file")')
+        assert not MACHINE_PATH.search(f"see https://example.org/{folder}/page or ./{folder}/x")
