@@ -1,10 +1,10 @@
-"""Attention over a static cache, in plain PyTorch: which body is fastest depends on the device and on how many rows ask.
+"""Attention over a static cache in plain PyTorch: which body is fastest hangs on the device and the rows that ask.
 
 Keys are seen as fixed splits of SPLIT positions, counted from position 0, so a row's arithmetic does not depend on its
 neighbours' lengths beyond how many empty splits follow its own.
 
-Shapes: B batch rows, T tokens in this call, S keys in view (n_splits * SPLIT), N query heads, K kv heads, G = N // K, H head dim,
-        R = G * T query rows that share one kv head.
+Shapes: B batch rows, T tokens in this call, S keys in view (n_splits * SPLIT), N query heads, K kv heads, G = N // K,
+        H head dim, R = G * T query rows that share one kv head.
 """
 
 from __future__ import annotations

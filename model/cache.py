@@ -1,6 +1,7 @@
-"""The one seam: what attends is an argument. `KV` is the protocol, `KVCache` the static buffers, `FullKV` the plainest reader.
+"""The one seam: what attends is an argument. `KV` is the protocol, `KVCache` the buffers, `FullKV` the plainest reader.
 
-Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, H head dim.
+Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, L layers, N query heads, K kv heads,
+        H head dim.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class CausalSelf:
     """Attend causally within this call and remember nothing: the logits of a whole text at once."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] (rotary only: order in the call is causal order) -> [B, N, T, H]."""
+        """q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] (unused: the call's order is causal) -> [B, N, T, H]."""
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, N, T, H]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -37,7 +38,7 @@ class CausalSelf:
 
 @dataclass(frozen=True)
 class FullKV:
-    """Store into the given buffers and attend to everything at or before each query, among the first n_splits * SPLIT keys."""
+    """Store, then attend to all at or before each query; only the first n_splits * SPLIT positions are in view."""
 
     k: Sequence[Tensor]  # L of [B, K, S, H]
     v: Sequence[Tensor]
@@ -55,7 +56,7 @@ class FullKV:
 
 
 class KVCache:
-    """Static keys and values of B slots; seq_len [B] is the only record of what is committed, later entries are scratch.
+    """Static keys and values of B slots; seq_len [B] is the only record of what is committed, the rest is scratch.
 
     One [B, K, S, H] buffer a layer, not one [L, B, K, S, H]: a compiled step that writes into slices of a single buffer
     makes Inductor copy all of it (measured on CPU: 288 ms a step against 13 ms).
@@ -81,12 +82,12 @@ class KVCache:
         return [k[slot : slot + 1] for k in self.k], [v[slot : slot + 1] for v in self.v]
 
     def vacate(self, slot: int) -> None:
-        """Forget a slot: nothing is committed, and no value of the last occupant (not even a NaN) can reach the next one."""
+        """Forget a slot: nothing is committed, and no value of its occupant (not even a NaN) can reach the next."""
         self.seq_len[slot] = 0
         for v in self.v:
             v[slot].zero_()
 
     @staticmethod
     def splits(n_keys: int) -> int:
-        """How many splits to have in view for the first n_keys positions: two at least, as a size of 1 compiles apart."""
+        """Splits to have in view for the first n_keys positions: two at least, as a size of 1 compiles apart."""
         return max(2, -(-n_keys // SPLIT))

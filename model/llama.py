@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202). w_in interleaves gate and up row by row, so row splits keep pairs whole."""
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202); w_in interleaves gate and up row by row, so splits keep pairs whole."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

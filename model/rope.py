@@ -22,7 +22,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         return freqs
     if scaling.kind == "linear":
         return freqs / scaling.factor
-    # llama3: wavelengths the original context saw in full stay; those it never completed are divided; a linear blend between
+    # llama3: wavelengths that the original context saw in full stay, those it never completed are divided, a linear
+    # blend between
     wavelength = 2 * math.pi / freqs
     turns = scaling.original_max_seq_len / wavelength
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

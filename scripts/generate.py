@@ -75,7 +75,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def number_or_auto(text: str) -> int | str:
     """gamma's two spellings."""
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be 'auto' or a whole number of at least 1, got {text!r}") from None
 
 
 def read_text(path: Path) -> str:
