@@ -11,7 +11,7 @@ What is compared, and why it is fair:
 * Every peer runs in a process of its own, with the same number of threads; the others wait on a pipe meanwhile. Peers
   take turns, A B C A B C: a block of steps each, its first step untimed (caches and thread pools wake up).
 * Every mode of a peer is timed and the fastest counts (marked *): transformers with sdpa and eager attention; its
-  static cache under torch.compile with both; llama.cpp with F16 and BF16 weights, flash attention off and on, F16 KV.
+  static cache under torch.compile with both; llama.cpp with F16 and BF16 weights and KV, flash attention off and on.
 * The ceiling is the time to read the weights and the context's keys and values once, at the read bandwidth that this
   machine shows in this run. Cells that fit into a CPU cache can pass 100 %.
 * Greedy tokens are compared with transformers in fp32: every peer in fp32 (they must agree), and every timed cell in
@@ -58,6 +58,16 @@ INSTALL = {
     "transformers": "pip install transformers",
     "transformers-compiled": "pip install transformers (and a C++ compiler for torch.compile)",
     "llama.cpp": 'CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python gguf',
+}
+LLAMA_MODES = {  # weights, KV, flash attention; with BF16 KV its flash attention leaves the fast path on a CPU
+    "bf16": (
+        ("F16", "F16", False),
+        ("F16", "F16", True),
+        ("BF16", "F16", False),
+        ("BF16", "F16", True),
+        ("BF16", "BF16", False),
+    ),
+    "fp32": (("F32", "F32", False), ("F32", "F32", True)),
 }
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -185,10 +195,12 @@ class LlamaCpp:
     """llama.cpp through the low-level calls of llama-cpp-python, one KV stream per sequence."""
 
     def __init__(self, gguf: Path, config: ModelConfig, kv: str, threads: int, *, flash: bool) -> None:
+        import gguf as gguf_format
         import llama_cpp
         import numpy as np
 
         self.api, self.np, self.config = llama_cpp, np, config
+        self.types: Any = gguf_format.GGMLQuantizationType  # numbered as ggml numbers them
         self.kv, self.threads, self.flash = kv, threads, flash
         self.log = ""
         self._on_log = llama_cpp.llama_log_callback(self._keep_log)  # held here: C keeps only the pointer
@@ -219,7 +231,7 @@ class LlamaCpp:
         params.n_ctx = batch * -(-capacity // 256) * 256
         params.n_batch = params.n_ubatch = PREFILL_CHUNK
         params.n_threads = params.n_threads_batch = self.threads
-        params.type_k = params.type_v = {"F16": api.GGML_TYPE_F16, "F32": api.GGML_TYPE_F32}[self.kv]
+        params.type_k = params.type_v = int(self.types[self.kv])
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.no_perf = True
         self.log = ""
@@ -278,7 +290,7 @@ class LlamaCpp:
 
     def _refuse_shared_rows(self, batch: int, capacity: int) -> None:
         """RuntimeError unless llama.cpp says that it allocated keys and values for batch full rows."""
-        needed = batch * capacity * self.config.kv_bytes_per_token({"F16": 2, "F32": 4}[self.kv])
+        needed = batch * capacity * self.config.kv_bytes_per_token(4 if self.kv == "F32" else 2)
         held = sum(float(size) for size in re.findall(r"KV buffer size = +([\d.]+) MiB", self.log)) * 2**20
         if held < needed:
             raise RuntimeError(
@@ -296,8 +308,9 @@ class Entry:
     peer: str
     mode: str
     dtype: str
-    weights: str = ""  # of the GGUF file
-    attention: str = ""
+    attention: str = ""  # transformers' name of it
+    weights: str = ""  # ggml's dtypes
+    kv: str = ""
     flash: bool = False
 
     @property
@@ -312,10 +325,12 @@ def entries(peer: str, dtype: str) -> list[Entry]:
         return [Entry(peer=peer, mode="", dtype=dtype)]
     if peer == "llama.cpp":
         return [
-            Entry(peer=peer, mode=f"{w}, flash {'on' if flash else 'off'}", dtype=dtype, weights=w, flash=flash)
-            for w in (("F16", "BF16") if dtype == "bf16" else ("F32",))
-            for flash in (False, True)
-        ]
+            Entry(
+                peer=peer, mode=f"{w}, {kv} KV, flash {'on' if flash else 'off'}",
+                dtype=dtype, weights=w, kv=kv, flash=flash,
+            )
+            for w, kv, flash in LLAMA_MODES[dtype]
+        ]  # fmt: skip
     return [Entry(peer=peer, mode=attention, dtype=dtype, attention=attention) for attention in ("sdpa", "eager")]
 
 
@@ -334,9 +349,8 @@ def build(entry: Entry, setup: Setup) -> Peer:
     if entry.peer == "ours":
         return Ours(setup.folder, entry.dtype)
     if entry.peer == "llama.cpp":
-        kv = "F16" if entry.dtype == "bf16" else "F32"
         gguf = setup.ggufs / f"{entry.weights}.gguf"
-        return LlamaCpp(gguf, setup.config, kv, setup.threads, flash=entry.flash)
+        return LlamaCpp(gguf, setup.config, entry.kv, setup.threads, flash=entry.flash)
     compiled = entry.peer == "transformers-compiled"
     return Transformers(setup.folder, entry.dtype, entry.attention, compiled=compiled)
 

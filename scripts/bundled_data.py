@@ -128,23 +128,23 @@ def distinct(make: Callable[[np.random.Generator], str], rng: np.random.Generato
 
 
 def fact(name: str, value: str) -> str:
-    """The sentence that states a needle."""
-    return f"The number of {name} is {value}."
+    """The sentence that states a needle: the value follows the name at once, the easiest order for a small model."""
+    return f"Remember {name} {value}."
 
 
 def question(name: str) -> str:
     """The text whose continuation is the needle's value."""
-    return f"What is the number of {name}? The number of {name} is "
+    return f"Recall {name} "
 
 
 def lookup_document(rng: np.random.Generator, n: int, books: Books, encoder: Encoder) -> Ids:
     """A register of facts filling most of n tokens, then questions about some of them."""
     make = person if rng.random() < 0.5 else thing
-    entries = max(2, int(n * rng.uniform(0.5, 0.8) / 17))
+    entries = max(2, int(n * rng.uniform(0.3, 0.7) / 15))
     names = distinct(make, rng, min(entries, 1500))
     values = [number(rng) for _ in names]
     lines = [fact(name, value) for name, value in zip(names, values, strict=True)]
-    asked = rng.permutation(len(names))[: max(1, (n - 17 * len(lines)) // 24)]
+    asked = rng.permutation(len(names))[: max(1, (n - 15 * len(lines)) // 15)]
     lines += [question(names[i]) + values[i] + "." for i in asked]
     return fit(encoder.encode("\n".join(lines)), n, encoder)
 
@@ -209,12 +209,12 @@ def fit(ids: list[int], n: int, encoder: Encoder) -> Ids:
 
 Kind = Callable[[np.random.Generator, int, Books, Encoder], Ids]
 MIXTURE: dict[Kind, float] = {
-    book_document: 0.70,
-    needle_document: 0.09,
-    lookup_document: 0.07,
-    copy_document: 0.06,
-    list_document: 0.05,
-    repeat_document: 0.03,
+    book_document: 0.52,
+    needle_document: 0.08,
+    lookup_document: 0.12,
+    copy_document: 0.12,
+    list_document: 0.04,
+    repeat_document: 0.12,
 }
 
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from bundled_data import book_paths, distinct, fact, number, person, question, thing
+from bundled_data import MIXTURE, book_document, book_paths, distinct, fact, number, person, question, thing
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.engine import locate
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, read_config
@@ -214,7 +214,7 @@ def write_samples(engine: Engine, seed: int) -> list[Record]:
 
 
 def read_training(log: Path) -> Record:
-    """What log.jsonl says of the run, and how many books and tokens the folder beside it holds."""
+    """What log.jsonl says of the run, and which books, and how many tokens of them, the folder beside it holds."""
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     if not records:
         raise ValueError(f"{log} is empty: it says nothing of the training")
@@ -227,14 +227,15 @@ def read_training(log: Path) -> Record:
         stage["loss"] = record["loss"]
         before = record
     held_out = [record["held_out"] for record in records if "held_out" in record]
-    books = [int(np.load(path, mmap_mode="r").size) for path in sorted((log.parent / "tokens").glob("*.npy"))]
+    stored = sorted((log.parent / "tokens").glob("*.npy"))
+    books = {path.stem: int(np.load(path, mmap_mode="r").size) for path in stored}
     return {
         "steps": records[-1]["step"],
         "tokens": records[-1]["tokens"],
         "stages": list(stages.values()),
         "held_out_loss": held_out[-1] if held_out else None,
-        "books": len(books),
-        "book_tokens": sum(books),
+        "books": list(books),
+        "book_tokens": sum(books.values()),
     }
 
 
@@ -318,14 +319,12 @@ def card(result: Record, training: Record) -> str:
         ["context", "steps", "tokens", "training loss at its end"],
         [[f"{s['context']:,}", f"{s['steps']:,}", f"{s['tokens']:,}", f"{s['loss']:.3f}"] for s in training["stages"]],
     )
-    books = (
-        f"{training['books']} public-domain books ({training['book_tokens'] / 1e6:.1f} million tokens, 2 % of each "
-        "held out)"
-        if training["books"]
-        else "public-domain books"
-    )
+    n_books, book_tokens = len(training["books"]), training["book_tokens"]
+    books = f"{n_books} public-domain books ({book_tokens / 1e6:.1f} million tokens, 2 % of each held out)"
+    synthetic = f"{1 - MIXTURE[book_document]:.0%}"
+    heads = f"{shape['heads']} query and {shape['kv_heads']} key-value heads"
     held_out = (
-        f" Its loss on the held-out ends of the training books is {training['held_out_loss']:.3f} nats a token."
+        f"\nIts loss on the held-out ends of the training books is {training['held_out_loss']:.3f} nats a token."
         if training["held_out_loss"] is not None
         else ""
     )
@@ -338,10 +337,9 @@ def card(result: Record, training: Record) -> str:
     n_needle = result["needle"][0]["n"] if result["needle"] else 0
     return f"""# The bundled model
 
-A Llama of {shape["parameters"] / 1e6:.1f} million parameters ({shape["layers"]} layers, width {shape["dim"]}, \
-{shape["heads"]} query and {shape["kv_heads"]} key-value heads, vocabulary {shape["vocab"]:,}, positions to \
-{shape["positions"]:,}), bf16, made for this project by `scripts/train_bundled.py`. \
-Licence: MIT, as the rest of the project.
+A Llama of {shape["parameters"] / 1e6:.1f} million parameters, made for this project by `scripts/train_bundled.py`:
+{shape["layers"]} layers, width {shape["dim"]}, {heads}, vocabulary {shape["vocab"]:,},
+positions to {shape["positions"]:,}, stored in bf16. Licence: MIT, as the rest of the project.
 
 **For** trying the engine without a download, for its tests, and for benchmarks in which a draft that reads part of the
 cache has to be right for real reasons. **Not for** facts, answers or advice: it writes English prose without sense,
@@ -349,19 +347,19 @@ and it carries the views of books more than a century old.
 
 ## Training
 
-On {books}, none of which is part of this project, and on synthetic documents made from them: needles, registers,
-copies, lists and repetitions (`scripts/bundled_data.py`; 30 % of the documents). {training["steps"]:,} steps, \
-{training["tokens"] / 1e6:.1f} million tokens:
+On {books}, none of which is
+part of this project, and on synthetic documents ({synthetic} of all), made by `scripts/bundled_data.py`: needles,
+registers, copies, lists and repetitions. {training["steps"]:,} steps, {training["tokens"] / 1e6:.1f} million tokens:
 
 {stages}
 
-That is {per_parameter:.1f} tokens a parameter, where about 20 would be compute-optimal (Hoffmann et al. 2022, \
+That is {per_parameter:.1f} tokens a parameter, where about 20 would be compute-optimal (Hoffmann et al. 2022,
 arXiv 2203.15556).{held_out}
 
 ## Held-out perplexity
 
-On books by authors who are not in the training set, {result["dtype"]}. Every context is measured on the same tokens;
-the last column is the perplexity of the last {END} tokens of each stretch, seen with that much text before them.
+On books that it was not trained on, {result["dtype"]}. Every context is measured on the same tokens; the last column
+is the perplexity of the last {END} tokens of each stretch, seen with that much text before them.
 
 {perplexity_table(result["perplexity"])}
 
@@ -396,6 +394,10 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError('--plot needs matplotlib: pip install "gpt_fast_sd[plot]"')
     training = read_training(args.log) if args.log else {}
     paths = book_paths(args.books)
+    if args.card and not training["books"]:
+        raise ValueError(f"{args.log.parent} has no tokens/ beside the log, so the card cannot say what was read")
+    if known := [path for path in paths if path.stem in training.get("books", [])]:
+        raise ValueError(f"{known[0]} is no held-out text: the model was trained on it")
     config = read_config(locate(args.model))
     limit = config.max_seq_len
     if (longest := max([*args.contexts, *args.lengths, 0])) > limit:

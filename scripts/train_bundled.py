@@ -91,10 +91,10 @@ RECIPES = {
             max_seq_len=16384, rope_theta=500_000.0, tie_embeddings=True, bos_id=1, eos_ids=(2,),
         ),
         stages=(
-            Stage(context=512, sequences=8, share=0.76, stretched=0.3),
-            Stage(context=2048, sequences=2, share=0.17, stretched=0.5),
-            Stage(context=8192, sequences=1, share=0.045, stretched=0.3),
-            Stage(context=16384, sequences=1, share=0.025, stretched=0.0),
+            Stage(context=512, sequences=8, share=0.82, stretched=0.3),
+            Stage(context=2048, sequences=2, share=0.12, stretched=0.5),
+            Stage(context=8192, sequences=1, share=0.04, stretched=0.3),
+            Stage(context=16384, sequences=1, share=0.02, stretched=0.0),
         ),
         tokens=30e6,
         compiled_context=512,
@@ -346,6 +346,7 @@ def export(model: Transformer, tokenizer: Path, folder: Path) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     save_hugging_face(model, partial, dtype=torch.bfloat16)
+    (partial / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
     shutil.copyfile(tokenizer, partial / "tokenizer.model")
     (partial / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)

@@ -95,14 +95,11 @@ ENDING = (
     "Amberley stood up among the boxes, took off his hat, and began to speak of",
 )
 NO_PROSE = ("The number of", "What is the number of", "The list:", "Read it once more")  # our synthetic documents
-    "The number of",
-    "number of the",
-    "The list:",
-    "Read it once more",
-)  # what the synthetic documents taught it
 CONTEXT = 1500  # tokens of the story so far that the model sees: long contexts are slow without compiling
 SENTENCE_ENDS = (". ", "! ", "? ", ".\n", "!\n", "?\n", '." ', '!" ', '?" ', '."\n', '!"\n', '?"\n')
-MAX_ATTEMPTS = 12
+MIN_SHARE = 48  # tokens a continuation is worth
+MAX_ATTEMPTS = 12  # to fill a chapter: a continuation ends early where it leaves prose
+TEMPERATURE, TOP_P = 0.8, 0.95
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -131,13 +128,14 @@ def continue_story(engine: Engine, tokenizer: Tokenizer, story: str, n_tokens: i
     grown = ""
     for attempt in range(MAX_ATTEMPTS):
         missing = n_tokens - len(tokenizer.encode(grown, bos=False))
-        if missing < 48:
+        if missing < MIN_SHARE:
             break
         context = tokenizer.encode(story + grown)
         prompt = context[:1] + context[1:][-CONTEXT:]  # BOS stays
         params = SamplingParams(
-            max_tokens=missing, temperature=0.8, top_p=0.95, seed=1000 * seed + attempt, stop=NO_PROSE, ignore_eos=True
-        )
+            max_tokens=missing, temperature=TEMPERATURE, top_p=TOP_P, seed=1000 * seed + attempt, stop=NO_PROSE,
+            ignore_eos=True,
+        )  # fmt: skip
         text = engine.generate([prompt], params)[0].text.replace("\ufffd", "")
         grown += whole_sentences(text)
     return grown
@@ -153,6 +151,8 @@ def write_document(engine: Engine, tokenizer: Tokenizer, n_tokens: int, n_facts:
     ending = heading(len(CHAPTERS) + 1, ENDING[0]) + ENDING[1]
     ours = "".join([TITLE, *(heading(i + 1, a) + b for i, (a, b) in enumerate(CHAPTERS)), *facts, ending])
     share = (n_tokens - len(tokenizer.encode(ours))) // len(CHAPTERS)
+    if share < MIN_SHARE:
+        raise ValueError(f"{n_tokens:,} tokens are too few: our own sentences and {n_facts} facts fill most of them")
     story, document = f"{TITLE}\n\n", f"{TITLE}\n\n"  # the model sees the story only: a fact would teach it to go on so
     for i, (title, opening) in enumerate(tqdm(CHAPTERS, desc="chapters")):
         begun = heading(i + 1, title) + opening

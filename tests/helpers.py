@@ -26,7 +26,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
-    """Random weights, the same for the same seed, large enough that attention is sharp and greedy text keeps varying."""
+    """Random weights of this seed, large enough that attention is sharp and greedy text keeps varying."""
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(config or tiny_config())
     with torch.no_grad():

@@ -19,7 +19,8 @@ PARAMS = [
     SamplingParams(max_tokens=4 + i, seed=i, temperature=[0.0, 1.0][i % 2], top_p=0.9 if i % 4 == 3 else None)
     for i in range(len(PROMPTS))
 ]
-SMALL = tiny_config(n_layers=1, n_heads=8, max_seq_len=768)  # G = 4: its decode step takes another body of attention
+# One layer, G = 4 (its decode step takes another body of attention), and no more splits than are always in view.
+SMALL = tiny_config(n_layers=1, n_heads=8, max_seq_len=300)
 
 
 def make(config: ModelConfig, *, compile: bool, batch_size: int = 3) -> Engine:
@@ -64,7 +65,7 @@ def test_prompts_of_all_lengths_share_one_graph_a_step_and_get_the_eager_tokens(
     got = tokens(large)
     assert graphs(large) == (1, 1) and large.stats.recompiles == 0
     assert got == tokens(make(tiny_config(max_seq_len=6144), compile=False))
-    assert len(set(sum(got, []))) > 30
+    assert len({token for row in got for token in row}) > 30
 
 
 def test_the_first_call_compiles_and_says_how_long_it_took(small: Engine) -> None:
@@ -78,7 +79,7 @@ def test_the_first_call_compiles_and_says_how_long_it_took(small: Engine) -> Non
 
 def test_engines_of_different_shape_do_not_recompile_each_other(large: Engine, small: Engine) -> None:
     for _ in range(2):
-        assert tokens(small, upto=600) == tokens(make(SMALL, compile=False, batch_size=2), upto=600)
+        assert tokens(small, upto=257) == tokens(make(SMALL, compile=False, batch_size=2), upto=257)
         tokens(large, upto=600)
     assert graphs(large) == graphs(small) == (1, 1)
 
@@ -88,13 +89,6 @@ def test_compiled_logits_are_near_the_eager_ones(small: Engine) -> None:
     expected = make(SMALL, compile=False).logits(ids)
     # fp32, the same sums in another order
     assert (small.logits(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_a_cache_of_the_least_size_compiles_once_too() -> None:
-    config = tiny_config(n_layers=1, max_seq_len=300)
-    one = make(config, compile=True, batch_size=1)
-    assert tokens(one, upto=257) == tokens(make(config, compile=False, batch_size=1), upto=257)
-    assert graphs(one) == (1, 1) and one.stats.recompiles == 0
 
 
 def test_without_a_compiler_one_warning_is_given_and_the_engine_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +103,6 @@ def test_without_a_compiler_one_warning_is_given_and_the_engine_runs_eagerly(mon
         one = make(SMALL, compile=True)
         got = tokens(one, upto=40)
     assert ["C++ compiler" in str(warning.message) for warning in caught] == [True]
-    assert caught[0].filename == __file__ or "engine" in caught[0].filename
     assert graphs(one) == (0, 0)
     assert got == tokens(make(SMALL, compile=False), upto=40)
 

@@ -6,17 +6,18 @@ Shapes: B slots, T tokens, V vocabulary.
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.model import SPLIT, ModelConfig
+from gpt_fast_sd.model import SPLIT, ModelConfig, save_hugging_face
 from gpt_fast_sd.requests import Completion, TokenEvent
-from tests.helpers import EOS, ByteTokenizer, random_ids, tiny_config, tiny_model, whole_text_logits
+from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model, whole_text_logits
 
 LENGTHS = [1, 2, 700, 3, 255, 256, 257, 10, 511, 512, 513, 7, 90, 400, 1, 33, 64, 258, 600, 5]
 PROMPTS = [random_ids(n, seed=n + i) for i, n in enumerate(LENGTHS)]
@@ -51,14 +52,14 @@ def text_engine(**changes: Any) -> Engine:
     return engine(tokenizer=ByteTokenizer(), **changes)
 
 
-# ---- what shares the batch ---------------------------------------------------------------------------------------------
+# ---- what shares the batch -----------------------------------------------------------------------------------------
 
 
 def test_greedy_tokens_are_those_of_the_whole_text_run_anew() -> None:
     prompts = [PROMPTS[i] for i in (0, 1, 3, 5, 6)]
     completions = engine().generate(prompts, SamplingParams(max_tokens=8))
     assert tokens_of(completions) == [slow_greedy(prompt, 8) for prompt in prompts]
-    assert len(set(sum(tokens_of(completions), []))) > 15  # the model is not stuck on a token
+    assert len({token for c in completions for token in c.tokens}) > 15  # the model is not stuck on a token
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -127,7 +128,7 @@ def test_engines_of_different_shape_take_turns_in_one_process() -> None:
     assert got == alone
 
 
-# ---- seeds ---------------------------------------------------------------------------------------------------------------
+# ---- seeds ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_fixes_the_tokens_whatever_shares_the_batch() -> None:
@@ -143,7 +144,8 @@ def test_a_seed_fixes_the_tokens_whatever_shares_the_batch() -> None:
 
 
 def test_different_seeds_give_different_tokens() -> None:
-    completions = engine().generate([PROMPTS[7]] * 8, [SamplingParams(max_tokens=12, temperature=1.0, seed=s) for s in range(8)])
+    params = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in range(8)]
+    completions = engine().generate([PROMPTS[7]] * 8, params)
     assert len({tuple(tokens) for tokens in tokens_of(completions)}) == 8
 
 
@@ -170,7 +172,7 @@ def test_one_parameter_set_serves_all_prompts_and_none_means_the_default() -> No
     assert default[:4] == one.generate(PROMPTS[:1], SamplingParams(max_tokens=4))[0].tokens
 
 
-# ---- how an output ends --------------------------------------------------------------------------------------------------
+# ---- how an output ends --------------------------------------------------------------------------------------------
 
 
 def eos_case() -> tuple[int, list[list[int]]]:
@@ -208,7 +210,8 @@ def test_ignored_eos_goes_on() -> None:
 def test_eos_is_not_in_the_text() -> None:
     eos, free = eos_case()
     tokenizer = ByteTokenizer(eos_ids=())
-    completion = engine(tiny_config(eos_ids=(eos,)), tokenizer=tokenizer).generate([PROMPTS[5]], SamplingParams(max_tokens=16))[0]
+    one = engine(tiny_config(eos_ids=(eos,)), tokenizer=tokenizer)
+    completion = one.generate([PROMPTS[5]], SamplingParams(max_tokens=16))[0]
     assert completion.text == tokenizer.decode(cut(free[0], eos)[:-1])
 
 
@@ -241,7 +244,7 @@ def test_a_stream_holds_back_what_may_become_a_stop_string() -> None:
     assert "".join(event.text for event in events) == free
 
 
-# ---- streams -------------------------------------------------------------------------------------------------------------
+# ---- streams -------------------------------------------------------------------------------------------------------
 
 
 def test_streamed_tokens_and_text_join_to_the_completions() -> None:
@@ -314,7 +317,7 @@ def test_a_stream_is_refused_at_the_call() -> None:
         engine().stream([[1], []])
 
 
-# ---- logits, dtypes, quantization ----------------------------------------------------------------------------------------
+# ---- logits, dtypes, quantization ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 40, 300])
@@ -358,7 +361,7 @@ def test_a_bf16_model_runs_and_stays_near() -> None:
     ids = random_ids(60)
     difference = wide.logits(ids) - narrow.logits(ids)
     # weights, activations and cache keep 8 bits; sharp scores and two layers multiply 2^-9 by some tens
-    assert 0 < difference.norm() <= 0.15 * wide.logits(ids).norm()
+    assert 0 < difference.norm() <= 0.1 * wide.logits(ids).norm()
     assert len(narrow.generate([PROMPTS[6]], SamplingParams(max_tokens=5, temperature=1.0))[0].tokens) == 5
 
 
@@ -368,7 +371,7 @@ def test_int8_weights_run_and_stay_near() -> None:
     exact, near = plain.logits(ids), quantized.logits(ids)
     # one scale a row: a weight is off by at most 1/254 of its row's largest, about 1 % of a typical weight;
     # seven such matrices a path, and sharp scores, multiply that by some ten
-    assert 0 < (near - exact).norm() <= 0.2 * exact.norm()
+    assert 0 < (near - exact).norm() <= 0.1 * exact.norm()
     assert not torch.equal(near, exact)
     assert torch.equal(quantized.model.embedding.weight, plain.model.embedding.weight)
     assert torch.equal(quantized.model.output.weight, plain.model.output.weight)
@@ -376,7 +379,7 @@ def test_int8_weights_run_and_stay_near() -> None:
     assert [len(c.tokens) for c in completions] == [5] * 6
 
 
-# ---- stats -----------------------------------------------------------------------------------------------------------------
+# ---- stats ---------------------------------------------------------------------------------------------------------
 
 
 def test_stats_count_what_was_done() -> None:
@@ -412,8 +415,6 @@ def test_stats_are_those_of_the_latest_call() -> None:
 
 
 def test_stats_become_json() -> None:
-    import json
-
     one = engine()
     completion = one.generate(PROMPTS[:1], SamplingParams(max_tokens=2))[0]
     assert json.loads(json.dumps(one.stats.as_dict()))["decode_tokens"] == 2
@@ -421,7 +422,7 @@ def test_stats_become_json() -> None:
     assert engine().stats.kv_bytes_per_token == 0  # nothing ran, nothing is divided by
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------------------------
 
 PROMPT_REFUSED: list[tuple[Any, Any, str]] = [
     ([""], None, "prompt 0 is empty"),
@@ -503,19 +504,17 @@ def test_drafting_is_off_where_it_is_not_asked_for() -> None:
     assert engine().draft == DraftConfig(policy="off")
 
 
-def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from gpt_fast_sd.model import save_hugging_face
-
+def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="'cuda' was asked for"):
         Engine.from_pretrained(tmp_path, EngineConfig(device="cuda", max_seq_len=512))
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("auto", torch.float32)])
-def test_a_folder_gives_an_engine_in_the_dtype_asked_for(asked: str, dtype: torch.dtype, tmp_path: Any) -> None:
-    from gpt_fast_sd.model import save_hugging_face
-
+@pytest.mark.parametrize(
+    ("asked", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("auto", torch.float32)]
+)
+def test_a_folder_gives_an_engine_in_the_dtype_asked_for(asked: str, dtype: torch.dtype, tmp_path: Path) -> None:
     save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
     config = EngineConfig(device="cpu", dtype=asked, max_seq_len=512, batch_size=2, compile=False)
     one = Engine.from_pretrained(tmp_path, config)
@@ -523,4 +522,4 @@ def test_a_folder_gives_an_engine_in_the_dtype_asked_for(asked: str, dtype: torc
     tokens = one.generate([PROMPTS[5]], SamplingParams(max_tokens=4))[0].tokens
     if dtype == torch.float32:
         assert tokens == slow_greedy(PROMPTS[5], 4)
-    assert one.config == replace(config)
+    assert one.config is config

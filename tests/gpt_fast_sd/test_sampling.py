@@ -76,7 +76,8 @@ def test_any_mix_of_filters_gives_the_slow_distribution(vocab_size: int, levels:
     p = probabilities(torch.from_numpy(logits), table_of(params, vocab_size)).numpy()
     expected = np.stack([slow_probabilities(row, q) for row, q in zip(logits, params, strict=True)])
     assert p.dtype == np.float32
-    assert ((p > 0) == (expected > 1e-40)).all()  # the very same tokens (none so unlikely that fp32 has no number for it)
+    sure = (expected == 0) | (expected > 1e-35)  # below that fp32 may have no number left
+    assert ((p > 0) == (expected > 0))[sure].all()  # the very same tokens
     assert np.abs(p - expected).max() <= 2e-6  # fp32 exp and sum of at most 300 terms
     assert np.abs(p.sum(-1, dtype=np.float64) - 1).max() <= 1e-5
 
@@ -130,12 +131,14 @@ def test_a_reused_slot_forgets_the_parameters_of_its_last_request() -> None:
     table = table_of([SamplingParams(temperature=0.3, top_k=2, top_p=0.2, min_p=0.5, seed=9)], 30)
     table.put(0, SamplingParams(temperature=1.0), 4, 30)
     logits = torch.randn(1, 30)
-    assert torch.equal(probabilities(logits, table), probabilities(logits, table_of([SamplingParams(temperature=1)], 30)))
+    fresh = table_of([SamplingParams(temperature=1)], 30)
+    assert torch.equal(probabilities(logits, table), probabilities(logits, fresh))
     assert table.seed.tolist() == [4]
 
 
 def test_skipping_the_sort_changes_no_bit_where_every_filter_is_off() -> None:
-    params = [SamplingParams(temperature=t, top_p=1.0, min_p=0.0, top_k=k) for t, k in [(0.0, None), (0.5, 90), (2.0, 50)]]
+    cases = [(0.0, None), (0.5, 90), (2.0, 50)]
+    params = [SamplingParams(temperature=t, top_p=1.0, min_p=0.0, top_k=k) for t, k in cases]
     logits = torch.randn(3, 50)
     table = table_of(params, 50)
     assert torch.equal(probabilities(logits, table, filtered=False), probabilities(logits, table))
@@ -205,7 +208,7 @@ def test_filters_agree_with_transformers(params: dict[str, float]) -> None:
     assert (p - expected.softmax(-1)).abs().max() <= 1e-6  # both in fp32
 
 
-# ---- drawing ---------------------------------------------------------------------------------------------------------
+# ---- drawing -------------------------------------------------------------------------------------------------------
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
@@ -308,7 +311,7 @@ def test_a_weight_common_to_all_tokens_changes_no_draw() -> None:
     assert torch.equal(draw(p * 0.25, u), draw(p, u))
 
 
-# ---- randomness ------------------------------------------------------------------------------------------------------
+# ---- randomness ----------------------------------------------------------------------------------------------------
 
 
 def slow_uniform(seed: int, position: int, stream: int) -> float:

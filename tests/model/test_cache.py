@@ -1,4 +1,4 @@
-"""The static cache: writes land where they belong and nowhere else, and reading it back gives the logits of the whole text.
+"""The static cache: writes land where they belong and nowhere else; read back, it gives the logits of the whole text.
 
 Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, K kv heads, H head dim, V vocabulary.
 """

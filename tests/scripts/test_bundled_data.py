@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -17,19 +18,23 @@ import bundled_data
 from bundled_data import MIXTURE, Books, book_paths, fact, question, skipped_positions, training_document
 
 
-class Bytes:
-    """Every byte is a token."""
+class Words:
+    """A token is a word with the space before it, a digit or any other character; ids are given as they come."""
 
-    bos_id, eos_id = 256, 257
+    bos_id, eos_id = 1, 2
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return [self.ids.setdefault(piece, 3 + len(self.ids)) for piece in re.findall(r" ?[A-Za-z]+|.|\n", text)]
 
     def decode(self, ids: np.ndarray) -> str:
-        return bytes(i for i in ids.tolist() if i < 256).decode()
+        pieces = {i: piece for piece, i in self.ids.items()}
+        return "".join(pieces.get(i, "") for i in ids.tolist())
 
 
-BYTES = Bytes()
+WORDS = Words()
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
         (folder / f"{n}.txt").write_text(
             "".join(f"Line {i} of book {n} tells of {i * i}. " for i in range(4000 + 500 * n))
         )
-    return Books(book_paths(folder), BYTES, folder / "cache")
+    return Books(book_paths(folder), WORDS, folder / "cache")
 
 
 def rng(*seed: int) -> np.random.Generator:
@@ -50,21 +55,21 @@ def rng(*seed: int) -> np.random.Generator:
 @pytest.mark.parametrize("n", [65, 513, 2049])
 def test_a_document_has_exactly_n_tokens_and_starts_with_bos(kind: bundled_data.Kind, n: int, books: Books) -> None:
     for seed in range(5):
-        ids = kind(rng(seed), n, books, BYTES)
+        ids = kind(rng(seed), n, books, WORDS)
         assert ids.shape == (n,)
         assert ids.dtype == np.int64
-        assert ids[0] == BYTES.bos_id
-        assert not (ids[1:] == BYTES.bos_id).any()
+        assert ids[0] == WORDS.bos_id
+        assert not (ids[1:] == WORDS.bos_id).any()
 
 
 @pytest.mark.parametrize("kind", [bundled_data.lookup_document, bundled_data.needle_document])
 def test_every_answer_in_a_document_is_the_value_its_fact_stated_before(kind: bundled_data.Kind, books: Books) -> None:
     answered = 0
     for seed in range(8):
-        text = BYTES.decode(kind(rng(seed), 8193, books, BYTES))
-        first_question = text.find("What is the number of")
-        stated = dict(re.findall(r"The number of ([^.?]+) is (\d{5})\.", text[:first_question]))
-        asked = re.findall(r"What is the number of ([^?]+)\? The number of \1 is (\d{5})\.", text)
+        text = WORDS.decode(kind(rng(seed), 8193, books, WORDS))
+        first_question = text.find("Recall ")
+        stated = dict(re.findall(r"Remember ([^.?]+) (\d{5})\.", text[:first_question]))
+        asked = re.findall(r"Recall ([^.?]+) (\d{5})\.", text)
         assert stated
         for name, value in asked:
             assert stated[name] == value
@@ -80,21 +85,23 @@ def test_a_question_followed_by_its_value_restates_the_fact() -> None:
 def test_a_copy_document_ends_with_the_passage_it_began_with(books: Books) -> None:
     cue = "\nRead it once more, word for word:\n"
     for seed in range(5):
-        before, *copies = BYTES.decode(bundled_data.copy_document(rng(seed), 2049, books, BYTES)).split(cue)
+        before, *copies = WORDS.decode(bundled_data.copy_document(rng(seed), 2049, books, WORDS)).split(cue)
         assert copies
         assert all(copy and before.startswith(copy[:200]) for copy in copies if copy)
 
 
 def test_a_list_comes_back_in_its_order(books: Books) -> None:
-    text = BYTES.decode(bundled_data.list_document(rng(3), 8193, books, BYTES))
-    _, *lists = text.split("The list:\n")
-    recited = [re.findall(r"^\d+\. (.+)$", part, re.MULTILINE) for part in lists[:-1]]
-    assert len(recited) >= 2
-    assert all(names == recited[0] for names in recited)
+    text = WORDS.decode(bundled_data.list_document(rng(3), 8193, books, WORDS))
+    _, *recitals = text.split("The list:\n")
+    lines = itertools.takewhile(lambda line: re.fullmatch(r"\d+\. .+", line), recitals[0].split("\n"))
+    block = "\n".join(itertools.islice(lines, 4))  # a list has at least four names
+    assert block.startswith("1. ")
+    assert len(recitals) >= 3
+    assert all(recital.startswith(block) for recital in recitals[:-1])
 
 
 def test_a_repeat_document_is_periodic(books: Books) -> None:
-    ids = bundled_data.repeat_document(rng(0), 513, books, BYTES)[1:]
+    ids = bundled_data.repeat_document(rng(0), 513, books, WORDS)[1:]
     assert any((ids[period:] == ids[:-period]).all() for period in range(16, 257))
 
 
@@ -106,25 +113,25 @@ def test_the_mixture_draws_every_kind(books: Books, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(bundled_data, "MIXTURE", {noting(kind): weight for kind, weight in MIXTURE.items()})
     for seed in range(300):
-        training_document(rng(seed), 65, books, BYTES)
+        training_document(rng(seed), 65, books, WORDS)
     assert set(drawn) == set(MIXTURE)
     assert sum(MIXTURE.values()) == pytest.approx(1.0)
-    assert drawn.count(bundled_data.book_document) == pytest.approx(210, abs=40)  # 70 %; 40 is five standard deviations
+    assert drawn.count(bundled_data.book_document) == pytest.approx(156, abs=44)  # 52 %; 44 is five standard deviations
 
 
 def test_the_same_seed_gives_the_same_documents_and_another_seed_others(books: Books) -> None:
     first, again, other = (
-        [training_document(r, 257, books, BYTES) for _ in range(8)] for r in (rng(1), rng(1), rng(2))
+        [training_document(r, 257, books, WORDS) for _ in range(8)] for r in (rng(1), rng(1), rng(2))
     )
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
 
 def test_held_out_passages_never_reach_training(tmp_path: Path) -> None:
-    (tmp_path / "b.txt").write_text("x" * 980 + "y" * 20)
-    books = Books(book_paths(tmp_path), BYTES, tmp_path / "cache")
-    assert all((books.passage(rng(seed), 50) == ord("x")).all() for seed in range(20))
-    assert (books.passage(rng(0), 10, held_out=True) == ord("y")).all()
+    (tmp_path / "b.txt").write_text("x." * 490 + "!" * 20)
+    books = Books(book_paths(tmp_path), WORDS, tmp_path / "cache")
+    assert not any("!" in WORDS.decode(books.passage(rng(seed), 50)) for seed in range(20))
+    assert WORDS.decode(books.passage(rng(0), 10, held_out=True)) == "!" * 10
 
 
 @settings(deadline=None, max_examples=200)
@@ -143,9 +150,9 @@ def test_a_book_is_tokenized_once_and_a_half_written_cache_is_never_read(tmp_pat
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "b.4711").write_bytes(b"a killed process left this")
-    first = Books(book_paths(tmp_path), BYTES, cache)
+    first = Books(book_paths(tmp_path), WORDS, cache)
     (tmp_path / "b.txt").write_text("changed")
-    again = Books(book_paths(tmp_path), BYTES, cache)
+    again = Books(book_paths(tmp_path), WORDS, cache)
     assert np.array_equal(first.parts[0], again.parts[0])
     assert [path.name for path in cache.glob("*.npy")] == ["b.npy"]
 

@@ -16,16 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import evaluate_bundled
 import train_bundled
+import write_document
 from bundled_data import person, thing
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import CausalSelf, load_model, load_tokenizer, read_config
 from train_bundled import RECIPES, Stage, TrainingAttention, causal_attention
 
-TOKENS = 12_000  # 54 steps of the test recipe, all three stages
+SCRIPT = Path(train_bundled.__file__)
+TOKENS = 20_000  # 79 steps of the test recipe, all three stages
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +195,57 @@ def test_a_new_run_starts_from_an_exported_model(books: Path, trained: Path, tmp
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == exported
 
 
+def test_the_export_can_be_measured_and_described(books: Path, trained: Path, tmp_path: Path) -> None:
+    measured, written = tmp_path / "measured.json", tmp_path / "card.md"
+    for book in books.iterdir():
+        (tmp_path / f"new_{book.name}").write_bytes(book.read_bytes())
+    evaluate_bundled.main(
+        [
+            *("--model", str(trained / "model"), "--books", str(tmp_path), "--n", "1", "--device", "cpu"),
+            *("--contexts", "64", "256", "--lengths", "224", "256", "--depths", "0", "1", "--entries", "2"),
+            *("--json", str(measured), "--log", str(trained / "log.jsonl"), "--card", str(written)),
+        ]
+    )
+    result = json.loads(measured.read_text())
+    assert [(r["book"], r["context"]) for r in result["perplexity"]] == [
+        (book, context) for book in ("new_first", "new_second") for context in (64, 256)
+    ]
+    assert all(0 < r["loss"] < np.log(512) and r["bits_per_byte"] < 8 for r in result["perplexity"])
+    assert [(r["length"], r["depth"]) for r in result["needle"]] == [(224, 0.0), (224, 1.0), (256, 0.0), (256, 1.0)]
+    assert result["training"]["steps"] == 75  # the last that was logged
+    assert sum(stage["steps"] for stage in result["training"]["stages"]) == 75
+    assert "2 public-domain books" in written.read_text()
+
+
+def test_books_of_the_training_set_are_refused_as_held_out_text(
+    books: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        evaluate_bundled.main(
+            ["--model", str(trained / "model"), "--books", str(books), "--log", str(trained / "log.jsonl")]
+        )
+    assert "the model was trained on it" in capsys.readouterr().err
+
+
+def test_a_needle_prompt_states_its_fact_at_its_depth_and_leaves_room_for_the_answer(trained: Path) -> None:
+    tokenizer = load_tokenizer(trained / "model", read_config(trained / "model"))
+    assert tokenizer is not None
+    prose = torch.tensor(tokenizer.encode("The rain fell upon the road, and nobody came. " * 200, bos=False))
+    for depth in (0.0, 0.5, 1.0):
+        probe = evaluate_bundled.needle(tokenizer, np.random.default_rng(0), [prose], 1024, depth)
+        text = tokenizer.decode(probe.prompt)
+        assert 1024 - 16 <= len(probe.prompt) + evaluate_bundled.DIGITS <= 1024
+        assert f" is {probe.answer}.\n" in text
+        assert text.endswith(" is ")
+        assert text.index(probe.answer) / len(text) == pytest.approx(0.9 * depth + 0.02, abs=0.06)
+
+
+def test_a_chapter_ends_where_its_last_sentence_ends() -> None:
+    assert write_document.whole_sentences("He came. She left! And th") == "He came. She left!"
+    assert write_document.whole_sentences('"Is it so?" he said. "Yes."') == '"Is it so?" he said. "Yes."'
+    assert write_document.whole_sentences("no end") == ""
+
+
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 300
     while not condition():
@@ -206,7 +259,7 @@ def test_a_run_killed_twice_ends_with_the_weights_of_an_uninterrupted_one(books:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(work: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, str(SCRIPTS / "train_bundled.py"), *flags(books, work, "--save-every", "0")]
+        command = [sys.executable, str(SCRIPT), *flags(books, work, "--save-every", "0")]
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
