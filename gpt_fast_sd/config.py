@@ -46,6 +46,9 @@ class EngineConfig:
         _at_least_one("max_seq_len", self.max_seq_len)
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
+        for name in ("compile", "exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.kv_dtype is not None:
             _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.quantize is not None:
@@ -90,6 +93,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _at_least_one("max_tokens", self.max_tokens)
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and not (value is None and name != "temperature"):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if self.top_k is not None:
@@ -98,9 +105,10 @@ class SamplingParams:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
-        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
+        if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        stops = tuple(stops) if isinstance(stops, Sequence) else (stops,)
         if not all(isinstance(s, str) and s for s in stops):
             raise ValueError(f"stop must be a non-empty string or several, got {self.stop!r}")
         object.__setattr__(self, "stop_strings", stops)

@@ -7,6 +7,7 @@ Shapes: B slots, T tokens in this call, S cache capacity, L layers, K kv heads, 
 
 from __future__ import annotations
 
+import operator
 import os
 import secrets
 import time
@@ -96,7 +97,8 @@ class Engine:
         self._decode = CompiledStep(decode_step, compiled=self.compiled)
         self._prefill = CompiledStep(prefill_step, compiled=self.compiled)
         self._slots: list[Request | None] = [None] * cfg.batch_size
-        self._warm = False
+        self._warm = self._running = False
+        self._compile_seconds = 0.0
 
     @classmethod
     def from_pretrained(
@@ -155,11 +157,13 @@ class Engine:
         self._require_idle()
         self.warm_up()
         rows = []
-        for position, token in enumerate(ids):
-            self.pending[0] = token
-            self.cache.seq_len[0] = position
-            rows.append(self._decode_logits(position + 1)[0].cpu())
-        self.cache.vacate(0)
+        try:
+            for position, token in enumerate(ids):
+                self.pending[0] = token
+                self.cache.seq_len[0] = position
+                rows.append(self._decode_logits(position + 1)[0].cpu())
+        finally:
+            self._release(0)
         return torch.stack(rows)
 
     @torch.inference_mode()
@@ -172,7 +176,7 @@ class Engine:
         self._decode_logits(1)
         self.cache.vacate(0)
         self._warm = True
-        self.stats.compile_seconds = time.perf_counter() - started
+        self._compile_seconds = time.perf_counter() - started
 
     # ---------------------------------------------------------------- the path
 
@@ -180,21 +184,24 @@ class Engine:
     def _run(self, requests: list[Request]) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and step until every request is finished."""
         self._require_idle()
-        self.stats = EngineStats()
-        self.warm_up()
-        graphs = self._graphs
-        waiting = deque(requests)
+        self._running = True
         try:
+            self.warm_up()
+            self.stats = EngineStats(compile_seconds=self._compile_seconds)
+            graphs = self._graphs
+            waiting = deque(requests)
             while waiting or any(self._slots):
                 for slot, occupant in enumerate(self._slots):
                     if occupant is None and waiting:
                         self._admit(slot, waiting.popleft())
-                yield from self._round()
+                events = self._round()
+                self.stats.recompiles = self._graphs - graphs
+                yield from events
         finally:
             for slot, occupant in enumerate(self._slots):
                 if occupant is not None:
                     self._release(slot)
-            self.stats.recompiles = self._graphs - graphs
+            self._running = False
 
     def _admit(self, slot: int, request: Request) -> None:
         """Prefill all but the last prompt token into the slot; the last one becomes its pending token."""
@@ -287,14 +294,14 @@ class Engine:
     # ---------------------------------------------------------------- checks, all before any work
 
     def _require_idle(self) -> None:
-        if any(self._slots):
+        if self._running:
             raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
 
     def _requests(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        if isinstance(prompts, str):
-            raise ValueError("prompts must be a list of texts or of token ids, got one str: put it in a list")
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
@@ -303,14 +310,13 @@ class Engine:
 
     def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         name = f"prompt {index}"
-        if not len(prompt):
-            raise ValueError(f"{name} is empty: give it at least one token")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{name} needs SamplingParams, got {params!r}")
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"{name} is text, but this model has no tokenizer: give token ids")
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = self._checked_ids(prompt, name)
+            prompt = self.tokenizer.encode(prompt) if prompt else []
+        ids = self._checked_ids(prompt, name)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")
         total = len(ids) + params.max_tokens
@@ -328,7 +334,10 @@ class Engine:
 
     def _checked_ids(self, tokens: Sequence[int], name: str) -> list[int]:
         vocab = self.model.config.vocab_size
-        ids = [int(token) for token in tokens]
+        try:
+            ids = [operator.index(token) for token in tokens]
+        except TypeError:
+            raise ValueError(f"{name} must be a text or a list of whole token ids, got {tokens!r:.80}") from None
         if not ids:
             raise ValueError(f"{name} is empty: give it at least one token")
         wrong = next((token for token in ids if not 0 <= token < vocab), None)
@@ -350,7 +359,7 @@ class Engine:
 
     def _check_memory(self, kv_dtype: torch.dtype) -> None:
         cfg = self.config
-        capacity = -(-cfg.max_seq_len // SPLIT) * SPLIT
+        capacity = (KVCache.splits(cfg.max_seq_len) + 1) * SPLIT
         need = cfg.batch_size * capacity * self.model.config.kv_bytes_per_token(kv_dtype.itemsize)
         if self.device.type == "cuda":
             have = torch.cuda.mem_get_info(self.device)[0]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def quantize(model: nn.Module, name: str) -> None:
     """Quantize the linear layers of every block in place; the output head and the embedding keep their dtype.
 
-    "int8": weight-only, one scale per output channel (torchao Int8WeightOnlyConfig).
+    "int8": weight-only, one scale per output channel (torchao Int8WeightOnlyConfig). ValueError for a model that is
+    quantized already: its weights are changed in place, so two engines cannot share it at different precisions.
     """
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
+    if any(type(p.data) is not Tensor for p in model.parameters()):
+        raise ValueError(f"quantize {name!r} needs plain weights, and this model is quantized already: load it again")
     configs = {"int8": Int8WeightOnlyConfig}
     quantize_(
         model, configs[name](), filter_fn=lambda m, where: isinstance(m, nn.Linear) and where.startswith("layers.")

@@ -64,7 +64,8 @@ def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True
     """
     logits = logits.float()
     greedy = table.temperature == 0
-    scaled = logits / torch.where(greedy, 1.0, table.temperature)[:, None]
+    # the best logit is 0 before the division, so that no temperature, however small, makes an infinity
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, table.temperature)[:, None]
     if filtered:
         ordered, index = scaled.sort(dim=-1, descending=True, stable=True)  # [B, V]
         kth = ordered.gather(-1, table.top_k[:, None] - 1)  # [B, 1]
@@ -96,7 +97,8 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     """A number in [0, 1) for each (seed, position, stream), the same on every device: int64 [B], int64 [B] -> fp32 [B].
 
     Counter-based, so a row's randomness depends on nothing but its own seed and place in the text. Four rounds of a
-    32-bit finalizer (Ellis's lowbias32 constants) over the words of the key; 24 bits of it become the number.
+    32-bit finalizer (Ellis's lowbias32 constants) over the words of the key; 24 bits of it become the number. Two seeds
+    share all their numbers with probability 2**-32.
     """
     words = (seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32, torch.full_like(position, stream))
     h = torch.full_like(seed, 0x9E3779B9)

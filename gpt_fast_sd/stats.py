@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -47,7 +47,8 @@ class EngineStats:
 
     decode_seconds is the wall time of rounds, host_seconds the part of it outside the model's steps (sampling, text,
     bookkeeping). kv_bytes counts what the attention of the rounds reads: every slot, to the end of the last split in
-    view. recompiles counts graphs compiled during the call; those of the warm-up are in compile_seconds.
+    view. recompiles counts graphs compiled during the call, compile_seconds is what the engine's one
+    warm-up took.
     """
 
     compile_seconds: float = 0.0
@@ -64,7 +65,6 @@ class EngineStats:
     accepted: int = 0
     kv_bytes: int = 0
     recompiles: int = 0
-    completions: list[CompletionStats] = field(default_factory=list, repr=False)
 
     @property
     def decode_tokens_per_second(self) -> float:

@@ -1,4 +1,10 @@
-"""A Llama that knows nothing of ranks, quantization or speculation."""
+"""A Llama that knows nothing of ranks, quantization or speculation.
+
+Behind this door: `ModelConfig`, read from a config.json or found in `PRESETS`; `Transformer`, whose one forward serves
+prefill, decode, verify and draft alike, because what attends is its argument, a `KV`; `KVCache`, the static buffers,
+and `FullKV`, which attends to all of them; checkpoints read as Hugging Face stores them (`load_model`,
+`save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
+"""
 
 from .attention import SPLIT, attend_reference
 from .cache import KV, CausalSelf, FullKV, KVCache

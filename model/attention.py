@@ -1,7 +1,8 @@
 """Attention over a static cache in plain PyTorch: which body is fastest hangs on the device and the rows that ask.
 
-Keys are seen as fixed splits of SPLIT positions, counted from position 0, so a row's arithmetic does not depend on its
-neighbours' lengths beyond how many empty splits follow its own.
+Keys are seen as fixed splits of SPLIT positions, counted from position 0. Empty splits behind a row's own, in view
+because a neighbour is longer, do not change a bit of `attend_rows`; a matrix product over more keys may round
+differently.
 
 Shapes: B batch rows, T tokens in this call, S keys in view (n_splits * SPLIT), N query heads, K kv heads, G = N // K,
         H head dim, R = G * T query rows that share one kv head.
@@ -89,8 +90,8 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     """The fastest body for this device and shape: q [B, N, T, H]; k, v [B, K, S, H]; pos [B, T] -> [B, N, T, H].
 
-    Every query must see at least one key (its own, which the cache has just stored). Entries of v that no query sees
-    must be finite: they are multiplied by an exact zero.
+    Every query must see at least one key (its own, which the cache has just stored). Entries in view that no query sees
+    must be finite: their weight is an exact zero.
     """
     if q.device.type == "cuda":
         return attend_sdpa(q, k, v, pos)

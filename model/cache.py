@@ -1,7 +1,7 @@
 """The one seam: what attends is an argument. `KV` is the protocol, `KVCache` the buffers, `FullKV` the plainest reader.
 
 Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, L layers, N query heads, K kv heads,
-        H head dim.
+        H head dim. S is the capacity and a spare split.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class KVCache:
     def vacate(self, slot: int) -> None:
         """Forget a slot: nothing is committed, and no value of its occupant (not even a NaN) can reach the next."""
         self.seq_len[slot] = 0
-        for v in self.v:
-            v[slot].zero_()
+        for buffer in (*self.k, *self.v):
+            buffer[slot].zero_()
 
     @staticmethod
     def splits(n_keys: int) -> int:

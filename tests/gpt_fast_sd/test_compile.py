@@ -73,8 +73,9 @@ def test_the_first_call_compiles_and_says_how_long_it_took(small: Engine) -> Non
     small.generate([[1]], SamplingParams(max_tokens=1))
     assert graphs(small) == (1, 1)
     assert small.stats.compile_seconds > 0 and small.stats.recompiles == 0  # warming up is no recompile
+    first = small.stats.compile_seconds
     small.generate([[1]], SamplingParams(max_tokens=1))
-    assert small.stats.compile_seconds == 0
+    assert small.stats.compile_seconds == first  # the engine's own, not the call's
 
 
 def test_engines_of_different_shape_do_not_recompile_each_other(large: Engine, small: Engine) -> None:

@@ -86,6 +86,19 @@ def test_completions_come_in_the_order_of_the_prompts_whichever_finishes_first()
     assert finished == [1, 2, 3, 4, 0]
 
 
+def test_committed_lengths_grow_by_one_a_round_and_empty_slots_stay_at_0() -> None:
+    one = engine()
+    rounds = one.stream([PROMPTS[7], PROMPTS[3]], [SamplingParams(max_tokens=n) for n in (5, 3)])
+    lengths = [(event.index, one.cache.seq_len.tolist()) for event in rounds]
+    assert [row for index, row in lengths if index == 0] == [
+        [10, 3, 0, 0],
+        [11, 4, 0, 0],
+        [12, 0, 0, 0],
+        [13, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
+
+
 def test_a_slot_is_refilled_as_soon_as_it_is_free() -> None:
     one = engine(batch_size=2)
     one.generate([[1], [2], [3], [4]], [SamplingParams(max_tokens=n) for n in (10, 3, 4, 3)])
@@ -302,7 +315,6 @@ def test_an_engine_that_is_streaming_takes_no_other_work() -> None:
     assert len(one.generate([[1]], SamplingParams(max_tokens=1))[0].tokens) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="between two prompts of a stream no slot is taken, and the engine looks idle")
 def test_an_engine_is_streaming_also_between_two_prompts() -> None:
     one = engine(batch_size=1)
     params = SamplingParams(max_tokens=2)
@@ -465,7 +477,6 @@ def test_a_prompt_that_just_fits_runs() -> None:
     assert completion.tokens[:3] == slow_greedy(random_ids(700), 3)
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="only the text is checked for being empty, not its tokens")
 def test_a_text_of_no_tokens_is_refused() -> None:
     one = engine(tokenizer=type("Deaf", (ByteTokenizer,), {"encode": lambda self, text, *, bos=True: []})())
     with pytest.raises(ValueError, match="prompt 0"):

@@ -115,6 +115,11 @@ def test_eos_ends_the_tokens_and_is_not_in_the_text() -> None:
     assert (completion.tokens, completion.text, completion.finish_reason) == ([*b"hi", EOS], "hi", "stop")
 
 
+def test_eos_is_not_in_the_text_even_where_it_has_one() -> None:
+    one = Request(0, [1], SamplingParams(max_tokens=9), frozenset({1}), Pieces("a", "</s>"))
+    assert feed(one, [0, 1]) == ["a", ""]
+
+
 def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
     one = request(StreamDecoder(ByteTokenizer()), max_tokens=2)
     feed(one, [104, EOS])
