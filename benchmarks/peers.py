@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import multiprocessing
@@ -104,7 +105,7 @@ class Ours:
             return Engine.from_pretrained(folder, config, DraftConfig(policy="off"))
 
         self.start = start
-        self.notes = f"{dtype} weights and KV"
+        self.notes = f"version {version('gpt_fast_sd') or 'of this checkout'}"
 
     def reserve(self, batch: int, capacity: int) -> None:
         """A new engine of that shape, compiled."""
@@ -145,7 +146,7 @@ class Transformers:
         )
         self.compiled = compiled
         self.cache: Any = None
-        self.notes = f"transformers {version('transformers')}, {dtype} weights and KV"
+        self.notes = f"version {version('transformers')}"
 
     def reserve(self, batch: int, capacity: int) -> None:
         """Forget the old cache and, when compiled, the old graphs: shapes are static."""
@@ -215,8 +216,9 @@ class LlamaCpp:
         self.prompt_batch: Any = None
         self.step_batch: Any = None
         features = " ".join(re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode()))
-        release = version("llama-cpp-python")
-        self.notes = f"llama-cpp-python {release}, {gguf.stem} weights, {kv} KV, a stream per sequence; {features}"
+        self.notes = (
+            f"version {version('llama-cpp-python')} of llama-cpp-python, one KV stream per sequence; {features}"
+        )
 
     def reserve(self, batch: int, capacity: int) -> None:
         """A new context whose KV buffer holds batch separate rows."""
@@ -546,7 +548,7 @@ class Run:
         """The entry's process, started when it is first asked for."""
         if entry not in self.workers:
             self.workers[entry] = Worker(entry, self.setup)
-            self.notes[entry.label] = self.workers[entry].notes
+            self.notes[entry.peer] = self.workers[entry].notes
         return self.workers[entry]
 
     def find_missing(self) -> None:
@@ -710,8 +712,9 @@ def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:
                 continue
             median, share = rows[peer]["ms_per_step"]["median"], rows[peer]["percent_of_roofline"]
             panel.barh(i, median, color="tab:orange" if peer == "ours" else "tab:blue", height=0.7)
-            panel.text(median, i, f" {median:.2f} ms, {share:.0f} %", va="center", fontsize=8)
-        panel.axvline(cell["roofline_ms"], color="black", linestyle="--", linewidth=1)
+            label = f" {median:.2f} ms, {share:.0f} %"
+            panel.text(median, i, label, va="center", fontsize=8, bbox={"color": "white", "pad": 0})
+        panel.axvline(cell["roofline_ms"], color="black", linestyle="--", linewidth=1)  # texts lie above lines
         widest = max((row["ms_per_step"]["median"] for row in rows.values()), default=0.0)
         panel.set_xlim(0, 1.5 * max(widest, cell["roofline_ms"]))
         panel.set_title(f"context {cell['context']}, batch {cell['batch']}", fontsize=10)
@@ -745,7 +748,7 @@ def environment(threads: int) -> dict[str, Any]:
         "cpu": names[0] if names else platform.processor(),
         "cpus": os.cpu_count(),
         "threads": threads,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {package: version(package) for package in packages},
     }
@@ -807,6 +810,15 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raise now what would otherwise be raised after the measurement: OSError or ImportError."""
+    for file in (args.json, args.plot):
+        if file and str(file) != "-" and not Path(file).parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {Path(file).parent} to write {Path(file).name} into")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise ImportError("--plot needs matplotlib")
+
+
 def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     """Run everything, printing as it goes, and return the report; ValueError for input that makes no sense."""
     folder = resolve_model(args.model)
@@ -849,8 +861,8 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
             except ImportError as error:
                 run.skip("llama.cpp", one_line(error))
         run.find_missing()
-        for label, notes in run.notes.items():
-            print(f"  {label}: {notes}")
+        for peer, notes in run.notes.items():
+            print(f"{peer}: {notes}")
         references = {context: run.reference(context) if args.agree else None for context in args.contexts}
         in_fp32: dict[str, Any] = {}
         shortest = min(args.contexts)
@@ -891,6 +903,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes, as the next one
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     try:
+        check_outputs(args)
         with tempfile.TemporaryDirectory() as ggufs:
             report = benchmark(args, Path(ggufs))
         if args.plot:
@@ -900,6 +913,8 @@ def main() -> None:
             print(json.dumps(report))
         elif args.json:
             Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if not any(cell["results"] for cell in report["cells"]):
+            sys.exit("peers.py: no peer gave a result; the reasons are above")
     except ImportError as error:
         sys.exit(f"peers.py: {error}; install it with: pip install matplotlib")
     except (ValueError, OSError) as error:

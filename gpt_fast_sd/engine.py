@@ -313,9 +313,9 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} needs SamplingParams, got {params!r}")
         if isinstance(prompt, str):
-            if self.tokenizer is None:
+            if prompt and self.tokenizer is None:
                 raise ValueError(f"{name} is text, but this model has no tokenizer: give token ids")
-            prompt = self.tokenizer.encode(prompt) if prompt else []
+            prompt = self.tokenizer.encode(prompt) if prompt and self.tokenizer else []
         ids = self._checked_ids(prompt, name)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from bundled_data import MIXTURE, book_document, book_paths, distinct, fact, number, person, question, thing
+from bundled_data import MIXTURES, book_document, book_paths, distinct, fact, number, person, question, thing
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.engine import locate
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, read_config
@@ -321,7 +321,7 @@ def card(result: Record, training: Record) -> str:
     )
     n_books, book_tokens = len(training["books"]), training["book_tokens"]
     books = f"{n_books} public-domain books ({book_tokens / 1e6:.1f} million tokens, 2 % of each held out)"
-    synthetic = f"{1 - MIXTURE[book_document]:.0%}"
+    synthetic = f"{1 - MIXTURES['prose'][book_document]:.0%}"
     heads = f"{shape['heads']} query and {shape['kv_heads']} key-value heads"
     held_out = (
         f"\nIts loss on the held-out ends of the training books is {training['held_out_loss']:.3f} nats a token."

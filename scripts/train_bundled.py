@@ -62,6 +62,7 @@ class Stage:
     sequences: int
     share: float  # of all tokens
     stretched: float  # part of the sequences whose positions are spread over all that the model knows
+    mixture: str = "prose"  # which of bundled_data.MIXTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,8 @@ RECIPES = {
             max_seq_len=16384, rope_theta=500_000.0, tie_embeddings=True, bos_id=1, eos_ids=(2,),
         ),
         stages=(
-            Stage(context=512, sequences=8, share=0.82, stretched=0.3),
+            Stage(context=80, sequences=24, share=0.05, stretched=0.0, mixture="copying"),
+            Stage(context=512, sequences=8, share=0.77, stretched=0.3),
             Stage(context=2048, sequences=2, share=0.12, stretched=0.5),
             Stage(context=8192, sequences=1, share=0.04, stretched=0.3),
             Stage(context=16384, sequences=1, share=0.02, stretched=0.0),
@@ -106,7 +108,8 @@ RECIPES = {
             max_seq_len=256, rope_theta=10_000.0, tie_embeddings=True, bos_id=1, eos_ids=(2,),
         ),
         stages=(
-            Stage(context=64, sequences=4, share=0.6, stretched=0.3),
+            Stage(context=32, sequences=4, share=0.1, stretched=0.0, mixture="copying"),
+            Stage(context=64, sequences=4, share=0.5, stretched=0.3),
             Stage(context=128, sequences=2, share=0.2, stretched=0.5),
             Stage(context=256, sequences=1, share=0.2, stretched=0.0),
         ),
@@ -261,7 +264,9 @@ def batch(
 ) -> tuple[Tensor, Tensor]:
     """The documents of one step, a pure function of (seed, step, rank): tokens [B, T + 1], pos [B, T]."""
     rng = np.random.default_rng((seed, step, rank))
-    tokens = np.stack([training_document(rng, stage.context + 1, books, pieces) for _ in range(stage.sequences)])
+    tokens = np.stack([
+        training_document(rng, stage.context + 1, books, pieces, stage.mixture) for _ in range(stage.sequences)
+    ])  # fmt: skip
     plain = np.arange(stage.context)
     pos = np.stack(
         [
@@ -433,7 +438,7 @@ def train(training: Training, recipe: Recipe, books: Books, pieces: Pieces, args
     checkpoint, log_path = args.work / "checkpoint.pt", args.work / "log.jsonl"
     records = rewind_log(log_path, training.step) if rank == 0 else []
     minutes_before, running = (records[-1]["minutes"], records[-1]["loss"]) if records else (0.0, math.nan)
-    compiled_loss_of = torch.compile(loss_of)
+    compiled_loss_of = torch.compile(loss_of, dynamic=False)
     started = saved_at = time.monotonic()
 
     def go_on() -> bool:

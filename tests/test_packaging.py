@@ -64,7 +64,14 @@ def test_every_door_opens_without_the_optional_libraries(tmp_path: Path) -> None
 
 def test_the_door_hands_out_its_names_and_refuses_others() -> None:
     assert {*gpt_fast_sd.__all__} <= {*dir(gpt_fast_sd)}
-    assert {*gpt_fast_sd.__all__} == {"Completion", "DraftConfig", "Engine", "EngineConfig", "SamplingParams"}
+    assert {*gpt_fast_sd.__all__} == {
+        "Completion",
+        "DraftConfig",
+        "Engine",
+        "EngineConfig",
+        "SamplingParams",
+        "TokenEvent",
+    }
     with pytest.raises(AttributeError, match="no attribute 'Enigne'"):
         gpt_fast_sd.Enigne  # noqa: B018
 

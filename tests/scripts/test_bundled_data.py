@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bundled_data
-from bundled_data import MIXTURE, Books, book_paths, fact, question, skipped_positions, training_document
+from bundled_data import MIXTURES, Books, book_paths, fact, question, skipped_positions, training_document
 
 
 class Words:
@@ -51,7 +51,7 @@ def rng(*seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-@pytest.mark.parametrize("kind", MIXTURE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", {**MIXTURES["copying"], **MIXTURES["prose"]}, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("n", [65, 513, 2049])
 def test_a_document_has_exactly_n_tokens_and_starts_with_bos(kind: bundled_data.Kind, n: int, books: Books) -> None:
     for seed in range(5):
@@ -100,28 +100,33 @@ def test_a_list_comes_back_in_its_order(books: Books) -> None:
     assert all(recital.startswith(block) for recital in recitals[:-1])
 
 
-def test_a_repeat_document_is_periodic(books: Books) -> None:
-    ids = bundled_data.repeat_document(rng(0), 513, books, WORDS)[1:]
-    assert any((ids[period:] == ids[:-period]).all() for period in range(16, 257))
+@pytest.mark.parametrize("kind", [bundled_data.repeat_document, bundled_data.drill_document])
+def test_a_run_of_random_tokens_comes_back_again_and_again(kind: bundled_data.Kind, books: Books) -> None:
+    ids = kind(rng(0), 513, books, WORDS)[1:]
+    assert any((ids[period:] == ids[:-period]).all() for period in range(6, 257))
 
 
-def test_the_mixture_draws_every_kind(books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_a_mixture_draws_every_kind(mixture: str, books: Books, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[bundled_data.Kind] = []
+    kinds = MIXTURES[mixture]
 
     def noting(kind: bundled_data.Kind) -> bundled_data.Kind:
         return lambda *args: drawn.append(kind) or kind(*args)
 
-    monkeypatch.setattr(bundled_data, "MIXTURE", {noting(kind): weight for kind, weight in MIXTURE.items()})
+    monkeypatch.setitem(MIXTURES, mixture, {noting(kind): weight for kind, weight in kinds.items()})
     for seed in range(300):
-        training_document(rng(seed), 65, books, WORDS)
-    assert set(drawn) == set(MIXTURE)
-    assert sum(MIXTURE.values()) == pytest.approx(1.0)
-    assert drawn.count(bundled_data.book_document) == pytest.approx(156, abs=44)  # 52 %; 44 is five standard deviations
+        training_document(rng(seed), 65, books, WORDS, mixture)
+    assert set(drawn) == set(kinds)
+    assert sum(kinds.values()) == pytest.approx(1.0)
+    for kind, weight in kinds.items():
+        spread = 5 * (300 * weight * (1 - weight)) ** 0.5  # five standard deviations
+        assert drawn.count(kind) == pytest.approx(300 * weight, abs=spread)
 
 
 def test_the_same_seed_gives_the_same_documents_and_another_seed_others(books: Books) -> None:
     first, again, other = (
-        [training_document(r, 257, books, WORDS) for _ in range(8)] for r in (rng(1), rng(1), rng(2))
+        [training_document(r, 257, books, WORDS, "prose") for _ in range(8)] for r in (rng(1), rng(1), rng(2))
     )
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)

@@ -1,4 +1,4 @@
-"""scripts/generate.py as a user types it: what it prints, what it writes, and the one sentence it gives for a mistake."""
+"""scripts/generate.py as a user types it: what it prints and writes, and the one sentence it gives for a mistake."""
 
 import importlib.util
 import json
