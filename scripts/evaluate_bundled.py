@@ -16,6 +16,7 @@ import importlib.util
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", metavar="FILE", type=Path, help="write every number")
     add("--plot", metavar="F.png", type=Path, help="draw needle accuracy by depth and length")
     add("--card", metavar="F.md", type=Path, help="write a model card of what was measured; needs --log")
+    add("--note", metavar="TEXT", default="", help="a paragraph for the card: where this training left the recipe")
     add("--log", metavar="F.jsonl", type=Path, help="the training run's log.jsonl")
     args = parser.parse_args(argv)
     if args.card and not args.log:
@@ -312,8 +314,8 @@ def draw_needles(records: Sequence[Record], path: Path) -> None:
     plt.close(figure)
 
 
-def card(result: Record, training: Record) -> str:
-    """The model card: measured facts, and text the model wrote itself."""
+def card(result: Record, training: Record, note: str) -> str:
+    """The model card: measured facts, text the model wrote itself, and a note on how this training went."""
     shape = result["shape"]
     stages = table(
         ["context", "steps", "tokens", "training loss at its end"],
@@ -355,7 +357,7 @@ registers, copies, lists and repetitions. {training["steps"]:,} steps, {training
 
 That is {per_parameter:.1f} tokens a parameter, where about 20 would be compute-optimal (Hoffmann et al. 2022,
 arXiv 2203.15556).{held_out}
-
+{chr(10) + textwrap.fill(note, 120) + chr(10) if note else ""}
 ## Held-out perplexity
 
 On books that it was not trained on, {result["dtype"]}. Every context is measured on the same tokens; the last column
@@ -446,7 +448,7 @@ def run(args: argparse.Namespace) -> None:
     if args.plot and result["needle"]:
         draw_needles(result["needle"], args.plot)
     if args.card:
-        args.card.write_text(card(result, training), encoding="utf-8")
+        args.card.write_text(card(result, training, args.note), encoding="utf-8")
 
 
 def refuse(error: Exception) -> NoReturn:
