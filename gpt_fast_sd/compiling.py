@@ -16,7 +16,9 @@ class CompiledStep:
 
     def __init__(self, fn: Callable[..., Any], *, compiled: bool) -> None:
         self.graphs = 0
-        self._call = torch.compile(own_code(fn), fullgraph=True, backend=self._backend) if compiled else fn
+        self._call = (
+            torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=self._backend) if compiled else fn
+        )
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx

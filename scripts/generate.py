@@ -50,7 +50,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--draft", metavar="POLICY", default="off", help="who drafts; this version knows 'off', plain decoding")
     add("--budget", metavar="K", type=int, default=256, help="cache entries a draft may read (default: 256)")
     add("--gamma", metavar="N|auto", type=number_or_auto, default="auto", help="tokens drafted a round (default: auto)")
-    add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--temperature", metavar="T", type=float, help="0 is greedy (default: 0; 0.7 for the bundled document)")
     add("--top-k", metavar="K", type=int, help="keep the K likeliest tokens")
     add("--top-p", metavar="P", type=float, help="keep the likeliest tokens that hold P of the mass")
     add("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the best")
@@ -93,9 +93,13 @@ def read_requests(
     args: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """The prompts as token ids and the parameters of each."""
+    temperature, seed = args.temperature, args.seed
+    if temperature is None:  # so small a model repeats itself when greedy; a fixed seed keeps the showpiece the same
+        own_text = args.prompt is None and args.prompt_file is None and args.prompts is None
+        temperature, seed = (0.7, 0 if seed is None else seed) if own_text else (0.0, seed)
     common = SamplingParams(
-        max_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-        min_p=args.min_p, seed=args.seed, stop=args.stop, ignore_eos=args.ignore_eos,
+        max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=args.top_p,
+        min_p=args.min_p, seed=seed, stop=args.stop, ignore_eos=args.ignore_eos,
     )  # fmt: skip
     if args.prompts is None:
         if args.prompt is not None:

@@ -113,3 +113,12 @@ def test_an_engine_asked_not_to_compile_does_not_look_for_a_compiler(monkeypatch
 
     monkeypatch.delattr(cpp_builder, "get_cpp_compiler")
     assert len(tokens(make(SMALL, compile=False), upto=2)) == 2
+
+
+def test_engines_of_growing_capacity_in_one_process_each_compile_once() -> None:
+    """A third capacity once met a cached graph whose sizes Dynamo had made dynamic on its own, and refused to run."""
+    for capacity in (600, 1100, 2100):
+        one = make(tiny_config(max_seq_len=capacity), compile=True, batch_size=1)
+        one.generate([[1] * n for n in (3, capacity // 2, capacity - 20)], SamplingParams(max_tokens=4))
+        assert graphs(one) == (1, 1)
+        assert one.stats.recompiles == 0
