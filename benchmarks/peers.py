@@ -111,30 +111,24 @@ class Ours:
 
     def reserve(self, batch: int, capacity: int) -> None:
         """A new engine of that shape, compiled."""
+        self.events: Any = None
         self.engine: Any = None  # let go of the old cache first
         self.engine = self.start(batch, capacity)
         self.engine.tokenizer = None  # tokens only, as the others
         self.engine.warm_up()
 
-    @torch.inference_mode()
     def prefill(self, tokens: list[int]) -> list[int]:
-        """Prefill slot 0, copy it into the other slots, decode the first token: tokens [S] -> [B]."""
+        """Prefill one slot (the engine copies its keys into the others), decode the first token: tokens [S] -> [B]."""
         from gpt_fast_sd import SamplingParams
 
-        engine, room = self.engine, self.engine.config.max_seq_len - len(tokens)
+        batch, room = self.engine.config.batch_size, self.engine.config.max_seq_len - len(tokens)
         params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
-        requests = engine._requests([tokens] * engine.config.batch_size, params)
-        engine._admit(0, requests[0])
-        cache = engine.cache
-        for buffer in (*cache.k, *cache.v, cache.seq_len, engine.pending, engine.active):  # [B, ...]
-            buffer[1:] = buffer[:1].clone()
-        engine._slots = requests
+        self.events = self.engine.stream([tokens] * batch, params)
         return self.step()
 
-    @torch.inference_mode()
     def step(self) -> list[int]:
-        """One round of plain decoding -> [B]."""
-        return [event.tokens[-1] for event in self.engine._round()]
+        """One round of plain decoding, which gives every slot an event -> [B]."""
+        return [next(self.events).tokens[-1] for _ in range(self.engine.config.batch_size)]
 
 
 class Transformers:

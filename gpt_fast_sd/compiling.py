@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt_fast_sd.model import SPLIT, KVCache
+
 
 class CompiledStep:
     """A function compiled fullgraph by Inductor, or called as it is; `graphs` counts how often it was compiled."""
@@ -30,6 +32,18 @@ class CompiledStep:
     def __call__(self, *args: Any) -> Any:
         """Call the step."""
         return self._call(*args)
+
+
+def span(cache: KVCache, n_keys: int) -> Tensor:
+    """[n_splits, 0]: how many key splits are in view for the first n_keys positions, as a size.
+
+    A size may vary without a recompile where a number would be baked in.
+    """
+    most = cache.capacity // SPLIT
+    size = torch.empty(min(cache.splits(n_keys), most), 0, device=cache.seq_len.device)
+    if most > 2:  # a range of one size is no range
+        torch._dynamo.mark_dynamic(size, 0, min=2, max=most)
+    return size
 
 
 def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:

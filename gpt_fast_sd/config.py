@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 KV_DTYPES = ("fp32", "bf16", "fp16")
 QUANTIZATIONS = ("int8",)
-POLICIES = ("off",)
+VIEWS = ("full", "streaming", "snapkv", "quest", "guided")  # which entries of a cache a drafting model reads
+POLICIES = ("off", *VIEWS, "standalone", "lookup", "early_exit", "hierarchy")
+CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
+GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
+MAX_GAMMA = 16
+PAGES = (16, 32, 64, 128)  # whole vectors of scores, and whole pages in a split of the cache
 
 
 def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -57,20 +63,81 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """Who drafts. policy "off" is plain decoding, and the only policy of this version."""
+    """Who drafts, and what it may read.
+
+    policy: "off" is plain decoding. "full", "streaming", "snapkv", "quest" and "guided" are the target itself with that
+    view of its own cache; "standalone" is draft_model, "early_exit" the target's first exit_layers layers, "lookup" an
+    n-gram of at most `ngram` tokens from the row's own text, "hierarchy" lets `cheap` draft for the target with a
+    sparse view of its cache, which drafts for the target.
+    view: whose entries standalone, early_exit and hierarchy read (one of VIEWS; None: "streaming").
+    budget: committed cache entries a draft step may read in every layer and kv head. gamma: tokens drafted a round, or
+    "auto". n_sink: first tokens that streaming always reads (Xiao et al. 2023, arXiv 2309.17453, use 4). refresh:
+    tokens after which snapkv and guided select anew (None: 64 for snapkv, every round for guided). page: entries that
+    quest and guided select together.
+    """
 
     policy: str = "off"
     budget: int = 256
     gamma: int | str = "auto"
+    draft_model: str | Path | None = None
+    view: str | None = None
+    cheap: str = "lookup"
+    exit_layers: int | None = None
+    ngram: int = 3
+    n_sink: int = 4
+    refresh: int | None = None
+    page: int = 16
 
     def __post_init__(self) -> None:
         _one_of("policy", self.policy, POLICIES)
-        _at_least_one("budget", self.budget)
+        _one_of("cheap", self.cheap, CHEAP)
+        for name in ("budget", "ngram", "n_sink", "page"):
+            _at_least_one(name, getattr(self, name))
         if self.gamma != "auto":
             if not isinstance(self.gamma, int) or isinstance(self.gamma, bool):
-                raise ValueError(f"gamma must be 'auto' or a whole number of at least 1, got {self.gamma!r}")
-            if self.gamma < 1:
-                raise ValueError(f"gamma must be at least 1, got {self.gamma}")
+                raise ValueError(f"gamma must be 'auto' or a whole number from 1 to {MAX_GAMMA}, got {self.gamma!r}")
+            if not 1 <= self.gamma <= MAX_GAMMA:
+                raise ValueError(f"gamma must be from 1 to {MAX_GAMMA}, got {self.gamma}")
+        for name in ("exit_layers", "refresh"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if self.page not in PAGES:
+            raise ValueError(f"page must be one of {', '.join(map(str, PAGES))}, got {self.page}")
+        self._check_view()
+        needs_model = self.policy == "standalone" or (self.policy == "hierarchy" and self.cheap == "standalone")
+        if needs_model and self.draft_model is None:
+            raise ValueError(f"policy {self.policy!r} with a standalone draft needs draft_model, a folder or a hub id")
+        if self.draft_model is not None and not needs_model:
+            raise ValueError(f"draft_model is for policy 'standalone' or a hierarchy over it, got {self.policy!r}")
+        if self.exit_layers is not None and self.policy != "early_exit":
+            raise ValueError(f"exit_layers is for policy 'early_exit', got policy {self.policy!r}")
+
+    def _check_view(self) -> None:
+        if self.view is not None:
+            if self.policy not in ("standalone", "early_exit", "hierarchy"):
+                raise ValueError(f"view is for standalone, early_exit and hierarchy; policy {self.policy!r} is its own")
+            _one_of("view", self.view, VIEWS)
+            if self.view == "guided" and self.policy == "standalone":
+                raise ValueError("view 'guided' needs the target's own cache: a standalone draft cannot have it")
+        least = {"streaming": self.n_sink + 8, "snapkv": 64, "quest": 3 * self.page, "guided": 3 * self.page}
+        cheap_view = "streaming" if self.policy == "hierarchy" and self.cheap == "standalone" else None
+        for view in (self.view_name, cheap_view):
+            if view in least and self.budget < least[view]:
+                raise ValueError(f"budget must be at least {least[view]} for {view}, got {self.budget}")
+
+    @property
+    def view_name(self) -> str | None:
+        """Which view of a cache the drafting model has; None where no model with a cache drafts."""
+        if self.policy in VIEWS:
+            return self.policy
+        return (self.view or "streaming") if self.policy in ("standalone", "early_exit", "hierarchy") else None
+
+    @property
+    def max_gamma(self) -> int:
+        """The most tokens a round may draft."""
+        if self.policy == "off":
+            return 0
+        return max(GAMMA_TIERS) if isinstance(self.gamma, str) else self.gamma
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +145,8 @@ class SamplingParams:
     """How one prompt is continued.
 
     temperature 0 is greedy. top_k, top_p and min_p filter in that order, after the temperature. A seed fixes the row's
-    output whatever shares its batch; None draws a fresh one. stop: strings that end the text (they are cut off).
+    output whatever shares its batch, for one draft policy and one gamma (gamma="auto" goes by the clock, so there it
+    fixes the output of greedy rows only); None draws a fresh one. stop: strings that end the text (they are cut off).
     """
 
     max_tokens: int = 128

@@ -1,8 +1,8 @@
-"""The engine: prompts wait, take a slot, are prefilled, and are decoded round by round, all slots in one static step.
+"""The engine: prompts wait, take a slot, are prefilled, and are decoded round by round, all slots in static steps.
 
-    prompt -> prefill -> (step -> commit)* -> text
+    prompt -> prefill -> (draft -> verify -> commit)* -> text
 
-Shapes: B slots, T tokens in this call, S cache capacity, L layers, K kv heads, H head dim, V vocabulary.
+Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamma tokens drafted a round.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.model import (
     SPLIT,
-    FullKV,
     KVCache,
+    ModelConfig,
     StreamDecoder,
     Tokenizer,
     Transformer,
@@ -33,34 +34,34 @@ from gpt_fast_sd.model import (
     stored_dtype,
 )
 
-from .compiling import CompiledStep, can_compile
-from .config import DraftConfig, EngineConfig, SamplingParams
+from .attending import DenseKV, MassKV
+from .compiling import CompiledStep, can_compile, span
+from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
+from .judging import Verdict, verify_greedy, verify_sampled
+from .planner import GammaPlanner
+from .policies import Draft, Reader, build_policy
+from .prefill import Prefill
 from .quantize import quantize
 from .requests import Completion, Request, TokenEvent
-from .sampling import SamplingTable, draw, filters_anything, probabilities, uniform
+from .rows import Rows
+from .sampling import ACCEPT_STREAM, TARGET_STREAM
 from .stats import EngineStats
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TARGET_STREAM = 0  # which random stream draws the target's own tokens
 BUNDLED = Path(__file__).resolve().parent / "bundled"
 
 
 def decode_step(
-    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], span: Tensor
-) -> Tensor:
-    """Store and attend for one pending token a slot: tokens, pos [B, 1] -> fp32 logits [B, V].
+    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], in_view: Tensor, page: int
+) -> tuple[Tensor, Tensor | None]:
+    """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
 
-    span [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in view.
+    in_view [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in view. With a
+    page, the attention mass that each block of so many keys received comes too: fp32 [L, B, K, n_keys // page].
     """
-    logits: Tensor = model(tokens, pos, FullKV(k, v, span.shape[0]))  # [B, 1, V]
-    return logits[:, -1].float()
-
-
-def prefill_step(
-    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], span: Tensor
-) -> None:
-    """Store the keys and values of one chunk of one slot: tokens, pos [1, T]; k, v L of [1, K, S, H]. No logits."""
-    model.hidden(tokens, pos, FullKV(k, v, span.shape[0]))
+    kv = MassKV(k, v, in_view.shape[0], page) if page else DenseKV(k, v, in_view.shape[0])
+    logits = model(tokens, pos, kv).float()  # [B, T, V]
+    return logits, torch.stack(kv.mass) if isinstance(kv, MassKV) else None
 
 
 class Engine:
@@ -75,6 +76,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | None = None,
         draft: DraftConfig | None = None,
+        draft_model: Transformer | None = None,
     ) -> None:
         """Take a model already on its device, in its dtype; ValueError where the configuration does not fit it."""
         self.config = config or EngineConfig()
@@ -89,13 +91,16 @@ class Engine:
         if cfg.quantize:
             quantize(model, cfg.quantize)
         self.cache = KVCache(model.config, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
-        self.pending = torch.zeros(cfg.batch_size, dtype=torch.int64, device=self.device)  # [B] sampled, not yet fed
-        self.active = torch.zeros_like(self.pending)  # [B] 1 where a request is being decoded
-        self.table = SamplingTable.empty(cfg.batch_size, model.config.vocab_size, self.device)
-        self.chunk = SPLIT  # prompt tokens a prefill call; a divisor of the capacity, so that padding stays in the slot
+        self.rows = Rows(self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._eos_ids)
         self.compiled = cfg.compile and can_compile(self.device)
-        self._decode = CompiledStep(decode_step, compiled=self.compiled)
-        self._prefill = CompiledStep(prefill_step, compiled=self.compiled)
+        target = Reader(model, self.cache, self.compiled)
+        self.policy = build_policy(self.draft, target, draft_model)
+        self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
+        # exact: plain and speculative decoding run the target through one width, over one number of keys
+        self._width = 1 + (self.draft.max_gamma or GAMMA_TIERS[-1]) if cfg.exact else 0
+        self._decode = CompiledStep(decode_step, compiled=self.compiled)  # one token a slot
+        self._verify = CompiledStep(decode_step, compiled=self.compiled)  # several
+        self._prefill = Prefill(target)
         self._slots: list[Request | None] = [None] * cfg.batch_size
         self._warm = self._running = False
         self._compile_seconds = 0.0
@@ -115,7 +120,12 @@ class Engine:
             else _natural_dtype(stored_dtype(read_json(folder / "config.json")), device)
         )
         tokenizer = load_tokenizer(folder, model_config)
-        return cls(load_model(folder, device=device, dtype=dtype), tokenizer, config, draft)
+        draft_model = None
+        if draft and draft.draft_model is not None:
+            draft_folder = locate(draft.draft_model)
+            _check_same_vocabulary(tokenizer, model_config, draft_folder)
+            draft_model = load_model(draft_folder, device=device, dtype=dtype)
+        return cls(load_model(folder, device=device, dtype=dtype), tokenizer, config, draft, draft_model)
 
     @property
     def dtype_name(self) -> str:
@@ -131,70 +141,112 @@ class Engine:
         self._requests(prompts, params)
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
     ) -> list[Completion]:
-        """Continue every prompt; completions come in the order of the prompts. ValueError before any work is done."""
+        """Continue every prompt; completions come in the order of the prompts. ValueError before any work is done.
+
+        speculate=False decodes plainly, whatever the draft policy.
+        """
         requests = self._requests(prompts, params)
-        for _ in self._run(requests):
+        for _ in self._run(requests, speculate):
             pass
         return [request.completion() for request in requests]
 
     def stream(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculate: bool = True,
     ) -> Iterator[TokenEvent]:
         """Yield tokens of all prompts as they are committed. ValueError at the call, before any work is done.
 
         A stream left half-way ends its prompts: their slots are free again.
         """
-        return self._run(self._requests(prompts, params))
+        return self._run(self._requests(prompts, params), speculate)
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        """The target's logits after each token, by the step that decoding runs: T ids -> fp32 [T, V] on the CPU."""
+    def logits(self, tokens: Sequence[int], *, last: int | None = None) -> Tensor:
+        """The target's logits after each token, by the step that decoding runs: T ids -> fp32 [T, V] on the CPU.
+
+        last: only those of the last tokens, [last, V]; the others are prefilled as a prompt is.
+        """
         ids = self._checked_ids(tokens, "tokens")
         if len(ids) > self.config.max_seq_len:
             raise ValueError(f"logits of {len(ids):,} tokens do not fit: max_seq_len is {self.config.max_seq_len:,}")
+        if last is not None and not 1 <= last <= len(ids):
+            raise ValueError(f"last must be from 1 to the {len(ids):,} tokens given, got {last!r}")
         self._require_idle()
         self.warm_up()
-        rows = []
+        rows, start = [], 0 if last is None else len(ids) - last
+        self._prefill.fill(0, ids[:start])
         try:
-            for position, token in enumerate(ids):
-                self.pending[0] = token
+            for position, token in enumerate(ids[start:], start):
+                self.rows.pending[0] = token
                 self.cache.seq_len[0] = position
-                rows.append(self._decode_logits(position + 1)[0].cpu())
+                rows.append(self._feed(self.rows.pending[:, None], position + 1)[0][0, 0].cpu())
         finally:
             self._release(0)
         return torch.stack(rows)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile both steps on the empty cache, once; later calls return at once."""
+        """Compile all steps on the empty cache, once; later calls return at once."""
         if self._warm:
             return
         started = time.perf_counter()
-        self._prefill_chunk(0, [0], 0)
-        self._decode_logits(1)
-        self.cache.vacate(0)
+        self._prefill.chunk(0, [0], 0)
+        blank = torch.zeros_like(self.rows.pending)[:, None]  # [B, 1]
+        self._feed(blank, 1)
+        if self.policy:
+            self._feed(blank.expand(-1, 1 + self.draft.max_gamma), 1)
+            self.policy.warm_up()
+            self.planner.calibrate(self._time_steps, few=2 * SPLIT, many=self.cache.capacity)
         self._warm = True
         self._compile_seconds = time.perf_counter() - started
+
+    def _time_steps(self, gamma: int, n_keys: int) -> tuple[float, float]:
+        """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three."""
+        assert self.policy
+        rows, seconds = self.rows, []
+        rows.seq_len.fill_(n_keys - gamma - 1)
+        rows.n_keys = n_keys - gamma
+        tokens = torch.zeros(len(self._slots), gamma + 1, dtype=torch.int64, device=self.device)
+        for _ in range(4):  # the first one is not counted: it may compile
+            started = time.perf_counter()
+            if gamma:
+                self.policy.propose(rows, gamma)
+            self._synchronize()
+            drafted = time.perf_counter()
+            self._feed(tokens, n_keys)
+            self._synchronize()
+            seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
+        for slot in range(len(self._slots)):
+            self._prefill.fill(slot, [])
+            self._release(slot)
+        return min(s for s, _ in seconds[1:]), min(s for _, s in seconds[1:])
 
     # ---------------------------------------------------------------- the path
 
     @torch.inference_mode()
-    def _run(self, requests: list[Request]) -> Iterator[TokenEvent]:
-        """Keep the slots filled from the queue, and step until every request is finished."""
+    def _run(self, requests: list[Request], speculate: bool) -> Iterator[TokenEvent]:
+        """Keep the slots filled from the queue, and go round until every request is finished."""
         self._require_idle()
         self._running = True
         try:
             self.warm_up()
             self.stats = EngineStats(compile_seconds=self._compile_seconds)
+            self.planner.begin()
             graphs = self._graphs
             waiting = deque(requests)
             while waiting or any(self._slots):
-                for slot, occupant in enumerate(self._slots):
-                    if occupant is None and waiting:
-                        self._admit(slot, waiting.popleft())
-                events = self._round()
+                while waiting and None in self._slots:
+                    self._admit(waiting.popleft())
+                events = self._round(speculate)
                 self.stats.recompiles = self._graphs - graphs
                 yield from events
         finally:
@@ -203,93 +255,124 @@ class Engine:
                     self._release(slot)
             self._running = False
 
-    def _admit(self, slot: int, request: Request) -> None:
-        """Prefill all but the last prompt token into the slot; the last one becomes its pending token."""
+    def _admit(self, request: Request) -> None:
+        """Prefill all but the last prompt token into a free slot; the last one becomes its pending token."""
         started = time.perf_counter()
         body = request.prompt[:-1]
-        for start in range(0, len(body), self.chunk):
-            self._prefill_chunk(slot, body[start : start + self.chunk], start)
-        self.cache.seq_len[slot] = len(body)
-        self.pending[slot] = request.prompt[-1]
+        free = [slot for slot, occupant in enumerate(self._slots) if occupant is None]
+        slot = max(free, key=lambda slot: self._prefill.reusable(slot, body))  # of equals the first
+        self.stats.prefill_tokens += self._prefill.fill(slot, body)
         seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
-        self.table.put(slot, request.params, seed, self.model.config.vocab_size)
-        self.active[slot] = 1
+        self.rows.put(slot, request.prompt, request.params, seed)
+        if self.policy:
+            self.policy.admit(slot, request.prompt)
         self._slots[slot] = request
         self._synchronize()
         self.stats.prefill_seconds += time.perf_counter() - started
-        self.stats.prefill_tokens += len(body)
 
-    def _round(self) -> list[TokenEvent]:
-        """One decode step of all slots: every live request commits one token, finished ones leave their slot."""
-        started = time.perf_counter()
+    def _round(self, speculate: bool) -> list[TokenEvent]:
+        """Draft, verify, judge, commit: every live request emits a token at least, finished ones leave their slot."""
         live = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
-        n_keys = max(request.length for _, request in live) + 1
-        logits = self._decode_logits(n_keys)  # [B, V]
+        rows, policy, started = self.rows, self.policy, time.perf_counter()
+        rows.look({slot: request.length for slot, request in live}, [request.params for _, request in live])
+        longest = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
+        gamma = min(self.planner.choose(rows.n_keys), longest) if speculate and policy else 0
+        if policy and gamma:
+            draft = policy.propose(rows, gamma)
+        else:
+            draft = Draft(rows.pending.new_empty(len(self._slots), 0), None, torch.zeros_like(rows.pending))
         self._synchronize()
-        stepped = time.perf_counter()
-        tokens = self._sample(logits, [request.params for _, request in live])  # [B]
-        self.pending.copy_(tokens)
-        self.cache.seq_len += self.active
-        chosen = tokens.tolist()  # the one host read of a round
-        events = []
+        drafted = time.perf_counter()
+
+        logits, mass = self._feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
+        self._synchronize()
+        verified = time.perf_counter()
+
+        cap = torch.minimum(draft.count, rows.remaining - 1).clamp(min=0)  # [B]
+        verdict = self._judge(logits[:, : gamma + 1], draft, cap)
+        chosen = rows.commit(draft.tokens, cap, verdict)  # [B, gamma + 4]
+        if policy and gamma:
+            policy.observe(rows, mass)
+        by_whom = draft.proposer.tolist() if draft.proposer is not None else None
+        events, read = [], chosen.tolist()  # the one host read of a round
         for slot, request in live:
-            events.append(request.commit(chosen[slot], "target"))
+            emitted, judged, accepted, *tokens = read[slot]
+            who = [policy.proposers[i] for i in by_whom[slot]] if policy and by_whom else self._names * gamma
+            sources = [*who[:accepted], "target"]
+            events.append(request.commit(tokens[:emitted], sources, judged, accepted))
             if request.finish_reason:
                 self._release(slot)
         ended = time.perf_counter()
+
         stats = self.stats
-        stats.rounds += 1
+        if policy and speculate:
+            taken = [event.accepted for event in events]
+            self.planner.record(gamma, rows.n_keys, drafted - started, verified - drafted, taken)
+        stats.count(gamma, [event.drafted for event in events], [event.accepted for event in events])
         stats.row_rounds += len(live)
-        stats.decode_tokens += len(live)
-        stats.verify_seconds += stepped - started
-        stats.host_seconds += ended - stepped
+        stats.decode_tokens += sum(len(event.tokens) for event in events)
+        if gamma:
+            stats.draft_seconds += drafted - started
+        stats.verify_seconds += verified - drafted
+        stats.host_seconds += ended - verified + (0 if gamma else drafted - started)
         stats.decode_seconds += ended - started
-        stats.kv_bytes += self.config.batch_size * self.cache.splits(n_keys) * SPLIT * self.cache.bytes_per_token
+        n_splits = span(self.cache, self._in_view(rows.n_keys + gamma)).shape[0]
+        stats.kv_bytes += self.config.batch_size * n_splits * SPLIT * self.cache.bytes_per_token
+        if policy and gamma:
+            stats.kv_bytes += policy.kv_bytes(rows, gamma)
         return events
 
-    def _decode_logits(self, n_keys: int) -> Tensor:
-        """Feed every slot's pending token at its seq_len, with at least n_keys keys in view -> fp32 logits [B, V]."""
-        span = self._span(self.cache.splits(n_keys))
-        pos = self.cache.seq_len[:, None]  # [B, 1]; a slot without a request stays at 0
-        out: Tensor = self._decode(self.model, self.pending[:, None], pos, self.cache.k, self.cache.v, span)
+    def _feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        """Feed tokens [B, T] from each slot's seq_len on, at least n_keys keys in view -> logits [B, T, V], mass."""
+        wanted = self._width or tokens.shape[1]
+        tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
+        pos = self.cache.seq_len[:, None] + torch.arange(wanted, device=self.device)  # [B, T]
+        step, page = (self._decode, 0) if wanted == 1 else (self._verify, self._page)
+        if step is self._verify and not self._width and self.draft.max_gamma > 1:
+            for varying in (tokens, pos):
+                torch._dynamo.mark_dynamic(varying, 1, min=2, max=1 + self.draft.max_gamma)
+        n_splits = span(self.cache, self._in_view(n_keys))
+        out: tuple[Tensor, Tensor | None] = step(self.model, tokens, pos, self.cache.k, self.cache.v, n_splits, page)
         return out
 
-    def _prefill_chunk(self, slot: int, tokens: Sequence[int], start: int) -> None:
-        """Write the keys and values of up to `chunk` prompt tokens from start on; padding lands beyond them."""
-        padded = torch.zeros(1, self.chunk, dtype=torch.int64)
-        padded[0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        pos = torch.arange(start, start + self.chunk, device=self.device)[None]  # [1, T]
-        k, v = self.cache.row(slot)
-        span = self._span(self.cache.splits(start + self.chunk))
-        self._prefill(self.model, padded.to(self.device), pos, k, v, span)
+    def _judge(self, logits: Tensor, draft: Draft, cap: Tensor) -> Verdict:
+        """logits [B, gamma + 1, V]; a token's randomness hangs on its row's seed and its position alone."""
+        rows = self.rows
+        if not rows.sampled:
+            return verify_greedy(logits, draft.tokens, cap)
+        p = rows.probabilities(logits)  # [B, gamma + 1, V]
+        q = draft.q if draft.q is not None else F.one_hot(draft.tokens, p.shape[-1]).to(p.dtype)
+        pos = rows.seq_len[:, None] + torch.arange(p.shape[1], device=self.device)  # [B, gamma + 1]
+        accept_u, next_u = rows.uniform(pos[:, :-1], ACCEPT_STREAM), rows.uniform(pos, TARGET_STREAM)
+        return verify_sampled(p, q, draft.tokens, cap, accept_u, next_u)
 
-    def _sample(self, logits: Tensor, params: list[SamplingParams]) -> Tensor:
-        """logits [B, V] -> next tokens [B]; a token's randomness hangs on its seed and position alone."""
-        if all(p.temperature == 0 for p in params):
-            return logits.argmax(-1)
-        p = probabilities(logits, self.table, filtered=filters_anything(params))
-        return draw(p, uniform(self.table.seed, self.cache.seq_len, TARGET_STREAM))
-
-    def _span(self, n_splits: int) -> Tensor:
-        span = torch.empty(n_splits, 0, device=self.device)
-        most = self.cache.capacity // SPLIT
-        if most > 2:  # a range of one size is no range
-            torch._dynamo.mark_dynamic(span, 0, min=2, max=most)
-        return span
+    def _in_view(self, n_keys: int) -> int:
+        """Keys to have in view: all of the cache in exact mode, so that sums never change their order."""
+        return self.cache.capacity if self._width else n_keys
 
     def _release(self, slot: int) -> None:
         self._slots[slot] = None
-        self.cache.vacate(slot)
-        self.pending[slot] = self.active[slot] = 0
-        self.table.temperature[slot] = 0.0
+        self.cache.seq_len[slot] = self._prefill.held(slot)  # an idle slot keeps its prompt and scribbles behind it
+        self.rows.vacate(slot)
+        if self.policy:
+            self.policy.vacate(slot)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @property
+    def _names(self) -> list[str]:
+        return [self.policy.proposers[0]] if self.policy else []
+
+    @property
+    def _page(self) -> int:
+        return self.draft.page if self.policy and self.policy.wants_mass else 0
+
+    @property
     def _graphs(self) -> int:
-        return self._decode.graphs + self._prefill.graphs
+        steps = self._decode.graphs + self._verify.graphs + self._prefill.graphs
+        return steps + (self.policy.graphs if self.policy else 0)
 
     # ---------------------------------------------------------------- checks, all before any work
 
@@ -354,8 +437,6 @@ class Engine:
                 f"max_seq_len {cfg.max_seq_len:,} is over the model's sliding window of {model.sliding_window:,}, "
                 "past which this engine does not go"
             )
-        if cfg.exact and self.draft.policy == "off":
-            raise ValueError("exact=True needs a draft policy to be exact about, got policy 'off'")
 
     def _check_memory(self, kv_dtype: torch.dtype) -> None:
         cfg = self.config
@@ -375,6 +456,20 @@ class Engine:
 def locate(model: str | Path) -> Path:
     """The folder of "bundled", of a local path or of a hub id (downloaded when needed)."""
     return BUNDLED if str(model) == "bundled" else resolve_model(model)
+
+
+def _check_same_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, draft_folder: Path) -> None:
+    """ValueError unless the draft model's token ids mean what the target's do."""
+    other = read_config(draft_folder)
+    if other.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"draft model {draft_folder} has a vocabulary of {other.vocab_size:,}, the target one of "
+            f"{config.vocab_size:,}: they must be the same"
+        )
+    theirs = load_tokenizer(draft_folder, other)
+    sample = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, \u00fcber \u4e2d\u6587."
+    if tokenizer and theirs and tokenizer.encode(sample) != theirs.encode(sample):
+        raise ValueError(f"draft model {draft_folder} has another tokenizer than the target: they must share one")
 
 
 def _device(name: str) -> torch.device:

@@ -40,13 +40,17 @@ class Completion:
 class TokenEvent:
     """What one round committed for one prompt. sources names who proposed each token: "target" or a draft policy.
 
-    text may lag behind tokens (an unfinished character, a possible stop string). completion comes with the last event.
+    pieces holds the text that became certain with each token, text all of it; both may lag behind tokens (an unfinished
+    character, a possible stop string). completion comes with the last event.
     """
 
     index: int
     tokens: list[int]
     text: str
+    pieces: list[str]
     sources: list[str]
+    drafted: int  # drafts judged, and how many of them were accepted
+    accepted: int
     completion: Completion | None = None
 
 
@@ -63,6 +67,8 @@ class Request:
     text: str = ""
     finish_reason: str | None = None
     rounds: int = 0
+    drafted: list[int] = field(default_factory=list)  # by position in the round
+    accepted: list[int] = field(default_factory=list)
     _held: str = ""  # settled text that may be the beginning of a stop string
 
     @property
@@ -70,9 +76,32 @@ class Request:
         """Positions committed once the last emitted token is fed: prompt and output, less that token."""
         return len(self.prompt) + len(self.tokens) - 1
 
-    def commit(self, token: int, source: str) -> TokenEvent:
-        """Take the token of one round; finish_reason is set when it was the last."""
+    def commit(self, tokens: Sequence[int], sources: Sequence[str], judged: int = 0, accepted: int = 0) -> TokenEvent:
+        """Take the tokens of one round, up to the one that ends the text; finish_reason is set when one did.
+
+        judged and accepted count the round's drafts; those behind the end of the text do not count.
+        """
         self.rounds += 1
+        pieces: list[str] = []
+        for token in tokens:
+            pieces.append(self._take(token))
+            if self.finish_reason:
+                break
+        taken = len(pieces)
+        if taken < len(tokens):  # a stop string ended the text among the accepted drafts
+            judged, accepted = min(judged, taken), min(accepted, taken)
+        for counts, n in ((self.drafted, judged), (self.accepted, accepted)):
+            counts.extend([0] * (n - len(counts)))
+            for i in range(n):
+                counts[i] += 1
+        return TokenEvent(
+            index=self.index, tokens=list(tokens[:taken]), text="".join(pieces), pieces=pieces,
+            sources=list(sources[:taken]), drafted=judged, accepted=accepted,
+            completion=self.completion() if self.finish_reason else None,
+        )  # fmt: skip
+
+    def _take(self, token: int) -> str:
+        """Append one token; return the text that became certain."""
         self.tokens.append(token)
         ended = token in self.eos_ids and not self.params.ignore_eos
         piece = self.decoder.push([token]) if self.decoder and not ended else ""
@@ -84,8 +113,7 @@ class Request:
             piece += self.decoder.flush()
         shown = self._settle(piece)
         self.text += shown
-        done = self.completion() if self.finish_reason else None
-        return TokenEvent(index=self.index, tokens=[token], text=shown, sources=[source], completion=done)
+        return shown
 
     def _settle(self, piece: str) -> str:
         """Text that can be shown: nothing of a stop string, nor of what may yet become one."""
@@ -102,7 +130,10 @@ class Request:
     def completion(self) -> Completion:
         """The finished account."""
         assert self.finish_reason is not None
-        stats = CompletionStats(rounds=self.rounds, emitted=len(self.tokens))
+        stats = CompletionStats(
+            rounds=self.rounds, emitted=len(self.tokens), drafted_by_position=tuple(self.drafted),
+            accepted_by_position=tuple(self.accepted) + (0,) * (len(self.drafted) - len(self.accepted)),
+        )  # fmt: skip
         return Completion(
             index=self.index, tokens=self.tokens, text=self.text, finish_reason=self.finish_reason, stats=stats
         )

@@ -1,6 +1,6 @@
 """Logits to tokens without a host sync: one pipeline makes every distribution, randomness is an argument.
 
-Shapes: B batch rows, V vocabulary.
+Shapes: B batch rows, T positions of a row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
+
+# What a random number decides; each (seed, position, stream) has its own.
+TARGET_STREAM = 0  # the target's own token: plain decoding, and the one after the accepted drafts
+DRAFT_STREAM = 1  # a draft; in a hierarchy the middle level's own token after the cheap drafts it accepted
+ACCEPT_STREAM = 2  # whether the target accepts a draft
+CHEAP_STREAM = 3  # a draft of a hierarchy's lower level
+CHEAP_ACCEPT_STREAM = 4  # whether the middle level accepts that one
 
 _MASK32 = 0xFFFFFFFF
 
@@ -48,6 +55,11 @@ class SamplingTable:
         self.min_p[slot] = 0.0 if params.min_p is None else params.min_p
         self.seed[slot] = seed
 
+    def repeated(self, n: int) -> SamplingTable:
+        """Every row n times, copies side by side: B slots -> B * n."""
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        return SamplingTable(*(column.repeat_interleave(n) for column in columns))
+
 
 def filters_anything(params: Sequence[SamplingParams]) -> bool:
     """Whether any of these requests needs the sorted filters (known on the host, so that the others skip the sort)."""
@@ -55,13 +67,16 @@ def filters_anything(params: Sequence[SamplingParams]) -> bool:
 
 
 def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True) -> Tensor:
-    """The distribution each row samples from: logits [B, V] -> fp32 [B, V], rows sum to 1.
+    """The distributions each row samples from: logits [B, V] or [B, T, V] -> fp32 of that shape, sums over V are 1.
 
     Temperature, then top-k (ties with the k-th stay), then top-p (the smallest set of most likely tokens whose mass
     reaches p), then min-p (tokens at least min_p times as likely as the best): the order of Hugging Face generate.
     A greedy row is one-hot at its argmax (the lowest id of equals). filtered=False skips the sort; allowed only when
     every filter is off.
     """
+    if logits.dim() == 3:
+        each = probabilities(logits.flatten(0, 1), table.repeated(logits.shape[1]), filtered=filtered)  # [B * T, V]
+        return each.view(logits.shape)
     logits = logits.float()
     greedy = table.temperature == 0
     # the best logit is 0 before the division, so that no temperature, however small, makes an infinity
@@ -96,11 +111,12 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     """A number in [0, 1) for each (seed, position, stream), the same on every device: int64 [B], int64 [B] -> fp32 [B].
 
+    seed and position broadcast: [B, 1] and [B, T] -> [B, T].
     Counter-based, so a row's randomness depends on nothing but its own seed and place in the text. Four rounds of a
     32-bit finalizer (Ellis's lowbias32 constants) over the words of the key; 24 bits of it become the number. Two seeds
     share all their numbers with probability 2**-32.
     """
-    words = (seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32, torch.full_like(position, stream))
+    words = (seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32, stream)
     h = torch.full_like(seed, 0x9E3779B9)
     for word in words:
         h = _mix32(h ^ word)

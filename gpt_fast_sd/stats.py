@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -10,14 +11,24 @@ from typing import Any
 class CompletionStats:
     """The account of one prompt.
 
-    A round is one pass of the target. Drafts beyond the end of the output are not counted.
+    A round is one pass of the target. Drafts beyond the end of the output are not counted. By position: how many first,
+    second, ... drafts of a round were judged, and accepted.
     """
 
     rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
     emitted: int = 0
+    drafted_by_position: tuple[int, ...] = ()
     accepted_by_position: tuple[int, ...] = ()
+
+    @property
+    def drafted(self) -> int:
+        """Drafts judged."""
+        return sum(self.drafted_by_position)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts accepted."""
+        return sum(self.accepted_by_position)
 
     @property
     def acceptance_rate(self) -> float:
@@ -37,6 +48,7 @@ class CompletionStats:
             "accepted": self.accepted,
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_round": self.tokens_per_round,
+            "drafted_by_position": list(self.drafted_by_position),
             "accepted_by_position": list(self.accepted_by_position),
         }
 
@@ -45,9 +57,10 @@ class CompletionStats:
 class EngineStats:
     """Totals of the latest generate or stream call.
 
-    decode_seconds is the wall time of rounds, host_seconds the part of it outside the model's steps (sampling, text,
-    bookkeeping). kv_bytes counts what the attention of the rounds reads: every slot, to the end of the last split in
-    view. recompiles counts graphs compiled during the call, compile_seconds is what the engine's one
+    decode_seconds is the wall time of rounds, draft_seconds and verify_seconds (of the target's own steps) parts of it;
+    host_seconds is the rest: judging, commit, text, bookkeeping. kv_bytes counts what attention reads in the rounds, of
+    drafts and of the target: every slot, to the end of the last split in view. rounds_by_gamma counts the rounds that
+    drafted so many tokens. recompiles counts graphs compiled during the call, compile_seconds is what the engine's one
     warm-up took.
     """
 
@@ -61,10 +74,31 @@ class EngineStats:
     decode_tokens: int = 0
     rounds: int = 0
     row_rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    rounds_by_gamma: dict[int, int] = field(default_factory=dict)
     kv_bytes: int = 0
     recompiles: int = 0
+
+    def count(self, gamma: int, judged: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add a round of gamma drafts: how many of each row's were judged and accepted."""
+        self.rounds += 1
+        self.rounds_by_gamma[gamma] = self.rounds_by_gamma.get(gamma, 0) + 1
+        for counts, numbers in ((self.drafted_by_position, judged), (self.accepted_by_position, accepted)):
+            counts.extend([0] * (gamma - len(counts)))
+            for number in numbers:
+                for i in range(number):
+                    counts[i] += 1
+
+    @property
+    def drafted(self) -> int:
+        """Drafts judged, all rows."""
+        return sum(self.drafted_by_position)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts accepted, all rows."""
+        return sum(self.accepted_by_position)
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -96,6 +130,9 @@ class EngineStats:
         names = (
             "compile_seconds prefill_seconds prefill_tokens prefill_tokens_per_second decode_seconds host_seconds "
             "draft_seconds verify_seconds decode_tokens decode_tokens_per_second rounds drafted accepted "
-            "acceptance_rate tokens_per_round kv_bytes_per_token recompiles"
+            "acceptance_rate tokens_per_round drafted_by_position accepted_by_position kv_bytes_per_token recompiles"
         ).split()
-        return {name: getattr(self, name) for name in names}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "rounds_by_gamma": {str(gamma): n for gamma, n in sorted(self.rounds_by_gamma.items())},
+        }

@@ -6,8 +6,8 @@ and `FullKV`, which attends to all of them; checkpoints read as Hugging Face sto
 `save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
 """
 
-from .attention import SPLIT, attend_reference
-from .cache import KV, CausalSelf, FullKV, KVCache
+from .attention import SPLIT, attend, attend_reference, attend_with_mass, visible
+from .cache import KV, CausalSelf, FullKV, KVCache, store
 from .checkpoint import (
     CheckpointError,
     Weights,
@@ -36,7 +36,9 @@ __all__ = [
     "Tokenizer",
     "Transformer",
     "Weights",
+    "attend",
     "attend_reference",
+    "attend_with_mass",
     "load_model",
     "load_tokenizer",
     "name_table",
@@ -45,5 +47,7 @@ __all__ = [
     "read_json",
     "resolve_model",
     "save_hugging_face",
+    "store",
     "stored_dtype",
+    "visible",
 ]

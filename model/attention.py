@@ -67,18 +67,35 @@ def attend_matmul(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
 
     q [B, N, T, H]; k, v [B, K, S, H]; pos [B, T] -> [B, N, T, H]
     """
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [B, K, G, T, H]
-    outs = []
-    for start in range(0, q.shape[2], QUERY_BLOCK):
-        block = grouped[:, :, :, start : start + QUERY_BLOCK]  # [B, K, G, t, H]
-        scores = (block.flatten(2, 3) @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5  # [B, K, G * t, S]
-        seen = visible(pos[:, start : start + QUERY_BLOCK], k.shape[2])[:, None, None]  # [B, 1, 1, t, S]
-        scores = torch.where(seen, scores.unflatten(2, (-1, block.shape[3])), float("-inf"))  # [B, K, G, t, S]
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()  # [B, K, G, t, S]
-        total = weights.unflatten(-1, (-1, SPLIT)).sum(-1).sum(-1)[..., None]  # [B, K, G, t, 1], by splits as above
-        out = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (-1, block.shape[3]))  # [B, K, G, t, H]
-        outs.append(out / total.to(out.dtype))
-    return torch.cat(outs, 3).flatten(1, 2)  # [B, N, T, H]
+    if q.shape[2] <= QUERY_BLOCK:  # no loop, so that T may be a size that varies
+        return _attend_block(q, k, v, pos)[0]
+    starts = range(0, q.shape[2], QUERY_BLOCK)
+    return torch.cat(
+        [_attend_block(q[:, :, t : t + QUERY_BLOCK], k, v, pos[:, t : t + QUERY_BLOCK])[0] for t in starts], 2
+    )
+
+
+def attend_with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """attend_matmul, and how much attention the queries of a kv head paid to each block of `page` keys, G * T in all.
+
+    q [B, N, T, H]; k, v [B, K, S, H]; pos [B, T] -> [B, N, T, H], fp32 [B, K, S // page]
+    """
+    out, weights, total = _attend_block(q, k, v, pos)
+    share = (weights / total[..., None]).sum((2, 3))  # [B, K, S]
+    return out, share.unflatten(-1, (-1, page)).sum(-1)
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-> the output [B, N, T, H], unnormalised fp32 weights [B, K, G, T, S] and their sums [B, K, G, T]."""
+    n_tokens = q.shape[2]
+    grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, H]
+    scores = (grouped @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5  # [B, K, G * T, S]
+    seen = visible(pos, k.shape[2])[:, None, None]  # [B, 1, 1, T, S]
+    scores = torch.where(seen, scores.unflatten(2, (-1, n_tokens)), float("-inf"))  # [B, K, G, T, S]
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    total = weights.unflatten(-1, (-1, SPLIT)).sum(-1).sum(-1)  # [B, K, G, T], by splits as above
+    out = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (-1, n_tokens))  # [B, K, G, T, H]
+    return (out / total[..., None].to(out.dtype)).flatten(1, 2), weights, total
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:

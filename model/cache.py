@@ -6,6 +6,7 @@ Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, L layer
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,6 +37,12 @@ class CausalSelf:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def store(buffer: Tensor, pos: Tensor, new: Tensor) -> None:
+    """Write new [B, K, T, H] into buffer [B, K, S, H] at each row's positions pos [B, T]."""
+    row = torch.arange(pos.shape[0], device=pos.device)[:, None]  # [B, 1]
+    buffer[row, :, pos] = new.transpose(1, 2).to(buffer.dtype)  # [B, T, K, H]
+
+
 @dataclass(frozen=True)
 class FullKV:
     """Store, then attend to all at or before each query; only the first n_splits * SPLIT positions are in view."""
@@ -47,9 +54,8 @@ class FullKV:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
         keys, values = self.k[layer], self.v[layer]
-        row = torch.arange(pos.shape[0], device=pos.device)[:, None]  # [B, 1]
-        keys[row, :, pos] = k.transpose(1, 2).to(keys.dtype)  # [B, T, K, H]
-        values[row, :, pos] = v.transpose(1, 2).to(values.dtype)
+        store(keys, pos, k)
+        store(values, pos, v)
         in_view = self.n_splits * SPLIT
         out = attend(q.to(keys.dtype), keys.narrow(2, 0, in_view), values.narrow(2, 0, in_view), pos)
         return out.to(q.dtype)
@@ -65,7 +71,7 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, batch_size: int, max_seq_len: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.capacity = self.splits(max_seq_len) * SPLIT
+        self.max_seq_len, self.capacity = max_seq_len, self.splits(max_seq_len) * SPLIT
         # one spare split that is never in view: a view of the whole buffer would be another graph (it is contiguous)
         shape = (batch_size, config.n_kv_heads, self.capacity + SPLIT, config.head_dim)
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
@@ -81,11 +87,22 @@ class KVCache:
         """The keys and values of one slot as a batch of one, sharing memory: two lists of L [1, K, S, H]."""
         return [k[slot : slot + 1] for k in self.k], [v[slot : slot + 1] for v in self.v]
 
-    def vacate(self, slot: int) -> None:
-        """Forget a slot: nothing is committed, and no value of its occupant (not even a NaN) can reach the next."""
+    def first_layers(self, n: int) -> KVCache:
+        """The first n layers alone, sharing their buffers and seq_len."""
+        first = copy.copy(self)
+        first.k, first.v = self.k[:n], self.v[:n]
+        return first
+
+    def vacate(self, slot: int, keep: int = 0) -> None:
+        """Forget a slot but for its first `keep` entries: no value behind them (not even a NaN) can reach the next."""
         self.seq_len[slot] = 0
         for buffer in (*self.k, *self.v):
-            buffer[slot].zero_()
+            buffer[slot, :, keep:].zero_()
+
+    def copy(self, source: int, slot: int, n: int) -> None:
+        """Give a slot the first n entries of another one."""
+        for buffer in (*self.k, *self.v):
+            buffer[slot, :, :n] = buffer[source, :, :n]
 
     @staticmethod
     def splits(n_keys: int) -> int:

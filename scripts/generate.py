@@ -1,9 +1,23 @@
-"""Continue text with a Llama on a static cache: parse, build, generate, print.
+"""Continue text with a Llama that drafts and verifies: parse, build, generate, print.
 
     python scripts/generate.py                                   the bundled model continues the bundled document
     python scripts/generate.py --prompt "Once upon a time"       ... your text
+    python scripts/generate.py --prompt-file book.txt --draft guided --budget 512 --gamma 4 --compare
     python scripts/generate.py --prompts in.jsonl --output out.jsonl --batch-size 8
     python scripts/generate.py --model meta-llama/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?"
+
+Who drafts is --draft. The target verifies every draft, so a policy changes the speed and never what is said:
+
+    off          nobody: plain decoding
+    full         the target itself, reading its whole cache: a check of the engine, everything is accepted
+    streaming    the target, reading the first tokens and a sliding window
+    snapkv       the target, reading what the latest tokens attended to most when it last looked, and a window
+    quest        the target, reading for each token the pages of its cache that may matter most to it, and a window
+    guided       the target, reading the pages that the last verification attended to most, and a window
+    standalone   --draft-model, a smaller model with the same vocabulary, reading --view of its own cache
+    lookup       no model: what followed the same words earlier in the text
+    early_exit   the first --exit-layers layers of the target, reading --view of its cache
+    hierarchy    --cheap drafts for the target reading --view of its cache, which drafts for the target reading all
 
 A line of --prompts is {"prompt": text}, {"tokens": [ids]} or {"messages": [{"role": ..., "content": ...}]}, and may set
 max_tokens, temperature, top_k, top_p, min_p, seed, stop or ignore_eos for itself.
@@ -14,11 +28,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,11 +43,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout ru
 
 import torch
 
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, __version__
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, __version__
+from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
 from gpt_fast_sd.engine import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
+from gpt_fast_sd.stats import EngineStats
 
+DRAFT = "streaming"  # who drafts unless --draft says otherwise
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
+RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, where a run takes fewer seconds than that
+NEAR_TIE = {"bf16": 0.25, "fp16": 0.03, "fp32": 1e-4}  # a gap of logits that rounding may close: 4 steps of one near 10
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,14 +70,26 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--chat", action="store_true", help="wrap each text in the model's chat template as a user message")
     add("--max-new-tokens", metavar="N", type=int, default=200, help="tokens to add to each prompt (default: 200)")
     add("--batch-size", metavar="B", type=int, help="slots; more prompts wait (default: number of prompts, at most 8)")
-    add("--draft", metavar="POLICY", default="off", help="who drafts; this version knows 'off', plain decoding")
+    add("--draft", metavar="POLICY", default=DRAFT, help=f"{', '.join(POLICIES)}; see above (default: {DRAFT})")
     add("--budget", metavar="K", type=int, default=256, help="cache entries a draft may read (default: 256)")
-    add("--gamma", metavar="N|auto", type=number_or_auto, default="auto", help="tokens drafted a round (default: auto)")
+    add(
+        "--gamma", metavar="N|auto", type=number_or_auto, default="auto",
+        help=f"tokens drafted a round, 1 to {MAX_GAMMA}, or auto: what pays best (default: auto)",
+    )  # fmt: skip
+    add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
+    add("--view", help=f"what standalone, early_exit and hierarchy read: {', '.join(VIEWS)} (default: streaming)")
+    add("--cheap", metavar="WHO", default=CHEAP[0], help=f"who drafts for a hierarchy: {', '.join(CHEAP)}")
+    add("--exit-layers", metavar="N", type=int, help="how many layers early_exit runs")
+    add("--exact", action="store_true", help="plain and speculative decoding give the same bits in any dtype; slower")
+    add(
+        "--compare", action=argparse.BooleanOptionalAction,
+        help="decode the same prompts plainly too, and show both side by side (default: if no prompt is given)",
+    )  # fmt: skip
     add("--temperature", metavar="T", type=float, help="0 is greedy (default: 0; 0.7 for the bundled document)")
     add("--top-k", metavar="K", type=int, help="keep the K likeliest tokens")
     add("--top-p", metavar="P", type=float, help="keep the likeliest tokens that hold P of the mass")
     add("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the best")
-    add("--seed", metavar="S", type=int, help="makes sampling repeatable")
+    add("--seed", metavar="S", type=int, help="makes sampling repeatable for a fixed --gamma (auto goes by the clock)")
     add("--stop", metavar="TEXT", action="append", help="end before this text; may be given several times")
     add("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
     add("--device", default="auto", help="cpu, cuda or auto (default: auto)")
@@ -70,6 +105,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", metavar="F.jsonl", type=Path, help="write one JSON object a completion")
     add("--profile", metavar="F.json", type=Path, help="write a Chrome trace of the run")
     add("--no-stream", action="store_true", help="print each text when it is finished, not as it grows")
+    add(
+        "--color", choices=("auto", "always", "never"), default="auto",
+        help="colour accepted drafts by who proposed them; auto: on a terminal, unless NO_COLOR is set",
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -79,6 +118,11 @@ def number_or_auto(text: str) -> int | str:
         return text if text == "auto" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be 'auto' or a whole number of at least 1, got {text!r}") from None
+
+
+def is_showpiece(args: argparse.Namespace) -> bool:
+    """Whether no prompt was given, so that the bundled document is continued."""
+    return args.prompt is None and args.prompt_file is None and args.prompts is None
 
 
 def read_text(path: Path) -> str:
@@ -94,9 +138,8 @@ def read_requests(
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """The prompts as token ids and the parameters of each."""
     temperature, seed = args.temperature, args.seed
-    if temperature is None:  # so small a model repeats itself when greedy; a fixed seed keeps the showpiece the same
-        own_text = args.prompt is None and args.prompt_file is None and args.prompts is None
-        temperature, seed = (0.7, 0 if seed is None else seed) if own_text else (0.0, seed)
+    if temperature is None:  # so small a model repeats itself when greedy
+        temperature, seed = (0.7, 0 if seed is None else seed) if is_showpiece(args) else (0.0, seed)
     common = SamplingParams(
         max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=args.top_p,
         min_p=args.min_p, seed=seed, stop=args.stop, ignore_eos=args.ignore_eos,
@@ -156,6 +199,16 @@ def encode(text: str, name: str, chat: bool, tokenizer: Tokenizer | None) -> lis
     return tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
 
 
+def draft_config(args: argparse.Namespace) -> DraftConfig:
+    """Who drafts; ValueError where the flags do not fit each other."""
+    if args.compare and args.draft == "off":
+        raise ValueError("--compare needs a draft policy: with --draft off both sides would be plain decoding")
+    return DraftConfig(
+        policy=args.draft, budget=args.budget, gamma=args.gamma, draft_model=args.draft_model, view=args.view,
+        cheap=args.cheap, exit_layers=args.exit_layers,
+    )  # fmt: skip
+
+
 def build(
     args: argparse.Namespace, prompts: list[list[int]], params: list[SamplingParams], config: ModelConfig
 ) -> Engine:
@@ -165,54 +218,270 @@ def build(
     engine_config = EngineConfig(
         batch_size=args.batch_size if args.batch_size is not None else min(8, len(prompts)),
         max_seq_len=min(room, limit), device=args.device, dtype=args.dtype, compile=not args.no_compile,
-        quantize=args.quantize, kv_dtype=args.kv_dtype,
+        exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype,
     )  # fmt: skip
-    draft = DraftConfig(policy=args.draft, budget=args.budget, gamma=args.gamma)
-    return Engine.from_pretrained(args.model, engine_config, draft)
+    return Engine.from_pretrained(args.model, engine_config, draft_config(args))
 
 
-def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], live: bool) -> list[Completion]:
+# ---- text, coloured by who proposed it -------------------------------------------------------------------------------
+
+
+def colors_of(engine: Engine, when: str) -> dict[str, str]:
+    """The colour of each proposer; empty where nothing is to be coloured."""
+    terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    if engine.policy is None or when == "never" or (when == "auto" and not terminal):
+        return {}
+    return dict(zip(engine.policy.proposers, itertools.cycle(COLORS), strict=False))
+
+
+def paint(text: str, color: str | None) -> str:
+    """The text in that colour, and the terminal's own again behind it."""
+    return f"\033[{COLORS[color]}m{text}\033[0m" if text and color else text
+
+
+def legend(colors: dict[str, str]) -> str:
+    """One line that says who has which colour."""
+    named = ", ".join(paint(f"{proposer} ({color})", color) for proposer, color in colors.items())
+    return f"[accepted drafts: {named}; the target's own tokens are not coloured]\n"
+
+
+def painted(event: TokenEvent, colors: dict[str, str]) -> str:
+    """The event's text, accepted drafts in the colour of who proposed them."""
+    by_source = itertools.groupby(zip(event.sources, event.pieces, strict=True), key=lambda pair: pair[0])
+    return "".join(paint("".join(piece for _, piece in pairs), colors.get(source)) for source, pairs in by_source)
+
+
+def run(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], live: bool, colors: dict[str, str]
+) -> list[Completion]:
     """Generate; print the text as it is committed, or each one when it is finished."""
-    done = {}
+    done, texts = {}, [""] * len(prompts)
     for event in engine.stream(prompts, params):
+        text = painted(event, colors)
+        texts[event.index] += text
         if live:
-            print(event.text, end="", flush=True)
+            print(text, end="", flush=True)
         if event.completion:
             done[event.index] = event.completion
             if not live:
-                print(f"--- {event.index}: {event.completion.finish_reason}\n{event.completion.text}", flush=True)
+                print(f"--- {event.index}: {event.completion.finish_reason}\n{texts[event.index]}", flush=True)
     if live:
         print()
     return [done[index] for index in range(len(prompts))]
 
 
-def card(engine: Engine, prompts: list[list[int]]) -> str:
-    """What the run was and how fast, with the bytes that a step has to read beside its time."""
-    stats, config = engine.stats, engine.model.config
-    weights = sum(p.numel() * p.element_size() for name, p in engine.model.named_parameters())
-    step = stats.decode_seconds / max(1, stats.rounds)
-    moved = weights + stats.kv_bytes / max(1, stats.rounds)
-    lengths = [len(ids) for ids in prompts]
+# ---- plain decoding beside speculation -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two greedy outputs of a prompt part, and the tokens there, None where an output had ended.
+
+    gap: how far the target's logit of the worse of the two is below its best one.
+    """
+
+    index: int
+    position: int
+    plain: int | None
+    speculative: int | None
+    gap: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same prompts decoded both ways; of each kind of run the one of median speed stands for all."""
+
+    plain: list[EngineStats]
+    speculative: list[EngineStats]
+    n_greedy: int  # outputs that can be compared: samples differ by design
+    differences: list[Difference]
+
+    @property
+    def ratio(self) -> float:
+        """Speculative over plain tokens/s."""
+        return over(speed(median(self.speculative)), speed(median(self.plain)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; outputs_equal is null where all outputs were sampled."""
+        return {
+            "stats": median(self.plain).as_dict(),
+            "ratio": self.ratio,
+            "outputs_compared": self.n_greedy,
+            "outputs_equal": not self.differences if self.n_greedy else None,
+            "differences": [dataclasses.asdict(difference) for difference in self.differences],
+            "plain_tokens_per_second": [speed(stats) for stats in self.plain],
+            "speculative_tokens_per_second": [speed(stats) for stats in self.speculative],
+        }
+
+
+def speed(stats: EngineStats) -> float:
+    """Tokens/s of decoding."""
+    return stats.decode_tokens_per_second
+
+
+def median(runs: list[EngineStats]) -> EngineStats:
+    """The run of median speed."""
+    return sorted(runs, key=speed)[len(runs) // 2]
+
+
+def over(a: float, b: float) -> float:
+    """a / b; 0 where b is 0."""
+    return a / b if b else 0.0
+
+
+def compare(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], shown: list[Completion]
+) -> Comparison:
+    """Decode the prompts of the run just shown plainly too; where that is quick, go on in turns to RUNS of each kind.
+
+    Later runs find the first one's keys in their slots; its prefill stands in the stats of all.
+    """
+    first = engine.stats
+    plain, speculative = [], [first]
+    began = time.perf_counter()
+    plainly = engine.generate(prompts, params, speculate=False)
+    plain.append(engine.stats)
+    quick = time.perf_counter() - began < SHORT_RUN
+    for _ in range(RUNS - 1 if quick else 0):
+        engine.generate(prompts, params)
+        speculative.append(engine.stats)
+        engine.generate(prompts, params, speculate=False)
+        plain.append(engine.stats)
+    for stats in plain + speculative:
+        stats.prefill_seconds, stats.prefill_tokens = first.prefill_seconds, first.prefill_tokens
+    greedy = [index for index, p in enumerate(params) if p.temperature == 0]
+    outputs = [(index, plainly[index].tokens, shown[index].tokens) for index in greedy]
+    return Comparison(plain, speculative, len(greedy), differences(engine, prompts, outputs))
+
+
+def differences(
+    engine: Engine, prompts: list[list[int]], outputs: list[tuple[int, list[int], list[int]]]
+) -> list[Difference]:
+    """Where outputs, each (index of the prompt, plain tokens, speculative tokens), part, and by how close a call."""
+    found = []
+    for index, plain, speculative in outputs:
+        pairs = enumerate(itertools.zip_longest(plain, speculative))
+        position, (a, b) = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (-1, (None, None)))
+        if position >= 0:
+            logits = engine.logits([*prompts[index], *plain[:position]], last=1)[0]  # [V]
+            gap = float(logits.max() - min(logits[token] for token in (a, b) if token is not None))
+            found.append(Difference(index, position, a, b, gap))
+    return found
+
+
+# ---- the card and the JSON document ----------------------------------------------------------------------------------
+
+
+def card(engine: Engine, prompts: list[list[int]], stats: EngineStats, comparison: Comparison | None) -> str:
+    """What the run was and how fast it went, beside plain decoding where there is a comparison."""
+    config, lengths = engine.model.config, [len(ids) for ids in prompts]
+    recompiles = sum(s.recompiles for s in (comparison.plain + comparison.speculative if comparison else [stats]))
     rows = [
         ("model", f"{config.n_params / 1e6:.1f} M parameters, {engine.dtype_name} on {engine.device.type}"
-                  f"{'' if engine.compiled else ', not compiled'}"),
+                  f"{'' if engine.compiled else ', not compiled'}{', exact' if engine.config.exact else ''}"),
         ("prompts", f"{len(prompts)} of {min(lengths):,} to {max(lengths):,} tokens, {engine.config.batch_size} slots"
                     if len(prompts) > 1 else f"{lengths[0]:,} tokens"),
         ("prefill", f"{stats.prefill_seconds:.2f} s, {stats.prefill_tokens_per_second:,.0f} tokens/s"),
-        ("plain decoding", f"{stats.decode_tokens:,} tokens at {stats.decode_tokens_per_second:,.1f} tokens/s"),
-        ("a step", f"{step * 1e3:.2f} ms for {moved / 1e6:.1f} MB of weights and keys, {moved / step / 1e9:.1f} GB/s"),
-        ("KV read", f"{stats.kv_bytes_per_token / 1e6:.2f} MB a token"),
-        ("compiling", f"{stats.compile_seconds:.1f} s before the first token, {stats.recompiles} recompiles since"),
+        ("compiling", f"{stats.compile_seconds:.1f} s before the first token, {recompiles} recompiles since"),
     ]  # fmt: skip
+    if engine.policy:
+        rows.append(("draft", who_drafts(engine.draft)))
+    rows += side_by_side(comparison) if comparison else alone(engine, stats)
+    if stats.drafted:
+        positions = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+        shares = " ".join(f"{over(accepted, drafted):.0%}" for accepted, drafted in positions)
+        rows.append(("acceptance", f"{stats.acceptance_rate:.0%} of {stats.drafted:,} drafts; by position {shares}"))
+    if engine.policy:
+        by_gamma = sorted(stats.rounds_by_gamma.items(), reverse=True)
+        rows.append(("rounds", ", ".join(f"{n:,} of gamma {gamma}" for gamma, n in by_gamma)))
+    if comparison:
+        n = len(comparison.plain)
+        rows += [("outputs", line) for line in verdict(engine, comparison)]
+        rows.append(("measured", f"{n} runs each, in turns; the medians are shown" if n > 1 else "one run each"))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+    return "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in rows)
 
 
-def document(engine: Engine, completions: list[Completion], args: argparse.Namespace) -> dict[str, Any]:
+def who_drafts(draft: DraftConfig) -> str:
+    """The policy and the settings that concern it."""
+    settings = {
+        "of": draft.draft_model,
+        "layers": draft.exit_layers,
+        "cheap": draft.cheap if draft.policy == "hierarchy" else None,
+        "view": draft.view_name if draft.policy not in VIEWS else None,
+        "budget": draft.budget if draft.view_name not in (None, "full") else None,
+        "gamma": draft.gamma,
+    }
+    return ", ".join([draft.policy, *(f"{name} {value}" for name, value in settings.items() if value is not None)])
+
+
+def alone(engine: Engine, stats: EngineStats) -> list[tuple[str, str]]:
+    """The speed of one run; of plain steps with the bytes that each has to read."""
+    rows = [
+        ("decoding", f"{stats.decode_tokens:,} tokens at {speed(stats):,.1f} tokens/s"),
+        ("KV read", f"{stats.kv_bytes_per_token / 1e6:.2f} MB a token"),
+    ]
+    if engine.policy:
+        spent = ", ".join(f"{part} {share}" for part, share in time_split(stats).items())
+        return [*rows, ("a round", f"{stats.tokens_per_round:.2f} tokens"), ("time", spent)]
+    weights = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    step, moved = over(stats.decode_seconds, stats.rounds), weights + over(stats.kv_bytes, stats.rounds)
+    reading = f"{step * 1e3:.2f} ms for {moved / 1e6:.1f} MB of weights and keys, {over(moved, step) / 1e9:.1f} GB/s"
+    return [*rows, ("a step", reading)]
+
+
+def side_by_side(comparison: Comparison) -> list[tuple[str, str]]:
+    """Both ways in two columns, and the ratio where it says something."""
+    ways = median(comparison.plain), median(comparison.speculative)
+    read, split = [stats.kv_bytes_per_token / 1e6 for stats in ways], [time_split(stats) for stats in ways]
+    rows = [
+        ("", "plain", "speculative", ""),
+        ("tokens/s", *(f"{speed(stats):,.1f}" for stats in ways), f"{comparison.ratio:.2f} x"),
+        ("KV MB a token", *(f"{mb:,.2f}" for mb in read), f"{over(read[1], read[0]):.2f} x"),
+        ("tokens a round", *(f"{stats.tokens_per_round:.2f}" for stats in ways), ""),
+        ("ms a round", *(f"{over(stats.decode_seconds, stats.rounds) * 1e3:.2f}" for stats in ways), ""),
+        *((f"{part} time", *(shares[part] for shares in split), "") for part in split[0]),
+    ]
+    return [("", ""), *((name, f"{plain:>9}  {spec:>11}  {ratio}") for name, plain, spec, ratio in rows), ("", "")]
+
+
+def time_split(stats: EngineStats) -> dict[str, str]:
+    """Where the time of decoding went, in percent."""
+    seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "host": stats.host_seconds}
+    return {part: f"{over(value, stats.decode_seconds):.0%}" for part, value in seconds.items()}
+
+
+def verdict(engine: Engine, comparison: Comparison) -> list[str]:
+    """Whether both ways said the same; where they did not, whether rounding explains it."""
+    n_greedy, found = comparison.n_greedy, comparison.differences
+    if not n_greedy:
+        return ["not compared: they were sampled, and samples differ by design"]
+    if not found:
+        return ["equal, token for token" if n_greedy == 1 else f"all {n_greedy} greedy ones equal, token for token"]
+    dtypes = engine.dtype_name, engine.config.kv_dtype or engine.dtype_name
+    dtype = max(dtypes, key=NEAR_TIE.__getitem__)  # the coarser one
+    lines = [f"{n_greedy - len(found)} of {n_greedy} greedy ones equal, token for token"]
+    for one in found:
+        line = f"prompt {one.index} differs from output token {one.position} on"
+        if one.gap <= NEAR_TIE[dtype]:
+            lines.append(f"{line}: a near-tie, the two best logits are {one.gap:.2g} apart, which {dtype} rounds away")
+        else:
+            lines.append(f"{line}: the logits are {one.gap:.2g} apart, more than {dtype} rounds away; please report it")
+    return lines
+
+
+def document(
+    engine: Engine,
+    completions: list[Completion],
+    stats: EngineStats,
+    comparison: Comparison | None,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
     """The JSON document of a run."""
     return {
         "completions": [as_record(completion) for completion in completions],
-        "stats": engine.stats.as_dict(),
+        "stats": stats.as_dict(),
+        **({"plain": comparison.as_dict()} if comparison else {}),
         "config": {
             "model": args.model,
             "engine": dataclasses.asdict(engine.config),
@@ -267,7 +536,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     try:
         check_writable(args.output, args.profile, Path(args.json) if args.json not in (None, "-") else None)
-        DraftConfig(policy=args.draft, budget=args.budget, gamma=args.gamma)  # refused before any file is read
+        draft_config(args)  # refused before any file is read
         folder = locate(args.model)
         config = read_config(folder)
         prompts, params = read_requests(args, load_tokenizer(folder, config), config)
@@ -276,18 +545,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         refuse(error)
     if engine.compiled:
-        print("compiling the steps (about a minute the first time, cached afterwards) ...", file=sys.stderr, flush=True)
+        print("compiling (a minute or two the first time, cached afterwards) ...", file=sys.stderr, flush=True)
     engine.warm_up()
+    colors = colors_of(engine, args.color)
+    if colors:
+        print(legend(colors))
     live = len(prompts) == 1 and not args.no_stream
     if live and args.prompt is None:
         print("..." + (engine.tokenizer.decode(prompts[0][-60:]) if engine.tokenizer else ""), end="", flush=True)
     with traced(args.profile):
-        completions = run(engine, prompts, params, live)
-    print(f"\n{card(engine, prompts)}")
+        completions = run(engine, prompts, params, live, colors)
+    stats, comparison = engine.stats, None
+    if args.compare or (args.compare is None and is_showpiece(args) and engine.policy):
+        print("\ndecoding the same plainly ...", file=sys.stderr, flush=True)
+        comparison = compare(engine, prompts, params, completions)
+        stats = median(comparison.speculative)
+    print(f"\n{card(engine, prompts, stats, comparison)}")
     if args.output:
         args.output.write_text("".join(json.dumps(as_record(c)) + "\n" for c in completions), encoding="utf-8")
     if args.json:
-        text = json.dumps(document(engine, completions, args))
+        text = json.dumps(document(engine, completions, stats, comparison, args))
         if args.json == "-":
             print(text)
         else:

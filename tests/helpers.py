@@ -1,10 +1,11 @@
-"""Tiny models whose greedy text is not degenerate, and a tokenizer whose ids are bytes.
+"""Tiny models whose greedy text is not degenerate, a tokenizer whose ids are bytes, and a test of fit for draws.
 
 Shapes: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer
+from gpt_fast_sd.sampling import SamplingTable
 
 BOS, EOS = 256, 257
 
@@ -53,6 +56,30 @@ def whole_text_logits(model: Transformer, ids: Sequence[int]) -> Tensor:
     """The logits of a text in one uncached forward: T ids -> [T, V]."""
     tokens = torch.tensor([list(ids)])
     return model(tokens, torch.arange(len(ids))[None], CausalSelf())[0]
+
+
+def table_of(params: Sequence[SamplingParams], vocab_size: int) -> SamplingTable:
+    """One slot for each, on the CPU; the seed is 0 where none is given."""
+    table = SamplingTable.empty(len(params), vocab_size, torch.device("cpu"))
+    for slot, p in enumerate(params):
+        table.put(slot, p, p.seed or 0, vocab_size)
+    return table
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    """How many times the 1 - 1e-6 quantile of its distribution Pearson's statistic is: above 1 is no chance.
+
+    Cells that expect fewer than 5 are put together; quantile by Wilson and Hilferty (1931), z = 4.7534.
+    """
+    rare = expected < 5
+    counts = torch.cat((counts[~rare].double(), counts[rare].sum().double()[None]))
+    expected = torch.cat((expected[~rare].double(), expected[rare].sum().double()[None]))
+    if expected[-1] == 0:
+        assert counts[-1] == 0
+        counts, expected = counts[:-1], expected[:-1]
+    freedom = max(1, len(expected) - 1)
+    statistic = float(((counts - expected).square() / expected).sum())
+    return statistic / (freedom * (1 - 2 / (9 * freedom) + 4.7534 * math.sqrt(2 / (9 * freedom))) ** 3)
 
 
 class ByteTokenizer:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd.config import GAMMA_TIERS
 
 REFUSED: list[tuple[type, dict[str, Any]]] = [
     *((EngineConfig, {"batch_size": value}) for value in (0, -1, 2.0, "8", True, None)),
@@ -16,10 +17,16 @@ REFUSED: list[tuple[type, dict[str, Any]]] = [
     *((EngineConfig, {"device": value}) for value in ("gpu", "CPU", "cuda:0", None)),
     *((EngineConfig, {"dtype": value}) for value in ("float32", "bfloat16", "int8", None)),
     *((EngineConfig, {"kv_dtype": value}) for value in ("auto", "int8", "float16")),
+    *((EngineConfig, {"compile": value}) for value in (1, "yes", None)),
+    *((EngineConfig, {"exact": value}) for value in (0, "bits", None)),
     *((EngineConfig, {"quantize": value}) for value in ("int4wo", "INT8", "", True)),
     *((DraftConfig, {"policy": value}) for value in ("none", "Off", "", None)),
     *((DraftConfig, {"budget": value}) for value in (0, -1, 1.5, "256")),
-    *((DraftConfig, {"gamma": value}) for value in (0, -3, 2.5, "4", "Auto", None, True)),
+    *((DraftConfig, {"gamma": value}) for value in (0, -3, 17, 2.5, "4", "Auto", None, True)),
+    *((DraftConfig, {name: value}) for name in ("ngram", "n_sink", "page") for value in (0, -1, 2.0, None, True)),
+    *((DraftConfig, {"page": value}) for value in (8, 17, 256)),
+    *((DraftConfig, {"refresh": value}) for value in (0, -1, 2.0, "64")),
+    *((DraftConfig, {"cheap": value}) for value in ("streaming", "Lookup", None)),
     *((SamplingParams, {"max_tokens": value}) for value in (0, -1, 1.0, None)),
     *((SamplingParams, {"temperature": value}) for value in (-0.1, -1, math.inf, math.nan)),
     *((SamplingParams, {"top_k": value}) for value in (0, -1, 2.0)),
@@ -41,11 +48,75 @@ def test_nonsense_is_refused_by_name(config: type, fields: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        *(({"policy": "early_exit", "exit_layers": n}, f"exit_layers must be .* at least 1, got {n}") for n in (0, -2)),
+        ({"policy": "early_exit", "exit_layers": "2"}, "exit_layers must be .* got '2'"),
+        ({"policy": "streaming", "exit_layers": 2}, "exit_layers is for policy 'early_exit', got policy 'streaming'"),
+        ({"exit_layers": 2}, "exit_layers is for policy 'early_exit', got policy 'off'"),
+        ({"policy": "standalone"}, "'standalone' .* needs draft_model"),
+        ({"policy": "hierarchy", "cheap": "standalone"}, "'hierarchy' .* needs draft_model"),
+        ({"policy": "streaming", "draft_model": "m"}, "draft_model is for policy 'standalone' .* got 'streaming'"),
+        ({"draft_model": "m"}, "draft_model is for policy 'standalone' .* got 'off'"),
+        ({"policy": "hierarchy", "draft_model": "m"}, "draft_model is for .* got 'hierarchy'"),  # lookup drafts for it
+        *(
+            ({"policy": policy, "view": "streaming"}, f"view is for .*; policy '{policy}' is its own")
+            for policy in ("off", "full", "streaming", "snapkv", "quest", "guided", "lookup")
+        ),
+        ({"policy": "early_exit", "view": "all"}, "view must be one of .*, got 'all'"),
+        ({"policy": "standalone", "draft_model": "m", "view": "guided"}, "view 'guided' needs the target's own cache"),
+        ({"policy": "streaming", "budget": 11}, "budget must be at least 12 for streaming, got 11"),
+        ({"policy": "streaming", "n_sink": 9, "budget": 16}, "budget must be at least 17 for streaming, got 16"),
+        ({"policy": "snapkv", "budget": 63}, "budget must be at least 64 for snapkv, got 63"),
+        ({"policy": "quest", "budget": 47}, "budget must be at least 48 for quest, got 47"),
+        ({"policy": "guided", "budget": 47}, "budget must be at least 48 for guided, got 47"),
+        ({"policy": "quest", "page": 32, "budget": 95}, "budget must be at least 96 for quest, got 95"),
+        ({"policy": "early_exit", "budget": 11}, "budget must be at least 12 for streaming, got 11"),
+        ({"policy": "hierarchy", "view": "quest", "budget": 47}, "budget must be at least 48 for quest, got 47"),
+    ],
+    ids=str,
+)
+def test_a_draft_whose_fields_do_not_fit_each_other_is_refused_in_a_sentence(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        DraftConfig(**fields)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "view", "most"),
+    [
+        ({}, None, 0),
+        ({"gamma": 5}, None, 0),  # nobody drafts
+        ({"policy": "full"}, "full", max(GAMMA_TIERS)),
+        ({"policy": "streaming", "gamma": 16}, "streaming", 16),
+        ({"policy": "lookup", "budget": 1, "gamma": 2}, None, 2),
+        ({"policy": "early_exit", "gamma": 1}, "streaming", 1),
+        ({"policy": "standalone", "draft_model": "m", "view": "snapkv", "gamma": 1}, "snapkv", 1),
+        ({"policy": "hierarchy", "view": "guided", "gamma": 3}, "guided", 3),
+        ({"policy": "hierarchy", "cheap": "standalone", "draft_model": "m", "gamma": 3}, "streaming", 3),
+    ],
+    ids=str,
+)
+def test_a_draft_knows_its_view_and_how_far_it_looks_ahead(fields: dict[str, Any], view: str | None, most: int) -> None:
+    draft = DraftConfig(**fields)
+    assert (draft.view_name, draft.max_gamma) == (view, most)
+
+
+@pytest.mark.parametrize(
     ("config", "fields"),
     [
         (EngineConfig, {"batch_size": 1, "max_seq_len": 1}),
         (EngineConfig, {"dtype": "bf16", "kv_dtype": "fp16", "quantize": "int8", "device": "cpu", "compile": False}),
+        (EngineConfig, {"exact": True, "dtype": "bf16"}),  # with any policy, "off" too
         (DraftConfig, {"policy": "off", "budget": 1, "gamma": 1}),
+        (DraftConfig, {"policy": "streaming", "budget": 12, "gamma": 16}),
+        (DraftConfig, {"policy": "streaming", "budget": 9, "n_sink": 1}),
+        (DraftConfig, {"policy": "snapkv", "budget": 64, "refresh": 1}),
+        (DraftConfig, {"policy": "quest", "budget": 48, "page": 16}),
+        (DraftConfig, {"policy": "guided", "budget": 384, "page": 128, "refresh": 1}),
+        (DraftConfig, {"policy": "full", "budget": 1}),
+        (DraftConfig, {"policy": "lookup", "budget": 1, "ngram": 1}),
+        (DraftConfig, {"policy": "early_exit", "exit_layers": 1, "view": "full", "budget": 1}),
         (SamplingParams, {"max_tokens": 1, "temperature": 0, "top_k": 1, "top_p": 1, "min_p": 0, "seed": 0}),
         (SamplingParams, {"temperature": 5, "top_p": 1e-6, "min_p": 1.0, "seed": 2**63 - 1, "stop": []}),
     ],

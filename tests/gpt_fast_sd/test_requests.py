@@ -1,14 +1,20 @@
-"""One prompt's output: EOS, max_tokens and stop strings end it, and nothing is shown that may have to be taken back."""
+"""One prompt's output: EOS, max_tokens and stop strings end it, and nothing is shown that may have to be taken back.
+
+A round commits several tokens; it may end among them.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from gpt_fast_sd import Completion, SamplingParams
 from gpt_fast_sd.model import StreamDecoder
-from gpt_fast_sd.requests import Decoder, Request
+from gpt_fast_sd.requests import Decoder, Request, TokenEvent
+from gpt_fast_sd.stats import CompletionStats, EngineStats
 from tests.helpers import EOS, ByteTokenizer
 
 
@@ -18,7 +24,7 @@ class Pieces:
     def __init__(self, *texts: str, rest: str = "") -> None:
         self.texts, self.rest = texts, rest
 
-    def push(self, ids: list[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         return "".join(self.texts[i] for i in ids)
 
     def flush(self) -> str:
@@ -30,14 +36,20 @@ def request(decoder: Decoder | None, **params: Any) -> Request:
 
 
 def feed(request: Request, tokens: list[int]) -> list[str]:
-    """What is shown after each token, until the request ends."""
+    """What is shown after each token, one a round, until the request ends."""
     shown = []
     for token in tokens:
-        event = request.commit(token, "target")
+        event = request.commit([token], ["target"])
         shown.append(event.text)
         if request.finish_reason:
             break
     return shown
+
+
+def commit(request: Request, tokens: list[int], *, judged: int) -> TokenEvent:
+    """A round that accepted all of these tokens but the last, which is the target's own."""
+    accepted = len(tokens) - 1
+    return request.commit(tokens, ["streaming"] * accepted + ["target"], judged, accepted)
 
 
 def run(texts: list[str], stop: str | list[str], **params: Any) -> tuple[list[str], Completion]:
@@ -161,16 +173,142 @@ def test_without_a_tokenizer_there_are_tokens_and_no_text() -> None:
     assert one.completion().tokens == [7, 8, 9] and one.completion().text == ""
 
 
-def test_an_event_names_the_prompt_its_token_and_who_proposed_it() -> None:
-    one = Request(5, [1], SamplingParams(max_tokens=2), frozenset(), Pieces("a", "b"))
-    first, last = one.commit(0, "target"), one.commit(1, "streaming")
+def test_an_event_names_the_prompt_its_tokens_and_who_proposed_them() -> None:
+    one = Request(5, [1], SamplingParams(max_tokens=4), frozenset(), Pieces("a", "b", "c", "d"))
+    first, last = one.commit([0], ["target"]), one.commit([1, 2, 3], ["lookup", "streaming", "target"], 4, 2)
     assert (first.index, first.tokens, first.text, first.sources) == (5, [0], "a", ["target"])
-    assert (last.index, last.tokens, last.text, last.sources) == (5, [1], "b", ["streaming"])
+    assert (last.index, last.tokens, last.text) == (5, [1, 2, 3], "bcd")
+    assert (last.pieces, last.sources) == (["b", "c", "d"], ["lookup", "streaming", "target"])
+    assert (first.drafted, first.accepted, last.drafted, last.accepted) == (0, 0, 4, 2)
     assert first.completion is None and last.completion == one.completion()
 
 
 def test_length_is_where_the_pending_token_goes() -> None:
     one = request(None, max_tokens=9)
     assert one.length == 2  # three prompt tokens, the last of them pending
-    one.commit(7, "target")
+    one.commit([7], ["target"])
     assert one.length == 3
+    commit(one, [8, 9, 10], judged=4)
+    assert one.length == 6
+
+
+# ---- rounds of several tokens ----------------------------------------------------------------------------------------
+
+
+def test_a_piece_is_the_text_that_its_token_made_certain() -> None:
+    one = request(StreamDecoder(ByteTokenizer()), max_tokens=20, stop="END")
+    event = commit(one, [*"é!EN".encode(), ord("x")], judged=5)
+    assert event.pieces == ["", "é", "!", "", "", "ENx"]
+    assert event.text == "é!ENx" == one.text
+
+
+def test_eos_among_the_accepted_drafts_ends_the_output_there() -> None:
+    one = request(StreamDecoder(ByteTokenizer()), max_tokens=20)
+    event = commit(one, [*b"hi", EOS, *b"!?"], judged=4)
+    assert (event.tokens, event.text, event.sources) == ([*b"hi", EOS], "hi", ["streaming"] * 3)
+    assert (event.drafted, event.accepted) == (3, 3)  # the fourth draft stood behind the end
+    assert event.completion and event.completion.finish_reason == "stop"
+    assert event.completion.tokens == [*b"hi", EOS] and event.completion.text == "hi"
+
+
+def test_ignored_eos_does_not_end_a_round() -> None:
+    one = request(StreamDecoder(ByteTokenizer()), max_tokens=20, ignore_eos=True)
+    event = commit(one, [*b"h", EOS, *b"i!"], judged=3)
+    assert event.text == "hi!" and len(event.tokens) == 4 and event.completion is None
+
+
+@pytest.mark.parametrize(
+    ("texts", "text", "taken"),
+    [
+        (["one ", "END", " two", " three", "."], "one ", 2),  # whole in one draft
+        (["a", "E", "N", "D", "b"], "a", 4),  # over three, the last draft completes it
+        (["a", "bEN", "D", "c", "d"], "ab", 3),
+        (["END", "a", "b", "c", "d"], "", 1),
+    ],
+)
+def test_a_stop_string_among_the_accepted_drafts_ends_the_round(texts: list[str], text: str, taken: int) -> None:
+    one = request(Pieces(*texts), max_tokens=99, stop="END")
+    event = commit(one, [0, 1, 2, 3, 4], judged=4)
+    assert (event.text, event.tokens, event.sources) == (text, list(range(taken)), ["streaming"] * taken)
+    assert (event.drafted, event.accepted) == (taken, taken)  # what is behind the end does not count
+    assert one.finish_reason == "stop" and one.completion().text == text
+    stats = one.completion().stats
+    assert (stats.drafted, stats.accepted, stats.rounds, stats.emitted) == (taken, taken, 1, taken)
+
+
+def test_a_stop_string_that_the_targets_own_token_completes_leaves_the_round_whole() -> None:
+    one = request(Pieces("a", "EN", "D"), max_tokens=99, stop="END")
+    event = commit(one, [0, 1, 2], judged=4)  # four were drafted, the third was another one
+    assert (event.tokens, event.text) == ([0, 1, 2], "a")
+    assert (event.drafted, event.accepted) == (4, 2)
+
+
+def test_a_stop_string_begun_in_one_round_and_completed_in_the_next_is_not_shown() -> None:
+    one = request(Pieces("ab", "E", "N", "D", "cd"), max_tokens=99, stop="END")
+    first, second = commit(one, [0, 1, 2], judged=2), commit(one, [3, 4], judged=2)
+    assert (first.text, second.text, one.text) == ("ab", "", "ab")
+    assert second.tokens == [3] and (second.drafted, second.accepted) == (1, 1)
+
+
+def test_max_tokens_cuts_a_round() -> None:
+    one = request(Pieces("a", "b", "c", "d", "e"), max_tokens=4)
+    commit(one, [0, 1], judged=1)
+    event = commit(one, [2, 3, 4], judged=2)
+    assert (event.tokens, event.text, one.finish_reason) == ([2, 3], "cd", "length")
+    assert (event.drafted, event.accepted) == (2, 2)
+    assert one.completion().tokens == [0, 1, 2, 3]
+
+
+def test_a_text_ends_the_same_however_its_tokens_come_in_rounds() -> None:
+    texts, stop = ["x", "a", "ab", "aba", "b", "c!", "yz"], "abc!"
+    for cuts in range(2 ** (len(texts) - 1)):
+        one = request(Pieces(*texts), max_tokens=99, stop=stop)
+        shown, start = "", 0
+        for at in range(1, len(texts) + 1):
+            if (at == len(texts) or cuts >> (at - 1) & 1) and not one.finish_reason:
+                shown += commit(one, list(range(start, at)), judged=at - start).text
+                start = at
+        assert shown == one.text == "xaabab" and one.tokens == [0, 1, 2, 3, 4, 5]
+
+
+# ---- the account of drafts -------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_counted_by_their_position_in_the_round() -> None:
+    one = request(None, max_tokens=8)
+    for judged, tokens in ((3, [1, 2]), (3, [3, 4, 5]), (1, [6]), (0, [7]), (0, [8])):
+        commit(one, tokens, judged=judged)
+    stats = one.completion().stats
+    assert stats.drafted_by_position == (3, 2, 2)
+    assert stats.accepted_by_position == (2, 1, 0)  # as long as what was drafted
+    assert (stats.drafted, stats.accepted, stats.rounds, stats.emitted) == (7, 3, 5, 8)
+    assert stats.acceptance_rate == 3 / 7 and stats.tokens_per_round == 8 / 5
+
+
+def test_nothing_drafted_is_an_acceptance_of_zero() -> None:
+    one = request(None, max_tokens=2)
+    feed(one, [1, 2])
+    stats = one.completion().stats
+    assert (stats.drafted_by_position, stats.accepted_by_position, stats.acceptance_rate) == ((), (), 0.0)
+    assert stats.tokens_per_round == 1.0
+    assert CompletionStats().tokens_per_round == 0.0
+
+
+def test_the_account_is_json_with_its_derived_figures() -> None:
+    stats = CompletionStats(rounds=2, emitted=5, drafted_by_position=(2, 2), accepted_by_position=(2, 1))
+    assert json.loads(json.dumps(stats.as_dict())) == {
+        "rounds": 2, "drafted": 4, "accepted": 3, "acceptance_rate": 0.75, "tokens_per_round": 2.5,
+        "drafted_by_position": [2, 2], "accepted_by_position": [2, 1],
+    }  # fmt: skip
+
+
+def test_totals_count_rounds_by_their_drafts_and_drafts_by_their_position() -> None:
+    stats = EngineStats(decode_tokens=9, decode_seconds=3.0, row_rounds=4, kv_bytes=90)
+    stats.count(3, judged=[3, 1], accepted=[2, 0])
+    stats.count(0, judged=[0, 0], accepted=[0, 0])
+    stats.count(1, judged=[1], accepted=[1])
+    assert stats.drafted_by_position == [3, 1, 1] and stats.accepted_by_position == [2, 1, 0]
+    assert stats.rounds == 3 and stats.rounds_by_gamma == {3: 1, 0: 1, 1: 1}
+    assert (stats.drafted, stats.accepted, stats.acceptance_rate) == (5, 3, 0.6)
+    assert (stats.tokens_per_round, stats.decode_tokens_per_second, stats.kv_bytes_per_token) == (2.25, 3.0, 10.0)
+    assert json.loads(json.dumps(stats.as_dict()))["rounds_by_gamma"] == {"0": 1, "1": 1, "3": 1}

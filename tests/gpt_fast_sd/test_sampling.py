@@ -1,30 +1,23 @@
 """Distributions against an independent slow implementation and transformers; draws against those distributions.
 
-Shapes: B batch rows, V vocabulary.
+Shapes: B batch rows, T positions of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.sampling import SamplingTable, draw, filters_anything, probabilities, uniform
+from gpt_fast_sd import SamplingParams, sampling
+from gpt_fast_sd.sampling import draw, filters_anything, probabilities, uniform
+from tests.helpers import chi_square, table_of
 
 N_DRAWS = 50_000
 BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives
-
-
-def table_of(params: Sequence[SamplingParams], vocab_size: int) -> SamplingTable:
-    table = SamplingTable.empty(len(params), vocab_size, torch.device("cpu"))
-    for slot, p in enumerate(params):
-        table.put(slot, p, p.seed or 0, vocab_size)
-    return table
 
 
 def slow_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -127,6 +120,18 @@ def test_rows_keep_their_own_filters() -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
+@pytest.mark.parametrize("n_positions", [0, 1, 5])
+@pytest.mark.parametrize("filtered", [True, False])
+def test_all_positions_of_a_row_share_its_parameters(n_positions: int, filtered: bool) -> None:
+    rng = np.random.default_rng(4)
+    params = [random_params(rng, 30) for _ in range(9)]
+    logits, table = torch.randn(9, n_positions, 30), table_of(params, 30)
+    p = probabilities(logits, table, filtered=filtered)
+    assert p.shape == logits.shape
+    for t in range(n_positions):
+        assert torch.equal(p[:, t], probabilities(logits[:, t], table, filtered=filtered))
+
+
 def test_a_reused_slot_forgets_the_parameters_of_its_last_request() -> None:
     table = table_of([SamplingParams(temperature=0.3, top_k=2, top_p=0.2, min_p=0.5, seed=9)], 30)
     table.put(0, SamplingParams(temperature=1.0), 4, 30)
@@ -209,22 +214,6 @@ def test_filters_agree_with_transformers(params: dict[str, float]) -> None:
 
 
 # ---- drawing -------------------------------------------------------------------------------------------------------
-
-
-def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """How many times the 1 - 1e-6 quantile of its distribution Pearson's statistic is: above 1 is no chance.
-
-    Cells that expect fewer than 5 are put together; quantile by Wilson and Hilferty (1931), z = 4.7534.
-    """
-    rare = expected < 5
-    counts = torch.cat((counts[~rare].double(), counts[rare].sum().double()[None]))
-    expected = torch.cat((expected[~rare].double(), expected[rare].sum().double()[None]))
-    if expected[-1] == 0:
-        assert counts[-1] == 0
-        counts, expected = counts[:-1], expected[:-1]
-    freedom = max(1, len(expected) - 1)
-    statistic = float(((counts - expected).square() / expected).sum())
-    return statistic / (freedom * (1 - 2 / (9 * freedom) + 4.7534 * math.sqrt(2 / (9 * freedom))) ** 3)
 
 
 def drawn(p: Tensor, seed: int) -> Tensor:
@@ -359,6 +348,18 @@ def test_a_rows_number_does_not_depend_on_its_batch() -> None:
     together = uniform(seed, position, 0)
     assert torch.equal(uniform(seed.flip(0), position.flip(0), 0).flip(0), together)
     assert all(uniform(seed[i : i + 1], position[i : i + 1], 0)[0] == together[i] for i in range(64))
+
+
+def test_one_seed_a_row_and_many_positions_give_each_pair_its_number() -> None:
+    seed, position = torch.randint(2**62, (6,)), torch.randint(2**17, (6, 4))
+    u = uniform(seed[:, None], position, 2)
+    assert u.shape == (6, 4)
+    assert torch.equal(u, torch.stack([uniform(seed, position[:, t], 2) for t in range(4)], 1))
+
+
+def test_every_kind_of_decision_has_a_stream_of_its_own() -> None:
+    streams = [value for name, value in vars(sampling).items() if name.endswith("_STREAM")]
+    assert len(set(streams)) == len(streams) == 5
 
 
 def keys(name: str) -> tuple[Tensor, Tensor, int]:

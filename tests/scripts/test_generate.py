@@ -2,14 +2,25 @@
 
 import importlib.util
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig
+from gpt_fast_sd.config import POLICIES
+from gpt_fast_sd.requests import TokenEvent
+from gpt_fast_sd.stats import EngineStats
+from tests.helpers import random_ids, tiny_model
+
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ["--no-compile", "--max-new-tokens", "6"]
+QUICK = ["--no-compile", "--max-new-tokens", "6", "--gamma", "2"]  # auto chooses by the clock
+NIGHT = ["--prompt", "It was a dark night"]
+ESCAPE = re.compile(r"\033\[[0-9;]*m")
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +43,32 @@ def refusal(script: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str) 
     return err.strip().splitlines()[-1]
 
 
+def output(script: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a run prints on stdout."""
+    script.main([*QUICK, *argv])
+    out: str = capsys.readouterr().out
+    return out
+
+
+def rows(card: str) -> dict[str, str]:
+    """The rows of a card by their name."""
+    found = (re.fullmatch(r"  (\S.*?)(?:  +(\S.*))?", line) for line in card.splitlines())
+    return {match[1]: match[2] or "" for match in found if match}
+
+
 def test_json_on_stdout_is_the_last_line_and_holds_the_whole_run(
     script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script.main([*QUICK, "--prompt", "It was a dark night", "--json", "-"])
-    lines = capsys.readouterr().out.strip().splitlines()
+    lines = output(script, capsys, *NIGHT, "--json", "-").strip().splitlines()
     run = json.loads(lines[-1])
     assert set(run) == {"completions", "stats", "config", "environment"}
     (completion,) = run["completions"]
     assert len(completion["tokens"]) == 6 and completion["finish_reason"] == "length"
     assert completion["text"].strip() in "\n".join(lines[:-1])  # the streamed text
-    assert completion["stats"]["rounds"] == 6
+    assert completion["stats"]["rounds"] * completion["stats"]["tokens_per_round"] == 6
     assert run["stats"]["decode_tokens"] == 6 and run["stats"]["kv_bytes_per_token"] > 0
+    assert run["stats"]["drafted"] == completion["stats"]["drafted"] > 0
+    assert run["config"]["draft"]["policy"] == "streaming" and run["config"]["engine"]["exact"] is False
     assert any("tokens/s" in line for line in lines[:-1])  # the card
 
 
@@ -86,8 +111,24 @@ def test_a_file_is_continued_and_a_trace_is_written(
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--prompt", "a", "--dtype", "fp8"], "'fp8'"),
-        (["--prompt", "a", "--gamma", "0"], "gamma must be at least 1, got 0"),
+        (["--prompt", "a", "--gamma", "0"], "gamma must be from 1 to 16, got 0"),
         (["--prompt", "a", "--gamma", "few"], "'few'"),
+        (["--prompt", "a", "--gamma", "17"], "gamma must be from 1 to 16, got 17"),
+        (["--prompt", "a", "--budget", "0"], "budget must be a whole number of at least 1, got 0"),
+        (["--prompt", "a", "--draft", "quest", "--budget", "20"], "budget must be at least 48 for quest, got 20"),
+        (["--prompt", "a", "--draft", "standalone"], "needs draft_model"),
+        (["--prompt", "a", "--draft", "hierarchy", "--cheap", "standalone"], "needs draft_model"),
+        (["--prompt", "a", "--draft", "hierarchy", "--cheap", "psychic"], "'psychic'"),
+        (["--prompt", "a", "--draft-model", "bundled"], "draft_model is for policy 'standalone'"),
+        (["--prompt", "a", "--draft", "standalone", "--draft-model", "nowhere"], "no folder nowhere"),
+        (["--prompt", "a", "--draft", "standalone", "--draft-model", "tests"], "tests is no model folder"),
+        (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "6"], "below the model's 6 layers"),
+        (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "0"], "exit_layers"),
+        (["--prompt", "a", "--draft", "streaming", "--exit-layers", "2"], "exit_layers is for policy 'early_exit'"),
+        (["--prompt", "a", "--draft", "streaming", "--view", "quest"], "policy 'streaming' is its own"),
+        (["--prompt", "a", "--draft", "early_exit", "--view", "all"], "'all'"),
+        (["--prompt", "a", "--draft", "off", "--compare"], "--compare needs a draft policy"),
+        (["--prompt", "a", "--color", "mauve"], "'mauve'"),
         (["--prompt", "a", "--temperature", "-1"], "-1"),
         (["--prompt", "a", "--temperature", "nan"], "nan"),
         (["--prompt", "a", "--top-p", "0"], "top_p"),
@@ -150,3 +191,226 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 3000}), encoding="utf-8")
     said = refusal(script, capsys, "--prompt", "a", "--model", str(tmp_path))
     assert "4096" in said and "3000" in said
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = json.loads((ROOT / "gpt_fast_sd" / "bundled" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 3000}), encoding="utf-8")
+    said = refusal(script, capsys, *NIGHT, "--draft", "standalone", "--draft-model", str(tmp_path))
+    assert "vocabulary of 3,000" in said and "4,096" in said
+
+
+# ---- who drafts, and how it is shown ---------------------------------------------------------------------------------
+
+
+def test_help_says_what_every_policy_is(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--help"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    described = re.findall(r"^    (\w+) {2,}\S.*", shown, re.MULTILINE)
+    assert [name for name in described if name in POLICIES] == list(POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("flags", "who"),
+    [
+        (["--draft", "full"], "full, gamma 2"),
+        (["--gamma", "auto", "--budget", "32", "--exact"], "streaming, budget 32, gamma auto"),
+        (["--draft", "lookup"], "lookup, gamma 2"),
+        (
+            ["--draft", "early_exit", "--exit-layers", "2"],
+            "early_exit, layers 2, view streaming, budget 256, gamma 2",
+        ),
+        (
+            ["--draft", "standalone", "--draft-model", "bundled", "--view", "full"],
+            "standalone, of bundled, view full, gamma 2",
+        ),
+    ],
+)
+def test_whoever_drafts_says_what_plain_decoding_says(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], who: str
+) -> None:
+    shown = output(script, capsys, *NIGHT, "--dtype", "fp32", "--compare", *flags)
+    assert rows(shown)["draft"] == who
+    assert rows(shown)["outputs"] == "equal, token for token"
+    assert ("exact" in rows(shown)["model"]) == ("--exact" in flags)
+
+
+def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    colored = output(script, capsys, *NIGHT, "--color", "always")
+    legend, text = colored.split("\n\n", 1)
+    assert legend == "[accepted drafts: \033[32mstreaming (green)\033[0m; the target's own tokens are not coloured]"
+    text, card = text.rsplit("\n\n", 1)
+    assert "\033[32m" in text and ESCAPE.sub("", text) != re.sub(r"\033\[32m.*?\033\[0m", "", text, flags=re.DOTALL)
+    codes = ESCAPE.findall(text)
+    assert codes == ["\033[32m", "\033[0m"] * (len(codes) // 2)  # each colour is taken back
+    assert not ESCAPE.search(card)
+    assert output(script, capsys, *NIGHT).split("\n\n  model")[0] == ESCAPE.sub("", text)
+
+
+@pytest.mark.parametrize(
+    ("flag", "terminal", "environment", "colored"),
+    [
+        ("auto", True, {}, True),
+        ("auto", False, {}, False),
+        ("auto", True, {"NO_COLOR": "1"}, False),
+        ("auto", True, {"NO_COLOR": ""}, True),
+        ("auto", True, {"TERM": "dumb"}, False),
+        ("never", True, {}, False),
+        ("always", False, {"NO_COLOR": "1"}, True),
+    ],
+)
+def test_colours_are_for_terminals_unless_asked_for(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: Engine,
+    flag: str,
+    terminal: bool,
+    environment: dict[str, str],
+    colored: bool,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert script.colors_of(tiny, flag) == ({"streaming": "green"} if colored else {})
+
+
+def test_every_proposer_has_a_colour_of_its_own(script: ModuleType) -> None:
+    one = Engine(tiny_model(), None, TINY, DraftConfig(policy="hierarchy", gamma=2))
+    colors = script.colors_of(one, "always")
+    assert list(colors) == ["lookup", "streaming"] and len(set(colors.values())) == 2
+    event = TokenEvent(
+        index=0, tokens=[1, 2, 3, 4], text="a bc\n!", pieces=["a ", "b", "c\n", "!"], drafted=3, accepted=3,
+        sources=["lookup", "streaming", "streaming", "target"],
+    )  # fmt: skip
+    green, yellow, reset = "\033[32m", "\033[33m", "\033[0m"
+    assert script.painted(event, colors) == f"{green}a {reset}{yellow}bc\n{reset}!"
+    assert script.painted(event, {}) == event.text
+    assert script.colors_of(Engine(tiny_model(), None, TINY), "always") == {}  # nobody drafts
+
+
+# ---- plain decoding beside speculation -------------------------------------------------------------------------------
+
+TINY = EngineConfig(batch_size=2, max_seq_len=128, compile=False)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Engine:
+    return Engine(tiny_model(), None, TINY, DraftConfig(policy="streaming", budget=16, gamma=2))
+
+
+def test_a_comparison_shows_both_ways_side_by_side(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown = output(script, capsys, *NIGHT, "--compare", "--json", str(tmp_path / "run.json"))
+    run = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
+    stats, plain = run["stats"], run["plain"]
+    assert set(run) == {"completions", "stats", "plain", "config", "environment"}
+    assert plain["outputs_equal"] is True and plain["outputs_compared"] == 1 and plain["differences"] == []
+    assert plain["stats"]["drafted"] == 0 and plain["stats"]["decode_tokens"] == stats["decode_tokens"] == 6
+    assert plain["stats"]["prefill_seconds"] == stats["prefill_seconds"] > 0
+    speeds = [plain[f"{kind}_tokens_per_second"] for kind in ("plain", "speculative")]
+    assert [len(kind) for kind in speeds] == [3, 3]
+    assert plain["ratio"] == sorted(speeds[1])[1] / sorted(speeds[0])[1]
+    assert stats["decode_tokens_per_second"] == sorted(speeds[1])[1]
+
+    card = rows(shown)
+    assert "plain" in shown and "speculative" in shown
+    assert card["tokens/s"].split() == [*(f"{sorted(kind)[1]:,.1f}" for kind in speeds), f"{plain['ratio']:.2f}", "x"]
+    kv = [part["kv_bytes_per_token"] for part in (plain["stats"], stats)]
+    assert card["KV MB a token"].split() == [*(f"{b / 1e6:.2f}" for b in kv), f"{kv[1] / kv[0]:.2f}", "x"]
+    assert card["tokens a round"].split() == ["1.00", f"{stats['tokens_per_round']:.2f}"]
+    assert card["acceptance"].startswith(f"{stats['acceptance_rate']:.0%} of {stats['drafted']} drafts; by position")
+    assert len(card["acceptance"].split("by position ")[1].split()) == len(stats["drafted_by_position"])
+    assert card["rounds"] == ", ".join(
+        f"{n} of gamma {gamma}" for gamma, n in sorted(stats["rounds_by_gamma"].items(), reverse=True)
+    )
+    assert card["outputs"] == "equal, token for token"
+    assert card["measured"] == "3 runs each, in turns; the medians are shown"
+    parts = [[int(share.rstrip("%")) for share in card[f"{who} time"].split()] for who in ("draft", "verify", "host")]
+    assert all(abs(sum(way) - 100) <= 2 for way in zip(*parts, strict=True))
+
+
+def test_long_runs_are_compared_once(script: ModuleType, tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "SHORT_RUN", 0.0)
+    prompts, params = [random_ids(9)], [script.SamplingParams(max_tokens=8)]
+    shown = tiny.generate(prompts, params)
+    compared = script.compare(tiny, prompts, params, shown)
+    assert (len(compared.plain), len(compared.speculative)) == (1, 1)
+    assert "one run each" in script.card(tiny, prompts, compared.speculative[0], compared)
+
+
+def test_samples_are_not_compared(script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "in.jsonl"
+    sampled = {"prompt": "Two", "temperature": 1.0, "seed": 3}
+    prompts.write_text(json.dumps(sampled) + "\n", encoding="utf-8")
+    shown = output(script, capsys, "--prompts", str(prompts), "--compare", "--json", "-")
+    assert "samples differ by design" in rows(shown)["outputs"]
+    assert json.loads(shown.splitlines()[-1])["plain"]["outputs_equal"] is None
+    prompts.write_text("\n".join(map(json.dumps, [{"prompt": "One"}, sampled, {"prompt": "Three"}])), encoding="utf-8")
+    shown = output(script, capsys, "--prompts", str(prompts), "--compare", "--batch-size", "2")
+    assert rows(shown)["outputs"] == "all 2 greedy ones equal, token for token"
+
+
+def test_a_difference_is_named_with_how_close_a_call_it_was(script: ModuleType, tiny: Engine) -> None:
+    prompts = [random_ids(7), random_ids(5, seed=1), random_ids(6, seed=2)]
+    plain = [c.tokens for c in tiny.generate(prompts, script.SamplingParams(max_tokens=9), speculate=False)]
+    logits = tiny.logits([*prompts[1], *plain[1][:4]])[-1]
+    best, second = logits.topk(2)
+    assert int(best.argmax()) == 0 and int(second[0]) == plain[1][4]
+    other = [*plain[1][:4], int(second[1]), *plain[1][5:]]
+    outputs = [(0, plain[0], plain[0]), (1, plain[1], other), (2, plain[2], plain[2][:8])]
+    one, two = script.differences(tiny, prompts, outputs)
+    assert (one.index, one.position, one.plain, one.speculative) == (1, 4, plain[1][4], other[4])
+    assert one.gap == pytest.approx(float(best[0] - best[1]), abs=1e-5)
+    assert (two.index, two.position, two.plain, two.speculative) == (2, 8, plain[2][8], None)
+    assert two.gap == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_difference_is_a_near_tie_only_within_what_its_dtype_rounds_away(script: ModuleType, tiny: Engine) -> None:
+    def said(gap: float, **changes: Any) -> str:
+        engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=64, compile=False, **changes))
+        found = [script.Difference(1, 12, 5, 6, gap)]
+        first, second = script.verdict(engine, script.Comparison([EngineStats()], [EngineStats()], 3, found))
+        assert first == "2 of 3 greedy ones equal, token for token"
+        assert second.startswith("prompt 1 differs from output token 12 on")
+        return str(second)
+
+    assert "a near-tie, the two best logits are 0.12 apart, which bf16 rounds away" in said(0.125, kv_dtype="bf16")
+    assert "more than fp32 rounds away; please report it" in said(0.125)
+    assert "a near-tie" in said(1e-5)
+    assert "please report it" in said(0.5, kv_dtype="bf16")
+
+
+def test_without_a_prompt_the_document_is_sampled_in_colour_and_compared(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "document.txt").write_text("The captain wrote in his journal that", encoding="utf-8")
+    monkeypatch.setattr(script, "BUNDLED", tmp_path)  # the real one takes half a minute to prefill
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    shown = output(script, capsys)
+    assert "streaming (green)" in shown and "...The captain wrote in his journal that" in shown
+    assert shown.count("\033[32m") > 1
+    card = rows(shown)
+    assert {"tokens/s", "KV MB a token", "tokens a round", "acceptance"} <= set(card)
+    assert "plain" in shown and "samples differ by design" in card["outputs"]
+    assert "speculative" not in output(script, capsys, "--no-compare")
+    plain = output(script, capsys, "--draft", "off")
+    assert "a step" in rows(plain) and not {"acceptance", "outputs"} & set(rows(plain))
+    assert not ESCAPE.search(plain)
+
+
+def test_as_a_program_in_a_pipe_it_prints_no_escape_codes() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), *QUICK, *NIGHT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert rows(done.stdout)["draft"] == "streaming, budget 256, gamma 2"
+    assert "\033" not in done.stdout + done.stderr

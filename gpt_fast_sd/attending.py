@@ -1,0 +1,57 @@
+"""What the engine's caches attend with: the kernel that fits the device and dtype, or the model's plain bodies.
+
+Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.kernels import PAGE, cpu_attention, cpu_attention_fits, cpu_attention_with_mass
+from gpt_fast_sd.model import SPLIT, FullKV, attend, attend_with_mass, store
+
+
+def kernel_serves(q: Tensor, k: Tensor) -> bool:
+    """Whether a compiled step attends by a kernel of ours; eager steps do not: what runs eagerly starts at once."""
+    return torch.compiler.is_compiling() and cpu_attention_fits(q, k)
+
+
+@dataclass(frozen=True)
+class DenseKV(FullKV):
+    """FullKV by the best kernel: store, then attend to all at or before each query."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
+        keys, values = self.k[layer], self.v[layer]
+        store(keys, pos, k)
+        store(values, pos, v)
+        in_view = self.n_splits * SPLIT
+        if kernel_serves(q.to(keys.dtype), keys):
+            return cpu_attention(q.to(keys.dtype), keys, values, pos, in_view).to(q.dtype)
+        return attend(q.to(keys.dtype), keys.narrow(2, 0, in_view), values.narrow(2, 0, in_view), pos).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class MassKV(FullKV):
+    """DenseKV that also notes, layer by layer, the attention mass of each `page` keys: fp32 [B, K, S // page]."""
+
+    page: int
+    mass: list[Tensor] = field(default_factory=list)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
+        keys, values = self.k[layer], self.v[layer]
+        store(keys, pos, k)
+        store(values, pos, v)
+        in_view = self.n_splits * SPLIT
+        if kernel_serves(q.to(keys.dtype), keys):
+            out, mass = cpu_attention_with_mass(q.to(keys.dtype), keys, values, pos, in_view)
+            mass = mass.unflatten(-1, (-1, self.page // PAGE)).sum(-1)
+        else:
+            seen = keys.narrow(2, 0, in_view), values.narrow(2, 0, in_view)
+            out, mass = attend_with_mass(q.to(keys.dtype), *seen, pos, self.page)
+        self.mass.append(mass)
+        return out.to(q.dtype)

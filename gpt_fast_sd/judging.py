@@ -1,0 +1,67 @@
+"""Which drafts are kept, and the token that follows them: the output is the target's own, whatever was drafted.
+
+Shapes: B batch rows, gamma drafts a row, V vocabulary. Index i of the target is what it says after i drafts: index 0
+judges draft 0, index gamma has nothing to judge and gives the bonus token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .sampling import draw
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a round: of each row's drafts the first n_accepted stay, next_token follows them."""
+
+    n_accepted: Tensor  # int64 [B], 0..cap
+    next_token: Tensor  # int64 [B]
+
+
+def verify_greedy(logits: Tensor, drafted: Tensor, cap: Tensor) -> Verdict:
+    """Keep the drafts that the target would have chosen itself, up to the first other one.
+
+    logits [B, gamma + 1, V], drafted int64 [B, gamma], cap int64 [B]: only the first cap drafts of a row count.
+    """
+    best = logits.argmax(-1)  # [B, gamma + 1], of equals the lowest id, as in plain decoding
+    n_accepted = _n_leading(best[:, :-1] == drafted, cap)
+    return Verdict(n_accepted, _each_row_at(best, n_accepted))
+
+
+def verify_sampled(p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor) -> Verdict:
+    """Keep drafts so that what is emitted follows p exactly, however far q is from it.
+
+    p [B, gamma + 1, V] target, q [B, gamma, V] draft probabilities, drafted int64 [B, gamma] ~ q, cap int64 [B],
+    accept_u fp32 [B, gamma] and next_u fp32 [B, gamma + 1], one number in [0, 1) for each index.
+
+    Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): draft x is kept
+    with probability min(1, p(x) / q(x)); the first that is not is replaced by a draw from (p - q)+. Exact as long as
+    cap does not hang on the drafts that it cuts off: a cap may be chosen from drafts before it only.
+    """
+    gamma, chosen = drafted.shape[1], drafted[..., None]  # [B, gamma, 1]
+    p_chosen, q_chosen = (x.gather(-1, chosen).squeeze(-1) for x in (p[:, :gamma], q))  # [B, gamma]
+    # strictly below: p(x) = 0 fails even where u or q(x) is 0
+    n_accepted = _n_leading(accept_u * q_chosen < p_chosen, cap)
+    p_next = _each_row_at(p, n_accepted)  # [B, V]
+    q_next = _each_row_at(F.pad(q, (0, 0, 0, 1)), n_accepted)  # [B, V], at gamma zeros
+    rejected = (n_accepted < cap)[:, None]
+    residual = (p_next - q_next).clamp(min=0)
+    # a residual of zeros after a rejection: p and q differ by rounding only
+    weight = torch.where(rejected & (residual > 0).any(-1, keepdim=True), residual, p_next)
+    return Verdict(n_accepted, draw(weight, _each_row_at(next_u, n_accepted)))
+
+
+def _n_leading(good: Tensor, cap: Tensor) -> Tensor:
+    """How many of each row's first cap entries are true before the first false one: [B, gamma], [B] -> int64 [B]."""
+    counted = torch.arange(good.shape[1], device=good.device) < cap[:, None]
+    return (good & counted).cumprod(-1, dtype=torch.int64).sum(-1)
+
+
+def _each_row_at(x: Tensor, index: Tensor) -> Tensor:
+    """x[b, index[b]] for every row b: [B, T, ...], int64 [B] -> [B, ...]."""
+    return x[torch.arange(x.shape[0], device=x.device), index]

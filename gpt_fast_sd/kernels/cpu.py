@@ -1,0 +1,114 @@
+"""cpu_attention.cpp as torch operators: built once by the compiler that torch.compile uses, kept in its cache.
+
+Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, H head dim, M entries listed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PAGE = 16  # keys whose attention mass is summed
+SOURCE = Path(__file__).with_name("cpu_attention.cpp")
+
+_library = torch.library.Library("gpt_fast_sd", "DEF")
+_library.define("cpu_attention(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor? index, SymInt n_keys) -> Tensor")
+_library.define("cpu_attention_with_mass(Tensor q, Tensor k, Tensor v, Tensor pos, SymInt n_keys) -> (Tensor, Tensor)")
+
+
+def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
+    """Whether the kernel serves such queries [B, N, T, H] and keys [B, K, S, H] on this machine."""
+    alike = q.dtype == k.dtype == torch.bfloat16 and q.device.type == "cpu"
+    return alike and q.shape[-1] in (64, 128) and available()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def available() -> bool:
+    """Whether this CPU has the instructions and there is a compiler to build the kernel with."""
+    return _built()
+
+
+@functools.cache
+def _built() -> bool:
+    if not torch.cpu._is_avx512_bf16_supported():
+        return False
+    try:
+        _kernel()
+    except (ImportError, OSError, RuntimeError):  # no compiler, or one that does not know these instructions
+        return False
+    return True
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
+    """Attend to those of the first n_keys entries that are at or before each query.
+
+    bf16 q [B, N, T, H]; k, v [B, K, S, H], dense but for the first two strides; pos int64 [B, T] -> bf16 [B, N, T, H]
+    """
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, None, n_keys)
+    return out
+
+
+def cpu_attention_at(q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor) -> Tensor:
+    """Attend to the entries named by index [B, K, M], those at or before each query; -1 is nothing. Else as above."""
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, index, 0)
+    return out
+
+
+def cpu_attention_with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+    """cpu_attention, and what each PAGE keys received from all rows of a kv head: fp32 [B, K, n_keys // PAGE]."""
+    out, mass = torch.ops.gpt_fast_sd.cpu_attention_with_mass(q, k, v, pos, n_keys)
+    return out, mass
+
+
+@functools.cache
+def _kernel() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    from torch._inductor.codecache import CppCodeCache
+
+    kernel = CppCodeCache.load(SOURCE.read_text(encoding="utf-8")).attend_cpu
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = [pointer] * 7 + [size] * 12 + [ctypes.c_float, ctypes.c_int]
+    return kernel
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int, mass: Tensor | None
+) -> Tensor:
+    n_rows, n_heads, n_tokens, head_dim = q.shape
+    n_kv, capacity = k.shape[1:3]
+    assert k.stride() == v.stride() and k.stride()[2:] == (head_dim, 1) and q.stride(3) == 1
+    pos = pos.contiguous()
+    index = None if index is None else index.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    failed = _kernel()(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), pos.data_ptr(), None if index is None else index.data_ptr(),
+        out.data_ptr(), None if mass is None else mass.data_ptr(), n_rows, n_kv, n_heads // n_kv, n_tokens, head_dim,
+        n_keys if index is None else index.shape[-1], capacity, *q.stride()[:3], *k.stride()[:2],
+        head_dim**-0.5, torch.get_num_threads(),
+    )  # fmt: skip
+    assert not failed, f"no kernel for head dim {head_dim}"
+    return out
+
+
+@torch.library.impl(_library, "cpu_attention", "CPU")
+def _dense(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int) -> Tensor:
+    return _attend(q, k, v, pos, index, n_keys, None)
+
+
+@torch.library.impl(_library, "cpu_attention_with_mass", "CPU")
+def _with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+    mass = torch.empty(*k.shape[:2], n_keys // PAGE)
+    return _attend(q, k, v, pos, None, n_keys, mass), mass
+
+
+@torch.library.register_fake("gpt_fast_sd::cpu_attention", lib=_library)  # type: ignore[untyped-decorator]
+def _dense_fake(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake("gpt_fast_sd::cpu_attention_with_mass", lib=_library)  # type: ignore[untyped-decorator]
+def _with_mass_fake(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(*k.shape[:2], n_keys // PAGE, dtype=torch.float32)

@@ -1,0 +1,311 @@
+// Attention of a few query rows over bf16 keys, on a CPU with AVX-512 bf16 dot products.
+//
+// Flash-decoding (Dao et al. 2023): the keys of a row are cut into splits at absolute positions, each split is read once
+// with a running softmax, and the splits are merged. Sums never depend on what else is in the batch, on the number of
+// queries or on how much of the cache is in view.
+//
+// A tile is 64 keys. Its scores lie with a key in every vector lane, so the tile is transposed once and each query then
+// costs dot products alone, no horizontal sum; rows are taken up to six at a time, which is what the registers hold.
+//
+// Names: B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
+// S capacity, M keys in view or entries listed.
+#include <immintrin.h>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+typedef uint16_t bf16;
+constexpr int TILE = 64, PAGE = 16, SPLIT = 4096;
+constexpr float LOWEST = -1e30f; // finite, so that the difference of two is no NaN
+
+// 2^x for x <= 0, relative error below 3e-6; what would be smaller than 2^-126 is next to it. The weights are rounded to
+// bf16 afterwards.
+static inline __m512 exp2_of(__m512 x) {
+    const __m512 magic = _mm512_set1_ps(12582912.f); // 1.5 * 2^23: adding it rounds to whole numbers
+    x = _mm512_max_ps(x, _mm512_set1_ps(-126.f));
+    __m512 shifted = _mm512_add_ps(x, magic), f = _mm512_sub_ps(x, _mm512_sub_ps(shifted, magic)); // -0.5 .. 0.5
+    __m512 y = _mm512_fmadd_ps(f, _mm512_set1_ps(9.6725e-3f), _mm512_set1_ps(5.5504e-2f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022152e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314719e-1f));
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.f));
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+}
+
+// 16 rows of 16 dwords, `stride` dwords apart -> 16 vectors, the i-th with dword i of every row, `apart` vectors apart.
+static inline void transpose(const uint32_t* from, int stride, __m512i* to, int apart) {
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        to[i * apart] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+        to[(i + 4) * apart] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
+        to[(i + 8) * apart] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+        to[(i + 12) * apart] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
+    }
+}
+
+// One query row of a split: where the softmax stands. out has its dims in the order of `interleaved`.
+template <int H> struct Row {
+    alignas(64) uint32_t q[H / 2]; // pairs of dims
+    alignas(64) float out[H], sum[16]; // sum: by lanes
+    float max;
+    int64_t limit; // last position it may see
+};
+
+// Dim of lane i of vector c of a pair of value rows after unpacklo (even c) and unpackhi (odd c) of their 32-dim halves.
+static inline int interleaved(int c, int i) { return c / 2 * 32 + i / 4 * 8 + c % 2 * 4 + i % 4; }
+
+// The keys and values of one tile, one after the other; position is null for first, first + 1, ...
+struct Tile {
+    const bf16 *key, *value;
+    const int64_t* position; // INT64_MAX: does not exist
+    int64_t first, last; // last: the largest position of those that exist
+    int n; // entries from n on do not exist
+};
+
+template <int H> struct Scratch {
+    __m512i key[H / 2][TILE / 16]; // pairs of dims, a key in every lane
+    __m512i value[TILE / 2][H / 16]; // pairs of keys
+    alignas(64) uint32_t weight[6][TILE / 2]; // pairs of keys
+    alignas(64) bf16 picked_key[TILE * H], picked_value[TILE * H];
+    int64_t position[TILE];
+};
+
+template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, Row<H>* rows, float to_log2, float* page_sum, float* page_max) {
+    constexpr int C = H / 16, V = TILE / 16;
+    __m512 score[N][V];
+#pragma GCC unroll 6
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < V; c++) score[r][c] = _mm512_setzero_ps();
+    for (int h = 0; h < H / 2; h++)
+#pragma GCC unroll 6
+        for (int r = 0; r < N; r++) {
+            const __m512bh q = (__m512bh)_mm512_set1_epi32(rows[r].q[h]);
+#pragma GCC unroll 4
+            for (int c = 0; c < V; c++) score[r][c] = _mm512_dpbf16_ps(score[r][c], (__m512bh)at.key[h][c], q);
+        }
+    float shrink[N];
+#pragma GCC unroll 6
+    for (int r = 0; r < N; r++) {
+        Row<H>& row = rows[r];
+        if (tile.n < TILE || tile.position || tile.last > row.limit)
+            for (int c = 0; c < V; c++) {
+                unsigned seen = 0;
+                for (int i = 0; i < 16; i++) {
+                    const int j = 16 * c + i;
+                    seen |= unsigned(j < tile.n && (tile.position ? tile.position[j] : tile.first + j) <= row.limit) << i;
+                }
+                score[r][c] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(LOWEST), score[r][c]);
+            }
+        __m512 best = _mm512_max_ps(_mm512_max_ps(score[r][0], score[r][1]), _mm512_max_ps(score[r][2], score[r][3]));
+        const float top = std::max(row.max, _mm512_reduce_max_ps(best));
+        shrink[r] = top == row.max ? 1.f : exp2f((row.max - top) * to_log2);
+        row.max = top;
+        const __m512 scale = _mm512_set1_ps(to_log2), shift = _mm512_set1_ps(-top * to_log2);
+        __m512 w[V];
+#pragma GCC unroll 4
+        for (int c = 0; c < V; c++) w[c] = exp2_of(_mm512_fmadd_ps(score[r][c], scale, shift));
+        const __m512 sum = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
+        _mm512_store_ps(row.sum, _mm512_fmadd_ps(_mm512_load_ps(row.sum), _mm512_set1_ps(shrink[r]), sum));
+        _mm512_store_si512(at.weight[r], (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
+        _mm512_store_si512(at.weight[r] + 16, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
+        if (page_sum) { // the four sums of 16 lanes each
+            __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
+            __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
+            __m512d lo = _mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), hi = _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+            __m512 all = _mm512_add_ps((__m512)lo, (__m512)hi);
+            __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+            _mm_storeu_ps(page_sum + r * V, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+            page_max[r] = top;
+        }
+    }
+    constexpr int STEP = H == 64 ? N : N > 2 ? N / 2 : N; // rows whose outputs fit the registers
+    static_assert(N % STEP == 0);
+    for (int from = 0; from < N; from += STEP) {
+        __m512 out[STEP][C];
+#pragma GCC unroll 6
+        for (int r = 0; r < STEP; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) out[r][c] = _mm512_mul_ps(_mm512_load_ps(rows[from + r].out + 16 * c), _mm512_set1_ps(shrink[from + r]));
+        for (int j = 0; j < TILE / 2; j++)
+#pragma GCC unroll 6
+            for (int r = 0; r < STEP; r++) {
+                const __m512bh w = (__m512bh)_mm512_set1_epi32(at.weight[from + r][j]);
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) out[r][c] = _mm512_dpbf16_ps(out[r][c], (__m512bh)at.value[j][c], w);
+            }
+#pragma GCC unroll 6
+        for (int r = 0; r < STEP; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) _mm512_store_ps(rows[from + r].out + 16 * c, out[r][c]);
+    }
+}
+
+template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>* rows, int64_t n_rows, float to_log2, float* page_sum, float* page_max, int64_t ahead) {
+    constexpr int V = TILE / 16;
+    for (int c = 0; c < V; c++) {
+        if (ahead) // part of the next tile, while this one is computed
+            for (int j = 0; j < 16; j++)
+                for (int h = 0; h < H; h += 32) _mm_prefetch((const char*)(tile.key + (TILE + 16 * c + j) * H + h), _MM_HINT_T0);
+        for (int h = 0; h < H / 2; h += 16) transpose((const uint32_t*)(tile.key + 16 * c * H) + h, H / 2, &at.key[h][c], V);
+    }
+    for (int j = 0; j < TILE; j += 2) {
+        if (ahead)
+            for (int h = 0; h < 2 * H; h += 32) _mm_prefetch((const char*)(tile.value + (TILE + j) * H + h), _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int c = 0; c < H / 32; c++) { // what does not exist counts as 0, whatever it holds
+            const __m512i none = _mm512_setzero_si512();
+            const __m512i even = j < tile.n ? _mm512_loadu_si512(tile.value + j * H + 32 * c) : none;
+            const __m512i odd = j + 1 < tile.n ? _mm512_loadu_si512(tile.value + (j + 1) * H + 32 * c) : none;
+            at.value[j / 2][2 * c] = _mm512_unpacklo_epi16(even, odd);
+            at.value[j / 2][2 * c + 1] = _mm512_unpackhi_epi16(even, odd);
+        }
+    }
+    int64_t r = 0;
+    auto read = [&](auto n) {
+        read_rows<H, decltype(n)::value>(tile, at, rows + r, to_log2, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr);
+        r += n;
+    };
+    while (r + 6 <= n_rows && n_rows - r != 8) read(std::integral_constant<int, 6>{});
+    while (r + 4 <= n_rows) read(std::integral_constant<int, 4>{});
+    while (r + 2 <= n_rows) read(std::integral_constant<int, 2>{});
+    while (r < n_rows) read(std::integral_constant<int, 1>{});
+}
+
+template <int H>
+static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
+                   int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n, int64_t q_t,
+                   int64_t kv_b, int64_t kv_k, float scale, int threads) {
+    constexpr int V = TILE / PAGE;
+    const float to_log2 = scale * 1.44269504f;
+    const int64_t R = G * T;
+    int64_t longest = index ? M : 0; // keys that some query sees, or entries listed
+    for (int64_t i = 0; i < B * T && !index; i++) longest = std::max(longest, std::min(pos[i] + 1, M));
+    const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
+    // kept between calls: fresh pages of memory would cost more than a small call
+    static thread_local std::vector<Row<H>> kept_rows;
+    static thread_local std::vector<float> kept_sums, kept_maxima;
+    if ((int64_t)kept_rows.size() < B * K * n_splits * R) kept_rows.resize(B * K * n_splits * R);
+    if (mass) {
+        kept_sums.resize(B * K * n_tiles * R * V);
+        kept_maxima.assign(B * K * n_tiles * R, LOWEST);
+    }
+    Row<H>* all = kept_rows.data(); // by address: each worker has thread_locals of its own
+    float *page_sum = mass ? kept_sums.data() : nullptr, *page_max = mass ? kept_maxima.data() : nullptr;
+
+    auto merge = [&](int64_t bk) { // the splits of one kv head of one row
+
+        const Row<H>* splits = all + bk * n_splits * R;
+        std::vector<float> top(R, LOWEST), total(R, 0.f);
+        for (int64_t r = 0; r < R; r++) {
+            float merged[H] = {};
+            for (int64_t s = 0; s < n_splits; s++) top[r] = std::max(top[r], splits[s * R + r].max);
+            for (int64_t s = 0; s < n_splits; s++) {
+                const Row<H>& row = splits[s * R + r];
+                if (row.max == LOWEST) continue; // nothing seen here
+                const float share = exp2f((row.max - top[r]) * to_log2);
+                total[r] += _mm512_reduce_add_ps(_mm512_load_ps(row.sum)) * share;
+                for (int h = 0; h < H; h++) merged[h] += row.out[h] * share;
+            }
+            alignas(64) float ordered[H];
+            for (int c = 0; c < H / 16; c++)
+                for (int i = 0; i < 16; i++) ordered[interleaved(c, i)] = merged[16 * c + i] / total[r];
+            for (int h = 0; h < H; h += 16) _mm256_storeu_si256((__m256i*)(out + (bk * R + r) * H + h), (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(ordered + h)));
+        }
+        if (!mass) return;
+        float* shares = mass + bk * (M / PAGE);
+        memset(shares, 0, M / PAGE * sizeof(float));
+        for (int64_t t = 0; t < n_tiles; t++)
+            for (int64_t r = 0; r < R; r++) {
+                const int64_t n = (bk * n_tiles + t) * R + r;
+                if (page_max[n] == LOWEST) continue; // nothing seen here
+                const float share = exp2f((page_max[n] - top[r]) * to_log2) / total[r];
+                for (int p = 0; p < V && t * V + p < M / PAGE; p++) shares[t * V + p] += page_sum[n * V + p] * share;
+            }
+    };
+
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t task = 0; task < B * K * n_splits; task++) {
+        const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
+        const bf16 *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
+        static thread_local Scratch<H> at;
+        Row<H>* rows = all + task * R;
+        int64_t n_keys = 0;
+        for (int64_t r = 0; r < R; r++) {
+            const int64_t g = r / T, t = r % T;
+            memcpy(rows[r].q, q + b * q_b + (head * G + g) * q_n + t * q_t, 2 * H);
+            memset(rows[r].out, 0, sizeof rows[r].out);
+            memset(rows[r].sum, 0, sizeof rows[r].sum);
+            rows[r].max = LOWEST, rows[r].limit = pos[b * T + t];
+            n_keys = std::max(n_keys, rows[r].limit + 1);
+        }
+        n_keys = index ? M : std::min(n_keys, M);
+        const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
+        for (int64_t start = split * SPLIT; start < end; start += TILE) {
+            Tile tile{keys + start * H, values + start * H, nullptr, start, 0, (int)std::min<int64_t>(TILE, n_keys - start)};
+            tile.last = start + tile.n - 1;
+            bool in_place = start + TILE <= S; // else gather, so as not to read past the buffer
+            if (index) {
+                const int64_t* named = index + bk * M + start;
+                in_place = tile.n == TILE && named[0] >= 0 && named[0] + TILE <= S;
+                for (int j = 1; j < tile.n; j++) in_place &= named[j] == named[0] + j;
+                if (in_place) tile = {keys + named[0] * H, values + named[0] * H, nullptr, named[0], named[0] + TILE - 1, TILE};
+            }
+            if (!in_place) {
+                tile.key = at.picked_key, tile.value = at.picked_value;
+                if (index) tile.position = at.position, tile.last = -1;
+                for (int j = 0; j < tile.n; j++) {
+                    const int64_t named = index ? index[bk * M + start + j] : start + j;
+                    const int64_t place = std::min(std::max<int64_t>(named, 0), S - 1);
+                    at.position[j] = named < 0 ? INT64_MAX : named;
+                    tile.last = std::max(tile.last, named);
+                    memcpy(at.picked_key + j * H, keys + place * H, 2 * H);
+                    if (named < 0) memset(at.picked_value + j * H, 0, 2 * H);
+                    else memcpy(at.picked_value + j * H, values + place * H, 2 * H);
+                }
+            }
+            const int64_t n = (bk * n_tiles + start / TILE) * R;
+            read_tile<H>(tile, at, rows, R, to_log2, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + 2 * TILE <= end);
+        }
+        if (n_splits == 1) merge(bk);
+    }
+
+    if (n_splits > 1)
+#pragma omp parallel for num_threads(threads)
+        for (int64_t bk = 0; bk < B * K; bk++) merge(bk);
+}
+
+// q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k); pos [B, T]; index null or
+// [B, K, M], -1 is nothing -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received,
+// all rows of a kv head together. 1 for a head dim other than 64 and 128.
+extern "C" int attend_cpu(const bf16* q, const bf16* k, const bf16* v, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
+                          int64_t B, int64_t K, int64_t G, int64_t T, int64_t H, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
+                          int64_t q_t, int64_t kv_b, int64_t kv_k, float scale, int threads) {
+    if (H == 64) attend<64>(q, k, v, pos, index, out, mass, B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale, threads);
+    else if (H == 128) attend<128>(q, k, v, pos, index, out, mass, B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale, threads);
+    else return 1;
+    return 0;
+}

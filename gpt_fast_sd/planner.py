@@ -1,0 +1,132 @@
+"""How many tokens to draft a round: measured step times and the run's own acceptance, over a few tiers.
+
+A round of gamma drafts costs gamma * T_D + T_V(gamma) and emits 1 + r_1 + r_1 r_2 + ... tokens a row, r_i how often the
+i-th draft was accepted where the one before it was (Leviathan et al. 2023, arXiv 2211.17192, with a measured r_i where
+they have alpha). The tier with the most tokens a second wins; 0 is plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Measure = Callable[
+    [int, int], tuple[float, float]
+]  # (gamma, n_keys) -> seconds of a draft step, seconds of the target's
+
+PRIOR = 0.7  # chance that a draft is accepted, until the run has shown its own; later ones are expected as the last
+PRIOR_WEIGHT = 2.0  # drafts that such an expectation counts as
+DECAY = 0.98  # of what was seen, a round that drafts
+GAIN = 1.02  # a tier must promise this much more before it replaces the last one
+FIRST_PROBE, LAST_PROBE = 48, 768  # plain rounds after which drafting is tried again: doubled each time it does not pay
+
+
+class StepTimes:
+    """Seconds of one kind of step as a line over the keys in view, corrected as the run goes."""
+
+    def __init__(self, small: tuple[int, float], large: tuple[int, float]) -> None:
+        (few, fast), (many, slow) = small, large
+        self.slope = max(0.0, (slow - fast) / (many - few)) if many > few else 0.0
+        self.base = max(fast - self.slope * few, 0.0)
+        self.correction = 1.0
+
+    def __call__(self, n_keys: int) -> float:
+        """Expected seconds with n_keys in view."""
+        return (self.base + self.slope * n_keys) * self.correction
+
+    def learn(self, n_keys: int, seconds: float) -> None:
+        """Follow the machine: one slow step among many moves little."""
+        seen = seconds / max(self.base + self.slope * n_keys, 1e-9)
+        self.correction += 0.1 * (min(seen, 1.5 * self.correction) - self.correction)
+
+
+class GammaPlanner:
+    """Chooses gamma round by round; a fixed gamma is chosen always."""
+
+    def __init__(self, gamma: int | str, tiers: Sequence[int]) -> None:
+        self.fixed = None if isinstance(gamma, str) else gamma
+        self.tiers = tuple(tiers)
+        self.draft: StepTimes | None = None  # one draft step
+        self.verify: dict[int, StepTimes] = {}  # the target's step, by gamma
+        self._last = 0
+        self._plain_rounds = self._drafting_rounds = 0  # since drafting was last tried again
+        self._probe_after = FIRST_PROBE
+        # by position in the round: drafts that followed accepted ones, and how many of them were; older ones fade
+        self._trials = [0.0] * max(self.tiers, default=0)
+        self._accepted = [0.0] * len(self._trials)
+
+    def calibrate(self, measure: Measure, few: int, many: int) -> None:
+        """Time the steps with few and with many keys in view."""
+        if self.fixed is not None:
+            return
+        lowest, highest = min(g for g in self.tiers if g), max(self.tiers)
+        at = {(g, n): measure(g, n) for g in (0, lowest, highest) for n in (few, many)}
+        self.draft = StepTimes((few, at[highest, few][0]), (many, at[highest, many][0]))
+        for g in self.tiers:
+            share = (g - lowest) / max(1, highest - lowest)
+            small, large = (
+                at[0, n][1] if g == 0 else (1 - share) * at[lowest, n][1] + share * at[highest, n][1]
+                for n in (few, many)
+            )
+            self.verify[g] = StepTimes((few, small), (many, large))
+
+    def begin(self) -> None:
+        """A new run: what earlier ones accepted counts as little as the prior."""
+        self._start_anew()
+        self._probe_after = FIRST_PROBE
+
+    def _start_anew(self) -> None:
+        for i, trials in enumerate(self._trials):
+            keep = min(1.0, PRIOR_WEIGHT / trials) if trials else 1.0
+            self._trials[i], self._accepted[i] = trials * keep, self._accepted[i] * keep
+        self._plain_rounds = self._drafting_rounds = 0
+
+    def choose(self, n_keys: int) -> int:
+        """Gamma of the next round, n_keys in view."""
+        if self.fixed is not None:
+            return self.fixed
+        speeds = {g: self.tokens(g) / self.seconds(g, n_keys) for g in self.tiers}
+        best = max(speeds, key=lambda g: speeds[g])
+        if speeds[best] < GAIN * speeds[self._last]:
+            best = self._last
+        if best == 0 and self._plain_rounds >= self._probe_after:
+            could = {g: (g + 1) / self.seconds(g, n_keys) for g in self.tiers if g}  # if everything were accepted
+            if max(could.values()) > speeds[0]:
+                self._start_anew()
+                self._probe_after = min(2 * self._probe_after, LAST_PROBE)
+                return max(could, key=lambda g: speeds[g])  # the one that loses least
+        return best
+
+    def record(self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int]) -> None:
+        """A round took these seconds in the draft's and in the target's steps; accepted drafts of each live row."""
+        if self.fixed is not None or self.draft is None:
+            return
+        self.verify[self._tier(gamma)].learn(n_keys, verifying)
+        if not gamma:
+            self._last, self._plain_rounds = 0, self._plain_rounds + 1
+            return
+        self.draft.learn(n_keys, drafting / gamma)
+        for i in range(len(self._trials)):
+            self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
+            self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)
+        self._last = self._tier(gamma)
+        self._drafting_rounds += 1
+        if self._drafting_rounds >= FIRST_PROBE:  # it has paid for a while
+            self._probe_after = FIRST_PROBE
+
+    def tokens(self, gamma: int) -> float:
+        """Tokens that a round of gamma drafts is expected to emit a row."""
+        total, share, rate = 1.0, 1.0, PRIOR
+        for i in range(gamma):
+            rate = (self._accepted[i] + PRIOR_WEIGHT * rate) / (self._trials[i] + PRIOR_WEIGHT)
+            share *= rate
+            total += share
+        return total
+
+    def seconds(self, gamma: int, n_keys: int) -> float:
+        """What a round of gamma drafts is expected to take."""
+        assert self.draft is not None
+        return gamma * self.draft(n_keys) + self.verify[gamma](n_keys)
+
+    def _tier(self, gamma: int) -> int:
+        """The tier whose step a round of gamma drafts ran nearly: rounds at a text's end draft less than was chosen."""
+        return min(self.tiers, key=lambda g: (abs(g - gamma), g))

@@ -1,0 +1,9 @@
+"""Who drafts: one file a policy, all behind `DraftPolicy`; sparse ones are a `View` of a cache that a model reads.
+
+Behind this door: `build_policy`, which makes the policy that a DraftConfig names.
+"""
+
+from .base import Draft, DraftPolicy, ModelDraft, Reader, View
+from .build import build_policy, build_view
+
+__all__ = ["Draft", "DraftPolicy", "ModelDraft", "Reader", "View", "build_policy", "build_view"]

@@ -1,0 +1,226 @@
+"""What every draft policy is, what a view of a cache is, and a model that drafts through a view.
+
+A policy proposes tokens; a view says which committed entries of a cache the drafting model reads, at their true
+positions. The target judges, so neither can change what is emitted, only how fast.
+
+Shapes: B slots, T tokens in this call, S cache capacity, L layers, K kv heads, V vocabulary, gamma tokens drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import KV, KVCache, Transformer
+
+from ..compiling import CompiledStep, span
+from ..rows import Rows
+from ..sampling import DRAFT_STREAM
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a policy proposes for one round."""
+
+    tokens: Tensor  # int64 [B, gamma]
+    q: Tensor | None  # fp32 [B, gamma, V], what each token was drawn from; None: drawn without chance
+    count: Tensor  # int64 [B], how many of a row's tokens count, 0..gamma
+    proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
+
+
+class DraftPolicy(Protocol):
+    """Proposes up to gamma tokens a row. Its methods are called in the order they stand here, round after round."""
+
+    proposers: tuple[str, ...]
+    wants_mass: bool  # whether observe is to be given the attention mass of the verification
+
+    def warm_up(self) -> None:
+        """Compile whatever a round will call; the slots are empty."""
+        ...
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """A slot was prefilled with all of its prompt but the last token, which is pending."""
+        ...
+
+    def propose(self, rows: Rows, gamma: int) -> Draft:
+        """Draft for all rows; nothing committed is changed."""
+        ...
+
+    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+        """The round is committed. mass fp32 [L, B, K, S // page]: attention that each block of keys received."""
+        ...
+
+    def vacate(self, slot: int) -> None:
+        """The slot is free again."""
+        ...
+
+    def kv_bytes(self, rows: Rows, gamma: int) -> int:
+        """Bytes of keys and values (or bounds of them) that drafting gamma tokens for all slots reads."""
+        ...
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        """What a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
+        ...
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model and the cache it reads and writes. A self-draft's is the target's own."""
+
+    model: Transformer
+    cache: KVCache
+    compiled: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(L, B, K) of the cache."""
+        return len(self.cache.k), self.cache.k[0].shape[0], self.cache.k[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        return self.cache.seq_len.device
+
+
+class View(Protocol):
+    """Which committed entries of a reader's cache a query reads: at most `budget` in each layer and kv head."""
+
+    wants_mass: bool
+
+    def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
+        """(make, args): a compiled step calls make(k, v, span, *args); the tensors of args never move."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile what selecting needs."""
+        ...
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """Select for a slot that was prefilled with all of its prompt but the last token."""
+        ...
+
+    def begin(self, rows: Rows) -> None:
+        """A round begins: renew what has to be, and let the window slide to the committed end."""
+        ...
+
+    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+        """A round was committed, see DraftPolicy.observe."""
+        ...
+
+    def vacate(self, slot: int) -> None:
+        """Forget the slot's selection."""
+        ...
+
+    def entries_read(self, n_keys: int) -> int:
+        """Cache entries a slot whose step reads costs in one layer and kv head, bounds counted as entries."""
+        ...
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        """What queries at pos [B] read: bool [L, B, K, S]."""
+        ...
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        ...
+
+
+def draft_step(
+    model: Transformer,
+    tokens: Tensor,
+    pos: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    in_view: Tensor,
+    make: Callable[..., KV],
+    args: tuple[Any, ...],
+) -> Tensor:
+    """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, V] after the last of them."""
+    last = model.hidden(tokens, pos, make(k, v, in_view, *args))[:, -1]  # [B, D]
+    logits: Tensor = model.output(last).float()
+    return logits
+
+
+class ModelDraft:
+    """A model drafts token by token through a view of a cache; with the target's own model and cache, a self-draft.
+
+    Self-drafts write their approximate keys at the positions that verification overwrites with exact ones, so they need
+    no cache, no prefill and no rollback of their own.
+    """
+
+    def __init__(self, reader: Reader, view: View, name: str) -> None:
+        self.reader, self.view = reader, view
+        self.proposers: tuple[str, ...] = (name,)
+        self.wants_mass = view.wants_mass
+        self.stream = DRAFT_STREAM  # what its tokens are drawn with
+        self._step = CompiledStep(draft_step, compiled=reader.compiled)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self._step.graphs + self.view.graphs
+
+    def warm_up(self) -> None:
+        """Compile the draft step and what the view needs."""
+        self.view.warm_up()
+        zeros = torch.zeros_like(self.reader.cache.seq_len)
+        self.feed(zeros[:, None], zeros[:, None], n_keys=1)
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """Select for the slot."""
+        self.view.admit(slot, prompt)
+
+    def propose(self, rows: Rows, gamma: int) -> Draft:
+        """gamma steps, each feeding the token of the one before."""
+        self.begin(rows)
+        token, tokens, qs = rows.pending, [], []
+        for i in range(gamma):
+            pos = rows.seq_len + i  # [B]
+            logits = self.first(rows) if i == 0 else self.feed(token[:, None], pos[:, None], rows.n_keys + i)
+            token, q = rows.choose(logits, pos, self.stream)
+            tokens.append(token)
+            qs.append(q)
+        drawn = None if qs[0] is None else torch.stack([q for q in qs if q is not None], 1)  # [B, gamma, V]
+        return Draft(torch.stack(tokens, 1), drawn, torch.full_like(rows.pending, gamma))
+
+    def begin(self, rows: Rows) -> None:
+        """Let the view renew itself: all committed tokens are in the cache."""
+        self.view.begin(rows)
+
+    def first(self, rows: Rows) -> Tensor:
+        """Feed what the drafting model has not seen yet -> logits [B, V] after the pending token."""
+        # copies, which like all later steps' tensors were made in inference mode: other ones would be another graph
+        return self.feed(rows.pending.clone()[:, None], rows.seq_len.clone()[:, None], rows.n_keys)
+
+    def feed(self, tokens: Tensor, pos: Tensor, n_keys: int, step: CompiledStep | None = None) -> Tensor:
+        """tokens, pos [B, T] -> fp32 logits [B, V] after the last of them; a T other than 1 brings its own step."""
+        cache, (make, args) = self.reader.cache, self.view.kv()
+        in_view = span(cache, n_keys)
+        out: Tensor = (step or self._step)(self.reader.model, tokens, pos, cache.k, cache.v, in_view, make, args)
+        return out
+
+    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+        """Let the view select from what the verification saw."""
+        self.view.observe(rows, mass)
+
+    def vacate(self, slot: int) -> None:
+        """Forget the slot."""
+        self.view.vacate(slot)
+
+    def kv_bytes(self, rows: Rows, gamma: int) -> int:
+        """Bytes of keys and values that drafting gamma tokens reads, all slots."""
+        cache = self.reader.cache
+        return gamma * self.reader.shape[1] * self.view.entries_read(rows.n_keys) * cache.bytes_per_token
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        """What a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
+        return self.view.positions_read(pos)

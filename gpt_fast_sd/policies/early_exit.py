@@ -1,0 +1,28 @@
+"""Early exit: the target's first layers draft, with its own norm and head (after LayerSkip, arXiv 2404.16710).
+
+Shapes: B slots, S cache capacity, L layers, K kv heads.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..rows import Rows
+from .base import ModelDraft, Reader
+
+
+def first_layers(target: Reader, n: int | None) -> Reader:
+    """The target's first n layers (None: half of them) over their part of its cache; ValueError where that is all."""
+    n_layers = target.model.config.n_layers
+    n = n or max(1, n_layers // 2)
+    if n >= n_layers:
+        raise ValueError(f"exit_layers must be below the model's {n_layers} layers for an early exit, got {n}")
+    return Reader(target.model.first_layers(n), target.cache.first_layers(n), target.compiled)
+
+
+class EarlyExitDraft(ModelDraft):
+    """A self-draft that leaves after n layers: it reads and writes the target's cache as far as these go."""
+
+    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+        """Let the view select from what the verification saw in these layers: mass fp32 [L, B, K, S // page]."""
+        super().observe(rows, None if mass is None else mass[: self.reader.shape[0]])

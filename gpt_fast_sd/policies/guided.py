@@ -1,0 +1,76 @@
+"""Verification-guided: the draft reads the blocks of keys that the last verification attended to most.
+
+After PillarAttn (SparseSpec, arXiv 2512.01278) and Vegas (arXiv 2602.07223): verification computes these weights, so
+selecting costs no pass over the cache. Here the mass of all queries of a kv head is summed by blocks.
+
+Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, H head dim, P blocks of
+        `page` keys in view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..rows import Rows
+from .base import Reader
+from .sparse import SlotView, entries_of
+
+
+class GuidedView(SlotView):
+    """The blocks of most mass, whole, and a tail that begins at a block's edge; selected anew after each verification.
+
+    Before a slot's first verification it reads the first entries and the tail. All queries of a verification count,
+    those of drafts that it rejects too: which they are is known only when the mass has been summed.
+    """
+
+    wants_mass = True
+
+    def __init__(self, reader: Reader, *, budget: int, page: int, refresh: int, room: int) -> None:
+        """refresh: committed tokens after which a row is selected anew; sooner where its tail is full."""
+        growth = min(refresh, budget // 4)  # what the tail has room for until the next selection
+        n_blocks = max(1, (budget - 2 * page - growth) // page)
+        super().__init__(reader, n_listed=n_blocks * page, tail=budget - n_blocks * page, room=room)
+        self.page, self.refresh = page, refresh
+        self.growth = min(growth, self.tail - 2 * page)  # so that a block and more are left of the tail
+        self.selected_at = torch.full_like(self.tail_start, -refresh)  # [B] seq_len at the last selection
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """What precedes the tail, as far as the list goes: all of a short prompt, the beginning of a long one."""
+        super().admit(slot, prompt)
+        start = self._start(torch.tensor(len(prompt) - 1, device=self.slots.device))
+        entry = torch.arange(self.slots.shape[-1], device=self.slots.device)
+        self.slots[:, slot] = torch.where(entry < start, entry, -1)
+        self.tail_start[slot] = start
+
+    def vacate(self, slot: int) -> None:
+        """Forget the slot's selection."""
+        super().vacate(slot)
+        self.selected_at[slot] = -self.refresh
+
+    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+        """Select by mass [L, B, K, P] for each row that has grown by `refresh` tokens since, or whose tail is full."""
+        if mass is None:
+            return
+        grown, full = rows.seq_len - self.selected_at, rows.seq_len - self.tail_start  # [B]
+        due = (grown >= self.refresh) | (full > self.tail)  # [B]
+        start = self._start(rows.seq_len)  # [B]
+        block = torch.arange(mass.shape[-1], device=mass.device)  # [P]
+        in_tail = (block >= (start // self.page)[:, None])[:, None]  # [B, 1, P]
+        best, blocks = mass.masked_fill(in_tail, -1.0).topk(min(self.slots.shape[-1] // self.page, len(block)), -1)
+        slots = entries_of(torch.where(best >= 0, blocks, -1), self.page)  # [L, B, K, n * page]
+        slots = F.pad(slots, (0, self.slots.shape[-1] - slots.shape[-1]), value=-1)  # [L, B, K, C]
+        self.slots.copy_(torch.where(due[:, None, None], slots, self.slots))
+        self.tail_start.copy_(torch.where(due, start, self.tail_start))
+        self.selected_at.copy_(torch.where(due, rows.seq_len, self.selected_at))
+
+    def _start(self, length: Tensor) -> Tensor:
+        """Where the tail of a row of that length begins at a selection: at a block's edge, with room to grow.
+
+        A row that the budget holds needs no room: list and tail must reach each other.
+        """
+        aligned = (length + self.growth - self.tail + self.page - 1).clamp(min=0) // self.page * self.page
+        return torch.where(length <= self.budget, aligned.clamp(max=self.slots.shape[-1]), aligned)

@@ -1,0 +1,167 @@
+"""A hierarchy: a cheap draft, judged by the target with a sparse view of its cache, judged by the target.
+
+After TriForce (Sun et al. 2024, arXiv 2404.11912), here for batches: rows advance by different amounts, so each has its
+own place in the draft, and all take the same number of steps.
+
+Shapes: B slots, T = CHEAP_GAMMA + 1 tokens of a middle step, L layers, K kv heads, V vocabulary, gamma tokens drafted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_fast_sd.model import KV, Transformer
+
+from ..compiling import CompiledStep, span
+from ..judging import Verdict, verify_greedy, verify_sampled
+from ..rows import Rows
+from ..sampling import CHEAP_ACCEPT_STREAM, DRAFT_STREAM
+from .base import Draft, DraftPolicy, Reader, View
+
+Count = TypeVar("Count", int, Tensor)
+
+CHEAP_GAMMA = 3  # tokens that the cheap policy drafts for a middle step
+
+
+def n_middle_steps(gamma: Count) -> Count:
+    """Middle steps for a draft of gamma tokens: half as many.
+
+    A step yields 1 to CHEAP_GAMMA + 1 tokens, so a row that keeps one cheap draft a step fills up, and one that keeps
+    none still drafts half. More steps would serve only rows whose cheap drafts fail, at the price of all.
+    """
+    return -(-gamma // 2)
+
+
+def middle_step(
+    model: Transformer,
+    tokens: Tensor,
+    pos: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    in_view: Tensor,
+    make: Callable[..., KV],
+    args: tuple[Any, ...],
+) -> Tensor:
+    """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, T, V] after each of them."""
+    logits: Tensor = model(tokens, pos, make(k, v, in_view, *args)).float()
+    return logits
+
+
+def ahead(rows: Rows, n: Tensor, at_most: int) -> Rows:
+    """The rows as if the next n [B] tokens, which stand in their history, were committed; the rest is shared.
+
+    As in the cache, what history holds behind the pending token is scratch: committing writes it over.
+    """
+    virtual = copy.copy(rows)
+    virtual.seq_len = rows.seq_len + n
+    virtual.pending = rows.history.gather(1, virtual.seq_len[:, None])[:, 0]
+    virtual.n_keys = rows.n_keys + at_most
+    return virtual
+
+
+class HierarchyDraft:
+    """Speculative decoding of the middle level by the cheap one; what it emits is the draft for the target.
+
+    The target needs to know what each of its drafts was drawn from. Speculative sampling draws from the distribution of
+    its own target, whatever is drafted for it: given the text before, and which cheap drafts were kept so far, a token
+    is drawn from the middle level's q at its place. Whether a row drafts an i-th token at all hangs on how many middle
+    steps ended before it, so on what was kept among the tokens before it, not on the token. So q is exact, count may
+    serve as a cap, and the target's judgement is lossless.
+
+    No random number is used twice. A middle step draws at most one token itself, after the last cheap draft that it
+    kept, and the next step begins behind that token. Numbers of cheap drafts that were not kept come again, at the same
+    places: nothing that is kept hangs on them.
+    """
+
+    def __init__(self, target: Reader, view: View, view_name: str, cheap: DraftPolicy) -> None:
+        self.target, self.view, self.cheap = target, view, cheap
+        self.proposers: tuple[str, ...] = (cheap.proposers[0], view_name)
+        self.wants_mass = view.wants_mass
+        self._step = CompiledStep(middle_step, compiled=target.compiled)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self._step.graphs + self.view.graphs + self.cheap.graphs
+
+    def warm_up(self) -> None:
+        """Compile the middle step, and what view and cheap policy need."""
+        self.view.warm_up()
+        self.cheap.warm_up()
+        zeros = self.target.cache.seq_len.new_zeros(self.target.shape[1], CHEAP_GAMMA + 1)
+        self._feed(zeros, zeros.clone(), n_keys=1)  # one tensor for both would be a graph of its own
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """Let both levels take the slot."""
+        self.view.admit(slot, prompt)
+        self.cheap.admit(slot, prompt)
+
+    def propose(self, rows: Rows, gamma: int) -> Draft:
+        """Middle steps, each judging cheap drafts; a row that is full takes part and goes nowhere."""
+        self.view.begin(rows)
+        n_slots, device, width = len(rows.pending), rows.pending.device, CHEAP_GAMMA + 1
+        row, step = torch.arange(n_slots, device=device)[:, None], torch.arange(width, device=device)  # [B, 1], [T]
+        filled = torch.zeros_like(rows.seq_len)  # [B]
+        # a row near its end takes as many steps as it would alone, so that its draft does not hang on its neighbours
+        n_steps = n_middle_steps((rows.remaining - 1).clamp(0, gamma))  # [B]
+        who = torch.zeros(n_slots, gamma + width, dtype=torch.int64, device=device)
+        q = torch.zeros(n_slots, gamma + width, rows.vocab_size, device=device) if rows.sampled else None
+        for i in range(n_middle_steps(gamma)):
+            virtual = ahead(rows, filled, min(gamma, i * width))
+            cheap = self.cheap.propose(virtual, CHEAP_GAMMA)
+            pos = virtual.seq_len[:, None] + step  # [B, T]
+            fed = torch.cat([virtual.pending[:, None], cheap.tokens], 1)  # [B, T]
+            verdict, p = self._judge(virtual, self._feed(fed, pos, virtual.n_keys + CHEAP_GAMMA), pos, cheap)
+            # of the T tokens and their q the first n_accepted + 1 count, the next step writes over the others
+            own = step == verdict.n_accepted[:, None]  # [B, T]
+            tokens = torch.where(own, verdict.next_token[:, None], F.pad(cheap.tokens, (0, 1)))
+            rows.history.scatter_(1, pos + 1, tokens)
+            place = filled[:, None] + step  # [B, T]
+            who[row, place] = own.long()
+            if q is not None and p is not None:
+                q[row, place] = p
+            filled = torch.where(i < n_steps, (filled + verdict.n_accepted + 1).clamp(max=gamma), filled)
+        drafted = rows.history.gather(1, rows.seq_len[:, None] + 1 + torch.arange(gamma, device=device))
+        return Draft(drafted, None if q is None else q[:, :gamma], filled, who[:, :gamma])
+
+    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+        """Let the view select from what the verification saw."""
+        self.view.observe(rows, mass)
+        self.cheap.observe(rows, None)
+
+    def vacate(self, slot: int) -> None:
+        """Forget the slot."""
+        self.view.vacate(slot)
+        self.cheap.vacate(slot)
+
+    def kv_bytes(self, rows: Rows, gamma: int) -> int:
+        """Bytes that the middle steps read, and those that drafting for them reads."""
+        entries = self.target.shape[1] * self.view.entries_read(rows.n_keys)
+        step = entries * self.target.cache.bytes_per_token + self.cheap.kv_bytes(rows, CHEAP_GAMMA)
+        return n_middle_steps(gamma) * step
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        """What a middle step with queries at pos [B] reads of the target's cache: bool [L, B, K, S]."""
+        return self.view.positions_read(pos)
+
+    def _feed(self, tokens: Tensor, pos: Tensor, n_keys: int) -> Tensor:
+        """tokens, pos [B, T] -> fp32 logits [B, T, V] of the middle level after each of them."""
+        cache, (make, args) = self.target.cache, self.view.kv()
+        in_view = span(cache, n_keys)
+        logits: Tensor = self._step(self.target.model, tokens, pos, cache.k, cache.v, in_view, make, args)
+        return logits
+
+    def _judge(self, rows: Rows, logits: Tensor, pos: Tensor, cheap: Draft) -> tuple[Verdict, Tensor | None]:
+        """logits [B, T, V] after the tokens at pos [B, T] -> verdict, and p [B, T, V] where any row samples."""
+        if not rows.sampled:
+            return verify_greedy(logits, cheap.tokens, cheap.count), None
+        p = rows.probabilities(logits)
+        q = cheap.q if cheap.q is not None else F.one_hot(cheap.tokens, p.shape[-1]).to(p.dtype)
+        accept_u, next_u = rows.uniform(pos[:, :-1], CHEAP_ACCEPT_STREAM), rows.uniform(pos, DRAFT_STREAM)
+        return verify_sampled(p, q, cheap.tokens, cheap.count, accept_u, next_u), p

@@ -1,0 +1,81 @@
+"""N-gram lookup: what followed the row's last tokens when they stood in its text before; no model, no cache.
+
+Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), after Yang et al. 2023
+(arXiv 2304.04487).
+
+Shapes: B slots, S places of text in view, L layers, K kv heads, gamma tokens drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import SPLIT
+
+from ..rows import Rows
+from .base import Draft, Reader
+
+
+def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor, Tensor]:
+    """What followed the longest earlier match of a row's last tokens, at most ngram of them; of equals the latest.
+
+    text int64 [B, S], of which text[:, : last + 1] is written; last [B] -> int64 [B, gamma], bool [B] whether anything
+    matched. Where fewer than gamma tokens follow the match, they repeat: the text goes on with the period it has.
+    """
+    n_places = text.shape[1]
+    place = torch.arange(n_places, device=text.device)  # [S]
+    matches = place < last[:, None]  # [B, S], so far, of the match that ends at each place
+    score = torch.zeros_like(text)  # [B, S], length of the match, then place
+    for back in range(ngram):
+        wanted = text.gather(1, (last - back).clamp(min=0)[:, None])  # [B, 1]
+        matches[:, :back] = False
+        matches[:, back:] &= text[:, : n_places - back] == wanted
+        score = torch.where(matches, (back + 1) * n_places + place, score)
+    best = score.amax(1)  # [B]
+    end = best % n_places  # [B]
+    period = (last - end).clamp(min=1)[:, None]
+    index = end[:, None] + 1 + torch.arange(gamma, device=text.device) % period  # [B, gamma]
+    return text.gather(1, index), best >= n_places
+
+
+class LookupDraft:
+    """Drafts from the row's own text, prompt and output alike."""
+
+    proposers: tuple[str, ...] = ("lookup",)
+    wants_mass = False
+    graphs = 0
+
+    def __init__(self, target: Reader, ngram: int) -> None:
+        self.target, self.ngram = target, ngram
+
+    def warm_up(self) -> None:
+        """Nothing to compile."""
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """The text stands in the rows already."""
+
+    def propose(self, rows: Rows, gamma: int) -> Draft:
+        """gamma tokens where anything matched, else none; drawn without chance."""
+        in_view = self.target.cache.splits(rows.n_keys) * SPLIT
+        last = rows.seq_len.clamp(max=in_view - 1)  # an idle slot may hold more text than any live one
+        tokens, matched = look_up(rows.history[:, :in_view], last, self.ngram, gamma)
+        return Draft(tokens, None, gamma * matched)
+
+    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+        """Nothing to learn."""
+
+    def vacate(self, slot: int) -> None:
+        """Nothing to forget."""
+
+    def kv_bytes(self, rows: Rows, gamma: int) -> int:
+        """It reads no keys."""
+        return 0
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        """It reads no keys: bool [L, B, K, S], all False."""
+        n_layers, n_slots, n_kv = self.target.shape
+        n_places = self.target.cache.k[0].shape[2]
+        return torch.zeros(n_layers, n_slots, n_kv, n_places, dtype=torch.bool, device=pos.device)

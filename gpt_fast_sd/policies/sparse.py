@@ -1,0 +1,147 @@
+"""The access form that sparse views share: a list of slots a kv head, and a tail of recent positions.
+
+Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K, H head dim,
+        C listed entries, W entries of the tail, M = C + W + room for the tokens of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.kernels import cpu_attention_at
+from gpt_fast_sd.model import KV, store
+
+from ..attending import kernel_serves
+from ..rows import Rows
+from .base import Reader
+
+
+@dataclass(frozen=True)
+class SparseKV:
+    """Store, then attend to the listed slots and to [tail_start, pos] of the same static cache."""
+
+    k: Sequence[Tensor]  # L of [B, K, S, H]
+    v: Sequence[Tensor]
+    slots: Tensor  # int64 [L, B, K, C], each below tail_start; -1 is empty
+    tail_start: Tensor  # int64 [B]
+    tail_width: int  # positions from tail_start that may be read
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
+        keys, values = self.k[layer], self.v[layer]
+        store(keys, pos, k)
+        store(values, pos, v)
+        tail = self.tail_start[:, None] + torch.arange(self.tail_width, device=pos.device)  # [B, W]
+        index = torch.cat([self.slots[layer], tail[:, None].expand(-1, keys.shape[1], -1)], -1)  # [B, K, M]
+        return attend_at(q.to(keys.dtype), keys, values, index, pos).to(q.dtype)
+
+
+def attend_at(q: Tensor, keys: Tensor, values: Tensor, index: Tensor, pos: Tensor) -> Tensor:
+    """Attend to the entries named by index, those at or before each query; an index of -1 is nothing.
+
+    q [B, N, T, H]; keys, values [B, K, S, H]; index int64 [B, K, M] without repeats; pos [B, T] -> [B, N, T, H]
+    """
+    if kernel_serves(q, keys):
+        return cpu_attention_at(q, keys, values, index, pos)
+    n_kv, n_tokens, head_dim = keys.shape[1], q.shape[2], q.shape[3]
+    seen = (index[:, :, None] >= 0) & (index[:, :, None] <= pos[:, None, :, None])  # [B, K, T, M]
+    where = index.clamp(0, keys.shape[2] - 1)[..., None].expand(-1, -1, -1, head_dim)  # [B, K, M, H]
+    picked_k, picked_v = keys.gather(2, where), values.gather(2, where)  # [B, K, M, H]
+    rows = q.unflatten(1, (n_kv, -1)).flatten(2, 3)  # [B, K, R, H], R = G * T
+    scores = (rows @ picked_k.transpose(-1, -2)).float() * head_dim**-0.5  # [B, K, R, M]
+    scores = torch.where(seen[:, :, None], scores.unflatten(2, (-1, n_tokens)), float("-inf"))  # [B, K, G, T, M]
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    total = weights.sum(-1, keepdim=True)  # [B, K, G, T, 1]
+    out = (weights.to(picked_v.dtype).flatten(2, 3) @ picked_v).unflatten(2, (-1, n_tokens))  # [B, K, G, T, H]
+    mixed: Tensor = (out / total.to(out.dtype)).flatten(1, 2)
+    return mixed
+
+
+def entries_of(pages: Tensor, page: int) -> Tensor:
+    """The entries of pages [..., n], -1 for those of page -1 -> int64 [..., n * page]."""
+    entries = pages[..., None] * page + torch.arange(page, device=pages.device)  # [..., n, page]
+    return torch.where(pages[..., None] >= 0, entries, -1).flatten(-2)
+
+
+def sparse_kv(
+    k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, slots: Tensor, tail_start: Tensor, tail_width: int
+) -> KV:
+    """SparseKV for a compiled step; it reads by index, so how much is in view does not matter."""
+    return SparseKV(k, v, slots, tail_start, tail_width)
+
+
+def positions_of(slots: Tensor, tail_start: Tensor, tail_width: int, pos: Tensor, n_positions: int) -> Tensor:
+    """What SparseKV reads for queries at pos [B]: slots [L, B, K, C], tail_start [B] -> bool [L, B, K, S]."""
+    place = torch.arange(n_positions, device=pos.device)  # [S]
+    spare = torch.where(slots >= 0, slots, n_positions)  # an empty entry sets a place of its own
+    listed = torch.zeros(*slots.shape[:3], n_positions + 1, dtype=torch.bool, device=pos.device)
+    listed = listed.scatter(3, spare, True)[..., :-1]  # [L, B, K, S]
+    start = tail_start[:, None]  # [B, 1]
+    in_tail = (place >= start) & (place < start + tail_width)  # [B, S]
+    return (listed | in_tail[:, None]) & (place <= pos[:, None])[:, None]
+
+
+class SlotView:
+    """C listed entries and a tail of at most W; selecting anew fills the list and shortens the tail.
+
+    Between two selections the tail begins where the last one left off, so nothing falls between list and tail, until it
+    is W long; from then on it slides. What it leaves behind then is listed while the list has room, so that a row of no
+    more than C + W entries is read whole, selected or not. A list holds min(C, tail_start) entries, then empty ones.
+    """
+
+    wants_mass = False
+
+    def __init__(self, reader: Reader, *, n_listed: int, tail: int, room: int, first_tail: int = 0) -> None:
+        """room: the most tokens a round feeds beyond the committed ones. first_tail: no tail begins before it."""
+        n_layers, n_slots, n_kv = reader.shape
+        self.reader, self.tail, self.tail_width, self.first_tail = reader, tail, tail + room, first_tail
+        self.budget = n_listed + tail
+        self.slots = torch.full((n_layers, n_slots, n_kv, n_listed), -1, dtype=torch.int64, device=reader.device)
+        self.tail_start = torch.full((n_slots,), first_tail, dtype=torch.int64, device=reader.device)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return 0
+
+    def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
+        """SparseKV over the tensors that selections are written into."""
+        return sparse_kv, (self.slots, self.tail_start, self.tail_width)
+
+    def warm_up(self) -> None:
+        """Nothing to compile."""
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """Begin with a tail from the first entries on: the tails of idle slots slide too."""
+        self.vacate(slot)
+
+    def begin(self, rows: Rows) -> None:
+        """Slide the tail where it would be longer than W; what it leaves behind is listed while the list has room."""
+        start = torch.maximum(self.tail_start, rows.seq_len - self.tail)  # [B]
+        if any(length <= self.budget for length in rows.lengths.values()):
+            entry = torch.arange(self.slots.shape[-1], device=start.device)  # [C]
+            left = (entry >= self.tail_start[:, None]) & (entry < start[:, None])  # [B, C]
+            self.slots.copy_(torch.where(left[:, None], entry, self.slots))
+        self.tail_start.copy_(start)
+
+    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+        """Nothing to learn."""
+
+    def vacate(self, slot: int) -> None:
+        """Forget the slot's selection."""
+        self.slots[:, slot] = -1
+        self.tail_start[slot] = self.first_tail
+
+    def entries_read(self, n_keys: int) -> int:
+        """The list and the tail."""
+        return self.slots.shape[-1] + self.tail_width
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        """Listed entries and the tail, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
+        n_positions = self.reader.cache.k[0].shape[2]
+        return positions_of(self.slots, self.tail_start, self.tail_width, pos, n_positions)

@@ -1,0 +1,103 @@
+"""Another model drafts, smaller and of the same vocabulary, from a cache of its own whose slots are the target's.
+
+It shares the target's seq_len: what is committed is committed in both, and rejecting a draft costs nothing here either.
+
+Shapes: B slots, T tokens in this call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import KVCache, Transformer
+
+from ..compiling import CompiledStep
+from ..prefill import CHUNK, Prefill
+from ..rows import Rows
+from .base import ModelDraft, Reader, View, draft_step
+
+
+def beside(target: Reader, model: Transformer) -> Reader:
+    """A draft model and a cache for it with the target's slots and seq_len; ValueError where it does not fit."""
+    config, theirs, max_seq_len = model.config, target.model.config, target.cache.max_seq_len
+    if config.vocab_size != theirs.vocab_size:
+        raise ValueError(
+            f"the draft model has a vocabulary of {config.vocab_size:,}, the target of {theirs.vocab_size:,}: "
+            "they must share one"
+        )
+    most = min(config.max_seq_len, config.sliding_window or config.max_seq_len)
+    if max_seq_len > most:
+        raise ValueError(f"max_seq_len {max_seq_len:,} is over the draft model's {most:,} positions")
+    n_slots, dtype = target.shape[1], target.cache.k[0].dtype
+    cache = KVCache(config, n_slots, max_seq_len, dtype=dtype, device=target.device)
+    cache.seq_len = target.cache.seq_len
+    return Reader(model, cache, target.compiled)
+
+
+class StandaloneDraft(ModelDraft):
+    """Feeds its own model and cache, which are always a few tokens behind: a round's last draft is not fed.
+
+    If the target accepted all drafts, the last of them and the target's own token are new to the draft model. So its
+    first step feeds two tokens in every round, whatever was accepted: shapes stay static, and where the first of them
+    was fed before, it is written over with the same. What rounds without a draft committed is prefilled first.
+    """
+
+    def __init__(self, reader: Reader, view: View, *, unfed: int = 2) -> None:
+        """unfed: tokens at the end of the text, the pending one among them, that a round may leave out of the cache."""
+        super().__init__(reader, view, "standalone")
+        self.unfed = unfed
+        self._prefill = Prefill(reader)
+        self._start = CompiledStep(draft_step, compiled=reader.compiled)
+        self._fed = [0] * reader.shape[1]  # positions of each slot that are surely in the cache
+        self._round = 0  # the last one that drafted
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return super().graphs + self._prefill.graphs + self._start.graphs
+
+    def warm_up(self) -> None:
+        """Compile the prefill, both steps and what the view needs."""
+        self._prefill.chunk(0, [0], 0)
+        super().warm_up()
+        zeros = self.reader.cache.seq_len.new_zeros(self.reader.shape[1], self.unfed)
+        self.feed(zeros, zeros.clone(), n_keys=1, step=self._start)  # one tensor for both would be a graph of its own
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """Prefill the slot and select for it."""
+        self._fed[slot] = len(prompt) - 1
+        self._prefill.fill(slot, prompt[:-1])
+        self._prefill.keep(slot, len(prompt) - self.unfed)
+        self.view.admit(slot, prompt)
+
+    def begin(self, rows: Rows) -> None:
+        """Catch up, and show the view the tokens that are in the cache."""
+        n_behind = self.unfed - 1
+        if rows.round > self._round + 1:
+            for slot, length in rows.lengths.items():
+                for start in range(self._fed[slot], length - n_behind, CHUNK):
+                    self._prefill.feed(slot, rows.history[slot, start : start + CHUNK].clone(), start)
+        self._round = rows.round
+        self._fed = [rows.lengths.get(slot, fed - 1) + 1 for slot, fed in enumerate(self._fed)]  # the pending one too
+        fed = copy.copy(rows)
+        fed.seq_len = (rows.seq_len - n_behind).clamp(min=0)
+        fed.lengths = {slot: max(0, length - n_behind) for slot, length in rows.lengths.items()}
+        self.view.begin(fed)
+
+    def first(self, rows: Rows) -> Tensor:
+        """Feed the last tokens of the text, the pending one at the end -> logits [B, V] after it.
+
+        A text shorter than that has its first token fed several times, to the same place.
+        """
+        behind = torch.arange(1 - self.unfed, 1, device=rows.seq_len.device)  # [T]
+        pos = (rows.seq_len[:, None] + behind).clamp(min=0)  # [B, T]
+        return self.feed(rows.history.gather(1, pos), pos, rows.n_keys, self._start)
+
+    def vacate(self, slot: int) -> None:
+        """Forget the slot; it idles at seq_len, and scribbles from the first token it feeds on."""
+        super().vacate(slot)
+        self._prefill.keep(slot, int(self.reader.cache.seq_len[slot]) + 1 - self.unfed)

@@ -1,0 +1,25 @@
+"""Sink tokens and a sliding window, at their true positions (after StreamingLLM, Xiao et al., arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..rows import Rows
+from .base import Reader
+from .sparse import SlotView
+
+
+class StreamingView(SlotView):
+    """The first n_sink entries and the last budget - n_sink; the window slides with every committed token."""
+
+    def __init__(self, reader: Reader, *, budget: int, n_sink: int, room: int) -> None:
+        super().__init__(reader, n_listed=n_sink, tail=budget - n_sink, room=room, first_tail=n_sink)
+        self.slots.copy_(torch.arange(n_sink, device=reader.device).expand_as(self.slots))
+
+    def begin(self, rows: Rows) -> None:
+        """Let the window end with the committed tokens, forwards or, after tokens that were only drafted, backwards."""
+        self.tail_start.copy_((rows.seq_len - self.tail).clamp(min=self.first_tail))
+
+    def vacate(self, slot: int) -> None:
+        """The sinks are the same for every row."""
+        self.tail_start[slot] = self.first_tail

@@ -1,0 +1,91 @@
+"""Prompts into the cache, chunk by chunk; what a slot already holds of a prompt is not computed again.
+
+Shapes: T tokens of a chunk, K kv heads, S cache capacity, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import SPLIT, Transformer
+
+from .attending import DenseKV
+from .compiling import CompiledStep, span
+
+if TYPE_CHECKING:
+    from .policies import Reader
+
+CHUNK = SPLIT  # prompt tokens a call; a divisor of the capacity, so that padding stays in the slot
+
+
+def prefill_step(
+    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], in_view: Tensor
+) -> None:
+    """Store the keys and values of one chunk of one slot: tokens, pos [1, T]; k, v L of [1, K, S, H]. No logits."""
+    model.hidden(tokens, pos, DenseKV(k, v, in_view.shape[0]))
+
+
+class Prefill:
+    """Fills slots of one cache with one model, and remembers which prompt each slot was filled with.
+
+    A prompt that begins as one that any slot holds is computed from the first chunk that differs: the same chunks give
+    the same bits, so reuse changes nothing but the time.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._step = CompiledStep(prefill_step, compiled=reader.compiled)
+        self._held: list[list[int]] = [[] for _ in range(reader.shape[1])]
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self._step.graphs
+
+    def reusable(self, slot: int, body: Sequence[int]) -> int:
+        """Tokens at the beginning of body whose keys the slot still holds, in whole chunks or all."""
+        held = self._held[slot]
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(held, body, strict=False)) if a != b), min(len(held), len(body))
+        )
+        return shared if shared == len(body) == len(held) else shared // CHUNK * CHUNK
+
+    def held(self, slot: int) -> int:
+        """Tokens whose keys the slot holds."""
+        return len(self._held[slot])
+
+    def fill(self, slot: int, body: Sequence[int]) -> int:
+        """Make the slot hold the keys of body from position 0; return how many tokens had to be computed."""
+        others = sorted(range(len(self._held)), key=lambda other: other != slot)  # of equals the slot itself
+        source = max(others, key=lambda other: self.reusable(other, body))
+        kept = self.reusable(source, body)
+        self._held[slot] = []  # nothing to rely on, should a step fail half-way
+        if source != slot:
+            self.reader.cache.copy(source, slot, kept)
+        self.reader.cache.vacate(slot, keep=kept)
+        for start in range(kept, len(body), CHUNK):
+            self.chunk(slot, body[start : start + CHUNK], start)
+        self._held[slot] = list(body)
+        self.reader.cache.seq_len[slot] = len(body)
+        return len(body) - kept
+
+    def keep(self, slot: int, n: int) -> None:
+        """Rely on no more than the first n tokens of a slot: what follows them is written over."""
+        del self._held[slot][max(0, n) :]
+
+    def chunk(self, slot: int, tokens: Sequence[int], start: int) -> None:
+        """Write the keys and values of up to CHUNK tokens from position start on; padding lands beyond them."""
+        padded = torch.zeros(CHUNK, dtype=torch.int64)
+        padded[: len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
+        self.feed(slot, padded.to(self.reader.device), start)
+
+    def feed(self, slot: int, tokens: Tensor, start: int) -> None:
+        """Write the keys and values of CHUNK tokens from position start on: tokens int64 [CHUNK], on the device."""
+        cache = self.reader.cache
+        pos = torch.arange(start, start + CHUNK, device=self.reader.device)[None]  # [1, T]
+        k, v = cache.row(slot)
+        self._step(self.reader.model, tokens[None], pos, k, v, span(cache, start + CHUNK))

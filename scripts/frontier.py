@@ -1,0 +1,500 @@
+"""Draw acceptance, tokens per round and speed against the draft budget, for every draft policy, on your own text.
+
+    python scripts/frontier.py                                   the bundled model on the bundled document
+    python scripts/frontier.py --text book.txt --json frontier.json --plot frontier.png
+    python scripts/frontier.py --text book.txt --policies streaming,guided,standalone --draft-model M --no-compile
+
+Each row of the batch continues its own stretch of the text, --context tokens long. For every policy and budget the same
+prompts are decoded plainly and speculatively in turns by one engine, whose slots keep their prefilled keys meanwhile;
+speed is the ratio within such a pair, so a machine that is busy now and then changes it little. Policies without a
+budget (lookup, full) are horizontal lines. --no-compile starts at once and gives the same acceptance, but no speed that
+means anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from tqdm import tqdm
+
+from generate import check_writable, read_text
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, __version__
+from gpt_fast_sd.config import GAMMA_TIERS, POLICIES
+from gpt_fast_sd.engine import BUNDLED, locate
+from gpt_fast_sd.model import Tokenizer, Transformer, load_model, load_tokenizer, read_config
+from gpt_fast_sd.planner import GammaPlanner
+from gpt_fast_sd.policies import Reader, build_policy
+from gpt_fast_sd.stats import EngineStats
+
+OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
+DRAFTERS = (*(policy for policy in POLICIES if policy != "off"), OVER_STANDALONE)
+NEEDS_MODEL = ("standalone", OVER_STANDALONE)
+CONTEXT = 4096  # tokens of a prompt, if the text holds as many for every row
+Record = dict[str, Any]
+
+
+# ---- who drafts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A policy by its name in DRAFTERS, and the budget it drafts with: None where it has none."""
+
+    policy: str
+    budget: int | None
+
+    @property
+    def label(self) -> str:
+        """Policy and budget in one phrase."""
+        return self.policy if self.budget is None else f"{self.policy} {self.budget:,}"
+
+    def draft(self, gamma: int | str, draft_model: str | None) -> DraftConfig:
+        """The configuration it stands for; ValueError where that makes no sense."""
+        policy, _, cheap = self.policy.partition("/")
+        changes: Record = {} if self.budget is None else {"budget": self.budget}
+        if cheap:
+            changes["cheap"] = cheap
+        if self.policy in NEEDS_MODEL:
+            changes["draft_model"] = draft_model
+        return DraftConfig(policy=policy, gamma=gamma, **changes)
+
+
+def settings_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Setting]:
+    """Every policy with every budget, or once where it has none."""
+    found = []
+    for policy in policies:
+        has_budget = policy not in ("lookup", "full")
+        found += [Setting(policy=policy, budget=budget) for budget in (budgets if has_budget else [None])]
+    return found
+
+
+def buildable(
+    settings: Sequence[Setting], gammas: Sequence[int | str], draft_model: str | None
+) -> tuple[list[Setting], dict[str, str]]:
+    """The settings that make sense, and why the others do not, by label; ValueError where some budget has none left."""
+    fine, skipped = [], {}
+    for setting in settings:
+        try:
+            for gamma in gammas:
+                setting.draft(gamma, draft_model)
+            fine.append(setting)
+        except ValueError as error:
+            skipped[setting.label] = str(error)
+    for setting in settings:
+        if all(other in fine or other.budget != setting.budget for other in settings):
+            continue
+        if not any(other.budget == setting.budget for other in fine):
+            raise ValueError(skipped[setting.label])
+    return fine, skipped
+
+
+def draft_with(engine: Engine, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
+    """Let an idle engine draft so from now on; its slots keep what was prefilled. ValueError where that cannot be.
+
+    What the policy runs is compiled in the first run. gamma must be a number: "auto" is calibrated on empty slots.
+    """
+    target = Reader(engine.model, engine.cache, engine.compiled)
+    policy, planner = build_policy(draft, target, draft_model), GammaPlanner(draft.gamma, GAMMA_TIERS)
+    engine.draft, engine.policy, engine.planner = draft, policy, planner
+
+
+# ---- the prompts -----------------------------------------------------------------------------------------------------
+
+
+def stretches(texts: Mapping[str, Sequence[int]], n: int, length: int, bos: int | None) -> list[list[int]]:
+    """n prompts of length tokens, BOS first, each its own stretch, dealt over the texts in turn.
+
+    ValueError where a text holds too few tokens for its share.
+    """
+    body = length - (bos is not None)
+    cuts = []
+    for i, (name, ids) in enumerate(texts.items()):
+        share = len(range(i, n, len(texts)))
+        if share * body > len(ids):
+            raise ValueError(
+                f"{name} has {len(ids):,} tokens, but {share} prompt{'s' if share > 1 else ''} of {length:,} "
+                f"need{'' if share > 1 else 's'} {share * body:,}: give more text, less context or a smaller batch"
+            )
+        gap = (len(ids) - share * body) // max(1, share)
+        cuts.append([list(ids[j * (body + gap) :][:body]) for j in range(share)])
+    first = [] if bos is None else [bos]
+    return [first + cuts[row % len(texts)][row // len(texts)] for row in range(n)]
+
+
+def longest_context(n_tokens: int, batch: int, positions: int) -> int:
+    """CONTEXT, or less where text or model end before; in hundreds where that leaves much."""
+    most = min(CONTEXT, n_tokens // batch + 1, positions)
+    return most if most == CONTEXT or most < 200 else most // 100 * 100
+
+
+# ---- the measurement -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pairs:
+    """The same prompts decoded plainly and speculatively, in turns; outputs are those of the last pair."""
+
+    plain: list[EngineStats] = field(default_factory=list)
+    speculative: list[EngineStats] = field(default_factory=list)
+    plain_outputs: list[Completion] = field(default_factory=list)
+    speculative_outputs: list[Completion] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Speculative over plain tokens/s, pair by pair, to the end of the last row."""
+        pairs = zip(self.plain, self.speculative, strict=True)
+        return [s.decode_tokens_per_second / p.decode_tokens_per_second for p, s in pairs]
+
+    @property
+    def counts(self) -> EngineStats:
+        """What all speculative runs counted; with a fixed gamma each counted the same."""
+        total = EngineStats()
+        for stats in self.speculative:
+            for name in ("decode_tokens", "rounds", "row_rounds", "kv_bytes", "recompiles"):
+                setattr(total, name, getattr(total, name) + getattr(stats, name))
+            for counts, more in (
+                (total.drafted_by_position, stats.drafted_by_position),
+                (total.accepted_by_position, stats.accepted_by_position),
+            ):
+                counts.extend([0] * (len(more) - len(counts)))
+                for i, n in enumerate(more):
+                    counts[i] += n
+            for gamma, n in stats.rounds_by_gamma.items():
+                total.rounds_by_gamma[gamma] = total.rounds_by_gamma.get(gamma, 0) + n
+        return total
+
+
+def round_ms(runs: Sequence[EngineStats]) -> dict[str, float]:
+    """Milliseconds of a round, whole and by part: the median over runs, so that an interrupted one does not count."""
+    parts = {"round": "decode_seconds", "draft": "draft_seconds", "verify": "verify_seconds", "host": "host_seconds"}
+    return {
+        part: 1e3 * statistics.median(getattr(stats, name) / stats.rounds for stats in runs)
+        for part, name in parts.items()
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def take_turns(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], n: int
+) -> Pairs:
+    """Decode the prompts both ways, n pairs of runs after an untimed one; who goes first alternates."""
+    pairs = Pairs()
+    for speculate in (True, False):  # compiles what is new, and prefills what the slots do not hold yet
+        engine.generate(prompts, params, speculate=speculate)
+    for i in range(n):
+        for speculate in (False, True) if i % 2 == 0 else (True, False):
+            outputs = engine.generate(prompts, params, speculate=speculate)
+            if speculate:
+                pairs.speculative_outputs = outputs
+                pairs.speculative.append(engine.stats)
+            else:
+                pairs.plain_outputs = outputs
+                pairs.plain.append(engine.stats)
+    return pairs
+
+
+def by_position(stats: EngineStats) -> list[float]:
+    """The share of judged first, second, ... drafts of a round that was accepted."""
+    pairs = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+    return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
+
+
+def result_of(setting: Setting, pairs: Pairs) -> Record:
+    """One point of the frontier, JSON-ready."""
+    stats = pairs.counts
+    return {
+        "policy": setting.policy,
+        "budget": setting.budget,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_by_position": by_position(stats),
+        "tokens_per_round": stats.tokens_per_round,
+        "ratio": spread(pairs.ratios),
+        "plain_ms": round_ms(pairs.plain),
+        "speculative_ms": round_ms(pairs.speculative),
+        "kv_bytes_per_token": {
+            "plain": pairs.plain[-1].kv_bytes_per_token,
+            "speculative": stats.kv_bytes_per_token,
+        },
+    }
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+HEAD = f"{'policy':<22}{'budget':>8}{'acceptance':>12}{'tokens/round':>14}{'ms/round':>10}{'plain ms':>10}{'speed':>8}"
+
+
+def line(result: Record) -> str:
+    """A result as a row under HEAD."""
+    budget, ratio = result["budget"], result["ratio"]
+    return (
+        f"{result['policy']:<22}{'-' if budget is None else format(budget, ','):>8}{result['acceptance_rate']:>12.1%}"
+        f"{result['tokens_per_round']:>14.2f}{result['speculative_ms']['round']:>10.2f}"
+        f"{result['plain_ms']['round']:>10.2f}{ratio['median']:>7.2f}x  ({ratio['min']:.2f} to {ratio['max']:.2f})"
+    )
+
+
+def draw(results: Sequence[Record], budgets: Sequence[int], title: str, path: Path) -> None:
+    """Three panels over the budget: acceptance, tokens a round, and speed with the spread of its pairs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12.5, 4.4), layout="constrained")
+    policies = [*dict.fromkeys(result["policy"] for result in results)]
+    for color, policy in enumerate(policies):
+        points = sorted((r for r in results if r["policy"] == policy), key=lambda r: r["budget"] or 0)
+        panels = (
+            [r["acceptance_rate"] for r in points],
+            [r["tokens_per_round"] for r in points],
+            [r["ratio"]["median"] for r in points],
+        )
+        for panel, values in zip(axes, panels, strict=True):
+            if points[0]["budget"] is None:
+                panel.axhline(values[0], color=f"C{color}", linestyle="--", label=policy)
+            else:
+                panel.plot([r["budget"] for r in points], values, "o-", color=f"C{color}", label=policy, markersize=4)
+        if points[0]["budget"] is not None:
+            low, high = ([abs(r["ratio"][end] - r["ratio"]["median"]) for r in points] for end in ("min", "max"))
+            where = [r["budget"] for r in points]
+            axes[2].errorbar(where, panels[2], yerr=[low, high], color=f"C{color}", fmt="none", capsize=2, alpha=0.6)
+    axes[2].axhline(1.0, color="black", linewidth=0.8)
+    for panel, name in zip(axes, ("acceptance", "tokens a round", "speed, times plain decoding"), strict=True):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+        panel.set_xlim(min(budgets) / 1.2, max(budgets) * 1.2)
+        panel.set_xlabel("draft budget, cache entries")
+        panel.set_title(name, fontsize=10)
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].yaxis.set_major_formatter(PercentFormatter(1.0))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(policies), frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def whole_number(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Whole numbers of at least 1, rising: "64,128"."""
+    return sorted({whole_number(part) for part in text.split(",")})
+
+
+def drafters(text: str) -> list[str]:
+    """Names of DRAFTERS: "streaming,guided"."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in DRAFTERS]:
+        raise argparse.ArgumentTypeError(f"there is no policy {unknown[0]!r}; there are {', '.join(DRAFTERS)}")
+    return list(dict.fromkeys(names))
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; argparse itself refuses unknown flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--text", metavar="FILE", type=Path, help="UTF-8 text to continue (default: the bundled document)")
+    add("--model", default="bundled", help="'bundled', a model folder, or a hub id (default: bundled)")
+    add(
+        "--context", metavar="N", type=whole_number,
+        help=f"tokens of each prompt (default: {CONTEXT:,}, or what the text holds for every row)",
+    )  # fmt: skip
+    add("--batch-size", metavar="B", type=whole_number, default=4, help="prompts decoded together (default: 4)")
+    add("--budgets", metavar="K,K", type=whole_numbers, default=[64, 128, 256, 512], help="default: 64,128,256,512")
+    add(
+        "--policies", metavar="P,P", type=drafters,
+        help=f"among {', '.join(DRAFTERS)} (default: all but full; those with a draft model where there is one)",
+    )  # fmt: skip
+    add("--gamma", metavar="N", type=whole_number, default=4, help="tokens drafted a round (default: 4)")
+    add("--new-tokens", metavar="N", type=whole_number, default=64, help="tokens to add to each prompt (default: 64)")
+    add("--pairs", metavar="N", type=whole_number, default=3, help="pairs of timed runs for each point (default: 3)")
+    add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--seed", metavar="S", type=int, default=0, help="of sampling; row i draws with seed S + i (default: 0)")
+    add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
+    add("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    add("--dtype", default="auto", help="fp32, bf16, fp16 or auto (default: auto)")
+    add("--no-compile", action="store_true", help="run eagerly: the same acceptance at once, but no meaningful speed")
+    add("--json", metavar="FILE", type=Path, help="write every number")
+    add("--plot", metavar="FILE.png", type=Path, help="draw the frontier")
+    return parser.parse_args(argv)
+
+
+def check_outputs(json_file: Path | None, plot: Path | None) -> None:
+    """ValueError now for an output that could not be written after the work."""
+    check_writable(json_file, plot)
+    if plot and plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"cannot draw {plot}: its name must end in .png, .pdf or .svg")
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('--plot needs matplotlib: pip install "gpt_fast_sd[plot]"')
+
+
+def tokens_of(path: Path, tokenizer: Tokenizer) -> list[int]:
+    """The file's tokens, no BOS."""
+    ids = tokenizer.encode(read_text(path), bos=False)
+    if not ids:
+        raise ValueError(f"{path} is empty: give it some text")
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that a run needs, checked."""
+
+    engine: Engine
+    draft_model: Transformer | None
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    settings: list[Setting]
+    skipped: dict[str, str]
+
+
+def prepare(args: argparse.Namespace) -> Job:
+    """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
+    check_outputs(args.json, args.plot)
+    policies = args.policies or [
+        name for name in DRAFTERS if name != "full" and (args.draft_model or name not in NEEDS_MODEL)
+    ]
+    settings, skipped = buildable(settings_of(policies, args.budgets), [args.gamma], args.draft_model)
+    seeds = [(args.seed + row) % 2**63 if args.temperature else None for row in range(args.batch_size)]
+    params = [
+        SamplingParams(max_tokens=args.new_tokens, temperature=args.temperature, seed=seed, ignore_eos=True)
+        for seed in seeds
+    ]
+    folder = locate(args.model)
+    config = read_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer to read the text with")
+    path = args.text or BUNDLED / "document.txt"
+    ids = tokens_of(path, tokenizer)
+    room = min(config.max_seq_len, config.sliding_window or config.max_seq_len) - args.new_tokens
+    context = args.context or longest_context(len(ids), args.batch_size, room)
+    if not 2 <= context <= room:
+        raise ValueError(
+            f"a context of {context:,} does not fit: from 2 to {max(room, 0):,} tokens leave the model's "
+            f"{room + args.new_tokens:,} positions room for {args.new_tokens:,} new ones"
+        )
+    prompts = stretches({str(path): ids}, args.batch_size, context, tokenizer.bos_id)
+    engine = Engine.from_pretrained(
+        args.model,
+        EngineConfig(
+            batch_size=args.batch_size, max_seq_len=context + args.new_tokens, device=args.device, dtype=args.dtype,
+            compile=not args.no_compile,
+        ),
+    )  # fmt: skip
+    draft_model = None
+    if args.draft_model and any(setting.policy in NEEDS_MODEL for setting in settings):
+        draft_model = load_model(locate(args.draft_model), device=engine.device, dtype=engine.dtype)
+    return Job(
+        engine=engine, draft_model=draft_model, prompts=prompts, params=params, settings=settings, skipped=skipped
+    )
+
+
+def measure(job: Job, gamma: int, draft_model: str | None, n_pairs: int) -> list[Record]:
+    """Measure every setting and print it; those that do not fit the model join job.skipped."""
+    results = []
+    bar = tqdm(job.settings, unit="point", leave=False)
+    for setting in bar:
+        bar.set_description(setting.label)
+        try:
+            draft_with(job.engine, setting.draft(gamma, draft_model), job.draft_model)
+        except ValueError as error:
+            job.skipped[setting.label] = str(error)
+            bar.write(f"skipped {setting.label}: {error}")
+            continue
+        results.append(result_of(setting, take_turns(job.engine, job.prompts, job.params, n_pairs)))
+        bar.write(line(results[-1]))
+    return results
+
+
+def environment(engine: Engine) -> Record:
+    """What the numbers were measured on."""
+    return {
+        "gpt_fast_sd": __version__, "torch": torch.__version__, "python": platform.python_version(),
+        "platform": platform.platform(), "threads": torch.get_num_threads(), "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
+    }  # fmt: skip
+
+
+def refuse(error: Exception, program: str) -> NoReturn:
+    """One sentence on stderr and exit code 2."""
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    print(f"{program}: {text}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, check, measure, write."""
+    args = parse(argv)
+    try:
+        job = prepare(args)
+    except (ValueError, OSError) as error:
+        refuse(error, "frontier.py")
+    engine, config = job.engine, job.engine.model.config
+    context = len(job.prompts[0])
+    what = (
+        f"{args.model}, {config.n_params / 1e6:.1f} M parameters, {engine.dtype_name} on {engine.device.type}: "
+        f"{args.batch_size} x {context:,} tokens, gamma {args.gamma}, "
+        f"{f'temperature {args.temperature:g}' if args.temperature else 'greedy'}"
+    )
+    print(what)
+    for label, reason in job.skipped.items():
+        print(f"skipped {label}: {reason}")
+    if engine.compiled:
+        print("each point is compiled first, which takes some seconds ...", file=sys.stderr, flush=True)
+    print(HEAD, flush=True)
+    results = measure(job, args.gamma, args.draft_model, args.pairs)
+    if not results:
+        refuse(ValueError("no policy could be measured; the reasons are above"), "frontier.py")
+    if not engine.compiled:
+        print("not compiled: acceptance and tokens a round hold, the speeds mean little")
+    if args.json:
+        document = {
+            "settings": {
+                "model": args.model, "text": str(args.text or "bundled document"), "context": context,
+                "batch_size": args.batch_size, "gamma": args.gamma, "new_tokens": args.new_tokens, "pairs": args.pairs,
+                "temperature": args.temperature, "seed": args.seed, "draft_model": args.draft_model,
+                "dtype": engine.dtype_name, "compiled": engine.compiled,
+            },
+            "environment": environment(engine),
+            "transformer": asdict(config),
+            "results": results,
+            "skipped": job.skipped,
+        }  # fmt: skip
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        draw(results, args.budgets, what, args.plot)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

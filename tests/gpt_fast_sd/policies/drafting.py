@@ -1,0 +1,235 @@
+"""What the tests of draft policies share: engines that draft, plain text to compare with, and tests of losslessness.
+
+Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.compiling import can_compile
+from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
+from gpt_fast_sd.policies import Draft, Reader
+from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.requests import Completion
+from gpt_fast_sd.sampling import probabilities
+from tests.helpers import chi_square, random_ids, table_of, tiny_config, tiny_model, whole_text_logits
+
+LENGTHS = [1, 2, 300, 3, 256, 257, 24, 5]  # more prompts than slots; around the edges of chunks
+PROMPTS = [random_ids(n, seed=n) for n in LENGTHS]
+N_TOKENS = 16
+EOS_IDS = (31, 70, 79, 149, 186)  # five of the prompts come upon one of these, after 6 to 15 tokens
+
+TOY = tiny_config(vocab_size=5, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
+TOY_PROMPT = random_ids(40, vocab_size=5)
+N_JOINT = 3  # tokens whose joint distribution is tested
+
+
+def drafting(
+    policy: str, *, model: Transformer | None = None, draft_model: Transformer | None = None,
+    engine: dict[str, Any] | None = None, **draft: Any,
+) -> Engine:  # fmt: skip
+    """An eager engine of 4 slots around the tiny model, with that policy."""
+    if draft_model is not None:
+        draft["draft_model"] = "given"
+    wanted: dict[str, Any] = {"batch_size": 4, "max_seq_len": 640, "device": "cpu", "compile": False} | (engine or {})
+    config = DraftConfig(policy=policy, **draft)
+    return Engine(model or tiny_model(), None, EngineConfig(**wanted), config, draft_model)
+
+
+def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+@functools.cache
+def plain_tokens(config: ModelConfig) -> list[list[int]]:
+    """What plain decoding makes of PROMPTS with the tiny model of that config."""
+    one = drafting("off", model=tiny_model(config))
+    return tokens_of(one.generate(PROMPTS, SamplingParams(max_tokens=N_TOKENS), speculate=False))
+
+
+def changes_no_greedy_token(
+    policy: str, *, gammas: Sequence[int] = (1, 2, 3, 4, 5, 6), config: ModelConfig | None = None, **draft: Any
+) -> bool:
+    """Whether PROMPTS, queueing for 4 slots and ending at EOS, get the tokens of plain decoding with every gamma."""
+    config = config or tiny_config(eos_ids=EOS_IDS)
+    expected = plain_tokens(config)
+    assert config.eos_ids == () or len({len(tokens) for tokens in expected}) > 3
+    for gamma in gammas:
+        one = drafting(policy, model=tiny_model(config), gamma=gamma, **draft)
+        got = tokens_of(one.generate(PROMPTS, SamplingParams(max_tokens=N_TOKENS)))
+        if got != expected or max(one.stats.rounds_by_gamma) != gamma:
+            return False
+    return True
+
+
+def drafting_now_and_then(one: Engine, gammas: Sequence[int]) -> None:
+    """Let rounds take these gammas in turn; 0 is a round without a draft."""
+    turns = itertools.cycle(gammas)
+    one.planner.choose = lambda n_keys: next(turns)  # type: ignore[method-assign]
+
+
+def compiles_once(policy: str, *, n_graphs: int, **draft: Any) -> None:
+    """Check that the policy's steps are compiled when the engine warms up, never again, and draft as the eager ones."""
+    with warnings.catch_warnings(record=True):
+        if not can_compile(torch.device("cpu")):
+            pytest.skip("there is no C++ compiler")
+    wanted = {"batch_size": 2, "max_seq_len": 1300}
+    compiled, eager = (
+        drafting(policy, engine=wanted | {"compile": compile}, gamma=4, **draft) for compile in (True, False)
+    )
+    prompts = [random_ids(n, seed=n) for n in (1, 3, 255, 258, 600, 1240)]
+    params = [SamplingParams(max_tokens=n) for n in (30, 2, 12, 5, 7, 60)]
+    for one in (compiled, eager):
+        drafting_now_and_then(one, [4, 3, 0, 4, 1, 2])
+    compiled.warm_up()
+    assert compiled.policy is not None and compiled.policy.graphs == n_graphs
+    got = tokens_of(compiled.generate(prompts, params))
+    assert compiled.stats.recompiles == 0
+    assert sorted(compiled.stats.rounds_by_gamma) == [0, 1, 2, 3, 4]
+    assert got == tokens_of(eager.generate(prompts, params))
+    assert compiled.stats.drafted_by_position == eager.stats.drafted_by_position
+    assert compiled.stats.accepted_by_position == eager.stats.accepted_by_position
+    compiled.generate(prompts, [SamplingParams(max_tokens=5, temperature=0.5 * i, seed=i) for i in range(len(prompts))])
+    compiled.generate(prompts, params, speculate=False)
+    compiled.generate(prompts, params)
+    assert compiled.stats.recompiles == 0 and compiled.policy.graphs == n_graphs
+
+
+def nearly(model: Transformer, *, by: float, seed: int = 1) -> Transformer:
+    """A tiny model of the same shape with each weight moved by about `by` of its size: it drafts well."""
+    other = tiny_model(model.config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            noise = torch.randn(theirs.shape, generator=generator)
+            mine.copy_(theirs + by * theirs.std() * noise if theirs.dim() > 1 else theirs)
+    return other
+
+
+def prefilled(reader: Reader, text: Sequence[int]) -> list[Tensor]:
+    """Keys and values of a text, prefilled into a cache of its own: 2 * L of [K, T, H]."""
+    cache = KVCache(reader.model.config, 1, reader.cache.max_seq_len, dtype=torch.float32, device=reader.device)
+    Prefill(Reader(reader.model, cache, compiled=False)).fill(0, text)
+    return [x[0, :, : len(text)] for x in (*cache.k, *cache.v)]
+
+
+def holds_what_a_prefill_gives(one: Engine, reader: Reader, prompts: Sequence[Sequence[int]], unfed: int) -> list[int]:
+    """Decode prompts; after every round the draft cache of each live row must hold what a prefill of its text would.
+
+    unfed: tokens at the end of the text that need not be there. Returns how many drafts the rounds accepted.
+    """
+    accepted = []
+    for event in one.stream(prompts, SamplingParams(max_tokens=40)):
+        accepted.append(event.accepted)
+        slot, request = next(((s, r) for s, r in enumerate(one._slots) if r and r.index == event.index), (0, None))
+        if request is None:
+            continue
+        text = [*request.prompt, *request.tokens]
+        n = len(text) - unfed
+        for got, expected in zip(entries(reader.cache, slot, n), prefilled(reader, text[:n]), strict=True):
+            # fp32, the same sums in another order
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    return accepted
+
+
+def entries(cache: KVCache, slot: int, n: int) -> list[Tensor]:
+    """The first n keys and values of a slot: 2 * L of [K, n, H]."""
+    return [x[slot, :, :n] for x in (*cache.k, *cache.v)]
+
+
+# ---- losslessness --------------------------------------------------------------------------------------------------
+
+
+def exact_joint(model: Transformer, prompt: Sequence[int], params: SamplingParams) -> Tensor:
+    """The exact distribution of the N_JOINT tokens that follow prompt: fp64 [V] * N_JOINT, flat."""
+    vocab = model.config.vocab_size
+    joint = torch.ones(1, dtype=torch.float64)
+    for n in range(N_JOINT):
+        texts = torch.cartesian_prod(*[torch.arange(vocab)] * n).view(-1, n).tolist() if n else [[]]
+        logits = torch.stack([whole_text_logits(model, [*prompt, *text])[-1] for text in texts])  # [V ** n, V]
+        p = probabilities(logits, table_of([params] * len(texts), vocab))
+        joint = (joint[:, None] * p.double()).flatten()
+    return joint
+
+
+@torch.inference_mode()
+def first_tokens(
+    one: Engine, gamma: int, params: SamplingParams, repeats: int, plant: Callable[[Engine, Draft], Draft] | None = None
+) -> Tensor:
+    """The first N_JOINT tokens that rounds of gamma emit after TOY_PROMPT, of B * repeats seeds: int64 [_, N_JOINT].
+
+    The rounds are the engine's own steps; only that all slots begin again, with new seeds, is done here.
+    plant: what to do to each draft before it is judged.
+    """
+    rows, policy, n_slots, start = one.rows, one.policy, one.config.batch_size, len(TOY_PROMPT) - 1
+    assert policy is not None
+    one.warm_up()
+    one._prefill.fill(0, TOY_PROMPT[:-1])
+    for slot in range(n_slots):
+        rows.put(slot, TOY_PROMPT, params, slot)
+    policy.admit(0, TOY_PROMPT)
+    levels: list[Any] = [policy, getattr(policy, "cheap", None)]
+    caches = [one.cache, *[level.reader.cache for level in levels if hasattr(level, "reader")]]
+    for buffer in (buffer for cache in caches for buffer in (*cache.k, *cache.v)):
+        buffer[1:] = buffer[:1]  # all slots hold the prompt
+    views = [level.view for level in levels if hasattr(level, "view")]
+    tails = [view.tail_start.clone() for view in views]
+    emitted = []
+    for repeat in range(repeats):
+        rows.table.seed.copy_(torch.arange(n_slots) + repeat * n_slots)
+        for state, value in ((rows.seq_len, start), (rows.pending, TOY_PROMPT[-1]), (rows.remaining, 100)):
+            state.fill_(value)
+        for view, tail in zip(views, tails, strict=True):
+            view.tail_start.copy_(tail)
+        while int(rows.seq_len.min()) < start + N_JOINT:
+            rows.look(dict(enumerate(rows.seq_len.tolist())), [params])
+            draft = policy.propose(rows, gamma)
+            draft = plant(one, draft) if plant else draft
+            logits, mass = one._feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
+            rows.commit(draft.tokens, draft.count, one._judge(logits, draft, draft.count))
+            policy.observe(rows, mass)
+        emitted.append(rows.history[:, start + 1 : start + 1 + N_JOINT].clone())
+    return torch.cat(emitted)
+
+
+def misfit(
+    one: Engine, gamma: int, params: SamplingParams, plant: Callable[[Engine, Draft], Draft] | None = None
+) -> float:
+    """How far the emitted tokens are from the target's exact distribution: above 1 is no chance, see chi_square."""
+    vocab = one.model.config.vocab_size
+    tokens = first_tokens(one, gamma, params, 4096 // one.config.batch_size, plant)
+    cell = (tokens * vocab ** torch.arange(N_JOINT - 1, -1, -1)).sum(1)
+    counts = torch.bincount(cell, minlength=vocab**N_JOINT)
+    return chi_square(counts, exact_joint(one.model, TOY_PROMPT, params) * len(tokens))
+
+
+def toy_engine(policy: str, *, n_layers: int = 1, **draft: Any) -> Engine:
+    """512 slots of a toy target over 5 tokens; where a view of it drafts, it sees 9 entries of the prompt's 40."""
+    model, wanted = tiny_model(replace(TOY, n_layers=n_layers)), {"batch_size": 512, "max_seq_len": 64}
+    return drafting(policy, model=model, engine=wanted, budget=9, n_sink=1, gamma=4, **draft)
+
+
+# Bugs that a test of losslessness must find.
+
+
+def told_the_targets_own(one: Engine, draft: Draft) -> Draft:
+    """q is what the target thinks, not what the tokens were drawn from: nothing is ever rejected."""
+    gamma = draft.tokens.shape[1]
+    logits, _ = one._feed(torch.cat([one.rows.pending[:, None], draft.tokens], 1), one.rows.n_keys + gamma)
+    return Draft(draft.tokens, one.rows.probabilities(logits)[:, :gamma], draft.count, draft.proposer)
+
+
+def choosing_what_to_show(one: Engine, draft: Draft) -> Draft:
+    """A draft is withheld because of what it is."""
+    return Draft(draft.tokens, draft.q, draft.count * (draft.tokens[:, 0] % 2), draft.proposer)

@@ -1,0 +1,234 @@
+"""Three levels: what the middle one emits follows its own distribution, so what the target emits follows the target's.
+
+Shapes: B slots, V vocabulary, gamma tokens drafted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, SamplingParams
+from gpt_fast_sd.policies import Draft
+from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, HierarchyDraft, n_middle_steps
+from gpt_fast_sd.policies.standalone import StandaloneDraft
+from gpt_fast_sd.rows import Rows
+from tests.gpt_fast_sd.policies.drafting import (
+    PROMPTS,
+    TOY,
+    changes_no_greedy_token,
+    choosing_what_to_show,
+    compiles_once,
+    drafting,
+    holds_what_a_prefill_gives,
+    misfit,
+    nearly,
+    tokens_of,
+    told_the_targets_own,
+    toy_engine,
+)
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+ALIKE: dict[str, Any] = {"cheap": "standalone", "draft_model": nearly(tiny_model(), by=0.05)}
+CHEAPS: dict[str, dict[str, Any]] = {"lookup": {}, "standalone": ALIKE}
+SAMPLED = SamplingParams(temperature=1.0)
+
+
+def toy(cheap: str) -> Engine:
+    """The toy engine with a hierarchy over that policy."""
+    near = {"cheap": "standalone", "draft_model": nearly(tiny_model(TOY), by=0.3)}
+    return toy_engine("hierarchy", **(near if cheap == "standalone" else {}))
+
+
+def middle(one: Engine) -> HierarchyDraft:
+    assert isinstance(one.policy, HierarchyDraft)
+    return one.policy
+
+
+@pytest.mark.parametrize("cheap", CHEAPS)
+def test_it_changes_no_greedy_token(cheap: str) -> None:
+    assert changes_no_greedy_token("hierarchy", view="streaming", budget=32, **CHEAPS[cheap])
+
+
+@pytest.mark.parametrize("view", ["snapkv", "quest", "guided"])
+def test_no_view_of_the_middle_level_changes_a_greedy_token(view: str) -> None:
+    assert changes_no_greedy_token("hierarchy", gammas=[5], view=view, budget=64, **ALIKE)
+
+
+@pytest.mark.parametrize("cheap", CHEAPS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_all_drafts_of_a_middle_level_that_sees_everything_are_accepted(cheap: str, temperature: float) -> None:
+    one = drafting("hierarchy", view="full", gamma=6, **CHEAPS[cheap])
+    params = SamplingParams(max_tokens=30, temperature=temperature, seed=1)
+    one.generate([*PROMPTS, random_ids(505)], params)  # the last one crosses the end of what is in view
+    accepted = one.stats.acceptance_rate
+    # p and q come from steps of different width: where they differ by a rounding, one draft of many may fail
+    assert accepted == 1.0 if temperature == 0 else accepted > 0.99
+    assert one.stats.drafted > 100
+
+
+# ---- losslessness --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cheap", CHEAPS)
+def test_sampled_tokens_follow_the_target_exactly(cheap: str) -> None:
+    assert misfit(toy(cheap), 4, SAMPLED) < 1
+
+
+def test_filtered_tokens_follow_the_target_exactly() -> None:
+    assert misfit(toy("lookup"), 5, SamplingParams(temperature=1.3, top_p=0.8)) < 1
+
+
+def told_the_cheap_ones(one: Engine, draft: Draft) -> Draft:
+    """q is what the cheap level drew from: right for no token, as the middle level had its say about each."""
+    policy, rows = middle(one), one.rows
+    drawn = policy.cheap.propose(rows, CHEAP_GAMMA)
+    assert draft.q is not None and drawn.q is not None
+    return Draft(draft.tokens, torch.cat([drawn.q, draft.q[:, CHEAP_GAMMA:]], 1), draft.count, draft.proposer)
+
+
+@pytest.mark.parametrize(
+    ("cheap", "plant"),
+    [
+        ("lookup", told_the_targets_own),
+        ("lookup", choosing_what_to_show),
+        ("standalone", told_the_targets_own),
+        ("standalone", told_the_cheap_ones),
+    ],
+)
+def test_a_wrong_q_or_a_count_that_hangs_on_the_draft_would_be_found(cheap: str, plant: Any) -> None:
+    assert misfit(toy(cheap), 4, SAMPLED, plant) > 1
+
+
+# ---- the draft -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (2, 1), (3, 2), (4, 2), (6, 3), (8, 4)])
+def test_a_draft_takes_half_as_many_middle_steps_as_tokens(gamma: int, steps: int) -> None:
+    assert n_middle_steps(gamma) == steps
+
+
+def scripted(one: Engine, n_right: list[list[int]], text: list[list[int]]) -> None:
+    """Let the cheap level propose, step by step and for each row, n_right tokens that the middle level will keep."""
+    calls = iter(n_right)
+    start = one.cache.seq_len.clone()
+
+    def propose(rows: Rows, gamma: int) -> Draft:
+        tokens = torch.zeros(len(text), gamma, dtype=torch.int64)
+        for row, n in enumerate(next(calls)):
+            place = int(rows.seq_len[row] - start[row])  # tokens drafted so far
+            assert rows.history[row, : int(rows.seq_len[row]) + 1].tolist()[-1 - place :] == text[row][: place + 1]
+            assert int(rows.pending[row]) == text[row][place]
+            right = text[row][place + 1 : place + 1 + gamma]
+            tokens[row] = torch.tensor([t if i < n else (t + 1) % 258 for i, t in enumerate(right)])
+        return Draft(tokens, None, torch.full((len(text),), gamma))
+
+    middle(one).cheap.propose = propose  # type: ignore[method-assign]
+
+
+@torch.inference_mode()
+def test_each_row_advances_by_what_the_middle_level_kept() -> None:
+    """Draft, count and proposer, where rows keep 0 to CHEAP_GAMMA cheap drafts a step and some are full early."""
+    plain = drafting("off").generate(PROMPTS[:4], SamplingParams(max_tokens=20))
+    text = [[prompt[-1], *completion.tokens] for prompt, completion in zip(PROMPTS, plain, strict=False)]
+    one = drafting("hierarchy", view="full", gamma=6)
+    rounds = one.stream(PROMPTS[:4], SamplingParams(max_tokens=20))
+    next(rounds)  # all slots are live, a round was committed
+    for slot, prompt in enumerate(PROMPTS[:4]):
+        n = int(one.cache.seq_len[slot]) - len(prompt) + 1
+        text[slot] = text[slot][n:]
+    one.rows.look(dict(enumerate(one.cache.seq_len.tolist())), [SamplingParams()] * 4)
+    scripted(one, [[0, 1, 3, 2], [0, 1, 3, 3], [0, 1, 0, 0]], text)
+    draft = middle(one).propose(one.rows, 6)
+    assert draft.q is None and draft.proposer is not None
+    assert draft.count.tolist() == [3, 6, 6, 6]
+    assert [draft.tokens[row, :n].tolist() for row, n in enumerate((3, 6, 6, 6))] == [
+        text[row][1 : n + 1] for row, n in enumerate((3, 6, 6, 6))
+    ]
+    assert draft.proposer[0, :3].tolist() == [1, 1, 1]
+    assert draft.proposer[1].tolist() == [0, 1, 0, 1, 0, 1]
+    assert draft.proposer[2].tolist() == [0, 0, 0, 1, 0, 0]
+    assert draft.proposer[3].tolist() == [0, 0, 1, 0, 0, 0]
+
+
+def test_events_say_which_level_proposed_a_token() -> None:
+    one = drafting("hierarchy", view="quest", budget=64, gamma=4, **ALIKE)
+    events = list(one.stream(PROMPTS, SamplingParams(max_tokens=20)))
+    assert middle(one).proposers == ("standalone", "quest")
+    assert {source for event in events for source in event.sources} == {"standalone", "quest", "target"}
+    assert all(event.sources[-1] == "target" for event in events if not event.completion)
+
+
+def test_what_is_committed_is_never_the_scratch_of_a_draft() -> None:
+    one = drafting("hierarchy", view="streaming", budget=32, gamma=6)
+    for _ in one.stream(PROMPTS, SamplingParams(max_tokens=20)):
+        for slot, request in enumerate(one._slots):
+            if request is not None:
+                text = [*request.prompt, *request.tokens]
+                assert int(one.cache.seq_len[slot]) == len(text) - 1
+                assert one.rows.history[slot, : len(text)].tolist() == text
+                assert int(one.rows.pending[slot]) == text[-1]
+    assert 0 < one.stats.acceptance_rate < 1
+
+
+def test_a_standalone_cheap_level_keeps_its_cache_whatever_both_judges_keep() -> None:
+    """All cheap drafts kept, then all drafts: the cheap level has fed neither its last one nor the middle level's own.
+
+    Its model has one layer, whose keys hang on the tokens alone, so that its sparse view changes none of them.
+    """
+    target = tiny_model(tiny_config(n_layers=1))
+    one = drafting("hierarchy", model=target, view="streaming", budget=24, gamma=4, cheap="standalone",
+                   draft_model=nearly(target, by=0.02))  # fmt: skip
+    cheap: Any = middle(one).cheap
+    assert isinstance(cheap, StandaloneDraft)
+    accepted = holds_what_a_prefill_gives(one, cheap.reader, PROMPTS, unfed=3)
+    assert set(accepted) == {0, 1, 2, 3, 4}
+
+
+def test_a_seed_gives_the_same_tokens_again() -> None:
+    for cheap in CHEAPS.values():
+        one = drafting("hierarchy", view="streaming", budget=16, gamma=4, **cheap)
+        params = [SamplingParams(max_tokens=20, temperature=0.8, seed=i) for i in range(len(PROMPTS))]
+        first = tokens_of(one.generate(PROMPTS, params))
+        assert tokens_of(one.generate(PROMPTS, params)) == first
+
+
+def test_a_guided_middle_level_is_shown_the_mass_of_the_verification() -> None:
+    one = drafting("hierarchy", view="guided", budget=64, gamma=4)
+    policy: Any = middle(one)
+    assert policy.wants_mass
+    rounds = one.stream([random_ids(400)], SamplingParams(max_tokens=30))
+    next(rounds)
+    chosen = policy.view.slots[:, 0].clone()
+    assert (chosen >= 64).any()  # before the first verification it lists the first entries only
+    list(rounds)
+    assert not drafting("hierarchy", view="streaming", gamma=4).policy.wants_mass  # type: ignore[union-attr]
+
+
+def test_bytes_and_positions_are_those_of_the_middle_level_and_of_the_drafts_for_it() -> None:
+    lookup = drafting("hierarchy", view="streaming", budget=32, gamma=6)
+    lookup.rows.look({0: 400}, [SamplingParams()])
+    policy: Any = middle(lookup)
+    one_step = 4 * policy.view.entries_read(401) * lookup.cache.bytes_per_token
+    assert policy.kv_bytes(lookup.rows, 6) == 3 * one_step and policy.kv_bytes(lookup.rows, 1) == one_step
+    over = drafting("hierarchy", view="streaming", budget=32, gamma=6, **ALIKE)
+    over.rows.look({0: 400}, [SamplingParams()])
+    assert middle(over).kv_bytes(over.rows, 6) == 3 * one_step * (1 + CHEAP_GAMMA)  # same shape, same view
+    pos = torch.tensor([400, 0, 0, 0])
+    assert torch.equal(policy.positions_read(pos), policy.view.positions_read(pos))
+
+
+def test_a_budget_too_small_for_the_cheap_levels_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="budget must be at least 12 for streaming, got 5"):
+        DraftConfig(policy="hierarchy", view="full", budget=5, cheap="standalone", draft_model="somewhere")
+
+
+# ---- compiled ------------------------------------------------------------------------------------------------------
+
+
+def test_compiled_it_has_one_graph_a_step_and_the_eager_drafts() -> None:
+    """The middle step; of the cheap level the prefill, the three-token step and the one-token step."""
+    one_layer = tiny_model(tiny_config(n_layers=1))
+    compiles_once("hierarchy", n_graphs=4, budget=32, model=one_layer, **ALIKE | {"draft_model": one_layer})

@@ -1,0 +1,192 @@
+"""A standalone draft's cache holds what a prefill of the text would give, whatever was accepted, skipped or idle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.policies.standalone import StandaloneDraft
+from tests.gpt_fast_sd.policies.drafting import (
+    PROMPTS,
+    TOY,
+    changes_no_greedy_token,
+    compiles_once,
+    drafting,
+    drafting_now_and_then,
+    entries,
+    holds_what_a_prefill_gives,
+    misfit,
+    nearly,
+    prefilled,
+    tokens_of,
+    told_the_targets_own,
+    toy_engine,
+)
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+SMALLER = tiny_config(n_layers=1, dim=24, n_heads=3, n_kv_heads=3, ffn_dim=32)
+
+
+def standalone(draft_model: Transformer | None = None, **draft: Any) -> tuple[Engine, StandaloneDraft]:
+    """An engine whose draft model has the target's own weights unless another is given, and sees everything."""
+    one = drafting("standalone", draft_model=draft_model or tiny_model(), **{"view": "full", "gamma": 4} | draft)
+    assert isinstance(one.policy, StandaloneDraft)
+    return one, one.policy
+
+
+@pytest.mark.parametrize("view", ["full", "streaming", "snapkv", "quest"])
+def test_it_changes_no_greedy_token(view: str) -> None:
+    gammas = (1, 2, 3, 4, 5, 6) if view == "full" else (3,)
+    assert changes_no_greedy_token(
+        "standalone", gammas=gammas, view=view, budget=64, draft_model=nearly(tiny_model(), by=0.05)
+    )
+
+
+def test_a_draft_model_of_another_shape_changes_no_greedy_token() -> None:
+    assert changes_no_greedy_token("standalone", gammas=[1, 4], draft_model=tiny_model(SMALLER))
+
+
+def test_sampled_tokens_follow_the_target_exactly() -> None:
+    near = nearly(tiny_model(TOY), by=0.3)
+    assert misfit(toy_engine("standalone", draft_model=near), 4, SamplingParams(temperature=1.0)) < 1
+    params = SamplingParams(temperature=1.0)
+    assert misfit(toy_engine("standalone", draft_model=near), 4, params, told_the_targets_own) > 1
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+def test_all_drafts_of_the_targets_own_weights_are_accepted(gamma: int) -> None:
+    one, _ = standalone(gamma=gamma)
+    one.generate(PROMPTS, SamplingParams(max_tokens=13))
+    assert one.stats.acceptance_rate == 1.0 and one.stats.drafted > 40
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------
+
+
+def test_after_every_round_the_cache_holds_what_a_prefill_gives() -> None:
+    one, policy = standalone(nearly(tiny_model(), by=0.05))
+    accepted = holds_what_a_prefill_gives(one, policy.reader, PROMPTS, unfed=2)
+    assert set(accepted) == {0, 1, 2, 3, 4}  # every pattern occurred
+
+
+def test_one_committed_token_at_most_is_missing_after_a_round() -> None:
+    """The claim above is sharp: had all rounds fed their last draft, the second token of a step would be idle."""
+    one, policy = standalone()
+    with pytest.raises(AssertionError, match="not close"):
+        holds_what_a_prefill_gives(one, policy.reader, PROMPTS[:4], unfed=1)
+
+
+@pytest.mark.parametrize("pattern", [[4, 0], [0, 0, 0, 2, 0], [3, 3, 0], [0] * 290 + [4] * 5])
+def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
+    """290 of them take more than one chunk."""
+    one, policy = standalone()
+    drafting_now_and_then(one, pattern)
+    propose, rounds = policy.propose, 0
+
+    def checked(rows: Any, gamma: int) -> Any:
+        nonlocal rounds
+        rounds += 1
+        draft = propose(rows, gamma)
+        for slot, length in rows.lengths.items():
+            text = rows.history[slot, : length + 1].tolist()
+            for got, expected in zip(
+                entries(policy.reader.cache, slot, length + 1), prefilled(policy.reader, text), strict=True
+            ):
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # fp32, sums in another order
+        return draft
+
+    policy.propose = checked  # type: ignore[method-assign]
+    n = 310 if len(pattern) > 100 else 30
+    one.generate(PROMPTS[:2] if n > 100 else PROMPTS, SamplingParams(max_tokens=n))
+    assert rounds >= 3 and one.stats.rounds_by_gamma[0] > 2
+    assert one.stats.acceptance_rate == 1.0
+
+
+def test_calls_with_and_without_speculation_may_take_turns() -> None:
+    one, _ = standalone()
+    plain = tokens_of(drafting("off").generate(PROMPTS, SamplingParams(max_tokens=12)))
+    for speculate in (False, True, False, False, True, True):
+        assert tokens_of(one.generate(PROMPTS, SamplingParams(max_tokens=12), speculate=speculate)) == plain
+        assert one.stats.acceptance_rate == (1.0 if speculate else 0.0)
+
+
+def test_timing_its_steps_for_an_automatic_gamma_leaves_nothing_behind() -> None:
+    one, _ = standalone(gamma="auto")
+    one.warm_up()
+    drafting_now_and_then(one, [4])
+    one.generate(PROMPTS, SamplingParams(max_tokens=13))
+    assert one.stats.acceptance_rate == 1.0 and one.stats.drafted > 40
+
+
+@pytest.mark.parametrize("view", ["full", "streaming"])
+def test_a_prompt_held_by_an_idle_slot_is_there_unharmed_when_it_comes_again(view: str) -> None:
+    """Idle slots are fed too, and a two-token step begins inside the prompt: the bits must still be a prefill's."""
+    prompt, other = random_ids(300, seed=1), random_ids(40, seed=2)
+    one, policy = standalone(view=view, budget=16)
+    (fresh, expected), params = standalone(view=view, budget=16), SamplingParams(max_tokens=30)
+    for _ in range(2):
+        one.generate([prompt, other], params)
+        one.generate([other], params)  # the prompt's slot is idle
+        one.logits(other[:3])  # empties slot 0 of the target's cache
+        one.generate([other], params)
+    next(one.stream([prompt], params))
+    slot = next(i for i in range(4) if one.rows.history[i, :300].tolist() == prompt)
+    next(fresh.stream([prompt], params))
+    found, wanted = entries(policy.reader.cache, slot, 298), entries(expected.reader.cache, 0, 298)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_a_seed_gives_the_same_tokens_again_when_the_prompt_is_held_already() -> None:
+    one, _ = standalone(nearly(tiny_model(), by=0.1), view="streaming", budget=16)
+    params = [SamplingParams(max_tokens=20, temperature=0.8, seed=i) for i in range(len(PROMPTS))]
+    first = tokens_of(one.generate(PROMPTS, params))
+    assert 0.1 < one.stats.acceptance_rate < 0.9
+    for _ in range(2):
+        assert tokens_of(one.generate(PROMPTS, params)) == first
+    assert tokens_of(one.generate(PROMPTS[2:3], params[2:3])) == first[2:3]
+
+
+def test_both_caches_share_one_record_of_what_is_committed() -> None:
+    one, policy = standalone(tiny_model(SMALLER))
+    assert policy.reader.cache.seq_len is one.cache.seq_len
+    assert policy.reader.cache.capacity == one.cache.capacity and policy.reader.shape == (1, 4, 3)
+    assert policy.positions_read(one.cache.seq_len).shape == (1, 4, 3, one.cache.k[0].shape[2])
+
+
+@pytest.mark.slow
+def test_compiled_it_has_one_graph_a_step_and_the_eager_drafts() -> None:
+    """The prefill, the two-token step and the one-token step."""
+    compiles_once("standalone", n_graphs=3, view="full", draft_model=nearly(tiny_model(), by=0.05))
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vocab_size": 300}, "the draft model has a vocabulary of 300, the target of 258"),
+        ({"max_seq_len": 639}, "max_seq_len 640 is over the draft model's 639 positions"),
+        ({"sliding_window": 512}, "max_seq_len 640 is over the draft model's 512 positions"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        standalone(tiny_model(tiny_config(**changes)))
+
+
+def test_a_draft_model_with_just_enough_positions_is_taken() -> None:
+    one, _ = standalone(tiny_model(tiny_config(max_seq_len=640)))
+    one.generate([random_ids(630)], SamplingParams(max_tokens=10))
+    assert one.stats.acceptance_rate == 1.0
+
+
+def test_an_engine_without_the_draft_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a draft model"):
+        Engine(
+            tiny_model(), None, EngineConfig(max_seq_len=640), DraftConfig(policy="standalone", draft_model="somewhere")
+        )

@@ -1,0 +1,222 @@
+"""What every view of a cache promises: it reads what it says, within its budget, and loses nothing that fits.
+
+Shapes: B slots, S cache capacity, L layers, K kv heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.model import SPLIT
+from tests.gpt_fast_sd.policies.views_rig import MAX_LEN, N_ROWS, SPARSE, VIEWS, Rig
+from tests.helpers import random_ids, tiny_model
+
+BUDGET, PAGE, N_SINK = 100, 16, 4
+EDGES = [
+    0, 1, 2, N_SINK, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, BUDGET - 1, BUDGET, BUDGET + 1, BUDGET + 5,
+    SPLIT - 1, SPLIT, SPLIT + 1, 3 * BUDGET, 2 * SPLIT - 1, 2 * SPLIT, 7 * BUDGET, MAX_LEN - 30,
+]  # fmt: skip
+LENGTHS = [EDGES[i::5] for i in range(5)]  # rows of one batch differ much
+
+
+def clean_reads(rig: Rig) -> Tensor:
+    """What one step reads of the committed entries, as the view says it: bool [L, B, K, S]."""
+    return rig.reads() & rig.committed
+
+
+def poison(rig: Rig, spare: Tensor) -> None:
+    """Fill every committed entry but those of spare [L, B, K, S] with huge numbers."""
+    for buffers in (rig.cache.k, rig.cache.v):
+        for buffer, keep in zip(buffers, spare, strict=True):
+            buffer[rig.committed & ~keep] = 1e30
+
+
+def check_reads(rig: Rig, *, budget: int) -> None:
+    """The step reads no other committed entries than it says, no more than the budget, and its own position."""
+    logits = rig.step()
+    assert logits.isfinite().all()
+    reads = clean_reads(rig)
+    if rig.draft.policy != "full":
+        assert int(reads.sum(-1).max()) <= budget
+    own = rig.cache.seq_len[None, :, None, None].expand(*reads.shape[:3], 1)
+    assert rig.reads().gather(3, own).all()
+    assert not (rig.reads() & (torch.arange(reads.shape[-1]) > rig.cache.seq_len[:, None])[:, None]).any()
+    for row, length in enumerate(rig.cache.seq_len.tolist()):
+        if length <= budget or rig.draft.policy == "full":
+            assert reads[:, row, :, :length].all(), f"row of {length} tokens is not read whole"
+    if hasattr(rig.view, "slots"):
+        slots = rig.view.slots
+        assert (slots < rig.view.tail_start[:, None, None]).all()
+        assert (slots < torch.maximum(rig.cache.seq_len, torch.tensor(rig.view.first_tail))[:, None, None]).all()
+        named = torch.where(slots >= 0, slots, -1 - torch.arange(slots.shape[-1]))
+        assert (named.sort(-1).values.diff(dim=-1) > 0).all(), "an entry is listed twice"
+    kept = [x.clone() for x in (*rig.cache.k, *rig.cache.v)]
+    poison(rig, reads)
+    assert torch.equal(rig.step(), logits)
+    for buffer, before in zip((*rig.cache.k, *rig.cache.v), kept, strict=True):
+        buffer.copy_(before)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_step_reads_the_entries_that_positions_read_names_and_no_other(name: str, lengths: list[int]) -> None:
+    rig = Rig(name, lengths, budget=BUDGET)
+    for by in ([0] * 4, [1, 2, 3, 5], [4, 1, 5, 2], [5, 5, 5, 5], [2, 1, 1, 3]):
+        rig.grow(by, observed=by != [0] * 4)
+        rig.begin()
+        check_reads(rig, budget=BUDGET)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_each_entry_that_positions_read_names_is_read(name: str) -> None:
+    rig = Rig(name, [3, 90, 300, 700], budget=BUDGET)
+    rig.begin()
+    rig.grow([1, 2, 3, 4])
+    rig.begin()
+    logits, reads = rig.step(), clean_reads(rig)
+    named = reads[0].nonzero().tolist()  # of layer 0, whose queries nothing else changes
+    assert {row for row, _, _ in named} == {0, 1, 2, 3}
+    generator = torch.Generator().manual_seed(5)
+    for i in torch.randperm(len(named), generator=generator)[:60].tolist():
+        row, head, place = named[i]
+        before = rig.cache.v[0][row, head, place].clone()
+        rig.cache.v[0][row, head, place] = 1e15  # so that no weight is too small to show
+        changed = (rig.step() != logits).any(-1)
+        assert changed.tolist() == [other == row for other in range(N_ROWS)]
+        rig.cache.v[0][row, head, place] = before
+    assert torch.equal(rig.step(), logits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", SPARSE)
+def test_whatever_the_lengths_the_budget_and_how_rows_grow_the_view_keeps_its_promises(
+    name: str, data: st.DataObject
+) -> None:
+    page = data.draw(st.sampled_from([16, 32, 64, 128]), "page")
+    budget = data.draw(st.integers(max(64, 3 * page), 400), "budget")
+    refresh = data.draw(st.none() | st.integers(1, 100), "refresh")
+    sink = data.draw(st.integers(1, 40), "sink")
+    gamma = data.draw(st.integers(1, 16), "gamma")
+    lengths = data.draw(st.lists(st.integers(0, 700), min_size=N_ROWS, max_size=N_ROWS), "lengths")
+    rig = Rig(name, lengths, budget=budget, page=page, refresh=refresh, n_sink=sink, gamma=gamma)
+    if data.draw(st.booleans(), "drafted at once"):
+        rig.begin()
+    for _ in range(data.draw(st.integers(1, 4), "rounds")):
+        drafted = data.draw(st.booleans(), "drafted")
+        grown = (
+            st.integers(1, gamma + 1) if drafted else st.integers(1, 90)
+        )  # rounds without drafts, any number of them
+        rig.grow(data.draw(st.lists(grown, min_size=N_ROWS, max_size=N_ROWS), "by"), observed=drafted)
+        rig.begin()
+    check_reads(rig, budget=budget)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_slot_that_is_vacated_and_filled_again_reads_what_a_new_one_reads(name: str) -> None:
+    used = Rig(name, [700, 40, 300, 800], budget=BUDGET)
+    for by in ([1, 2, 3, 4], [30, 70, 2, 3]):
+        used.grow(by)
+        used.begin()
+        used.step()
+    for slot in (0, 2):
+        used.policy.vacate(slot)
+        del used.lengths[slot]
+    used.cache.seq_len[2] = 3
+    for by in ([2, 1], [1, 3]):  # they idle for some rounds
+        used.grow(by)
+        used.begin()
+        used.step()
+    fresh = Rig(name, [10, used.lengths[1], 500, used.lengths[3]], budget=BUDGET)
+    for slot in (0, 2):
+        used.admit(slot, fresh.lengths[slot])
+    used.begin()
+    fresh.begin()
+    assert torch.equal(used.step()[[0, 2]], fresh.step()[[0, 2]])
+    assert torch.equal(used.reads()[:, [0, 2]], fresh.reads()[:, [0, 2]])
+    for rig in (used, fresh):  # selections that come later
+        rig.lengths = {slot: rig.lengths[slot] for slot in range(4)}
+        for _ in range(3):
+            rig.grow([2, 2, 3, 2])
+            rig.begin()
+    assert torch.equal(used.step()[[0, 2]], fresh.step()[[0, 2]])
+    assert torch.equal(used.reads()[:, [0, 2]], fresh.reads()[:, [0, 2]])
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_entries_read_counts_what_a_step_may_read_at_most(name: str) -> None:
+    rig = Rig(name, [900] * 4, budget=BUDGET)
+    rig.begin()
+    rig.step()
+    room = rig.draft.max_gamma + 2
+    also = {
+        "quest": 1024 // PAGE,  # a page's largest and smallest keys are as large as one entry
+        "snapkv": 901 // 18,  # each 18 tokens (half of the budget less the window) are selected for in a pass over all
+    }
+    assert rig.view.entries_read(901) == BUDGET + room + also.get(name, 0)
+    assert rig.view.entries_read(90) <= BUDGET + room + 512 // PAGE  # two splits are in view at least
+    assert int(clean_reads(rig).sum(-1).max()) <= BUDGET
+
+
+# ---- in the engine -------------------------------------------------------------------------------------------------
+
+
+def engine(name: str, **draft: Any) -> Engine:
+    config = EngineConfig(batch_size=4, max_seq_len=900, device="cpu", dtype="fp32", compile=False)
+    return Engine(tiny_model(), None, config, DraftConfig(policy=name, **draft))
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    return [random_ids(n, seed=n) for n in lengths]
+
+
+SWEEP = prompts([1, 2, 31, 33, SPLIT - 1, SPLIT + 2, 400, 2 * SPLIT, 2 * SPLIT + 1, 3 * SPLIT])
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_draft_is_accepted_where_the_budget_holds_the_context(name: str, gamma: int) -> None:
+    one = engine(name, gamma=gamma, budget=3 * SPLIT + 24)
+    completions = one.generate(SWEEP, SamplingParams(max_tokens=24))
+    assert one.stats.acceptance_rate == 1.0
+    assert [c.stats.emitted for c in completions] == [24] * len(SWEEP)
+    assert len({token for c in completions for token in c.tokens}) > 40  # the model is not stuck on a token
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_rounds_without_drafts_in_between_lose_nothing_that_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine(name, gamma=3, budget=500)
+    tiers = itertools.cycle([*[0] * 70, 3, 3, *[0] * 5, 3, 0, 3, *[0] * 17])
+    monkeypatch.setattr(one.planner, "choose", lambda *_: next(tiers))
+    one.generate(prompts([1, 20, 120, 300]), SamplingParams(max_tokens=200))
+    assert one.stats.drafted > 60 and one.stats.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_small_budget_changes_no_token(name: str) -> None:
+    one = engine(name, gamma=4, budget=64)
+    params = [SamplingParams(max_tokens=20 + 5 * i) for i in range(len(SWEEP))]
+    got = one.generate(SWEEP, params)
+    assert 0.0 < one.stats.acceptance_rate < 1.0
+    plain = one.generate(SWEEP, params, speculate=False)
+    assert [c.tokens for c in got] == [c.tokens for c in plain]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_drafts_do_not_hang_on_who_used_the_slot_before(name: str) -> None:
+    params = SamplingParams(max_tokens=40)
+    used = engine(name, gamma=3, budget=64)
+    many = used.generate([*SWEEP, *SWEEP[::-1]], params)
+    for prompt, *completions in zip(SWEEP, many[: len(SWEEP)], many[len(SWEEP) :][::-1], strict=True):
+        alone = engine(name, gamma=3, budget=64).generate([prompt], params)[0]
+        for completion in completions:
+            assert completion.stats.accepted_by_position == alone.stats.accepted_by_position

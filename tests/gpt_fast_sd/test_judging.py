@@ -1,0 +1,448 @@
+"""Verdicts against slow references in whole numbers, then text: whatever is drafted, it follows the target's own law.
+
+Shapes: B batch rows, gamma drafts a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpt_fast_sd import SamplingParams
+from gpt_fast_sd.judging import Verdict, verify_greedy, verify_sampled
+from gpt_fast_sd.sampling import (
+    ACCEPT_STREAM,
+    DRAFT_STREAM,
+    TARGET_STREAM,
+    SamplingTable,
+    draw,
+    probabilities,
+    uniform,
+)
+from tests.helpers import chi_square, table_of
+
+BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives
+Judge = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Verdict]
+
+# ---- one verdict ---------------------------------------------------------------------------------------------------
+
+
+def best_of(logits: Sequence[float]) -> int:
+    """The lowest id of the likeliest."""
+    return min(range(len(logits)), key=lambda x: (-logits[x], x))
+
+
+def slow_greedy(logits: Sequence[Sequence[float]], drafted: Sequence[int], cap: int) -> tuple[int, int]:
+    """One row: the number of accepted drafts, and the token after them."""
+    n = 0
+    while n < cap and drafted[n] == best_of(logits[n]):
+        n += 1
+    return n, best_of(logits[n])
+
+
+def slow_draw(weights: Sequence[Fraction], u: Fraction) -> int:
+    """Walk along a line of length sum(weights) until the share u of it lies behind."""
+    walked, target = Fraction(0), u * sum(weights)
+    for token, weight in enumerate(weights):
+        walked += weight
+        if walked > target:
+            return token
+    raise AssertionError("u is 1 or more, or all weights are 0")
+
+
+def slow_sampled(
+    p: Sequence[Sequence[float]],
+    q: Sequence[Sequence[float]],
+    drafted: Sequence[int],
+    cap: int,
+    accept_u: Sequence[float],
+    next_u: Sequence[float],
+) -> tuple[int, int]:
+    """One row, as Leviathan et al. write it (their algorithm 1), in fractions."""
+    target, draft = ([[Fraction(x) for x in row] for row in rows] for rows in (p, q))
+    for i, x in enumerate(drafted[:cap]):
+        ratio = target[i][x] / draft[i][x] if draft[i][x] else Fraction(target[i][x] > 0)
+        if Fraction(accept_u[i]) >= min(ratio, Fraction(1)):
+            residual = [max(a - b, Fraction(0)) for a, b in zip(target[i], draft[i], strict=True)]
+            return i, slow_draw(residual if any(residual) else target[i], Fraction(next_u[i]))
+    return cap, slow_draw(target[cap], Fraction(next_u[cap]))
+
+
+def sixteenths(rng: np.random.Generator, *shape: int) -> Tensor:
+    """Distributions in sixteenths, many of them 0: fp32 computes with them exactly, and p(x) = u q(x) does happen."""
+    weights = rng.dirichlet([0.5] * shape[-1], size=shape[:-1])
+    return torch.from_numpy(rng.multinomial(16, weights)).float() / 16
+
+
+def judged(verdict: Verdict) -> list[tuple[int, int]]:
+    assert verdict.n_accepted.dtype == verdict.next_token.dtype == torch.int64
+    return list(zip(verdict.n_accepted.tolist(), verdict.next_token.tolist(), strict=True))
+
+
+SIZES = {
+    "n_rows": st.integers(1, 6),
+    "gamma": st.integers(0, 5),
+    "vocab_size": st.integers(1, 7),
+    "seed": st.integers(0, 2**32 - 1),
+}
+
+
+@settings(deadline=None, max_examples=80)
+@given(**SIZES)
+def test_greedy_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: int, vocab_size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.integers(0, 4, (n_rows, gamma + 1, vocab_size))).float()  # many are equal
+    guesses = rng.integers(0, vocab_size, (n_rows, gamma))
+    right = logits[:, :gamma].argmax(-1).numpy()
+    drafted = torch.from_numpy(np.where(rng.random((n_rows, gamma)) < 0.7, right, guesses))
+    cap = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
+    rows = zip(logits.tolist(), drafted.tolist(), cap.tolist(), strict=True)
+    assert judged(verify_greedy(logits, drafted, cap)) == [slow_greedy(*row) for row in rows]
+
+
+@settings(deadline=None, max_examples=80)
+@given(**SIZES)
+def test_sampled_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: int, vocab_size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    p, q = sixteenths(rng, n_rows, gamma + 1, vocab_size), sixteenths(rng, n_rows, gamma, vocab_size)
+    same = torch.from_numpy(rng.random((n_rows, gamma, 1)) < 0.3)
+    q = torch.where(same, p[:, :gamma], q)
+    drafted = torch.from_numpy(rng.integers(0, vocab_size, (n_rows, gamma)))  # q(x) = 0 as well
+    cap = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
+    accept_u = torch.from_numpy(rng.integers(0, 16, (n_rows, gamma))).float() / 16
+    next_u = torch.from_numpy(rng.integers(0, 16, (n_rows, gamma + 1))).float() / 16
+    arguments = (p, q, drafted, cap, accept_u, next_u)
+    rows = zip(*(x.tolist() for x in arguments), strict=True)
+    assert judged(verify_sampled(*arguments)) == [slow_sampled(*row) for row in rows]
+
+
+@settings(deadline=None, max_examples=40)
+@given(**SIZES)
+def test_drafts_are_accepted_up_to_the_first_bad_one(n_rows: int, gamma: int, vocab_size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    vocab_size += 1  # a bad draft needs a second token
+    logits = torch.from_numpy(rng.normal(size=(n_rows, gamma + 1, vocab_size))).float()
+    cap = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
+    best = logits.argmax(-1)  # [B, gamma + 1]
+    p = probabilities(logits, table_of([SamplingParams()] * n_rows, vocab_size))
+    q = torch.full((n_rows, gamma, vocab_size), 1 / vocab_size)
+    accept_u, next_u = (torch.from_numpy(rng.random((n_rows, n), np.float32)) for n in (gamma, gamma + 1))
+    for n_good in (0, gamma, int(rng.integers(0, gamma + 1))):  # never, always, sometimes
+        drafted = torch.where(torch.arange(gamma) < n_good, best[:, :gamma], (best[:, :gamma] + 1) % vocab_size)
+        expected = [(min(n_good, c), best[b, min(n_good, c)].item()) for b, c in enumerate(cap.tolist())]
+        assert judged(verify_greedy(logits, drafted, cap)) == expected
+        assert judged(verify_sampled(p, q, drafted, cap, accept_u, next_u)) == expected
+
+
+def test_of_equal_logits_only_the_lowest_id_is_accepted() -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0, 2.0]).expand(2, 3, 4)
+    verdict = verify_greedy(logits, torch.tensor([[1, 3], [3, 1]]), torch.tensor([2, 2]))
+    assert judged(verdict) == [(1, 1), (0, 1)]
+
+
+def random_round(n_rows: int, gamma: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The six arguments of verify_sampled, with distributions that share some mass, and drafts ~ q."""
+    logits = torch.randn(n_rows, gamma + 1, vocab_size)
+    p, q = logits.softmax(-1), (logits + 0.7 * torch.randn_like(logits))[:, :gamma].softmax(-1)
+    drafted = draw(q.flatten(0, 1), torch.rand(n_rows * gamma)).view(n_rows, gamma)
+    cap = torch.randint(gamma + 1, (n_rows,))
+    return p, q, drafted, cap, torch.rand(n_rows, gamma), torch.rand(n_rows, gamma + 1)
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_a_cap_is_the_same_as_so_many_drafts(gamma: int) -> None:
+    n_rows = 200
+    p, q, drafted, _, accept_u, next_u = random_round(n_rows, gamma, 9)
+    for c in range(gamma + 1):
+        cap = torch.full((n_rows,), c)
+        fewer = verify_sampled(p[:, : c + 1], q[:, :c], drafted[:, :c], cap, accept_u[:, :c], next_u[:, : c + 1])
+        unread_p, unread_q = p.clone(), q.clone()
+        unread_p[:, c + 1 :] = unread_q[:, c:] = float("nan")
+        assert judged(verify_sampled(unread_p, unread_q, drafted, cap, accept_u, next_u)) == judged(fewer)
+        fewer = verify_greedy(p[:, : c + 1], drafted[:, :c], cap)
+        assert judged(verify_greedy(unread_p, drafted, cap)) == judged(fewer)
+
+
+def test_rows_do_not_know_of_each_other() -> None:
+    arguments = random_round(64, 3, 11)
+    order = torch.randperm(64)
+    for verify, inputs in ((verify_sampled, arguments), (verify_greedy, (arguments[0], *arguments[2:4]))):
+        together = judged(verify(*inputs))
+        assert len(set(together)) > 10
+        shuffled = judged(verify(*(x[order] for x in inputs)))
+        assert shuffled == [together[i] for i in order.tolist()]
+        assert [judged(verify(*(x[b : b + 1] for x in inputs)))[0] for b in range(64)] == together
+
+
+def test_without_drafts_a_round_is_plain_sampling() -> None:
+    p, q, drafted, cap, accept_u, next_u = random_round(500, 0, 12)
+    expected = [(0, token) for token in draw(p[:, 0], next_u[:, 0]).tolist()]
+    assert judged(verify_sampled(p, q, drafted, cap, accept_u, next_u)) == expected
+    assert judged(verify_greedy(p, drafted, cap)) == [(0, token) for token in p[:, 0].argmax(-1).tolist()]
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, BELOW_1])
+def test_a_token_of_probability_0_is_never_emitted(u: float) -> None:
+    n_rows, gamma, vocab_size = 2000, 3, 6
+    rng = np.random.default_rng(0)
+    p, q = sixteenths(rng, n_rows, gamma + 1, vocab_size), sixteenths(rng, n_rows, gamma, vocab_size)
+    drafted = torch.randint(vocab_size, (n_rows, gamma))
+    verdict = verify_sampled(
+        p,
+        q,
+        drafted,
+        torch.full((n_rows,), gamma),
+        torch.full((n_rows, gamma), u),
+        torch.full((n_rows, gamma + 1), u),
+    )
+    p_drafted = p[:, :gamma].gather(-1, drafted[..., None]).squeeze(-1)  # [B, gamma]
+    accepted = torch.arange(gamma) < verdict.n_accepted[:, None]
+    assert accepted.any() and not accepted.all() and p_drafted.eq(0).any()
+    assert p_drafted[accepted].gt(0).all()
+    assert p[torch.arange(n_rows), verdict.n_accepted, verdict.next_token].gt(0).all()
+
+
+def test_a_rejection_that_leaves_no_residual_draws_from_p() -> None:
+    p = torch.tensor([[[0.0, 1.0, 0.0, 0.0]] * 2])
+    q = torch.tensor([[[0.0, 1.0, 1e-9, 0.0]]])  # sums to 1 in fp32
+    for u in (0.0, 0.5, BELOW_1):
+        numbers = torch.full((1, 2), u)
+        verdict = verify_sampled(p, q, torch.tensor([[2]]), torch.tensor([1]), numbers[:, :1], numbers)
+        assert judged(verdict) == [(0, 1)]
+
+
+@pytest.mark.parametrize("proposer", ["a model", "a lookup"])
+def test_a_greedy_row_among_sampled_ones_is_judged_greedily(proposer: str) -> None:
+    n_rows, gamma, vocab_size = 300, 3, 12
+    params = [SamplingParams(temperature=(0.0, 0.8)[b % 2], top_k=5) for b in range(n_rows)]
+    table = table_of(params, vocab_size)
+    logits = torch.randn(n_rows, gamma + 1, vocab_size).round(decimals=1)  # some are equal
+    draft_logits = logits[:, :gamma] + 0.7 * torch.randn(n_rows, gamma, vocab_size)
+    q = probabilities(draft_logits, table)
+    if proposer == "a lookup":
+        q = torch.zeros_like(q).scatter(-1, draft_logits.argmax(-1, keepdim=True), 1.0)
+    drafted = draw(q.flatten(0, 1), torch.rand(n_rows * gamma)).view(n_rows, gamma)
+    cap = torch.randint(gamma + 1, (n_rows,))
+    expected = judged(verify_greedy(logits, drafted, cap))[::2]
+    assert {n for n, _ in expected} == {0, 1, 2, 3}
+    p = probabilities(logits, table)
+    for u in (0.0, 0.5, BELOW_1):
+        accept_u, next_u = torch.full((n_rows, gamma), u), torch.full((n_rows, gamma + 1), u)
+        assert judged(verify_sampled(p, q, drafted, cap, accept_u, next_u))[::2] == expected
+
+
+# ---- whole texts: chi-square of the first token, and of the first two together ------------------------------------
+
+N_TEXTS = 60_000
+FILTERS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.0, "top_k": 4},
+    {"temperature": 1.0, "top_p": 0.7},
+    {"temperature": 1.0, "min_p": 0.15},
+    {"temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.03},
+    {"temperature": 1.6, "top_k": 6, "min_p": 0.1},
+]
+
+
+def markov_pair(vocab_size: int = 9) -> tuple[Tensor, Tensor]:
+    """Logits of a target and of a draft that is like it, each given the token before: two of [V, V]."""
+    target = 1.5 * torch.randn(vocab_size, vocab_size)
+    return target, target + torch.randn(vocab_size, vocab_size)
+
+
+def tables(params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """The pair as distributions under these parameters: two of [V, V]."""
+    target, draft = (probabilities(x, table_of([params] * len(x), len(x))) for x in markov_pair())
+    return target, draft
+
+
+def written(p: Tensor, q: Tensor, judge: Judge, *, gamma: int = 2, n_tokens: int = 2) -> Tensor:
+    """N_TEXTS texts of n_tokens after token 0, in rounds of draft, judge, commit: p, q [V, V] -> int64 [N, n_tokens].
+
+    As in the engine a number belongs to a place in the text, so a rejected draft's place is drafted again with the same
+    numbers. Texts differ in how many drafts count.
+    """
+    seed = torch.arange(N_TEXTS)
+    cap, index = seed % (gamma + 1), torch.arange(gamma + 1)
+    text = torch.zeros(N_TEXTS, 1 + n_tokens * (gamma + 1), dtype=torch.int64)
+    length = torch.ones_like(seed)
+    for _ in range(n_tokens):
+        place = length[:, None] + index  # [N, gamma + 1]
+        draft_u, accept_u, next_u = (
+            uniform(seed[:, None], place, stream) for stream in (DRAFT_STREAM, ACCEPT_STREAM, TARGET_STREAM)
+        )
+        chain = [text.gather(1, length[:, None] - 1).squeeze(1)]
+        for i in range(gamma):
+            chain.append(draw(q[chain[-1]], draft_u[:, i]))
+        context = torch.stack(chain, 1)  # [N, gamma + 1]: the pending token, then the drafts
+        verdict = judge(p[context], q[context[:, :-1]], context[:, 1:], cap, accept_u[:, :-1], next_u)
+        accepted = index < verdict.n_accepted[:, None]
+        text.scatter_(1, place, torch.where(accepted, context.roll(-1, 1), verdict.next_token[:, None]))
+        length += verdict.n_accepted + 1
+    return text[:, 1 : 1 + n_tokens]
+
+
+def misfit(p: Tensor, text: Tensor) -> tuple[float, float]:
+    """How far the first token, and the first two together, are from p [V, V]: above 1 is no chance."""
+    first, second = text[:, 0], text[:, 1]
+    vocab_size = len(p)
+    one = chi_square(first.bincount(minlength=vocab_size), p[0] * N_TEXTS)
+    pairs = (first * vocab_size + second).bincount(minlength=vocab_size**2)
+    both = (p[0, :, None] * p).flatten()
+    assert pairs[both == 0].sum() == 0
+    return one, chi_square(pairs, both * N_TEXTS)
+
+
+@pytest.mark.parametrize("gamma", [1, 2])
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_speculation_never_changes_the_distribution(params: dict[str, Any], gamma: int) -> None:
+    p, q = tables(SamplingParams(**params))
+    assert max(misfit(p, written(p, q, verify_sampled, gamma=gamma))) < 1
+
+
+def test_a_lookup_for_a_draft_never_changes_the_distribution() -> None:
+    p, q = tables(SamplingParams(temperature=0.9, top_p=0.95))
+    lookup = torch.zeros_like(q).scatter(-1, q.argmax(-1, keepdim=True), 1.0)
+    assert max(misfit(p, written(p, lookup, verify_sampled))) < 1
+
+
+def test_a_draft_with_other_parameters_never_changes_the_distribution() -> None:
+    p, _ = tables(SamplingParams(temperature=0.7, top_k=5))
+    _, q = tables(SamplingParams(temperature=2.0, top_k=3))
+    assert max(misfit(p, written(p, q, verify_sampled))) < 1
+
+
+def after(n_accepted: Tensor, p: Tensor, q: Tensor, cap: Tensor, next_u: Tensor) -> Verdict:
+    """The right next token, whichever way n_accepted was found."""
+    rows = torch.arange(len(p))
+    q_next = q[rows, n_accepted.clamp(max=q.shape[1] - 1)] * (n_accepted < cap)[:, None]
+    return Verdict(n_accepted, draw((p[rows, n_accepted] - q_next).clamp(min=0), next_u[rows, n_accepted]))
+
+
+def right(p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor) -> Verdict:
+    """No bug: the parts the others are made of."""
+    n_accepted = verify_sampled(p, q, drafted, cap, accept_u, next_u).n_accepted
+    return after(n_accepted, p, q, cap, next_u)
+
+
+def resamples_from_p(p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor) -> Verdict:
+    """After a rejection LongSpec's code draws from p, not from (p - q)+: drafts that p likes come too often."""
+    n_accepted = verify_sampled(p, q, drafted, cap, accept_u, next_u).n_accepted
+    return after(n_accepted, p, torch.zeros_like(q), cap, next_u)
+
+
+def subtracts_at_the_cap(
+    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
+) -> Verdict:
+    n_accepted = verify_sampled(p, q, drafted, cap, accept_u, next_u).n_accepted
+    return after(n_accepted, p, q, torch.full_like(cap, q.shape[1]), next_u)
+
+
+def accepts_at_temperature_1(
+    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
+) -> Verdict:
+    """The temperature is 0.6, and only the acceptance does not know."""
+    p1, q1 = (x.pow(0.6) / x.pow(0.6).sum(-1, keepdim=True) for x in (p, q))
+    n_accepted = verify_sampled(p1, q1, drafted, cap, accept_u, next_u).n_accepted
+    return after(n_accepted, p, q, cap, next_u)
+
+
+def accepts_where_p_is_at_least_q(
+    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
+) -> Verdict:
+    return verify_sampled(p, q, drafted, cap, torch.full_like(accept_u, BELOW_1), next_u)
+
+
+def accepts_and_draws_with_one_number(
+    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
+) -> Verdict:
+    return verify_sampled(p, q, drafted, cap, next_u[:, :-1], next_u)
+
+
+def caps_what_it_does_not_like(
+    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
+) -> Verdict:
+    """The cap looks at the very draft that it cuts off."""
+    unsure = q[:, 0].gather(-1, drafted[:, :1]).squeeze(1) < 0.3
+    return verify_sampled(p, q, drafted, torch.where(unsure, 0, cap), accept_u, next_u)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        resamples_from_p,
+        subtracts_at_the_cap,
+        accepts_at_temperature_1,
+        accepts_where_p_is_at_least_q,
+        accepts_and_draws_with_one_number,
+        caps_what_it_does_not_like,
+    ],
+)
+def test_the_chi_square_test_sees_a_planted_bug(bug: Judge) -> None:
+    p, q = tables(SamplingParams(temperature=0.6))
+    assert max(misfit(p, written(p, q, right))) < 1
+    assert max(misfit(p, written(p, q, bug))) > 1
+
+
+# ---- where it runs -------------------------------------------------------------------------------------------------
+
+
+def whole_round(logits: Tensor, draft_logits: Tensor, table: SamplingTable, length: Tensor, cap: Tensor) -> Verdict:
+    """Everything a sampled round does once both models have spoken."""
+    n_rows, gamma, _ = draft_logits.shape
+    p, q = probabilities(logits, table), probabilities(draft_logits, table)
+    place = length[:, None] + torch.arange(gamma + 1, device=length.device)
+    draft_u, accept_u, next_u = (
+        uniform(table.seed[:, None], place, stream) for stream in (DRAFT_STREAM, ACCEPT_STREAM, TARGET_STREAM)
+    )
+    drafted = draw(q.flatten(0, 1), draft_u[:, :gamma].flatten()).view(n_rows, gamma)
+    return verify_sampled(p, q, drafted, cap, accept_u[:, :gamma], next_u)
+
+
+def greedy_round(logits: Tensor, draft_logits: Tensor, table: SamplingTable, length: Tensor, cap: Tensor) -> Verdict:
+    return verify_greedy(logits, draft_logits.argmax(-1), cap)
+
+
+def round_inputs(gamma: int) -> tuple[Tensor, Tensor, SamplingTable, Tensor, Tensor]:
+    logits = torch.randn(5, gamma + 1, 20)
+    params = [SamplingParams(temperature=t, top_p=0.9, seed=3) for t in (0.0, 0.5, 1.0, 1.5, 2.0)]
+    draft_logits = logits[:, :gamma] + 0.5 * torch.randn(5, gamma, 20)
+    return logits, draft_logits, table_of(params, 20), torch.arange(5), torch.arange(5) % (gamma + 1)
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize("one_round", [whole_round, greedy_round])
+def test_a_round_is_one_graph(one_round: Callable[..., Verdict], gamma: int) -> None:
+    torch._dynamo.reset()
+    inputs = round_inputs(gamma)
+    traced = torch.compile(one_round, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert judged(traced(*inputs)) == judged(one_round(*inputs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_compiled_verdicts_are_the_eager_ones(gamma: int) -> None:
+    torch._dynamo.reset()
+    arguments = random_round(200, gamma, 40)
+    for verify, inputs in ((verify_sampled, arguments), (verify_greedy, (arguments[0], *arguments[2:4]))):
+        compiled = torch.compile(verify, fullgraph=True, dynamic=False)
+        assert judged(compiled(*inputs)) == judged(verify(*inputs))
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize("one_round", [whole_round, greedy_round])
+def test_a_round_never_waits_for_a_value(one_round: Callable[..., Verdict], gamma: int) -> None:
+    logits, draft_logits, table, length, cap = round_inputs(gamma)
+    on_meta = SamplingTable(*(column.to("meta") for column in vars(table).values()))  # a tensor without values
+    verdict = one_round(logits.to("meta"), draft_logits.to("meta"), on_meta, length.to("meta"), cap.to("meta"))
+    assert verdict.n_accepted.shape == verdict.next_token.shape == (5,)
+    assert verdict.n_accepted.dtype == verdict.next_token.dtype == torch.int64

@@ -1,0 +1,174 @@
+"""Rows: a round's commit is what a slow loop over rows and tokens does, whatever the drafts, the ends and the rows.
+
+Shapes: B slots, gamma drafts a row, S places of history a slot.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt_fast_sd import SamplingParams
+from gpt_fast_sd.judging import Verdict
+from gpt_fast_sd.rows import Rows
+
+VOCAB = 7
+HISTORY = 24
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Rows, torch.Tensor, torch.Tensor, Verdict]:
+    """Rows in the middle of their texts, drafts and any verdict on them."""
+    n_rows, gamma = draw(st.integers(1, 4)), draw(st.integers(0, 5))
+    eos_ids = draw(st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True))
+    rows = Rows(torch.zeros(n_rows, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
+
+    def whole(low: int, high: int) -> int:
+        return draw(st.integers(low, high))
+
+    def tokens(n: int) -> list[int]:
+        return draw(st.lists(st.integers(0, VOCAB - 1), min_size=n, max_size=n))
+
+    caps, accepted = [], []
+    for slot in range(n_rows):
+        length = whole(0, HISTORY - gamma - 2)
+        rows.history[slot] = torch.tensor(tokens(HISTORY))
+        rows.seq_len[slot] = length
+        rows.pending[slot] = rows.history[slot, length]
+        rows.active[slot] = alive = draw(st.booleans())
+        rows.remaining[slot] = whole(1, gamma + 3) if alive else 0
+        rows.heeds_eos[slot] = draw(st.booleans())
+        caps.append(whole(0, gamma))  # the engine leaves room for the target's own token; a commit does not rely on it
+        accepted.append(whole(0, caps[-1]))
+    drafted = torch.tensor([tokens(gamma) for _ in range(n_rows)], dtype=torch.int64).view(n_rows, gamma)
+    verdict = Verdict(torch.tensor(accepted), torch.tensor(tokens(n_rows)))
+    return rows, drafted, torch.tensor(caps), verdict
+
+
+def slow_commit(
+    rows: Rows, slot: int, drafted: list[int], cap: int, n_accepted: int, next_token: int
+) -> dict[str, object]:
+    """What a round does to one slot, token by token."""
+    length, history = int(rows.seq_len[slot]), rows.history[slot].tolist()
+    remaining, active = int(rows.remaining[slot]), bool(rows.active[slot])
+    pending, emitted, judged = int(rows.pending[slot]), [], 0
+    for i, token in enumerate([*drafted[:n_accepted], next_token]):
+        if not active:
+            break
+        emitted.append(token)
+        remaining -= 1
+        judged = i + 1 if i < n_accepted else cap  # the target's own token: all drafts have been looked at
+        if (token in rows.eos_ids.tolist() and bool(rows.heeds_eos[slot])) or remaining == 0:
+            active = False
+    for token in emitted:
+        length, pending = length + 1, token
+        history[length] = token
+    return {
+        "emitted": emitted, "judged": judged, "accepted": min(n_accepted, len(emitted)), "seq_len": length,
+        "pending": pending, "history": history, "remaining": remaining, "active": active,
+    }  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(case=cases())
+def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(
+    case: tuple[Rows, torch.Tensor, torch.Tensor, Verdict],
+) -> None:
+    rows, drafted, cap, verdict = case
+    expected = [
+        slow_commit(rows, slot, drafted[slot].tolist(), int(cap[slot]), int(verdict.n_accepted[slot]),
+                    int(verdict.next_token[slot]))
+        for slot in range(len(cap))
+    ]  # fmt: skip
+    seq_len = rows.seq_len
+    chosen = rows.commit(drafted, cap, verdict)
+    assert chosen.shape == (len(cap), drafted.shape[1] + 4) and chosen.dtype == torch.int64
+    for slot, (emitted, judged, accepted, *tokens) in enumerate(chosen.tolist()):
+        got = {
+            "emitted": tokens[:emitted], "judged": judged, "accepted": accepted, "seq_len": int(rows.seq_len[slot]),
+            "pending": int(rows.pending[slot]), "history": rows.history[slot].tolist(),
+            "remaining": int(rows.remaining[slot]), "active": bool(rows.active[slot]),
+        }  # fmt: skip
+        assert got == expected[slot]
+    assert rows.seq_len is seq_len  # the cache's own tensor, written in place
+
+
+def rows_of(n: int, *, eos_ids: tuple[int, ...] = (), max_tokens: int = 10, ignore_eos: bool = False) -> Rows:
+    """n slots that were given the prompt 1, 2, 3 of which 3 is pending."""
+    rows = Rows(torch.zeros(n, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
+    for slot in range(n):
+        rows.put(slot, [1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=slot)
+    return rows
+
+
+def commit(rows: Rows, drafted: list[int], n_accepted: int, next_token: int) -> list[list[int]]:
+    """The same round for all slots -> emitted, judged, accepted and the tokens emitted, of each."""
+    n, gamma = len(rows.pending), len(drafted)
+    cap = torch.minimum(torch.tensor([gamma]), rows.remaining - 1).clamp(min=0)
+    verdict = Verdict(torch.minimum(torch.tensor([n_accepted]), cap), torch.full((n,), next_token))
+    out = rows.commit(torch.tensor([drafted] * n, dtype=torch.int64).view(n, gamma), cap, verdict)
+    return [[emitted, judged, accepted, *tokens[:emitted]] for emitted, judged, accepted, *tokens in out.tolist()]
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_eos_at_every_place_of_a_round_is_the_last_token_kept(place: int) -> None:
+    tokens = [4, 5, 4, 5, 4]
+    tokens[place] = 6
+    rows = rows_of(1, eos_ids=(6,))
+    kept = tokens[: place + 1]
+    assert commit(rows, tokens[:4], 4, tokens[4]) == [[len(kept), min(place + 1, 4), min(place + 1, 4), *kept]]
+    assert rows.history[0, : 3 + len(kept)].tolist() == [1, 2, 3, *kept]
+    assert rows.seq_len.tolist() == [2 + len(kept)] and rows.pending.tolist() == [6]
+    assert rows.active.tolist() == [False] and rows.remaining.tolist() == [10 - len(kept)]
+
+
+def test_eos_that_is_ignored_or_behind_the_end_of_the_round_ends_nothing() -> None:
+    rows = rows_of(1, eos_ids=(6,), ignore_eos=True)
+    assert commit(rows, [6, 6], 2, 6) == [[3, 2, 2, 6, 6, 6]] and rows.active.tolist() == [True]
+    rows = rows_of(1, eos_ids=(6,))
+    assert commit(rows, [4, 6, 6], 1, 5) == [[2, 3, 1, 4, 5]] and rows.active.tolist() == [True]
+
+
+def test_a_row_that_ended_is_changed_by_no_later_round() -> None:
+    rows = rows_of(2, eos_ids=(6,))
+    rows.heeds_eos[1] = False
+    commit(rows, [6, 4], 2, 5)
+    ended = [x[0].clone() for x in (rows.seq_len, rows.pending, rows.history, rows.remaining)]
+    assert commit(rows, [5, 4], 2, 4) == [[0, 0, 0], [3, 2, 2, 5, 4, 4]]
+    for before, now in zip(ended, (rows.seq_len, rows.pending, rows.history, rows.remaining), strict=True):
+        assert torch.equal(before, now[0])
+    assert rows.active.tolist() == [False, True]
+
+
+def test_a_text_ends_where_its_tokens_are_used_up() -> None:
+    rows = rows_of(1, max_tokens=3)
+    assert commit(rows, [4, 4, 4, 4], 4, 5) == [[3, 2, 2, 4, 4, 5]]  # the cap leaves room for the target's own
+    assert rows.active.tolist() == [False] and rows.remaining.tolist() == [0]
+
+
+def test_a_vacant_slot_is_put_to_use_again_with_nothing_left_of_its_last_text() -> None:
+    rows = rows_of(2, max_tokens=2)
+    rows.table.temperature[0] = 1.0
+    commit(rows, [4], 1, 5)
+    rows.vacate(0)
+    assert rows.pending.tolist()[0] == 0 and float(rows.table.temperature[0]) == 0.0
+    rows.put(0, [6], SamplingParams(max_tokens=4, ignore_eos=True), seed=9)
+    assert rows.seq_len.tolist() == [0, 4] and rows.pending.tolist() == [6, 5]
+    assert commit(rows, [1], 1, 2) == [[2, 1, 1, 1, 2], [0, 0, 0]]
+    assert rows.history[0, :3].tolist() == [6, 1, 2]
+
+
+def test_what_a_round_needs_from_the_host_is_taken_from_the_live_requests_alone() -> None:
+    rows = rows_of(3)
+    plain, sampled = SamplingParams(), SamplingParams(temperature=0.5)
+    for params, wanted in [
+        ([plain], (False, False)),
+        ([plain, sampled], (True, False)),
+        ([plain, SamplingParams(temperature=0.5, top_k=3)], (True, True)),
+        ([SamplingParams(top_k=3)], (False, False)),  # a greedy row needs no filter
+    ]:
+        rows.look({0: 4, 2: 9}, params)
+        assert (rows.sampled, rows.filtered) == wanted
+    assert rows.n_keys == 10 and rows.lengths == {0: 4, 2: 9} and rows.round == 4

@@ -1,0 +1,583 @@
+"""Speculation changes how fast tokens come, never which: rounds counted by hand, all policies beside plain decoding.
+
+Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted a round.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.compiling import can_compile
+from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
+from gpt_fast_sd.policies import Draft, Reader
+from gpt_fast_sd.policies.base import ModelDraft
+from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
+from gpt_fast_sd.policies.standalone import StandaloneDraft
+from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.requests import Completion, TokenEvent
+from gpt_fast_sd.rows import Rows
+from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
+
+
+def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+# ---- rounds counted by hand: a model that counts, and drafts that are right as often as the test says ---------------
+
+
+class Counting(Transformer):
+    """After token t comes t + 1, whatever stood before; it neither writes nor reads a cache."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(tiny_config(dim=258, n_layers=1, **changes))
+        self.output.weight.data = torch.eye(258).roll(1, 0)  # row t + 1 asks for the one-hot of t
+        self.requires_grad_(False)
+
+    def hidden(self, tokens: Tensor, pos: Tensor, kv: KV) -> Tensor:
+        return F.one_hot(tokens, 258).float()  # [B, T, V]
+
+
+class Script:
+    """In every round of a slot, right[slot] drafts are what the model counts on with, and all others are wrong.
+
+    Only the first count[slot] are offered, all where it is None. Slots beyond the lists repeat the last entry.
+    """
+
+    wants_mass, graphs = False, 0
+
+    def __init__(self, right: Sequence[int], count: Sequence[int] | None = None, *, turns: bool = False) -> None:
+        self.right, self.count, self.calls = right, count, list[str]()
+        self.proposers: tuple[str, ...] = ("script", "other") if turns else ("script",)
+
+    def propose(self, rows: Rows, gamma: int) -> Draft:
+        self.calls.append(f"propose {gamma}")
+        n, i = len(rows.pending), torch.arange(gamma)
+        right, count = (self._of(x, n) for x in (self.right, self.count or [gamma]))
+        tokens = (rows.pending[:, None] + 1 + i + (i >= right[:, None]).long()) % 258  # [B, gamma]
+        by = (i % 2).expand(n, -1) if len(self.proposers) > 1 else None
+        return Draft(tokens, None, count.clamp(max=gamma), by)
+
+    def warm_up(self) -> None:
+        self.calls.append("warm_up")
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self.calls.append(f"admit {slot}")
+
+    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+        self.calls.append("observe")
+
+    def vacate(self, slot: int) -> None:
+        self.calls.append(f"vacate {slot}")
+
+    def kv_bytes(self, rows: Rows, gamma: int) -> int:
+        return 0
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @staticmethod
+    def _of(values: Sequence[int], n: int) -> Tensor:
+        return torch.tensor([*values, *[values[-1]] * n][:n])
+
+
+def counting(
+    script: Script, *, gamma: int, slots: int = 1, tokenizer: ByteTokenizer | None = None, **changes: Any
+) -> Engine:
+    """An engine that counts, with those drafts."""
+    config = EngineConfig(batch_size=slots, max_seq_len=400, device="cpu", dtype="fp32", compile=False)
+    one = Engine(Counting(**changes), tokenizer, config, DraftConfig(policy="lookup", gamma=gamma))
+    one.policy = script
+    return one
+
+
+# gamma, right drafts a round, tokens -> rounds, drafts judged and accepted by position; the last round drafts no more
+# than there is left to say before the target's own token.
+WALKS = [
+    (3, 3, 12, 3, (3, 3, 3), (3, 3, 3)),
+    (3, 2, 12, 4, (4, 4, 3), (4, 4, 0)),  # 3 + 3 + 3 + 3, the last round drafts two
+    (3, 1, 12, 6, (6, 5, 5), (6, 0, 0)),  # two a round; the last one drafts one
+    (3, 0, 12, 12, (11, 10, 9), (0, 0, 0)),  # with 3, 2 and 1 to go: two, one and no draft
+    (1, 1, 7, 4, (3,), (3,)),
+    (7, 7, 5, 1, (1, 1, 1, 1), (1, 1, 1, 1)),
+    (4, 4, 1, 1, (), ()),
+]
+
+
+@pytest.mark.parametrize(("gamma", "right", "n", "rounds", "drafted", "accepted"), WALKS)
+def test_rounds_and_drafts_are_as_many_as_a_walk_by_hand_has(
+    gamma: int, right: int, n: int, rounds: int, drafted: tuple[int, ...], accepted: tuple[int, ...]
+) -> None:
+    one = counting(Script([right]), gamma=gamma)
+    completion = one.generate([[40]], SamplingParams(max_tokens=n))[0]
+    assert completion.tokens == list(range(41, 41 + n)) and completion.finish_reason == "length"
+    stats = completion.stats
+    assert (stats.rounds, stats.drafted_by_position, stats.accepted_by_position) == (rounds, drafted, accepted)
+    assert stats.tokens_per_round == n / rounds
+    assert (one.stats.rounds, one.stats.drafted, one.stats.accepted) == (rounds, sum(drafted), sum(accepted))
+
+
+def test_rows_of_a_batch_advance_each_by_its_own_drafts() -> None:
+    one = counting(Script([3, 2, 1, 0]), gamma=3, slots=4)
+    completions = one.generate([[10], [60, 20], [30], [40]], SamplingParams(max_tokens=12))
+    assert [c.tokens[0] for c in completions] == [11, 21, 31, 41]
+    assert [c.tokens[-1] for c in completions] == [22, 32, 42, 52]
+    for completion, (_, _, _, rounds, drafted, accepted) in zip(completions, WALKS, strict=False):
+        stats = completion.stats
+        assert (stats.rounds, stats.drafted_by_position, stats.accepted_by_position) == (rounds, drafted, accepted)
+    # the last row goes on for twelve rounds, and there are as many drafts as it has tokens to go
+    assert one.stats.rounds_by_gamma == {3: 9, 2: 1, 1: 1, 0: 1}
+    assert one.stats.row_rounds == 3 + 4 + 6 + 12
+    assert one.stats.drafted_by_position == [24, 22, 20] and one.stats.accepted_by_position == [13, 7, 3]
+
+
+def test_only_drafts_that_are_offered_count() -> None:
+    one = counting(Script([3], count=[0, 1, 3]), gamma=3, slots=3)
+    completions = one.generate([[10], [20], [30]], SamplingParams(max_tokens=12))
+    assert [c.stats.rounds for c in completions] == [12, 6, 3]
+    assert [c.stats.drafted_by_position for c in completions] == [(), (6,), (3, 3, 3)]
+    assert [c.stats.acceptance_rate for c in completions] == [0.0, 1.0, 1.0]
+    assert [c.tokens[-1] for c in completions] == [22, 32, 42]
+
+
+@pytest.mark.parametrize("eos", range(41, 54))
+def test_eos_at_every_place_of_a_round_is_the_last_token_and_drafts_behind_it_do_not_count(eos: int) -> None:
+    one = counting(Script([3]), gamma=3, slots=2, eos_ids=(eos,))
+    params = [SamplingParams(max_tokens=13), SamplingParams(max_tokens=13, ignore_eos=True)]
+    ended, other = one.generate([[40], [40]], params)
+    n = eos - 40
+    assert ended.tokens == list(range(41, eos + 1)) and ended.finish_reason == "stop"
+    n_last = (n - 1) % 4 + 1  # tokens of its last round, three drafts and the target's own at most
+    assert ended.stats.rounds == (n + 3) // 4
+    # the thirteenth token is alone in its round: nothing is drafted for it
+    assert ended.stats.drafted == ended.stats.accepted == (9 if n == 13 else 3 * (n // 4) + n_last % 4)
+    assert other.tokens == list(range(41, 54)) and other.finish_reason == "length"
+    assert (other.stats.rounds, other.stats.drafted) == (4, 9)
+
+
+STOPS = [  # "a" goes on "bcdefghijklm..."; gamma 7: a round is bcdefgh and i
+    ("ef", "bcd", 5, 5),
+    ("b", "", 1, 1),
+    ("gh", "bcdef", 7, 7),
+    ("hi", "bcdefg", 8, 7),  # completed by the target's own token
+    ("ij", "bcdefgh", 9, 8),  # from one round into the next
+    ("efzz", "bcdefghijklmno", 14, 12),  # never completed: all is shown; 7 and 5 drafts
+]
+
+
+@pytest.mark.parametrize(("stop", "text", "n", "accepted"), STOPS)
+def test_a_stop_string_among_accepted_drafts_ends_the_text_there(stop: str, text: str, n: int, accepted: int) -> None:
+    one = counting(Script([7]), gamma=7, slots=2, tokenizer=ByteTokenizer())
+    prompts = [list(b"a"), list(b"A"), list(b"0")]  # the third waits for a slot
+    params = [SamplingParams(max_tokens=14, stop=stop), SamplingParams(max_tokens=14), SamplingParams(max_tokens=3)]
+    stopped, upper, digits = one.generate(prompts, params)
+    assert (stopped.text, stopped.tokens) == (text, list(range(98, 98 + n)))
+    assert stopped.finish_reason == ("length" if n == 14 else "stop")
+    assert stopped.stats.drafted == stopped.stats.accepted == accepted
+    assert (upper.text, digits.text) == ("BCDEFGHIJKLMNO", "123")
+
+
+def test_a_policy_is_told_of_everything_in_order() -> None:
+    script = Script([1])
+    one = counting(script, gamma=2, slots=2)
+    one.generate([[10], [20], [30]], [SamplingParams(max_tokens=n) for n in (4, 2, 2)])
+    assert script.calls == [
+        "warm_up", "admit 0", "admit 1", "propose 2", "observe", "vacate 1", "admit 1", "propose 1", "observe",
+        "vacate 0", "vacate 1",
+    ]  # fmt: skip
+    script.calls.clear()
+    one.generate([[10]], SamplingParams(max_tokens=2), speculate=False)
+    assert script.calls == ["admit 0", "vacate 0"]
+
+
+def test_every_token_names_who_proposed_it() -> None:
+    events = list(counting(Script([2], turns=True), gamma=3).stream([[10]], SamplingParams(max_tokens=8)))
+    assert [event.sources for event in events] == [["script", "other", "target"]] * 2 + [["script", "target"]]
+    assert [(event.drafted, event.accepted) for event in events] == [(3, 2), (3, 2), (1, 1)]
+    events = list(counting(Script([2]), gamma=3).stream([[10]], SamplingParams(max_tokens=3), speculate=False))
+    assert [event.sources for event in events] == [["target"]] * 3
+
+
+# ---- every policy beside plain decoding ------------------------------------------------------------------------------
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "streaming": {"budget": 24},
+    "snapkv": {"budget": 64, "refresh": 4},
+    "quest": {"budget": 48},
+    "guided": {"budget": 48},
+    "standalone": {"budget": 24},
+    "early_exit": {"budget": 24},
+    "lookup": {"ngram": 2},
+    "hierarchy": {"budget": 24},
+    "hierarchy over standalone": {"budget": 24, "cheap": "standalone"},
+}
+GROUPS = {1: (2, 2), 2: (4, 2), 4: (4, 1), 5: (10, 2), 7: (7, 1), 8: (8, 1)}  # G: query heads, kv heads
+GAMMAS = (1, 2, 4, 7)
+
+LENGTHS = [1, 2, 150, 3, 255, 256, 257, 10]  # more prompts than slots; around the edges of a chunk
+PROMPTS = [random_ids(n, seed=n) for n in LENGTHS]
+EOS_IDS = tuple(range(8, 256, 17))  # greedy texts of tiny models meet one of these now and then
+PARAMS = [SamplingParams(max_tokens=6 + 5 * i % 17, ignore_eos=i % 4 == 1) for i in range(len(PROMPTS))]
+
+
+def another(model: Transformer, by: float = 0.03) -> Transformer:
+    """The same model with every matrix a little off: its drafts are often right."""
+    other = tiny_model(model.config)
+    generator = torch.Generator().manual_seed(1)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        mine.copy_(theirs + by * theirs.std() * torch.randn(theirs.shape, generator=generator))
+    return other
+
+
+def speculator(
+    name: str, gamma: int | str = 4, config: ModelConfig | None = None, *, tokenizer: Any = None, **changes: Any
+) -> Engine:
+    """An eager engine of 3 slots around the tiny model of that config, with that policy."""
+    wanted: dict[str, Any] = {"batch_size": 3, "max_seq_len": 320, "device": "cpu", "compile": False} | changes
+    policy, model = name.split()[0], tiny_model(config or tiny_config(eos_ids=EOS_IDS))
+    extra: dict[str, Any] = {"draft_model": "given"} if "standalone" in name else {}
+    draft = DraftConfig(policy=policy, gamma=gamma, **POLICIES.get(name, {}), **extra)
+    return Engine(model, tokenizer, EngineConfig(**wanted), draft, another(model) if extra else None)
+
+
+@functools.cache
+def plain(config: ModelConfig) -> list[Completion]:
+    """What plain decoding makes of PROMPTS."""
+    config_of_engine = EngineConfig(batch_size=3, max_seq_len=320, device="cpu", compile=False)
+    completions = Engine(tiny_model(config), None, config_of_engine).generate(PROMPTS, PARAMS)
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    assert len({token for c in completions for token in c.tokens}) > 20  # the model is not stuck on a token
+    return completions
+
+
+def speculation_changes_nothing(name: str, gamma: int, group: int) -> bool:
+    n_heads, n_kv_heads = GROUPS[group]
+    config = tiny_config(n_heads=n_heads, n_kv_heads=n_kv_heads, eos_ids=EOS_IDS)
+    one = speculator(name, gamma, config)
+    got = one.generate(PROMPTS, PARAMS)
+    assert max(one.stats.rounds_by_gamma) == gamma
+    assert one.stats.accepted > 0 or name == "lookup"
+    return [(c.tokens, c.finish_reason) for c in got] == [(c.tokens, c.finish_reason) for c in plain(config)]
+
+
+# Every policy with every gamma, and every G with several of both; the rest of the product is slow.
+ALL = list(itertools.product(POLICIES, GAMMAS, GROUPS))
+SOME = [
+    (name, gamma, list(GROUPS)[(i + 2 * j) % len(GROUPS)])
+    for i, name in enumerate(POLICIES)
+    for j, gamma in enumerate(GAMMAS)
+]
+
+
+@pytest.mark.parametrize(("name", "gamma", "group"), SOME)
+def test_speculation_never_changes_greedy_output(name: str, gamma: int, group: int) -> None:
+    assert speculation_changes_nothing(name, gamma, group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "gamma", "group"), [case for case in ALL if case not in SOME])
+def test_speculation_never_changes_greedy_output_either(name: str, gamma: int, group: int) -> None:
+    assert speculation_changes_nothing(name, gamma, group)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_accounts_add_up(name: str) -> None:
+    one = speculator(name)
+    events: list[TokenEvent] = list(one.stream(PROMPTS, PARAMS))
+    known = set(one.policy.proposers) if one.policy else set()
+    for event in events:
+        proposed = [source != "target" for source in event.sources]
+        assert sum(proposed) == event.accepted <= event.drafted <= 4
+        assert proposed == sorted(proposed, reverse=True)  # drafts first, then the target's own
+        assert {*event.sources} <= known | {"target"}
+    done = [event.completion for event in events if event.completion]
+    for completion in done:
+        mine = [event for event in events if event.index == completion.index]
+        stats = completion.stats
+        assert [token for event in mine for token in event.tokens] == completion.tokens
+        assert stats.rounds == len(mine) and stats.emitted == len(completion.tokens)
+        assert (stats.drafted, stats.accepted) == (sum(e.drafted for e in mine), sum(e.accepted for e in mine))
+        for by_position in (stats.drafted_by_position, stats.accepted_by_position):
+            assert list(by_position) == sorted(by_position, reverse=True)
+    assert len(done) == len(PROMPTS)
+    assert one.stats.decode_tokens == sum(c.stats.emitted for c in done)
+    assert one.stats.drafted == sum(c.stats.drafted for c in done)
+    assert one.stats.accepted == sum(c.stats.accepted for c in done)
+    assert one.stats.decode_seconds == pytest.approx(
+        one.stats.draft_seconds + one.stats.verify_seconds + one.stats.host_seconds
+    )
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_plain_calls_before_and_after_speculative_ones_give_the_same_tokens(name: str) -> None:
+    expected = tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
+    one = speculator(name)
+    for speculate in (False, True, False, True):
+        assert tokens_of(one.generate(PROMPTS, PARAMS, speculate=speculate)) == expected
+        assert (one.stats.drafted > 0) is speculate
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_gamma_chosen_by_the_engine_changes_no_token(name: str) -> None:
+    one = speculator(name, "auto")
+    assert tokens_of(one.generate(PROMPTS, PARAMS)) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_gamma_that_varies_from_round_to_round_changes_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = speculator(name, "auto")
+    one.warm_up()
+    tiers = itertools.cycle([0, 8, 0, 0, 3, 1, 6])
+    monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(tiers))
+    assert tokens_of(one.generate(PROMPTS, PARAMS)) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
+    assert len(one.stats.rounds_by_gamma) >= 4
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_speculative_stream_left_half_way_leaves_the_engine_as_good_as_new(name: str) -> None:
+    one = speculator(name)
+    stream = one.stream(PROMPTS[2:], SamplingParams(max_tokens=40))
+    for _ in range(7):
+        next(stream)
+    del stream
+    gc.collect()
+    assert all(slot is None for slot in one._slots)
+    got = one.generate(PROMPTS, PARAMS)
+    assert tokens_of(got) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
+    fresh = speculator(name).generate(PROMPTS, PARAMS)
+    assert [c.stats.accepted_by_position for c in got] == [c.stats.accepted_by_position for c in fresh]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_eos_that_a_draft_brings_ends_its_own_row_only(name: str) -> None:
+    """MagicDec ended all rows where one met EOS, and never accepted a draft that was EOS."""
+    free = speculator(name, config=tiny_config()).generate(PROMPTS[:3], SamplingParams(max_tokens=12))
+    seen = 0
+    for place, token in enumerate(free[1].tokens):
+        if token in free[1].tokens[:place]:
+            continue
+        one = speculator(name, config=tiny_config(eos_ids=(token,)))
+        events = list(one.stream(PROMPTS[:3], SamplingParams(max_tokens=12)))
+        for completion in (event.completion for event in events if event.completion):
+            whole = free[completion.index].tokens
+            n = whole.index(token) + 1 if token in whole else 12
+            assert completion.tokens == whole[:n]
+            assert (
+                completion.stats.drafted
+                >= completion.stats.accepted
+                == sum(source != "target" for e in events if e.index == completion.index for source in e.sources)
+            )
+        seen += any(e.completion and e.index == 1 and e.sources[-1] != "target" for e in events)
+    assert seen >= 2 or name in ("lookup", "early_exit")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_seed_fixes_a_rows_tokens_with_any_gamma_alone_and_in_a_batch(name: str) -> None:
+    kinds = [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {}, {"temperature": 1.2, "top_p": 0.8}]
+    params = [SamplingParams(max_tokens=5 + 7 * i % 11, seed=i, **kinds[i % 4]) for i in range(len(PROMPTS))]
+    one = speculator(name, 3)
+    together = one.generate(PROMPTS, params)
+    assert one.stats.accepted > 0
+    for got, prompt, wanted in zip(together, PROMPTS, params, strict=True):
+        alone = one.generate([prompt], wanted)[0]
+        assert alone.tokens == got.tokens
+        assert alone.stats.accepted_by_position == got.stats.accepted_by_position
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+def committed(cache: KVCache, slot: int, n: int) -> Tensor:
+    """Keys and values of a slot's first n positions: [2 * L, K, n, H]."""
+    return torch.stack([buffer[slot, :, :n] for buffer in (*cache.k, *cache.v)])
+
+
+def prefilled(model: Transformer, text: Sequence[int]) -> Tensor:
+    """The same of a text that is prefilled into a cache of its own."""
+    cache = KVCache(model.config, 1, 320, dtype=torch.float32, device=torch.device("cpu"))
+    Prefill(Reader(model, cache, compiled=False)).fill(0, text)
+    return committed(cache, 0, len(text))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(name: str) -> None:
+    one = speculator(name)
+    texts = [[*p, *c.tokens] for p, c in zip(PROMPTS, plain(tiny_config(eos_ids=EOS_IDS)), strict=True)]
+    fresh = [prefilled(one.model, text) for text in texts]
+    n_accepted = set()
+    for event in one.stream(PROMPTS, PARAMS):
+        n_accepted.add(event.accepted)
+        for slot, request in enumerate(one._slots):
+            if request is not None:
+                assert int(one.cache.seq_len[slot]) == request.length
+                assert (
+                    one.rows.history[slot, : request.length + 1].tolist() == texts[request.index][: request.length + 1]
+                )
+                got = committed(one.cache, slot, request.length)
+                # fp32: the same sums over other shapes; keys and values are of size 1
+                torch.testing.assert_close(got, fresh[request.index][:, :, : request.length], atol=1e-5, rtol=1e-5)
+    assert len(n_accepted) >= 3 or name == "lookup"  # rows kept none, some and all of their drafts
+
+
+def caches_of(one: Engine) -> list[KVCache]:
+    """The target's cache, and those that drafting models have of their own."""
+    levels = (one.policy, getattr(one.policy, "cheap", None))
+    own = [level.reader.cache for level in levels if isinstance(level, StandaloneDraft)]
+    return [one.cache, *own]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MagicDec's stop after 80 tokens let a row run over into the pages of the next."""
+    one, gamma = speculator(name), 4
+    reach = gamma + (CHEAP_GAMMA if name.startswith("hierarchy") else 0)  # positions behind the pending token's
+    go_round, n_written = one._round, []
+
+    def watched(speculate: bool) -> list[TokenEvent]:
+        lengths = one.cache.seq_len[:, None]  # [B, 1]
+        place = torch.arange(one.cache.k[0].shape[2])  # [S]
+        before = [x.clone() for cache in caches_of(one) for x in (*cache.k, *cache.v)]
+        # a standalone draft feeds up to three tokens again
+        untouched = [(place < lengths) | (place > lengths + reach), (place < lengths - 2) | (place > lengths + reach)]
+        events = go_round(speculate)
+        n_written.append(0)
+        for i, cache in enumerate(caches_of(one)):
+            for x in (*cache.k, *cache.v):
+                changed = (x != before.pop(0)).any(3).any(1)  # [B, S]
+                assert not (changed & untouched[i]).any()
+                n_written[-1] += int(changed.sum())
+        return events
+
+    monkeypatch.setattr(one, "_round", watched)
+    one.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert min(n_written) > 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_neighbours_nan_reaches_no_other_row(name: str) -> None:
+    prompt, params = PROMPTS[2], SamplingParams(max_tokens=20, ignore_eos=True)
+    alone = speculator(name).generate([prompt], params)[0]
+    one = speculator(name)
+    one.warm_up()
+    for buffer in (buffer for cache in caches_of(one) for buffer in (*cache.k, *cache.v)):
+        buffer[1:] = float("nan")
+    got = one.generate([prompt], params)[0]
+    assert (got.tokens, got.stats) == (alone.tokens, alone.stats)
+    assert one.cache.k[0][1:].isnan().any() and not one.cache.k[0][0].isnan().any()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_row_that_computes_nan_spoils_neither_its_neighbours_nor_the_next_in_its_slot(name: str) -> None:
+    params, good = SamplingParams(max_tokens=12, ignore_eos=True), [PROMPTS[3], PROMPTS[7], PROMPTS[2], PROMPTS[1]]
+    one, bad = speculator(name), 257
+    levels = (one, one.policy, getattr(one.policy, "cheap", None))
+    models = [level.model for level in levels if isinstance(level, Engine)]
+    models += [level.reader.model for level in levels if isinstance(level, ModelDraft)]
+    for model in models:
+        model.output.weight[bad] = 0.0  # said by no row of itself
+    alone = [one.generate([prompt], params)[0] for prompt in good]
+    for model in models:
+        model.embedding.weight[bad] = float("nan")
+    completions = one.generate([good[0], [5, bad, 9], good[1], [bad] * 60, *good[2:]], params)
+    for got, expected in zip([completions[i] for i in (0, 2, 4, 5)], alone, strict=True):
+        assert got.tokens == expected.tokens
+        assert got.stats.accepted_by_position == expected.stats.accepted_by_position
+    assert [len(set(completions[i].tokens)) for i in (1, 3)] == [1, 1]  # these two had no numbers
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_text_may_end_at_the_last_position_of_the_cache(name: str) -> None:
+    one = speculator(name, 7, tiny_config(), max_seq_len=2 * SPLIT)
+    prompts, params = (
+        [random_ids(2 * SPLIT - 20), PROMPTS[3], random_ids(2 * SPLIT - 20, seed=5)],
+        SamplingParams(max_tokens=20),
+    )
+    got = one.generate(prompts, params)
+    assert tokens_of(got) == tokens_of(one.generate(prompts, params, speculate=False))
+    assert [len(c.tokens) for c in got] == [20] * 3
+
+
+# ---- several engines, and compiled ones ------------------------------------------------------------------------------
+
+
+def test_engines_of_different_shape_and_policy_take_turns_in_one_process() -> None:
+    engines = [
+        speculator("guided", 3),
+        speculator("standalone", 4, tiny_config(n_heads=6, n_kv_heads=2, dim=48), batch_size=2),
+        speculator("hierarchy", 5, tiny_config(n_heads=7, n_kv_heads=1, eos_ids=EOS_IDS), max_seq_len=700),
+        speculator("lookup", 2, tiny_config(head_dim=4, n_layers=1), batch_size=1),
+    ]
+    alone = [tokens_of(one.generate(PROMPTS[1:5], SamplingParams(max_tokens=12))) for one in engines]
+    streams: dict[int, Iterator[TokenEvent]] = {
+        i: one.stream(PROMPTS[1:5], SamplingParams(max_tokens=12)) for i, one in enumerate(engines)
+    }
+    got: list[list[list[int]]] = [[[] for _ in range(4)] for _ in engines]
+    while streams:
+        for i, stream in list(streams.items()):
+            event = next(stream, None)
+            if event is None:
+                del streams[i]
+            else:
+                got[i][event.index] += event.tokens
+    assert got == alone
+    assert all(one.stats.drafted for one in engines)
+
+
+@pytest.fixture
+def a_compiler() -> None:
+    with warnings.catch_warnings(record=True):
+        if not can_compile(torch.device("cpu")):
+            pytest.skip("there is no C++ compiler")
+
+
+def compiled_engine_keeps_its_graphs(name: str, check: Callable[[Engine], None] | None = None) -> None:
+    """Prompts of all lengths share the graphs that warming up compiled, and get the tokens of plain, eager decoding."""
+    config = tiny_config(n_layers=2 if name == "early_exit" else 1)
+    one = speculator(name, 4, config, compile=True, max_seq_len=1100)
+    lengths = [1, 2, 255, 256, 257, 600, 1050, 30]
+    prompts = [random_ids(n, seed=n) for n in lengths]
+    params = [SamplingParams(max_tokens=6 + 3 * i) for i in range(len(prompts))]
+    one.warm_up()
+    graphs = one._graphs
+    for chosen in (slice(0, 2), slice(2, 5), slice(0, 8)):
+        got = tokens_of(one.generate(prompts[chosen], params[chosen]))
+        assert one.stats.recompiles == 0 and one._graphs == graphs
+    plain_config = EngineConfig(batch_size=3, max_seq_len=1100, device="cpu", compile=False)
+    assert got == tokens_of(Engine(tiny_model(config), None, plain_config).generate(prompts, params))
+    assert got == tokens_of(one.generate(prompts, params, speculate=False))
+    assert one.stats.recompiles == 0 and one._graphs == graphs
+
+
+def test_a_compiled_speculator_compiles_nothing_after_its_warm_up(a_compiler: None) -> None:
+    compiled_engine_keeps_its_graphs("lookup")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "lookup"])
+def test_every_compiled_policy_compiles_nothing_after_its_warm_up(name: str, a_compiler: None) -> None:
+    compiled_engine_keeps_its_graphs(name)
+
+
+@pytest.mark.slow
+def test_a_compiled_engine_that_chooses_gamma_compiles_nothing_after_its_warm_up(
+    a_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = speculator("streaming", "auto", tiny_config(n_layers=1), compile=True, max_seq_len=1100)
+    one.warm_up()
+    graphs, tiers = one._graphs, itertools.cycle([0, 1, 8, 2, 6, 3, 4])
+    monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(tiers))
+    one.generate(PROMPTS, SamplingParams(max_tokens=40))
+    assert set(one.stats.rounds_by_gamma) >= {0, 1, 2, 3, 4, 6, 8}
+    assert one.stats.recompiles == 0 and one._graphs == graphs
