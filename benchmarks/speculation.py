@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -327,11 +328,23 @@ def predicted_tokens(stats: EngineStats, alpha: float) -> float:
     return sum(n * (1 + share * (omega(alpha, g) - 1)) for g, n in stats.rounds_by_gamma.items()) / rounds
 
 
+def median_interval(values: Sequence[float]) -> list[float]:
+    """Between which of the values their median lies with a chance of 95 %, whatever they are drawn from."""
+    n, outside, below = len(values), 0, 0.0
+    while 2 * (below := below + math.comb(n, outside) / 2**n) <= 0.05:
+        outside += 1
+    ordered = sorted(values)
+    return [ordered[outside - 1 if outside else 0], ordered[-outside if outside else -1]]
+
+
 def account(pairs: Pairs, batch: int, limit: Ceiling) -> Record:
     """What the pairs say, JSON-ready: ratios are medians over the pairs, counts are those of all of them."""
     stats, plain_ms = pairs.counts, round_ms(pairs.plain)
     alpha, ratio = alpha_of(stats), spread(pairs.ratios)
     plain_kv, kv = pairs.plain[-1].kv_bytes_per_token, stats.kv_bytes_per_token
+    plain_steps, speculative_steps = (
+        [stats.decode_seconds / stats.decode_tokens for stats in runs] for runs in (pairs.plain, pairs.speculative)
+    )
     predicted, refilled = [], []
     for plain, speculative in zip(pairs.plain, pairs.speculative, strict=True):
         one, other = round_ms([plain]), round_ms([speculative])
@@ -339,6 +352,8 @@ def account(pairs: Pairs, batch: int, limit: Ceiling) -> Record:
         refilled.append(speculative.tokens_per_round * one["round"] / other["round"])
     return {
         "ratio": ratio,
+        "ratio_interval": median_interval(pairs.ratios),
+        "fastest_ratio": min(plain_steps) / min(speculative_steps),
         "ratios": pairs.ratios,
         "loss_percent": 100 * (1 - ratio["median"]),
         "predicted_ratio": statistics.median(predicted),
@@ -369,16 +384,20 @@ def drafts_label(record: Record) -> str:
 def phrase(record: Record) -> str:
     """A result of speed in four lines."""
     ratio, plain, ms, kv = (record[k] for k in ("ratio", "plain_ms", "speculative_ms", "kv_bytes_per_token"))
+    low, high = record.get("ratio_interval", [ratio["min"], ratio["max"]])
+    sure = f"; {len(record['ratios'])} pairs, 95 % {low:.3f} to {high:.3f}"
+    if "fastest_ratio" in record:
+        sure += f"; fastest runs {record['fastest_ratio']:.3f}"
     top = "" if record["ceiling_ratio"] is None else f" (at most {record['ceiling_ratio']:.2f})"
     shares = " ".join(f"{share:.0%}" for share in record["acceptance_by_position"])
     equal = record["outputs_equal"]
-    outputs = "sampled" if equal is None else f"{equal} of {record['batch']} outputs equal"
+    outputs = "sampled" if equal is None else f"{equal} of {record.get('outputs', record['batch'])} outputs equal"
     if record["differences"]:
         outputs += ", row " + "; ".join(map(difference_phrase, record["differences"]))
     rounds = record["rounds_by_gamma"]
     gammas = ", ".join(f"{gamma} in {n / sum(rounds.values()):.0%}" for gamma, n in rounds.items())
     return (
-        f"  {drafts_label(record):<28}{ratio['median']:.2f}x plain ({ratio['min']:.2f} to {ratio['max']:.2f}), "
+        f"  {drafts_label(record):<28}{ratio['median']:.2f}x plain ({ratio['min']:.2f} to {ratio['max']:.2f}{sure}), "
         f"predicted {record['predicted_ratio']:.2f}{top}, rows refilled {record['refilled_ratio']:.2f}\n"
         f"      plain {plain['round']:.2f} ms a step, {record['percent_of_roofline']:.0f} % of the roofline; "
         f"round {ms['round']:.2f} ms: draft {ms['draft']:.2f}, verify {ms['verify']:.2f}, host {ms['host']:.2f}\n"
@@ -451,6 +470,7 @@ def compare(pairs: Pairs, prompts: Sequence[Sequence[int]], gaps: Gaps | None) -
     plain, speculative = ([one.tokens for one in way] for way in (pairs.plain_outputs, pairs.speculative_outputs))
     differences = gaps.differences(prompts, plain, speculative) if gaps else []
     return {
+        "outputs": len(prompts),
         "outputs_equal": len(prompts) - len(differences) if gaps else None,
         "differences": differences,
         "distinct_4_grams": distinct_share(speculative, 4),
@@ -463,14 +483,14 @@ def distinct_share(outputs: Sequence[Sequence[int]], n: int) -> float:
     return sum(len(set(row)) for row in runs) / max(1, sum(len(row) for row in runs))
 
 
-def sampling_params(args: argparse.Namespace, batch: int) -> list[SamplingParams]:
-    """Of every row; sampled ones draw with a seed of their own, so that every run is the same."""
+def sampling_params(args: argparse.Namespace, n: int) -> list[SamplingParams]:
+    """Of every prompt; sampled ones draw with a seed of their own, so that every run is the same."""
     return [
         SamplingParams(
             max_tokens=args.new_tokens, temperature=args.temperature, seed=row if args.temperature else None,
             ignore_eos=True,
         )
-        for row in range(batch)
+        for row in range(n)
     ]  # fmt: skip
 
 
@@ -487,7 +507,7 @@ def speed(args: argparse.Namespace) -> None:
                 f"tokens leave the model's {subject.positions:,} positions room for {args.new_tokens:,} new ones"
             )
         prompts[context, batch] = stretches(subject.texts, batch, context, subject.tokenizer.bos_id)
-    names = ("new_tokens", "pairs", "temperature")
+    names = ("new_tokens", "pairs", "temperature", "waves")
     ledger = Ledger(args.json, args.command, subject.settings() | {name: vars(args)[name] for name in names})
     sampling_params(args, 1)  # refuses a temperature that makes no sense
     rates = read_bandwidth()
@@ -509,10 +529,10 @@ def speed(args: argparse.Namespace) -> None:
         if isinstance(engine, ValueError):
             bar.write(f"skipped {point.setting.label}, gamma {point.gamma}: {engine}")
         else:
-            params = sampling_params(args, point.batch)
-            pairs = take_turns(engine, prompts[cell], params, args.pairs)
+            queue = prompts[cell] * args.waves
+            pairs = take_turns(engine, queue, sampling_params(args, len(queue)), args.pairs, args.seconds)
             record = keys[point] | account(pairs, point.batch, limits[cell])
-            record |= compare(pairs, prompts[cell], None if args.temperature else gaps)
+            record |= compare(pairs, queue, None if args.temperature else gaps)
             record |= {"ceiling_ratio": limits[cell].ratio(point.setting, point.gamma)}
             ledger.add(record)
             if cell != shown:
@@ -554,7 +574,8 @@ def print_speed(results: Sequence[Record]) -> None:
     head = "ratio    min    max  predicted  refilled  tokens   KV x  loss %  equal"
     print(f"{'context':>9}{'batch':>7}  {'draft':<34}{head}")
     for r in results:
-        ratio, equal = r["ratio"], "-" if r["outputs_equal"] is None else f"{r['outputs_equal']}/{r['batch']}"
+        ratio, n_outputs = r["ratio"], r.get("outputs", r["batch"])
+        equal = "-" if r["outputs_equal"] is None else f"{r['outputs_equal']}/{n_outputs}"
         print(
             f"{r['context']:>9,}{r['batch']:>7}  {drafts_label(r):<34}{ratio['median']:>5.2f}{ratio['min']:>7.2f}"
             f"{ratio['max']:>7.2f}{r['predicted_ratio']:>11.2f}{r['refilled_ratio']:>10.2f}"
@@ -1043,10 +1064,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         add("--threads", metavar="N", type=whole_number, default=torch.get_num_threads(), help="of torch")
         return add
 
-    for name, text, cells, policies, gammas, pairs in (
+    for name, text, cells, policies, gammas, pairs, seconds in (
         ("speed", "speculative over plain decoding, cell by cell", "16000x8,8000x1,512x1,512x8",
-         "streaming,snapkv,quest,guided", "4", 7),
-        ("auto", "what gamma auto costs where drafting does not pay", "512x1,512x8", "streaming", "auto", 15),
+         "streaming,snapkv,quest,guided", "4", 7, 0.0),
+        ("auto", "what gamma auto costs where drafting does not pay", "512x1,512x8", "streaming", "auto", 15, 30.0),
     ):  # fmt: skip
         add = command(name, speed, text)
         add("--cells", metavar="SxB", type=cells_of, default=cells_of(cells), help=f"default: {cells}")
@@ -1054,7 +1075,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         add("--budgets", metavar="K,K", type=whole_numbers, default=[256], help="default: 256")
         add("--gammas", metavar="N,N", type=gammas_of, default=gammas_of(gammas), help=f"default: {gammas}")
         add("--pairs", metavar="N", type=whole_number, default=pairs, help=f"pairs of timed runs (default: {pairs})")
+        add(
+            "--seconds", metavar="S", type=float, default=seconds,
+            help=f"go on with pairs until they took so long: short runs need many (default: {seconds:g})",
+        )  # fmt: skip
         add("--new-tokens", metavar="N", type=whole_number, default=96, help="tokens a row and run (default: 96)")
+        add(
+            "--waves", metavar="N", type=whole_number, default=1,
+            help="ask for every prompt N times: rows that are done are refilled, as in a busy engine (default: 1)",
+        )  # fmt: skip
         add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
         add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
         add("--dtype", default="auto", help="fp32, bf16, fp16 or auto (default: auto)")

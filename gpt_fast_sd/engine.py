@@ -97,7 +97,8 @@ class Engine:
         self.policy = build_policy(self.draft, target, draft_model)
         self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
         # exact: plain and speculative decoding run the target through one width, over one number of keys
-        self._width = 1 + (self.draft.max_gamma or GAMMA_TIERS[-1]) if cfg.exact else 0
+        gamma = self.draft.gamma  # without a policy, too
+        self._width = 1 + (GAMMA_TIERS[-1] if isinstance(gamma, str) else gamma) if cfg.exact else 0
         self._decode = CompiledStep(decode_step, compiled=self.compiled)  # one token a slot
         self._verify = CompiledStep(decode_step, compiled=self.compiled)  # several
         self._prefill = Prefill(target)
@@ -186,7 +187,7 @@ class Engine:
         self._prefill.fill(0, ids[:start])
         try:
             for position, token in enumerate(ids[start:], start):
-                self.rows.pending[0] = token
+                self.rows.pending[0], self.rows.active[0] = token, True
                 self.cache.seq_len[0] = position
                 rows.append(self._feed(self.rows.pending[:, None], position + 1)[0][0, 0].cpu())
         finally:
@@ -214,6 +215,7 @@ class Engine:
         assert self.policy
         rows, seconds = self.rows, []
         rows.seq_len.fill_(n_keys - gamma - 1)
+        rows.active.fill_(True)
         rows.n_keys = n_keys - gamma
         tokens = torch.zeros(len(self._slots), gamma + 1, dtype=torch.int64, device=self.device)
         for _ in range(4):  # the first one is not counted: it may compile
@@ -326,7 +328,9 @@ class Engine:
         """Feed tokens [B, T] from each slot's seq_len on, at least n_keys keys in view -> logits [B, T, V], mass."""
         wanted = self._width or tokens.shape[1]
         tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
-        pos = self.cache.seq_len[:, None] + torch.arange(wanted, device=self.device)  # [B, T]
+        # a slot without a request scribbles behind what can ever be in view, and so costs no reading of keys
+        start = torch.where(self.rows.active, self.cache.seq_len, self.cache.capacity)  # [B]
+        pos = start[:, None] + torch.arange(wanted, device=self.device)  # [B, T]
         step, page = (self._decode, 0) if wanted == 1 else (self._verify, self._page)
         if step is self._verify and not self._width and self.draft.max_gamma > 1:
             for varying in (tokens, pos):

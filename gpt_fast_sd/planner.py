@@ -71,12 +71,13 @@ class GammaPlanner:
 
     def begin(self) -> None:
         """A new run: what earlier ones accepted counts as little as the prior."""
-        self._start_anew()
+        self._forget(PRIOR_WEIGHT)
         self._probe_after = FIRST_PROBE
 
-    def _start_anew(self) -> None:
+    def _forget(self, weight: float) -> None:
+        """Let what was seen count as so many drafts at most."""
         for i, trials in enumerate(self._trials):
-            keep = min(1.0, PRIOR_WEIGHT / trials) if trials else 1.0
+            keep = min(1.0, weight / trials) if trials else 1.0
             self._trials[i], self._accepted[i] = trials * keep, self._accepted[i] * keep
         self._plain_rounds = self._drafting_rounds = 0
 
@@ -91,7 +92,7 @@ class GammaPlanner:
         if best == 0 and self._plain_rounds >= self._probe_after:
             could = {g: (g + 1) / self.seconds(g, n_keys) for g in self.tiers if g}  # if everything were accepted
             if max(could.values()) > speeds[0]:
-                self._start_anew()
+                self._forget(PRIOR_WEIGHT / 2)  # so that one accepted draft is reason enough for more
                 self._probe_after = min(2 * self._probe_after, LAST_PROBE)
                 return max(could, key=lambda g: speeds[g])  # the one that loses least
         return best

@@ -193,14 +193,21 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def take_turns(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], n: int
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    n: int,
+    seconds: float = 0.0,
 ) -> Pairs:
-    """Decode the prompts both ways, n pairs of runs after an untimed one; who goes first alternates."""
+    """Decode the prompts both ways, after an untimed run of each; who goes first alternates.
+
+    n pairs of runs, or more until they took so many seconds: short runs are at the mercy of what else is running.
+    """
     pairs = Pairs()
     for speculate in (True, False):  # compiles what is new, and prefills what the slots do not hold yet
         engine.generate(prompts, params, speculate=speculate)
-    for i in range(n):
-        for speculate in (False, True) if i % 2 == 0 else (True, False):
+    while len(pairs.plain) < n or sum(s.decode_seconds for s in (*pairs.plain, *pairs.speculative)) < seconds:
+        for speculate in (False, True) if len(pairs.plain) % 2 == 0 else (True, False):
             outputs = engine.generate(prompts, params, speculate=speculate)
             if speculate:
                 pairs.speculative_outputs = outputs

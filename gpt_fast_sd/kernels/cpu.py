@@ -44,7 +44,7 @@ def _built() -> bool:
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
-    """Attend to those of the first n_keys entries that are at or before each query.
+    """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
     bf16 q [B, N, T, H]; k, v [B, K, S, H], dense but for the first two strides; pos int64 [B, T] -> bf16 [B, N, T, H]
     """

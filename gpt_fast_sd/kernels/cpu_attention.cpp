@@ -77,12 +77,13 @@ template <int H> struct Row {
 // Dim of lane i of vector c of a pair of value rows after unpacklo (even c) and unpackhi (odd c) of their 32-dim halves.
 static inline int interleaved(int c, int i) { return c / 2 * 32 + i / 4 * 8 + c % 2 * 4 + i % 4; }
 
-// The keys and values of one tile, one after the other; position is null for first, first + 1, ...
+// The keys and values of one tile, each 16 one after the other; position is null for first, first + 1, ...
 struct Tile {
-    const bf16 *key, *value;
+    const bf16 *key[TILE / 16], *value[TILE / 16];
     const int64_t* position; // INT64_MAX: does not exist
     int64_t first, last; // last: the largest position of those that exist
     int n; // entries from n on do not exist
+    bool gaps; // whether any before n does not
 };
 
 template <int H> struct Scratch {
@@ -111,7 +112,7 @@ template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, 
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++) {
         Row<H>& row = rows[r];
-        if (tile.n < TILE || tile.position || tile.last > row.limit)
+        if (tile.n < TILE || tile.gaps || tile.last > row.limit)
             for (int c = 0; c < V; c++) {
                 unsigned seen = 0;
                 for (int i = 0; i < 16; i++) {
@@ -169,17 +170,18 @@ template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>*
     for (int c = 0; c < V; c++) {
         if (ahead) // part of the next tile, while this one is computed
             for (int j = 0; j < 16; j++)
-                for (int h = 0; h < H; h += 32) _mm_prefetch((const char*)(tile.key + (TILE + 16 * c + j) * H + h), _MM_HINT_T0);
-        for (int h = 0; h < H / 2; h += 16) transpose((const uint32_t*)(tile.key + 16 * c * H) + h, H / 2, &at.key[h][c], V);
+                for (int h = 0; h < H; h += 32) _mm_prefetch((const char*)(tile.key[c] + (TILE + j) * H + h), _MM_HINT_T0);
+        for (int h = 0; h < H / 2; h += 16) transpose((const uint32_t*)tile.key[c] + h, H / 2, &at.key[h][c], V);
     }
     for (int j = 0; j < TILE; j += 2) {
+        const bf16* value = tile.value[j / 16] + j % 16 * H;
         if (ahead)
-            for (int h = 0; h < 2 * H; h += 32) _mm_prefetch((const char*)(tile.value + (TILE + j) * H + h), _MM_HINT_T0);
+            for (int h = 0; h < 2 * H; h += 32) _mm_prefetch((const char*)(value + TILE * H + h), _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int c = 0; c < H / 32; c++) { // what does not exist counts as 0, whatever it holds
             const __m512i none = _mm512_setzero_si512();
-            const __m512i even = j < tile.n ? _mm512_loadu_si512(tile.value + j * H + 32 * c) : none;
-            const __m512i odd = j + 1 < tile.n ? _mm512_loadu_si512(tile.value + (j + 1) * H + 32 * c) : none;
+            const __m512i even = j < tile.n ? _mm512_loadu_si512(value + 32 * c) : none;
+            const __m512i odd = j + 1 < tile.n ? _mm512_loadu_si512(value + H + 32 * c) : none;
             at.value[j / 2][2 * c] = _mm512_unpacklo_epi16(even, odd);
             at.value[j / 2][2 * c + 1] = _mm512_unpackhi_epi16(even, odd);
         }
@@ -203,7 +205,7 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
     const float to_log2 = scale * 1.44269504f;
     const int64_t R = G * T;
     int64_t longest = index ? M : 0; // keys that some query sees, or entries listed
-    for (int64_t i = 0; i < B * T && !index; i++) longest = std::max(longest, std::min(pos[i] + 1, M));
+    for (int64_t i = 0; i < B * T && !index; i++) longest = std::max(longest, pos[i] < M ? pos[i] + 1 : 0);
     const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
     // kept between calls: fresh pages of memory would cost more than a small call
     static thread_local std::vector<Row<H>> kept_rows;
@@ -232,7 +234,7 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
             }
             alignas(64) float ordered[H];
             for (int c = 0; c < H / 16; c++)
-                for (int i = 0; i < 16; i++) ordered[interleaved(c, i)] = merged[16 * c + i] / total[r];
+                for (int i = 0; i < 16; i++) ordered[interleaved(c, i)] = total[r] ? merged[16 * c + i] / total[r] : 0.f;
             for (int h = 0; h < H; h += 16) _mm256_storeu_si256((__m256i*)(out + (bk * R + r) * H + h), (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(ordered + h)));
         }
         if (!mass) return;
@@ -259,31 +261,37 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
             memcpy(rows[r].q, q + b * q_b + (head * G + g) * q_n + t * q_t, 2 * H);
             memset(rows[r].out, 0, sizeof rows[r].out);
             memset(rows[r].sum, 0, sizeof rows[r].sum);
-            rows[r].max = LOWEST, rows[r].limit = pos[b * T + t];
+            rows[r].max = LOWEST, rows[r].limit = pos[b * T + t] < M || index ? pos[b * T + t] : -1;
             n_keys = std::max(n_keys, rows[r].limit + 1);
         }
         n_keys = index ? M : std::min(n_keys, M);
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {
-            Tile tile{keys + start * H, values + start * H, nullptr, start, 0, (int)std::min<int64_t>(TILE, n_keys - start)};
-            tile.last = start + tile.n - 1;
-            bool in_place = start + TILE <= S; // else gather, so as not to read past the buffer
-            if (index) {
-                const int64_t* named = index + bk * M + start;
-                in_place = tile.n == TILE && named[0] >= 0 && named[0] + TILE <= S;
-                for (int j = 1; j < tile.n; j++) in_place &= named[j] == named[0] + j;
-                if (in_place) tile = {keys + named[0] * H, values + named[0] * H, nullptr, named[0], named[0] + TILE - 1, TILE};
+            Tile tile{{}, {}, index ? at.position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
+            if (!index) tile.last = start + tile.n - 1;
+            for (int64_t j = TILE; index && j < std::min<int64_t>(2 * TILE, M - start); j++) { // the next tile's, wherever they are
+                const int64_t place = std::min(std::max<int64_t>(index[bk * M + start + j], 0), S - 1);
+                for (int h = 0; h < H; h += 32) {
+                    _mm_prefetch((const char*)(keys + place * H + h), _MM_HINT_T0);
+                    _mm_prefetch((const char*)(values + place * H + h), _MM_HINT_T0);
+                }
             }
-            if (!in_place) {
-                tile.key = at.picked_key, tile.value = at.picked_value;
-                if (index) tile.position = at.position, tile.last = -1;
-                for (int j = 0; j < tile.n; j++) {
-                    const int64_t named = index ? index[bk * M + start + j] : start + j;
-                    const int64_t place = std::min(std::max<int64_t>(named, 0), S - 1);
-                    at.position[j] = named < 0 ? INT64_MAX : named;
-                    tile.last = std::max(tile.last, named);
+            for (int c = 0; c < TILE; c += 16) { // where they are, if 16 lie together, else gathered
+                const int64_t* named = index ? index + bk * M + start + c : nullptr;
+                const int64_t first = named && c < tile.n ? named[0] : start + c;
+                bool together = first >= 0 && first + 16 <= S && (!named || c + 16 <= tile.n);
+                for (int j = 0; j < 16 && named && c + j < tile.n; j++) {
+                    together &= named[j] == first + j;
+                    at.position[c + j] = named[j] < 0 ? INT64_MAX : named[j];
+                    tile.last = std::max(tile.last, named[j]);
+                    tile.gaps |= named[j] < 0;
+                }
+                tile.key[c / 16] = together ? keys + first * H : at.picked_key + c * H;
+                tile.value[c / 16] = together ? values + first * H : at.picked_value + c * H;
+                for (int j = c; j < std::min(c + 16, tile.n) && !together; j++) {
+                    const int64_t name = named ? named[j - c] : start + j, place = std::min(std::max<int64_t>(name, 0), S - 1);
                     memcpy(at.picked_key + j * H, keys + place * H, 2 * H);
-                    if (named < 0) memset(at.picked_value + j * H, 0, 2 * H);
+                    if (name < 0) memset(at.picked_value + j * H, 0, 2 * H);
                     else memcpy(at.picked_value + j * H, values + place * H, 2 * H);
                 }
             }
@@ -300,7 +308,7 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
 
 // q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k); pos [B, T]; index null or
 // [B, K, M], -1 is nothing -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received,
-// all rows of a kv head together. 1 for a head dim other than 64 and 128.
+// all rows of a kv head together. A query at or past M sees nothing: its output is 0, and it costs no reading. 1 for a head dim other than 64 and 128.
 extern "C" int attend_cpu(const bf16* q, const bf16* k, const bf16* v, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
                           int64_t B, int64_t K, int64_t G, int64_t T, int64_t H, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
                           int64_t q_t, int64_t kv_b, int64_t kv_k, float scale, int threads) {

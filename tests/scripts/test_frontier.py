@@ -216,6 +216,21 @@ def test_pairs_alternate_who_goes_first_after_an_untimed_run_of_each(monkeypatch
     assert pairs.counts.decode_tokens == 15 and sum(pairs.counts.rounds_by_gamma.values()) == pairs.counts.rounds
 
 
+def test_short_runs_go_on_until_they_took_the_time_asked_for() -> None:
+    class Quick:
+        """Decodes in a quarter of a second, it says."""
+
+        stats = EngineStats()
+
+        def generate(self, *args: Any, speculate: bool) -> list[Any]:
+            self.stats = EngineStats(decode_seconds=0.25, decode_tokens=1, rounds=1)
+            return []
+
+    engine: Any = Quick()
+    assert len(take_turns(engine, [], SamplingParams(), 2).ratios) == 2
+    assert len(take_turns(engine, [], SamplingParams(), 2, seconds=3.0).ratios) == 6
+
+
 def test_a_run_that_the_machine_stopped_does_not_move_the_medians() -> None:
     def run(seconds: float) -> EngineStats:
         return EngineStats(decode_seconds=seconds, verify_seconds=seconds, decode_tokens=10, rounds=10)

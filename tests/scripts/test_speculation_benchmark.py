@@ -19,7 +19,19 @@ from frontier import Pairs, Setting
 from gpt_fast_sd.engine import BUNDLED
 from gpt_fast_sd.model import load_tokenizer, read_config
 from gpt_fast_sd.stats import EngineStats
-from speculation import KINDS, Cases, Ceiling, Ledger, account, alpha_of, distinct_share, omega, ragged, summarize
+from speculation import (
+    KINDS,
+    Cases,
+    Ceiling,
+    Ledger,
+    account,
+    alpha_of,
+    distinct_share,
+    median_interval,
+    omega,
+    ragged,
+    summarize,
+)
 from tests.helpers import random_ids
 
 DOCUMENT = BUNDLED / "document.txt"
@@ -109,6 +121,14 @@ def test_a_killed_run_goes_on_where_it_ended_and_a_finished_one_measures_nothing
     assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
 
 
+def test_waves_refill_the_rows_and_all_their_outputs_are_compared(tmp_path: Path) -> None:
+    file = tmp_path / "speed.json"
+    speculation.main([*SPEED, "--policies", "streaming", "--waves", "2", "--pairs", "1", "--json", str(file)])
+    (result,) = read(file)["results"]
+    assert result["batch"] == 2 and result["outputs"] == 4
+    assert result["outputs_equal"] + len(result["differences"]) == 4
+
+
 def test_sampled_outputs_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "speed.json"
     argv = [*SPEED, "--cells", "64x1", "--policies", "lookup", "--temperature", "0.8"]
@@ -117,6 +137,12 @@ def test_sampled_outputs_are_not_compared(tmp_path: Path, capsys: pytest.Capture
     assert result["outputs_equal"] is None and result["differences"] == []
     capsys.readouterr()
     assert "was measured with temperature 0.8, not 0.0" in refusal(capsys, *SPEED, "--json", str(file))
+
+
+def test_the_interval_of_a_median_is_made_of_its_values() -> None:
+    assert median_interval([3.0, 1.0, 2.0]) == [1.0, 3.0]  # of so few, no inner pair is sure enough
+    assert median_interval(list(range(9))) == [1, 7]  # coverage 0.961; the pair inside has 0.82
+    assert median_interval(list(range(100))) == [39, 60]  # coverage 0.965, as tables of order statistics have it
 
 
 def test_repetition_is_told_from_the_runs_of_tokens_that_come_again() -> None:
@@ -128,7 +154,7 @@ def test_repetition_is_told_from_the_runs_of_tokens_that_come_again() -> None:
 def test_auto_is_speed_that_chooses_gamma_itself(tmp_path: Path) -> None:
     file = tmp_path / "auto.json"
     argv = ["auto", *SPEED[1:4], "--cells", "64x1", "--budgets", "64", "--pairs", "1", "--new-tokens", "6"]
-    speculation.main([*argv, "--json", str(file)])
+    speculation.main([*argv, "--seconds", "0", "--json", str(file)])
     (result,) = read(file)["results"]
     assert result["gamma"] == "auto" and result["ceiling_ratio"] is None
     assert result["loss_percent"] == pytest.approx(100 * (1 - result["ratio"]["median"]))

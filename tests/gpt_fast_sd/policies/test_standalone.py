@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.standalone import StandaloneDraft
+from gpt_fast_sd.requests import Request
+from gpt_fast_sd.rows import Rows
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     TOY,
@@ -80,6 +84,15 @@ def test_one_committed_token_at_most_is_missing_after_a_round() -> None:
         holds_what_a_prefill_gives(one, policy.reader, PROMPTS[:4], unfed=1)
 
 
+def assert_holds(policy: StandaloneDraft, rows: Rows, lengths: Mapping[int, int]) -> None:
+    """The cache of each slot begins with what a prefill of so many tokens of its text gives."""
+    for slot, length in lengths.items():
+        found = entries(policy.reader.cache, slot, length)
+        wanted = prefilled(policy.reader, rows.history[slot, :length].tolist())
+        # fp32, the same sums in another order
+        assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("pattern", [[4, 0], [0, 0, 0, 2, 0], [3, 3, 0], [0] * 290 + [4] * 5])
 def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
     """290 of them take more than one chunk."""
@@ -87,16 +100,11 @@ def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
     drafting_now_and_then(one, pattern)
     propose, rounds = policy.propose, 0
 
-    def checked(rows: Any, gamma: int) -> Any:
+    def checked(rows: Rows, gamma: int) -> Draft:
         nonlocal rounds
         rounds += 1
         draft = propose(rows, gamma)
-        for slot, length in rows.lengths.items():
-            text = rows.history[slot, : length + 1].tolist()
-            for got, expected in zip(
-                entries(policy.reader.cache, slot, length + 1), prefilled(policy.reader, text), strict=True
-            ):
-                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)  # fp32, sums in another order
+        assert_holds(policy, rows, {slot: length + 1 for slot, length in rows.lengths.items()})
         return draft
 
     policy.propose = checked  # type: ignore[method-assign]
@@ -104,6 +112,23 @@ def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
     one.generate(PROMPTS[:2] if n > 100 else PROMPTS, SamplingParams(max_tokens=n))
     assert rounds >= 3 and one.stats.rounds_by_gamma[0] > 2
     assert one.stats.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("pattern", [[4], [3, 0, 0]])
+def test_a_view_is_shown_no_token_that_is_not_in_the_cache(pattern: list[int]) -> None:
+    """Where all drafts were accepted, the last of them is not, when the next round begins."""
+    one, policy = standalone()
+    drafting_now_and_then(one, pattern)
+    shown: list[int] = []
+
+    def begin(rows: Rows) -> None:
+        assert all(int(rows.seq_len[slot]) == length for slot, length in rows.lengths.items())
+        assert_holds(policy, rows, rows.lengths)
+        shown.extend(rows.lengths.values())
+
+    policy.view.begin = begin  # type: ignore[method-assign]
+    one.generate(PROMPTS[:5], SamplingParams(max_tokens=20))
+    assert max(shown) > 300 and min(shown) == 0
 
 
 def test_calls_with_and_without_speculation_may_take_turns() -> None:
@@ -120,6 +145,23 @@ def test_timing_its_steps_for_an_automatic_gamma_leaves_nothing_behind() -> None
     drafting_now_and_then(one, [4])
     one.generate(PROMPTS, SamplingParams(max_tokens=13))
     assert one.stats.acceptance_rate == 1.0 and one.stats.drafted > 40
+
+
+def test_a_prompt_that_a_live_slot_holds_is_copied_as_it_was_prefilled() -> None:
+    """Its last token was fed again since, through a view that sees less than a prefill."""
+    prompt = random_ids(300)
+    one, policy = standalone(view="streaming", budget=16)
+    rounds = one.stream([prompt, *PROMPTS[:3], prompt], [SamplingParams(max_tokens=n) for n in (40, 4, 40, 40, 40)])
+    while one._slots[1] is None or one._slots[1].index != 4:
+        next(rounds)
+    for got, expected in zip(entries(policy.reader.cache, 1, 298), prefilled(policy.reader, prompt[:-1]), strict=True):
+        assert torch.equal(got, expected[:, :298])
+    request = Request(0, prompt, SamplingParams(), frozenset(), None)
+    one._release(1)
+    with torch.inference_mode():
+        one._admit(request)
+    found, wanted = entries(policy.reader.cache, 1, 299), prefilled(policy.reader, prompt[:-1])
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("view", ["full", "streaming"])

@@ -1,0 +1,475 @@
+"""The CPU kernel beside fp64: right at every edge, deaf to what it may not see, the same bits in any company.
+
+Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
+        M entries listed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.attending import DenseKV, MassKV
+from gpt_fast_sd.compiling import own_code
+from gpt_fast_sd.kernels import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
+from gpt_fast_sd.model import SPLIT, attend_reference
+from gpt_fast_sd.policies.sparse import attend_at
+
+cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")  # what is tested lies behind the door
+GROUPS = (1, 2, 3, 4, 5, 7, 8)
+HEAD_DIMS = (64, 128)
+KEY_SPLIT = 4096  # of the kernel: SPLIT in cpu_attention.cpp
+TILE = 64
+
+
+def why_not() -> str:
+    if not torch.cpu._is_avx512_bf16_supported():
+        return "this CPU has no AVX-512 bf16 dot products"
+    return "" if cpu.available() else "no compiler here builds the kernel"
+
+
+needs_kernel = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+class Case:
+    """bf16 queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
+
+    What lies behind a row's end is NaN. sharp: how large scores are.
+    """
+
+    def __init__(
+        self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 2, head_dim: int = 64,
+        capacity: int | None = None, sharp: float = 1.0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
+        capacity = capacity or max(ends) + 1
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+        # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
+        self.q = (normal(n_rows, n_tokens, n_kv * group + 3, head_dim) * sharp)[:, :, 1:-2].transpose(1, 2)
+        # as a cache holds them: some slots of a larger buffer
+        self.k, self.v = (normal(n_rows + 2, n_kv, capacity, head_dim)[1:-1] for _ in range(2))
+        self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
+        for row, end in enumerate(ends):
+            for x in (self.k, self.v):
+                x[row, :, end + 1 :] = float("nan")
+
+    def finite(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with zeros for NaN."""
+        return self.k.nan_to_num(0.0), self.v.nan_to_num(0.0)
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
+        k, v = self.finite()
+        return attend_reference(self.q, k, v, self.pos), attend_reference(self.q, k, v.abs(), self.pos)
+
+
+def is_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> bool:
+    """Whether the output is as near as its roundings let it be.
+
+    A weight is rounded to bf16 (off by up to 2^-8 of itself) and so is the output: together 2^-7 of the sum of
+    |weight * value|, which no output exceeds. A twentieth more for fp32 sums, scores and an exp2 of 3e-6.
+    """
+    exact, size = expected
+    assert got.dtype == torch.bfloat16 and got.shape == exact.shape
+    return bool(((got.double() - exact).abs() <= 1.05 * 2.0**-7 * size + 1e-7).all())
+
+
+@needs_kernel
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_attention_is_that_of_fp64_for_any_number_of_queries(head_dim: int, group: int) -> None:
+    for n_tokens in (*range(1, 10), 33):
+        ends = [max(n_tokens - 1, end) for end in (0, 37, 130, 299)]
+        case = Case(ends, n_tokens=n_tokens, group=group, head_dim=head_dim, capacity=320, seed=n_tokens)
+        assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, 320), case.expected())
+
+
+EDGES = [
+    edge + by for edge in (TILE, 2 * TILE, KEY_SPLIT - TILE, KEY_SPLIT, KEY_SPLIT + TILE, 2 * KEY_SPLIT)
+    for by in (-2, -1, 0, 1)
+]  # fmt: skip
+
+
+@needs_kernel
+@pytest.mark.parametrize(("head_dim", "n_tokens"), [(64, 1), (64, 3), (128, 2)])
+def test_rows_may_end_anywhere_around_the_edges_of_tiles_and_splits(head_dim: int, n_tokens: int) -> None:
+    for ends in ([2, *EDGES[:8]], EDGES[8:16], EDGES[16:]):
+        case = Case(ends, n_tokens=n_tokens, n_kv=1, group=2, head_dim=head_dim, capacity=2 * KEY_SPLIT + TILE)
+        n_keys = max(ends) + 1
+        assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, n_keys), case.expected())
+
+
+@needs_kernel
+@pytest.mark.parametrize("capacity", [1, 2, 63, 64, 65, 100, 4095, 4096, 4097, 4160])
+def test_a_cache_may_end_anywhere_and_nothing_behind_it_is_read(capacity: int) -> None:
+    case = Case([capacity - 1, capacity // 2], n_kv=2, group=3, capacity=capacity)
+    assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, capacity), case.expected())
+    index = torch.arange(capacity).flip(0).expand(2, 2, -1)
+    assert is_close(cpu_attention_at(case.q, case.k, case.v.nan_to_num(0.0), index, case.pos), case.expected())
+
+
+@needs_kernel
+@pytest.mark.parametrize("sharp", [0.0, 8.0, 100.0])
+def test_attention_may_be_flat_or_sharp(sharp: float) -> None:
+    case = Case([700, 64, 5000], n_tokens=5, group=3, sharp=sharp)
+    exact, size = case.expected()
+    got = cpu_attention(case.q, case.k, case.v, case.pos, 5001).double()
+    # a score is an fp32 sum of 64 products of some 100 / 8: off by some 2^-24 of 64 * 100 / 8
+    assert ((got - exact).abs() <= (1.05 * 2.0**-7 + sharp * 2.0**-20) * size + 1e-7).all()
+
+
+@needs_kernel
+def test_queries_may_stand_in_any_order_and_at_position_0() -> None:
+    case = Case([200, 10], n_tokens=6, group=2)
+    case.pos = torch.tensor([[200, 0, 64, 63, 65, 1], [10, 10, 0, 3, 9, 0]])
+    assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, 201), case.expected())
+
+
+@needs_kernel
+def test_no_value_and_no_key_behind_a_row_reaches_it_whatever_it_is() -> None:
+    for bad in (float("nan"), float("inf"), float("-inf"), 3e38):
+        for end in (0, 1, 62, 63, 64, 200, 4095, 4096):
+            case = Case([end, 4200], n_tokens=1, n_kv=1, head_dim=128)
+            expected = case.expected()
+            for x in (case.k, case.v):
+                x[0, :, end + 1 :] = bad
+            got, mass = cpu_attention_with_mass(case.q, case.k, case.v, case.pos, 4192)
+            assert torch.equal(got[0], cpu_attention(case.q, case.k, case.v, case.pos, 4192)[0])
+            assert is_close(got[:1], (expected[0][:1], expected[1][:1]))
+            assert (mass[0, :, end // PAGE + 1 :] < 1e-30).all()
+
+
+# ---- the same bits in any company -----------------------------------------------------------------------------------
+
+
+@needs_kernel
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+def test_a_querys_output_hangs_on_nothing_but_its_own_row(group: int, head_dim: int) -> None:
+    case = Case([4500, 63, 130, 4096], n_tokens=7, group=group, head_dim=head_dim, capacity=5120)
+    k, v = case.finite()  # a query alone sees less than the last of seven: what is behind it is another row's NaN
+    together, mass = cpu_attention_with_mass(case.q, k, v, case.pos, 4608)
+    for n_keys in (4501, 4544, 4864, 5120):
+        assert torch.equal(cpu_attention(case.q, k, v, case.pos, n_keys), together)
+        assert torch.equal(
+            cpu_attention_with_mass(case.q, k, v, case.pos, n_keys)[1][..., : 4501 // PAGE], mass[..., : 4501 // PAGE]
+        )
+    for row in range(4):
+        one = slice(row, row + 1)
+        n_keys = int(case.pos[row].max()) + 1
+        alone = cpu_attention_with_mass(case.q[one], k[one], v[one], case.pos[one], -(-n_keys // SPLIT) * SPLIT)
+        assert torch.equal(alone[0], together[one])
+        assert torch.equal(alone[1], mass[one, :, : alone[1].shape[-1]])
+        for t in (0, 1, 4, 6):
+            at = slice(t, t + 1)
+            got = cpu_attention(case.q[one, :, at], k[one], v[one], case.pos[one, at], n_keys)
+            assert torch.equal(got[:, :, 0], together[one, :, t])
+
+
+@needs_kernel
+def test_threads_and_earlier_calls_change_no_bit() -> None:
+    large, small = Case([9000, 300], n_tokens=4, group=2), Case([70], n_tokens=2, group=5, head_dim=128)
+
+    def run(case: Case) -> list[Tensor]:
+        n_keys = case.k.shape[2] // PAGE * PAGE
+        return list(cpu_attention_with_mass(case.q, case.k, case.v, case.pos, n_keys))
+
+    first = [run(case) for case in (large, small)]
+    threads = torch.get_num_threads()
+    try:
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            for case, expected in ((small, first[1]), (large, first[0]), (small, first[1])):
+                assert all(torch.equal(a, b) for a, b in zip(run(case), expected, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- listed entries -------------------------------------------------------------------------------------------------
+
+
+def expected_at(case: Case, index: Tensor) -> tuple[Tensor, Tensor]:
+    """fp64 attention to listed entries, row by row and head by head, and the same for |v|: [B, N, T, H] each."""
+    group, (k, v) = case.q.shape[1] // case.k.shape[1], case.finite()
+    outs = torch.zeros(2, *case.q.shape, dtype=torch.float64)
+    for b in range(index.shape[0]):
+        for n in range(case.q.shape[1]):
+            for t in range(case.q.shape[2]):
+                listed = index[b, n // group]
+                seen = listed[(listed >= 0) & (listed <= case.pos[b, t])]
+                scores = k[b, n // group, seen].double() @ case.q[b, n, t].double() * case.q.shape[-1] ** -0.5  # [n]
+                p, values = scores.softmax(0), v[b, n // group, seen].double()
+                outs[0, b, n, t], outs[1, b, n, t] = p @ values, p @ values.abs()
+    return outs[0], outs[1]
+
+
+def listing(case: Case, n: int, run: int = 1) -> Tensor:
+    """[B, K, M] n entries a head, `run` neighbours at a time, the runs in no order.
+
+    Among them the row's own last entry, entries behind it and behind the cache, and -1s.
+    """
+    rows = []
+    for end in case.pos[:, -1].tolist():
+        heads = []
+        for head in range(case.k.shape[1]):
+            generator = torch.Generator().manual_seed(head)
+            starts = [end, end + 1, case.k.shape[2] + 5, *torch.randperm(end + 1, generator=generator).tolist()]
+            seen: list[int] = []
+            taken: set[int] = set()
+            for start in starts:
+                if len(seen) + run <= n - n // 8:
+                    new = [entry for entry in range(start - run + 1, start + 1) if entry not in taken and entry >= 0]
+                    seen += [*new, *[-1] * (run - len(new))]
+                    taken |= {*new}
+            seen = seen or [end]
+            full = torch.tensor(seen + [-1] * (n - len(seen)))
+            whole = full[: n // run * run].view(-1, run)
+            heads.append(
+                torch.cat([whole[torch.randperm(len(whole), generator=generator)].flatten(), full[len(whole) * run :]])
+            )
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+@needs_kernel
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_listed_entries_are_those_attended_to(head_dim: int, group: int) -> None:
+    for n, run in ((1, 1), (7, 1), (63, 4), (64, 16), (65, 16), (150, 5), (200, 16)):
+        case = Case([0, 5, 64, 299], group=group, head_dim=head_dim, capacity=320, seed=n)
+        case.k, case.v = case.finite()
+        index = listing(case, n, run)
+        assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+
+
+@needs_kernel
+@pytest.mark.parametrize("run", [1, 16, 64])
+@pytest.mark.parametrize("n_tokens", [2, 4, 9])
+def test_of_listed_entries_each_query_sees_those_before_it(n_tokens: int, run: int) -> None:
+    case = Case([40, 130, 299], n_tokens=n_tokens, group=3, capacity=320)
+    case.k, case.v = case.finite()
+    earlier = Case([end - n_tokens for end in (40, 130, 299)], capacity=320)
+    own = case.pos[:, None].expand(-1, 2, -1)  # of the queries
+    listed = listing(earlier, 90, run)
+    index = torch.cat([own[..., 1:], listed.masked_fill(listed >= own[..., :1], -1), own[..., :1]], -1)
+    assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+
+
+@needs_kernel
+@pytest.mark.parametrize("run", [1, 16])
+def test_more_entries_than_a_split_may_be_listed(run: int) -> None:
+    case = Case([6000, 4200], n_kv=1, group=2)
+    case.k, case.v = case.finite()
+    for n in (KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 1):
+        index = listing(case, n, run)
+        assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+
+
+@needs_kernel
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_listing_all_entries_in_their_order_gives_the_dense_bits(head_dim: int) -> None:
+    case = Case([4500, 63, 4096], n_tokens=3, group=3, head_dim=head_dim)
+    k, v = case.finite()
+    index = torch.arange(4501).expand(3, 2, -1)
+    assert torch.equal(cpu_attention_at(case.q, k, v, index, case.pos), cpu_attention(case.q, k, v, case.pos, 4501))
+
+
+@needs_kernel
+@pytest.mark.parametrize("run", [1, 16])
+def test_neither_what_is_empty_nor_keys_behind_a_row_reach_it(run: int) -> None:
+    case = Case([100, 30], group=2, capacity=320)  # NaN behind 100 and 30
+    case.v = case.v.nan_to_num(0.0)  # values behind it must be finite: they count with a weight of 2^-126
+    index = listing(case, 60, run)
+    assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+    case.k[:, :, 0] = case.v[:, :, 0] = float("nan")  # where an empty entry would be
+    index = index.masked_fill(index == 0, -1)
+    assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+
+
+# ---- the mass of pages ----------------------------------------------------------------------------------------------
+
+
+@needs_kernel
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_mass_is_the_attention_that_16_keys_received(head_dim: int, group: int) -> None:
+    for n_tokens, ends, n_keys in ((1, [0, 15, 16], 256), (2, [300, 64, 511], 512), (5, [4095, 4096, 4700], 4864)):
+        case = Case(ends, n_tokens=n_tokens, group=group, head_dim=head_dim, capacity=n_keys + SPLIT)
+        got, mass = cpu_attention_with_mass(case.q, case.k, case.v, case.pos, n_keys)
+        assert torch.equal(got, cpu_attention(case.q, case.k, case.v, case.pos, n_keys))
+        k, _ = case.finite()
+        keys = k[:, :, :n_keys].double().repeat_interleave(group, 1)  # [B, N, S, H]
+        scores = case.q.double() @ keys.transpose(-1, -2) * head_dim**-0.5  # [B, N, T, S]
+        seen = torch.arange(n_keys) <= case.pos[:, None, :, None]  # [B, 1, T, S]
+        p = scores.masked_fill(~seen, float("-inf")).softmax(-1).unflatten(1, (-1, group)).sum((2, 3))  # [B, K, S]
+        assert mass.dtype == torch.float32 and mass.shape == (len(ends), 2, n_keys // PAGE)
+        # fp32 scores and sums, an exp2 of 3e-6; weights are not rounded here
+        torch.testing.assert_close(mass.double(), p.unflatten(-1, (-1, PAGE)).sum(-1), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mass.sum(-1), torch.full((len(ends), 2), float(group * n_tokens)), rtol=1e-5, atol=0)
+
+
+# ---- as torch operators ---------------------------------------------------------------------------------------------
+
+
+@needs_kernel
+def test_the_operators_pass_torchs_own_checks() -> None:
+    case = Case([40, 7], n_tokens=2, capacity=64)
+    index = listing(case, 12)
+    dense, with_mass = (
+        torch.ops.gpt_fast_sd.cpu_attention.default,
+        torch.ops.gpt_fast_sd.cpu_attention_with_mass.default,
+    )
+    k, v = case.finite()
+    torch.library.opcheck(dense, (case.q, k, v, case.pos, None, 64))
+    torch.library.opcheck(dense, (case.q, k, v, case.pos, index, 0))
+    torch.library.opcheck(with_mass, (case.q, k, v, case.pos, 64))
+
+
+# ---- where it cannot be used ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rebuilt() -> Iterator[None]:
+    """Ask anew whether the kernel can be built, and again when the test is over."""
+    caches = (cpu._built, cpu._kernel)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("dtypes", "head_dim", "fits"),
+    [("bf16 bf16", 64, True), ("bf16 bf16", 128, True), ("bf16 bf16", 32, False), ("bf16 bf16", 80, False),
+     ("fp32 fp32", 64, False), ("fp32 bf16", 64, False), ("bf16 fp16", 64, False), ("fp16 fp16", 128, False)],
+)  # fmt: skip
+def test_it_serves_bf16_queries_over_bf16_keys_of_64_or_128_dims(dtypes: str, head_dim: int, fits: bool) -> None:
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    q, k = (torch.zeros(1, 2, 4, head_dim, dtype=kinds[name]) for name in dtypes.split())
+    assert cpu_attention_fits(q, k) is fits
+
+
+def traced(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[torch.fx.GraphModule]]:
+    """fn as a compiled step runs it, but for the code generator, and its graphs."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    return torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=backend), graphs
+
+
+def n_kernels(graph: torch.fx.GraphModule) -> int:
+    return sum("cpu_attention" in str(node.target) for node in graph.graph.nodes)
+
+
+def attend_all_ways(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, in_view: Tensor, page: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Dense attention, attention with mass, the mass, and attention to listed entries, as the engine's caches do it."""
+    new = k[:, :, : q.shape[2]] * 0.5
+    kv = MassKV([k], [v], in_view.shape[0], page)
+    index = torch.arange(300).expand(k.shape[0], k.shape[1], -1)
+    with_mass = kv.attend(0, q, new, new, pos)
+    dense = DenseKV([k], [v], in_view.shape[0]).attend(0, q, new, new, pos)
+    return dense, with_mass, kv.mass[0], attend_at(q, k, v, index, pos)
+
+
+def a_step(n_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Arguments of attend_all_ways."""
+    case = Case([299 - n_tokens, 64, 0], n_tokens=1, group=3, capacity=6 * SPLIT)
+    q = case.q.repeat(1, 1, n_tokens, 1)
+    return q, *case.finite(), case.pos + torch.arange(n_tokens), torch.empty(2, 0)
+
+
+@needs_kernel
+def test_one_graph_serves_every_number_of_keys_in_view() -> None:
+    step, graphs = traced(attend_all_ways)
+    results = []
+    for n in (2, 3, 6, 4):
+        *args, in_view = a_step(2)[:-1], torch.empty(n, 0)
+        torch._dynamo.mark_dynamic(in_view, 0, min=2, max=6)
+        results.append(step(*args[0], in_view, 64))
+    assert len(graphs) == 1 and n_kernels(graphs[0]) == 3
+    for n, (dense, with_mass, mass, listed) in zip((2, 3, 6, 4), results, strict=True):
+        assert torch.equal(dense, results[0][0]) and torch.equal(with_mass, dense) and torch.equal(listed, dense)
+        assert mass.shape == (3, 2, n * SPLIT // 64)
+        assert torch.equal(mass[..., : 2 * SPLIT // 64], results[0][2])
+
+
+@needs_kernel
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("n_tokens", [1, 4])
+def test_what_attends_without_the_kernel_gives_the_same(
+    n_tokens: int, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, graphs = traced(attend_all_ways)
+    fast = step(*a_step(n_tokens), page)
+    assert n_kernels(graphs[0]) == 3
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    step, graphs = traced(attend_all_ways)
+    compiled = step(*a_step(n_tokens), page)
+    assert n_kernels(graphs[0]) == 0
+    for slow in (compiled, attend_all_ways(*a_step(n_tokens), page)):
+        for i in (0, 1, 3):
+            # The plain bodies round scores to bf16 as well: they are 4 at most here, a weight is off by 2^-8 * 4 then.
+            torch.testing.assert_close(fast[i], slow[i], rtol=0.03, atol=0.03)
+        torch.testing.assert_close(fast[2], slow[2], rtol=0.03, atol=1e-5)
+        assert fast[2].shape == slow[2].shape == (3, 2, 2 * SPLIT // page)
+
+
+@needs_kernel
+def test_steps_that_run_eagerly_build_no_kernel(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built() -> None:
+        raise AssertionError("built")
+
+    monkeypatch.setattr(cpu, "_kernel", built)
+    attend_all_ways(*a_step(2), 16)
+
+
+@needs_kernel
+def test_a_compiler_that_does_not_know_the_instructions_is_no_error(
+    rebuilt: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "cpu_attention.cpp"
+    source.write_text("#error no such instructions\n")
+    monkeypatch.setattr(cpu, "SOURCE", source)
+    assert not cpu.available()
+    assert not cpu_attention_fits(*[torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)] * 2)
+    step, graphs = traced(attend_all_ways)
+    assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
+
+
+def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import codecache
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none_found(source: str) -> None:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(codecache.CppCodeCache, "load", none_found)
+    assert not cpu.available()
+    step, graphs = traced(attend_all_ways)
+    assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
+
+
+def test_a_cpu_without_the_instructions_builds_nothing(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built() -> None:
+        raise AssertionError("built")
+
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(cpu, "_kernel", built)
+    assert not cpu._built()
+    monkeypatch.undo()

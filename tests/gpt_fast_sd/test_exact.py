@@ -1,0 +1,184 @@
+"""exact=True: the target gives each text the same bits, however it was drafted for and whatever shares its batch.
+
+Shapes: B slots, T tokens in this call, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.compiling import CompiledStep, can_compile
+from gpt_fast_sd.kernels import cpu_attention_fits
+from gpt_fast_sd.model import ModelConfig
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "streaming": {"budget": 24},
+    "snapkv": {"budget": 64, "refresh": 4},
+    "quest": {"budget": 48},
+    "guided": {"budget": 48},
+    "standalone": {"budget": 24},
+    "early_exit": {"budget": 24},
+    "lookup": {"ngram": 2},
+    "hierarchy": {"budget": 24},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PROMPTS = [random_ids(n, seed=n) for n in (1, 2, 150, 31, 255, 256, 257, 10)]  # more than slots, around a chunk
+PARAMS = [SamplingParams(max_tokens=4 + 7 * i % 15) for i in range(len(PROMPTS))]
+
+Bits = dict[tuple[int, ...], Tensor]  # the target's logits [V] after each text that it was fed
+
+
+class Watched:
+    """An exact engine of 3 slots, and the bits that it came by."""
+
+    def __init__(
+        self, name: str, gamma: int | str = 4, *, dtype: str = "fp32", config: ModelConfig | None = None, **changes: Any
+    ) -> None:
+        config = config or tiny_config()
+        draft: dict[str, Any] = POLICIES.get(name, {}) | ({"draft_model": "given"} if name == "standalone" else {})
+        draft_model = tiny_model(config, seed=1, dtype=DTYPES[dtype]) if name == "standalone" else None
+        wanted: dict[str, Any] = {"batch_size": 3, "max_seq_len": 320, "device": "cpu", "compile": False} | changes
+        self.engine = Engine(
+            tiny_model(config, dtype=DTYPES[dtype]), None, EngineConfig(exact=True, **wanted),
+            DraftConfig(policy=name, gamma=gamma, **draft), draft_model,
+        )  # fmt: skip
+        self.bits: Bits = {}
+        self._feed, self.engine._feed = self.engine._feed, self.feed  # type: ignore[method-assign]
+
+    def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        logits, mass = self._feed(tokens, n_keys)
+        for slot, request in enumerate(self.engine._slots):
+            if request is not None:
+                text = [*request.prompt, *request.tokens]
+                for i in range(tokens.shape[1]):
+                    self.bits[(*text, *tokens[slot, 1 : 1 + i].tolist())] = logits[slot, i].clone()
+        return logits, mass
+
+    def run(self, prompts: Sequence[list[int]], params: Any, *, speculate: bool = True) -> tuple[list[list[int]], Bits]:
+        """The tokens of the prompts, and the bits."""
+        self.bits.clear()
+        completions = self.engine.generate(prompts, params, speculate=speculate)
+        assert (self.engine.stats.drafted > 0) is (speculate and self.engine.policy is not None)
+        return [c.tokens for c in completions], dict(self.bits)
+
+
+def covers(got: tuple[list[list[int]], Bits], plain: tuple[list[list[int]], Bits]) -> bool:
+    """Whether the tokens are the same, and the bits of every text that plain decoding fed."""
+    assert sum(map(len, plain[0])) == len(plain[1]) and all(x.isfinite().all() for x in plain[1].values())
+    return got[0] == plain[0] and all(torch.equal(got[1][text], bits) for text, bits in plain[1].items())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_plain_and_speculative_decoding_give_the_same_bits(name: str, dtype: str) -> None:
+    one = Watched(name, dtype=dtype)
+    plain = one.run(PROMPTS, PARAMS, speculate=False)
+    assert len({token for tokens in plain[0] for token in tokens}) > 20  # the model is not stuck on a token
+    assert covers(one.run(PROMPTS, PARAMS), plain)
+    assert one.engine.stats.accepted > 0 or name in ("standalone", "lookup")
+    # without a draft policy, but with the same gamma
+    assert covers(Watched("off", dtype=dtype).run(PROMPTS, PARAMS), plain)
+
+
+def bits_of(run: tuple[list[list[int]], Bits], i: int, prompt: list[int]) -> list[Tensor]:
+    """The bits after a run's i-th prompt, and after each token that it was continued with but the last."""
+    tokens, bits = run
+    return [bits[(*prompt, *tokens[i][:n])] for n in range(len(tokens[i]))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["streaming", "guided", "hierarchy"])
+def test_a_text_has_the_same_bits_alone_and_in_a_batch_and_in_any_slot(name: str, dtype: str) -> None:
+    one, other = Watched(name, dtype=dtype), PROMPTS[3]
+    together = one.run(PROMPTS, PARAMS)
+    for i in (1, 2, 5, 7):
+        prompt, params = PROMPTS[i], [SamplingParams(max_tokens=6), PARAMS[i]]
+        alone, beside = one.run([prompt], PARAMS[i]), one.run([other, prompt], params)
+        after = one.run([prompt, other, prompt], [PARAMS[i], params[0], PARAMS[i]])
+        for run, at in ((alone, 0), (beside, 1), (after, 0), (after, 2)):
+            assert run[0][at] == together[0][i]
+            assert all(map(torch.equal, bits_of(run, at, prompt), bits_of(together, i, prompt)))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("gamma", [1, 2, 7, "auto"])
+def test_any_gamma_and_number_of_slots_gives_the_bits_of_an_engine_without_drafts(gamma: int | str, slots: int) -> None:
+    """With one slot and a gamma of 1 the target sees two tokens a step: few enough for other matrix products."""
+    one, off = Watched("full", gamma, batch_size=slots), Watched("off", gamma, batch_size=slots)
+    if gamma == "auto":
+        one.engine.warm_up()
+        tiers = [3, 0, 8, 1, 6]
+        one.engine.planner.choose = lambda n_keys: tiers[one.engine.stats.rounds % 5]  # type: ignore[method-assign]
+    assert covers(one.run(PROMPTS, PARAMS), off.run(PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["off", "snapkv", "guided"])
+def test_logits_have_the_bits_of_decoding(name: str, dtype: str) -> None:
+    one, first = Watched(name, dtype=dtype), PROMPTS[0]
+    run = one.run([first, PROMPTS[3]], SamplingParams(max_tokens=20))
+    # A prompt of one token is not prefilled: all its text went through the step that logits run, too.
+    logits = one.engine.logits([*first, *run[0][0]])
+    assert all(map(torch.equal, logits, bits_of(run, 0, first)))
+    # Prefill feeds 256 tokens a step, logits one: no bits are promised then, only roundings.
+    logits = one.engine.logits([*PROMPTS[3], *run[0][1]])[30:-1]
+    expected = torch.stack(bits_of(run, 1, PROMPTS[3]))
+    assert (logits - expected).norm() <= (1e-5 if dtype == "fp32" else 0.05) * expected.norm()
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 8])
+def test_bits_are_the_same_for_any_number_of_heads(group: int) -> None:
+    config = tiny_config(n_heads=group * 2, n_kv_heads=2, n_layers=2)
+    one = Watched("streaming", 3, config=config, dtype="bf16")
+    assert covers(one.run(PROMPTS, PARAMS), one.run(PROMPTS, PARAMS, speculate=False))
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+WIDE = tiny_config(dim=128, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=192)  # heads that the CPU kernel serves
+
+
+def compiled_bits_are_the_same(name: str, dtype: str, config: ModelConfig) -> None:
+    one = Watched(name, 3, dtype=dtype, config=config, compile=True)
+    plain = one.run(PROMPTS, PARAMS, speculate=False)
+    assert covers(one.run(PROMPTS, PARAMS), plain)
+    assert one.engine.stats.recompiles == 0
+    assert covers(Watched("off", 3, dtype=dtype, config=config, compile=True).run(PROMPTS, PARAMS), plain)
+    for i in (0, 2):
+        alone = one.run([PROMPTS[i]], PARAMS[i])
+        assert all(map(torch.equal, bits_of(alone, 0, PROMPTS[i]), bits_of(plain, i, PROMPTS[i])))
+
+
+@pytest.mark.parametrize("name", ["streaming", "guided"])
+def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled steps run, but for the code generator: attention by the CPU kernel where there is one."""
+
+    def as_traced(self: CompiledStep, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        kernels.append(sum("cpu_attention" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    kernels: list[int] = []
+    monkeypatch.setattr(CompiledStep, "_backend", as_traced)
+    compiled_bits_are_the_same(name, "bf16", WIDE)
+    q, k = torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16)
+    assert (set(kernels) == {2}) is cpu_attention_fits(q, k)  # every step, once a layer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "config"), [("streaming", WIDE), ("guided", WIDE), ("snapkv", tiny_config())])
+def test_compiled_steps_give_the_same_bits(name: str, config: ModelConfig, dtype: str) -> None:
+    with warnings.catch_warnings(record=True):
+        if not can_compile(torch.device("cpu")):
+            pytest.skip("there is no C++ compiler")
+    compiled_bits_are_the_same(name, dtype, config)

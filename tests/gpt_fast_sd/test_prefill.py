@@ -1,0 +1,231 @@
+"""Prefill: what slots already hold is not computed again, and whatever is reused, keys are those of a fresh prefill.
+
+Shapes: B slots, T tokens, K kv heads, S cache capacity, H head dim, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.model import KVCache
+from gpt_fast_sd.policies import Reader
+from gpt_fast_sd.prefill import CHUNK, Prefill
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+MAX_LEN = 4 * CHUNK
+MODEL = tiny_model()
+TEXT = random_ids(MAX_LEN, seed=1)
+OTHER = random_ids(MAX_LEN, seed=2)
+
+
+def prefill(n_slots: int = 3) -> Prefill:
+    """An eager prefill of the tiny model over an empty cache."""
+    cache = KVCache(MODEL.config, n_slots, MAX_LEN, dtype=torch.float32, device=torch.device("cpu"))
+    return Prefill(Reader(MODEL, cache, compiled=False))
+
+
+def keys(one: Prefill, slot: int) -> Tensor:
+    """All keys and values of a slot: [2 * L, K, S, H]."""
+    cache = one.reader.cache
+    return torch.stack([buffer[slot] for buffer in (*cache.k, *cache.v)])
+
+
+def fresh(body: Sequence[int]) -> Tensor:
+    """Keys and values of body alone in a cache that held nothing before: [2 * L, K, T, H]."""
+    one = prefill(1)
+    assert one.fill(0, body) == len(body)
+    return keys(one, 0)[:, :, : len(body)]
+
+
+def holds(one: Prefill, slot: int, body: Sequence[int]) -> bool:
+    """Whether the slot is what a fresh prefill makes it, bit for bit, with zeros behind the last chunk."""
+    n_chunks = -(-len(body) // CHUNK)
+    got = keys(one, slot)
+    assert int(one.reader.cache.seq_len[slot]) == one.held(slot) == len(body)
+    return torch.equal(got[:, :, : len(body)], fresh(body)) and not got[:, :, n_chunks * CHUNK :].any()
+
+
+# held before, asked for -> tokens to compute: whole chunks from the first that differs, or nothing at all.
+CASES: dict[str, tuple[list[int], list[int], int]] = {
+    "nothing held": ([], TEXT[:300], 300),
+    "the same": (TEXT[:300], TEXT[:300], 0),
+    "the same, whole chunks": (TEXT[: 2 * CHUNK], TEXT[: 2 * CHUNK], 0),
+    "less than a chunk in common": (TEXT[:200], TEXT[:300], 300),
+    "longer": (TEXT[:300], TEXT[:600], 600 - CHUNK),
+    "longer by whole chunks": (TEXT[:CHUNK], TEXT[: 3 * CHUNK], 2 * CHUNK),
+    "shorter": (TEXT[:700], TEXT[:600], 600 - 2 * CHUNK),
+    "shorter, to a chunk's edge": (TEXT[:700], TEXT[: 2 * CHUNK], 0),
+    "shorter than a chunk": (TEXT[:700], TEXT[:100], 100),
+    "another end": (TEXT[:600], [*TEXT[:520], *OTHER[520:700]], 700 - 2 * CHUNK),
+    "another last token": (TEXT[:300], [*TEXT[:299], (TEXT[299] + 1) % 256], 300 - CHUNK),
+    "another first token": (TEXT[:600], [(TEXT[0] + 1) % 256, *TEXT[1:600]], 600),
+    "another token at a chunk's edge": (TEXT[:600], [*TEXT[:CHUNK], (TEXT[CHUNK] + 1) % 256, *TEXT[257:600]], 344),
+    "nothing asked for": (TEXT[:300], [], 0),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("source", [1, 2], ids=["same slot", "another slot"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_reused_prefix_has_the_keys_of_a_fresh_prefill_bit_for_bit(case: str, source: int, poison: bool) -> None:
+    held, body, computed = CASES[case]
+    one = prefill()
+    one.fill(source, held)
+    one.fill(1 if source == 2 else 2, OTHER[:400])
+    if poison:  # what decoding left behind a text, and what the slot's last occupant was
+        for buffer in (*one.reader.cache.k, *one.reader.cache.v):
+            buffer[source, :, len(held) :] = float("nan")
+            if source != 1:
+                buffer[1] = float("nan")
+        if source != 1:
+            one.keep(1, 0)
+    assert one.fill(1, body) == computed
+    assert holds(one, 1, body)
+
+
+@torch.inference_mode()
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_whatever_slots_held_before_each_holds_what_it_was_last_filled_with(data: st.DataObject) -> None:
+    one, bodies = prefill(), [[], [], []]
+    for _ in range(data.draw(st.integers(1, 5))):
+        slot, common = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 800))
+        n = data.draw(st.sampled_from([0, 1, 100, CHUNK, CHUNK + 1, 2 * CHUNK, 700, MAX_LEN]))
+        body = [*TEXT[:common], *OTHER[common:]][:n]
+        reused = max(len(body) if body == held else _common(body, held) // CHUNK * CHUNK for held in bodies)
+        assert one.fill(slot, body) == len(body) - reused
+        bodies[slot] = body
+        for buffer in (*one.reader.cache.k, *one.reader.cache.v):  # decoding writes behind the text
+            buffer[slot, :, len(body) : len(body) + 9] = float("nan")
+    for slot, body in enumerate(bodies):
+        assert torch.equal(keys(one, slot)[:, :, : len(body)], fresh(body))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@torch.inference_mode()
+def test_a_slot_is_relied_on_no_further_than_it_is_kept() -> None:
+    one = prefill()
+    one.fill(0, TEXT[:600])
+    one.keep(0, 2 * CHUNK - 1)
+    for buffer in (*one.reader.cache.k, *one.reader.cache.v):
+        buffer[0, :, 2 * CHUNK - 1 :] = float("nan")
+    assert one.fill(1, TEXT[:600]) == 600 - CHUNK
+    assert holds(one, 1, TEXT[:600])
+    one.keep(0, -3)
+    assert one.held(0) == 0
+
+
+@torch.inference_mode()
+def test_a_prefill_that_fails_half_way_leaves_nothing_to_rely_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, chunk = prefill(), Prefill.chunk
+
+    def failing(self: Prefill, slot: int, tokens: Sequence[int], start: int) -> None:
+        if start:
+            raise RuntimeError("out of memory")
+        chunk(self, slot, tokens, start)
+
+    one.fill(0, TEXT[:100])
+    with monkeypatch.context() as patched:
+        patched.setattr(Prefill, "chunk", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            one.fill(0, TEXT[:600])
+    assert one.held(0) == 0
+    assert one.fill(0, TEXT[:600]) == 600 and holds(one, 0, TEXT[:600])
+
+
+# ---- in the engine --------------------------------------------------------------------------------------------------
+
+
+def engine(policy: str = "off", **changes: Any) -> Engine:
+    wanted: dict[str, Any] = {"batch_size": 2, "max_seq_len": MAX_LEN, "device": "cpu", "compile": False} | changes
+    return Engine(MODEL, None, EngineConfig(**wanted), DraftConfig(policy=policy, gamma=3, budget=64))
+
+
+def alone(prompt: list[int], n: int) -> list[int]:
+    return engine(batch_size=1).generate([prompt], SamplingParams(max_tokens=n))[0].tokens
+
+
+@pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided"])
+def test_a_prompt_in_a_busy_slot_is_copied_while_that_slot_decodes(policy: str) -> None:
+    one, prompt = engine(policy), TEXT[:600]
+    params = [SamplingParams(max_tokens=n) for n in (40, 3, 12)]
+    got = one.generate([prompt, OTHER[:20], prompt], params)  # the third takes the second's slot, beside the first
+    assert [c.tokens for c in got] == [alone(prompt, 40), alone(OTHER[:20], 3), alone(prompt, 12)]
+    assert one.stats.prefill_tokens == 599 + 19 + 0
+
+
+@pytest.mark.parametrize("policy", ["off", "snapkv", "quest"])
+def test_prompts_that_share_a_beginning_compute_it_once(policy: str) -> None:
+    one = engine(policy, batch_size=4)
+    prompts = [[*TEXT[:600], *OTHER[i : i + 30]] for i in range(6)]
+    got = one.generate(prompts, SamplingParams(max_tokens=5))
+    assert one.stats.prefill_tokens == 629 + 5 * (629 - 2 * CHUNK)
+    assert [c.tokens for c in got] == [alone(prompt, 5) for prompt in prompts]
+
+
+def test_a_prompt_asked_again_in_a_later_call_is_not_computed_again() -> None:
+    one = engine()
+    first = one.generate([TEXT[:600], OTHER[:300]], SamplingParams(max_tokens=20))
+    assert one.stats.prefill_tokens == 599 + 299
+    again = one.generate([OTHER[:300], TEXT[:600]], SamplingParams(max_tokens=20))
+    assert one.stats.prefill_tokens == 0
+    assert [c.tokens for c in again] == [c.tokens for c in first[::-1]]
+    # a talk goes on: the prompt's whole chunks are reused, what was emitted was not prefilled
+    longer = [*TEXT[:600], *first[0].tokens, *OTHER[:30]]
+    assert one.generate([longer], SamplingParams(max_tokens=8))[0].tokens == alone(longer, 8)
+    assert one.stats.prefill_tokens == len(longer) - 1 - 2 * CHUNK
+
+
+def test_a_prompt_takes_the_free_slot_that_holds_most_of_it() -> None:
+    one = engine(batch_size=3)
+    one.generate([OTHER[:300], TEXT[:600], TEXT[:300]], SamplingParams(max_tokens=2))
+    stream = one.stream([TEXT[:700]], SamplingParams(max_tokens=4))
+    next(stream)
+    assert [request is not None for request in one._slots] == [False, True, False]
+    assert one.stats.prefill_tokens == 699 - 2 * CHUNK
+
+
+@pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided", "early_exit"])
+def test_nothing_behind_a_held_prompt_reaches_the_next_occupant(policy: str) -> None:
+    one = engine(policy)
+    params = SamplingParams(max_tokens=12)
+    one.generate([TEXT[:600], OTHER[:300]], params)
+    for slot in range(2):
+        for buffer in (*one.cache.k, *one.cache.v):
+            buffer[slot, :, int(one.cache.seq_len[slot]) :] = float("nan")
+    prompts = [[*TEXT[:520], *OTHER[:80]], TEXT[:600], OTHER[:300], OTHER[:100]]
+    got = one.generate(prompts, params)
+    assert [c.tokens for c in got] == [alone(prompt, 12) for prompt in prompts]
+    # the first prompt takes the slot of TEXT[:600] and keeps two chunks of it
+    assert one.stats.prefill_tokens == (599 - 2 * CHUNK) + (599 - 2 * CHUNK) + 299 + 99
+
+
+def test_logits_of_a_text_neither_use_nor_leave_a_prefix() -> None:
+    one = engine()
+    expected = one.logits(TEXT[:30])
+    one.generate([TEXT[:30], OTHER[:30]], SamplingParams(max_tokens=3))
+    assert torch.equal(one.logits(TEXT[:30]), expected)
+    assert one.generate([TEXT[:30]], SamplingParams(max_tokens=3))[0].tokens == alone(TEXT[:30], 3)
+    assert one.stats.prefill_tokens == 29
+
+
+def test_reuse_works_for_a_grouped_model_of_another_shape() -> None:
+    config = tiny_config(n_heads=7, n_kv_heads=1, n_layers=1)
+    wanted = EngineConfig(batch_size=2, max_seq_len=MAX_LEN, device="cpu", compile=False)
+    one, other = (Engine(tiny_model(config), None, wanted) for _ in range(2))
+    prompt, params = TEXT[:600], SamplingParams(max_tokens=8)
+    first = one.generate([prompt], params)[0].tokens
+    assert one.generate([prompt, prompt], params)[1].tokens == first == other.generate([prompt], params)[0].tokens
+    assert one.stats.prefill_tokens == 0
