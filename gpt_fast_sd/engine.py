@@ -7,6 +7,7 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamm
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import secrets
@@ -87,7 +88,7 @@ class Engine:
         self.device, self.dtype = weight.device, weight.dtype
         self._check_fit()
         cfg, kv_dtype = self.config, TORCH_DTYPES[self.config.kv_dtype] if self.config.kv_dtype else self.dtype
-        self._check_memory(kv_dtype)
+        self._check_memory(kv_dtype, [model, *([draft_model] if draft_model else [])])
         if cfg.quantize:
             quantize(model, cfg.quantize)
         self.cache = KVCache(model.config, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
@@ -295,12 +296,12 @@ class Engine:
         chosen = rows.commit(draft.tokens, cap, verdict)  # [B, gamma + 4]
         if policy and gamma:
             policy.observe(rows, mass)
-        by_whom = draft.proposer.tolist() if draft.proposer is not None else None
-        events, read = [], chosen.tolist()  # the one host read of a round
+        by_whom = draft.proposer if draft.proposer is not None else torch.zeros_like(draft.tokens)  # [B, gamma]
+        events, read = [], torch.cat([chosen, by_whom], 1).tolist()  # the one host read of a round
         for slot, request in live:
-            emitted, judged, accepted, *tokens = read[slot]
-            who = [policy.proposers[i] for i in by_whom[slot]] if policy and by_whom else self._names * gamma
-            sources = [*who[:accepted], "target"]
+            emitted, judged, accepted, *rest = read[slot]
+            tokens, whose = rest[: gamma + 1], rest[gamma + 1 :]
+            sources = [*(policy.proposers[i] for i in whose[:accepted]), "target"] if policy else ["target"]
             events.append(request.commit(tokens[:emitted], sources, judged, accepted))
             if request.finish_reason:
                 self._release(slot)
@@ -336,7 +337,11 @@ class Engine:
             for varying in (tokens, pos):
                 torch._dynamo.mark_dynamic(varying, 1, min=2, max=1 + self.draft.max_gamma)
         n_splits = span(self.cache, self._in_view(n_keys))
-        out: tuple[Tensor, Tensor | None] = step(self.model, tokens, pos, self.cache.k, self.cache.v, n_splits, page)
+        # exact: with several threads a library may sum one row of a product otherwise than the next
+        with one_thread() if self._width else contextlib.nullcontext():
+            out: tuple[Tensor, Tensor | None] = step(
+                self.model, tokens, pos, self.cache.k, self.cache.v, n_splits, page
+            )
         return out
 
     def _judge(self, logits: Tensor, draft: Draft, cap: Tensor) -> Verdict:
@@ -364,10 +369,6 @@ class Engine:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    @property
-    def _names(self) -> list[str]:
-        return [self.policy.proposers[0]] if self.policy else []
 
     @property
     def _page(self) -> int:
@@ -442,19 +443,31 @@ class Engine:
                 "past which this engine does not go"
             )
 
-    def _check_memory(self, kv_dtype: torch.dtype) -> None:
+    def _check_memory(self, kv_dtype: torch.dtype, models: Sequence[Transformer]) -> None:
         cfg = self.config
         capacity = (KVCache.splits(cfg.max_seq_len) + 1) * SPLIT
-        need = cfg.batch_size * capacity * self.model.config.kv_bytes_per_token(kv_dtype.itemsize)
+        need = cfg.batch_size * capacity * sum(m.config.kv_bytes_per_token(kv_dtype.itemsize) for m in models)
         if self.device.type == "cuda":
             have = torch.cuda.mem_get_info(self.device)[0]
         else:
             have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else need
         if need > have:
+            whose = " and that of the draft model" if len(models) > 1 else ""
             raise ValueError(
-                f"the KV cache of {cfg.batch_size} x {capacity:,} tokens takes {need / 2**30:.1f} GiB, "
-                f"over the {have / 2**30:.1f} GiB of memory of {self.device}"
+                f"the KV cache of {cfg.batch_size} x {capacity:,} tokens{whose} "
+                f"takes {need / 2**30:.1f} GiB, over the {have / 2**30:.1f} GiB of memory of {self.device}"
             )
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch's CPU operators run on one thread meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def locate(model: str | Path) -> Path:

@@ -500,15 +500,13 @@ def test_a_row_that_computes_nan_spoils_neither_its_neighbours_nor_the_next_in_i
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_text_may_end_at_the_last_position_of_the_cache(name: str) -> None:
-    one = speculator(name, 7, tiny_config(), max_seq_len=2 * SPLIT)
-    prompts, params = (
-        [random_ids(2 * SPLIT - 20), PROMPTS[3], random_ids(2 * SPLIT - 20, seed=5)],
-        SamplingParams(max_tokens=20),
-    )
-    got = one.generate(prompts, params)
-    assert tokens_of(got) == tokens_of(one.generate(prompts, params, speculate=False))
-    assert [len(c.tokens) for c in got] == [20] * 3
+def test_rounds_may_cross_a_split_and_end_at_the_last_position_of_the_cache(name: str) -> None:
+    one = speculator(name, 7, tiny_config(), max_seq_len=3 * SPLIT)
+    for lengths in ([2 * SPLIT - 3, 3, 2 * SPLIT - 12], [3 * SPLIT - 20, 3, 3 * SPLIT - 20]):
+        prompts, params = [random_ids(n, seed=n) for n in lengths], SamplingParams(max_tokens=20)
+        got = one.generate(prompts, params)
+        assert tokens_of(got) == tokens_of(one.generate(prompts, params, speculate=False))
+        assert [len(c.tokens) for c in got] == [20] * 3
 
 
 # ---- several engines, and compiled ones -----------------------------------------------------------------------------
