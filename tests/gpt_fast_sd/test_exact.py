@@ -31,7 +31,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "hierarchy": {"budget": 24},
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PROMPTS = [random_ids(n, seed=n) for n in (1, 2, 150, 31, 255, 256, 257, 10)]  # more than slots, around a chunk
+PROMPTS = [random_ids(n, seed=n) for n in (1, 2, 150, 31, 256, 257)]  # more than slots, around a chunk
 PARAMS = [SamplingParams(max_tokens=4 + 7 * i % 15) for i in range(len(PROMPTS))]
 
 Bits = dict[tuple[int, ...], Tensor]  # the target's logits [V] after each text that it was fed
@@ -98,9 +98,9 @@ def bits_of(run: tuple[list[list[int]], Bits], i: int, prompt: list[int]) -> lis
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["streaming", "guided", "hierarchy"])
 def test_a_text_has_the_same_bits_alone_and_in_a_batch_and_in_any_slot(name: str, dtype: str) -> None:
-    one, other = Watched(name, dtype=dtype), PROMPTS[3]
+    one, other = Watched(name, dtype=dtype, max_seq_len=900), random_ids(800)  # with it four splits of keys are in view
     together = one.run(PROMPTS, PARAMS)
-    for i in (1, 2, 5, 7):
+    for i in (1, 2, 5):
         prompt, params = PROMPTS[i], [SamplingParams(max_tokens=6), PARAMS[i]]
         alone, beside = one.run([prompt], PARAMS[i]), one.run([other, prompt], params)
         after = one.run([prompt, other, prompt], [PARAMS[i], params[0], PARAMS[i]])

@@ -324,7 +324,7 @@ def test_accounts_add_up(name: str) -> None:
 def test_plain_calls_before_and_after_speculative_ones_give_the_same_tokens(name: str) -> None:
     expected = tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
     one = speculator(name)
-    for speculate in (False, True, False, True):
+    for speculate in (False, True, False):
         assert tokens_of(one.generate(PROMPTS, PARAMS, speculate=speculate)) == expected
         assert (one.stats.drafted > 0) is speculate
 
@@ -363,16 +363,16 @@ def test_a_speculative_stream_left_half_way_leaves_the_engine_as_good_as_new(nam
 @pytest.mark.parametrize("name", POLICIES)
 def test_eos_that_a_draft_brings_ends_its_own_row_only(name: str) -> None:
     """MagicDec ended all rows where one met EOS, and never accepted a draft that was EOS."""
-    free = speculator(name, config=tiny_config()).generate(PROMPTS[:3], SamplingParams(max_tokens=12))
+    free = speculator(name, config=tiny_config()).generate(PROMPTS[:3], SamplingParams(max_tokens=9))
     seen = 0
     for place, token in enumerate(free[1].tokens):
         if token in free[1].tokens[:place]:
             continue
         one = speculator(name, config=tiny_config(eos_ids=(token,)))
-        events = list(one.stream(PROMPTS[:3], SamplingParams(max_tokens=12)))
+        events = list(one.stream(PROMPTS[:3], SamplingParams(max_tokens=9)))
         for completion in (event.completion for event in events if event.completion):
             whole = free[completion.index].tokens
-            n = whole.index(token) + 1 if token in whole else 12
+            n = whole.index(token) + 1 if token in whole else 9
             assert completion.tokens == whole[:n]
             assert (
                 completion.stats.drafted
@@ -399,6 +399,9 @@ def test_a_seed_fixes_a_rows_tokens_with_any_gamma_alone_and_in_a_batch(name: st
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
+MAX_LEN = 3 * SPLIT
+
+
 def committed(cache: KVCache, slot: int, n: int) -> Tensor:
     """Keys and values of a slot's first n positions: [2 * L, K, n, H]."""
     return torch.stack([buffer[slot, :, :n] for buffer in (*cache.k, *cache.v)])
@@ -406,29 +409,32 @@ def committed(cache: KVCache, slot: int, n: int) -> Tensor:
 
 def prefilled(model: Transformer, text: Sequence[int]) -> Tensor:
     """The same of a text that is prefilled into a cache of its own."""
-    cache = KVCache(model.config, 1, 320, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(model.config, 1, MAX_LEN, dtype=torch.float32, device=torch.device("cpu"))
     Prefill(Reader(model, cache, compiled=False)).fill(0, text)
     return committed(cache, 0, len(text))
 
 
+CROSSING = [random_ids(n, seed=n) for n in (2 * SPLIT - 3, 3, 2 * SPLIT - 12)]  # rounds reach over the end of a split
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, CROSSING], ids=["mixed", "crossing"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(name: str) -> None:
-    one = speculator(name)
-    texts = [[*p, *c.tokens] for p, c in zip(PROMPTS, plain(tiny_config(eos_ids=EOS_IDS)), strict=True)]
-    fresh = [prefilled(one.model, text) for text in texts]
-    n_accepted = set()
-    for event in one.stream(PROMPTS, PARAMS):
+def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(name: str, prompts: list[list[int]]) -> None:
+    one, params = speculator(name, config=tiny_config(), max_seq_len=MAX_LEN), SamplingParams(max_tokens=14)
+    plainly = one.generate(prompts, params, speculate=False)
+    texts = [[*prompt, *c.tokens] for prompt, c in zip(prompts, plainly, strict=True)]
+    fresh, n_accepted = [prefilled(one.model, text) for text in texts], set()
+    for event in one.stream(prompts, params):
         n_accepted.add(event.accepted)
         for slot, request in enumerate(one._slots):
             if request is not None:
-                assert int(one.cache.seq_len[slot]) == request.length
-                assert (
-                    one.rows.history[slot, : request.length + 1].tolist() == texts[request.index][: request.length + 1]
-                )
-                got = committed(one.cache, slot, request.length)
+                text, n = texts[request.index], request.length
+                assert int(one.cache.seq_len[slot]) == n
+                assert one.rows.history[slot, : n + 1].tolist() == text[: n + 1]
                 # fp32: the same sums over other shapes; keys and values are of size 1
-                torch.testing.assert_close(got, fresh[request.index][:, :, : request.length], atol=1e-5, rtol=1e-5)
-    assert len(n_accepted) >= 3 or name == "lookup"  # rows kept none, some and all of their drafts
+                got, expected = committed(one.cache, slot, n), fresh[request.index][:, :, :n]
+                torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert len(n_accepted) >= 2 or name == "lookup"  # rows went on by different amounts
 
 
 def caches_of(one: Engine) -> list[KVCache]:
@@ -500,13 +506,12 @@ def test_a_row_that_computes_nan_spoils_neither_its_neighbours_nor_the_next_in_i
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_rounds_may_cross_a_split_and_end_at_the_last_position_of_the_cache(name: str) -> None:
-    one = speculator(name, 7, tiny_config(), max_seq_len=3 * SPLIT)
-    for lengths in ([2 * SPLIT - 3, 3, 2 * SPLIT - 12], [3 * SPLIT - 20, 3, 3 * SPLIT - 20]):
-        prompts, params = [random_ids(n, seed=n) for n in lengths], SamplingParams(max_tokens=20)
-        got = one.generate(prompts, params)
-        assert tokens_of(got) == tokens_of(one.generate(prompts, params, speculate=False))
-        assert [len(c.tokens) for c in got] == [20] * 3
+def test_a_text_may_end_at_the_last_position_of_the_cache(name: str) -> None:
+    one = speculator(name, 7, tiny_config(), max_seq_len=MAX_LEN)
+    prompts, params = [random_ids(MAX_LEN - 20), PROMPTS[3], random_ids(MAX_LEN - 20)], SamplingParams(max_tokens=20)
+    got = one.generate(prompts, params)
+    assert tokens_of(got) == tokens_of(one.generate(prompts, params, speculate=False))
+    assert [len(c.tokens) for c in got] == [20] * 3
 
 
 # ---- several engines, and compiled ones -----------------------------------------------------------------------------
@@ -560,13 +565,9 @@ def compiled_engine_keeps_its_graphs(name: str, check: Callable[[Engine], None] 
     assert one.stats.recompiles == 0 and one._graphs == graphs
 
 
-def test_a_compiled_speculator_compiles_nothing_after_its_warm_up(a_compiler: None) -> None:
-    compiled_engine_keeps_its_graphs("lookup")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "lookup"])
-def test_every_compiled_policy_compiles_nothing_after_its_warm_up(name: str, a_compiler: None) -> None:
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_compiled_policy_compiles_nothing_after_its_warm_up(name: str, a_compiler: None) -> None:
     compiled_engine_keeps_its_graphs(name)
 
 
