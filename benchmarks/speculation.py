@@ -839,10 +839,10 @@ def measure_cell(
 def swappable(engine: Engine, draft: DraftConfig) -> Callable[[], None]:
     """A call that lets the engine draft so: built once, so that nothing is compiled twice. ValueError as draft_with."""
     draft_with(engine, draft)
-    policy, planner = engine.policy, engine.planner
+    rounds, planner = engine.rounds, engine.planner
 
     def use() -> None:
-        engine.draft, engine.policy, engine.planner = draft, policy, planner
+        engine.draft, engine.rounds, engine.planner = draft, rounds, planner
 
     return use
 

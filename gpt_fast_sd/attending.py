@@ -10,13 +10,40 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.kernels import PAGE, cpu_attention, cpu_attention_fits, cpu_attention_with_mass
+from gpt_fast_sd.kernels import (
+    PAGE,
+    cpu_attention,
+    cpu_attention_fits,
+    cpu_attention_with_mass,
+    decode_attention,
+    decode_attention_with_mass,
+    prefill_attention,
+    split_for,
+)
 from gpt_fast_sd.model import SPLIT, FullKV, attend, attend_with_mass, store
+
+MOST_DECODED = 32  # query tokens that flash-decoding serves; with more there are enough queries without splitting keys
 
 
 def kernel_serves(q: Tensor, k: Tensor) -> bool:
     """Whether a compiled step attends by a kernel of ours; eager steps do not: what runs eagerly starts at once."""
     return torch.compiler.is_compiling() and cpu_attention_fits(q, k)
+
+
+def on_cuda(keys: Tensor) -> bool:
+    """Whether a cache is where our Triton kernels attend and select."""
+    return keys.device.type == "cuda"
+
+
+def attend_cuda(q: Tensor, keys: Tensor, values: Tensor, pos: Tensor, n_keys: int) -> Tensor:
+    """Attend by our kernels to those of the first n_keys entries that are at or before each query.
+
+    q [B, N, T, H]; keys, values [B, K, S, H]; pos [B, T] -> [B, N, T, H], 0 for a query at or past n_keys
+    """
+    if q.shape[2] <= MOST_DECODED:
+        # splits hang on the cache alone: sums do not depend on the batch, or on how many tokens come at a time
+        return decode_attention(q, keys, values, pos, n_keys, split_for(keys.shape[2] - SPLIT))
+    return prefill_attention(q, keys, values, pos, n_keys)
 
 
 @dataclass(frozen=True)
@@ -29,6 +56,8 @@ class DenseKV(FullKV):
         store(keys, pos, k)
         store(values, pos, v)
         in_view = self.n_splits * SPLIT
+        if on_cuda(keys):
+            return attend_cuda(q.to(keys.dtype), keys, values, pos, in_view).to(q.dtype)
         if kernel_serves(q.to(keys.dtype), keys):
             return cpu_attention(q.to(keys.dtype), keys, values, pos, in_view).to(q.dtype)
         return attend(q.to(keys.dtype), keys.narrow(2, 0, in_view), values.narrow(2, 0, in_view), pos).to(q.dtype)
@@ -47,7 +76,10 @@ class MassKV(FullKV):
         store(keys, pos, k)
         store(values, pos, v)
         in_view = self.n_splits * SPLIT
-        if kernel_serves(q.to(keys.dtype), keys):
+        if on_cuda(keys):
+            split = split_for(keys.shape[2] - SPLIT)
+            out, mass = decode_attention_with_mass(q.to(keys.dtype), keys, values, pos, in_view, split, self.page)
+        elif kernel_serves(q.to(keys.dtype), keys):
             out, mass = cpu_attention_with_mass(q.to(keys.dtype), keys, values, pos, in_view)
             mass = mass.unflatten(-1, (-1, self.page // PAGE)).sum(-1)
         else:

@@ -12,26 +12,44 @@ from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, KVCache
 
+from .config import EngineConfig
+
+Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
+
 
 class CompiledStep:
     """A function compiled fullgraph by Inductor, or called as it is; `graphs` counts how often it was compiled."""
 
-    def __init__(self, fn: Callable[..., Any], *, compiled: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], *, compiled: bool | Options | None) -> None:
+        """compiled: Inductor's options, True for its own defaults; False and None: not compiled."""
         self.graphs = 0
+        self._options: Options = compiled if isinstance(compiled, dict) else {}
+        self._own_graphs = bool(self._options.get("triton.cudagraphs"))
+        as_it_is = compiled is None or compiled is False
         self._call = (
-            torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=self._backend) if compiled else fn
+            fn if as_it_is else torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=self._backend)
         )
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         self.graphs += 1
-        step: Callable[..., Any] = compile_fx(graph, inputs)  # type: ignore[assignment]
+        step: Callable[..., Any] = compile_fx(graph, inputs, config_patches=self._options)  # type: ignore[assignment]
         return step
 
     def __call__(self, *args: Any) -> Any:
-        """Call the step."""
+        """Call the step; where it is a CUDA graph of Inductor's, its results hold until the next step is called."""
+        if self._own_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         return self._call(*args)
+
+
+def inductor_options(config: EngineConfig, device: torch.device) -> Options:
+    """Inductor's options for an engine's steps on a device."""
+    if device.type != "cuda":
+        return {}
+    # torch.compile's mode "max-autotune-no-cudagraphs", as rounds are captured whole; "reduce-overhead" captures steps
+    return {"max_autotune": config.max_autotune, "triton.cudagraphs": config.cuda_graphs == "step"}
 
 
 def span(cache: KVCache, n_keys: int) -> Tensor:

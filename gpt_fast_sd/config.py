@@ -8,6 +8,7 @@ from pathlib import Path
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+CUDA_GRAPHS = ("round", "step", "off")
 KV_DTYPES = ("fp32", "bf16", "fp16")
 QUANTIZATIONS = ("int8",)
 VIEWS = ("full", "streaming", "snapkv", "quest", "guided")  # which entries of a cache a drafting model reads
@@ -36,6 +37,11 @@ class EngineConfig:
     output together. dtype "auto": what the checkpoint stores, or fp32 on a CPU without bf16 instructions. kv_dtype
     None: as dtype. quantize "int8": weight-only, per output channel (torchao). exact: bit-identical plain and
     speculative decoding; it needs a draft policy.
+
+    On CUDA only: cuda_graphs "round" captures a round (draft, verify, judge, commit) as one graph and reads its result
+    while the next one runs; "step" lets torch.compile capture each step alone (its mode "reduce-overhead"); "off"
+    launches every kernel from the host. max_autotune: Inductor times its choices of kernels for matrix products, which
+    makes the first start slower.
     """
 
     batch_size: int = 8
@@ -46,13 +52,16 @@ class EngineConfig:
     exact: bool = False
     quantize: str | None = None
     kv_dtype: str | None = None
+    cuda_graphs: str = "round"
+    max_autotune: bool = True
 
     def __post_init__(self) -> None:
         _at_least_one("batch_size", self.batch_size)
         _at_least_one("max_seq_len", self.max_seq_len)
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
-        for name in ("compile", "exact"):
+        _one_of("cuda_graphs", self.cuda_graphs, CUDA_GRAPHS)
+        for name in ("compile", "exact", "max_autotune"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.kv_dtype is not None:
@@ -73,7 +82,8 @@ class DraftConfig:
     budget: committed cache entries a draft step may read in every layer and kv head. gamma: tokens drafted a round, or
     "auto". n_sink: first tokens that streaming always reads (Xiao et al. 2023, arXiv 2309.17453, use 4). refresh:
     tokens after which snapkv and guided select anew (None: 64 for snapkv, every round for guided). page: entries that
-    quest and guided select together.
+    quest and guided select together. draft_tp: processes that hold draft_model together, a divisor of those that hold
+    the target (None: all of them); each such part of them has a copy, and the first one's tokens count.
     """
 
     policy: str = "off"
@@ -87,6 +97,7 @@ class DraftConfig:
     n_sink: int = 4
     refresh: int | None = None
     page: int = 16
+    draft_tp: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("policy", self.policy, POLICIES)
@@ -98,7 +109,7 @@ class DraftConfig:
                 raise ValueError(f"gamma must be 'auto' or a whole number from 1 to {MAX_GAMMA}, got {self.gamma!r}")
             if not 1 <= self.gamma <= MAX_GAMMA:
                 raise ValueError(f"gamma must be from 1 to {MAX_GAMMA}, got {self.gamma}")
-        for name in ("exit_layers", "refresh"):
+        for name in ("exit_layers", "refresh", "draft_tp"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         if self.page not in PAGES:
@@ -109,6 +120,10 @@ class DraftConfig:
             raise ValueError(f"policy {self.policy!r} with a standalone draft needs draft_model, a folder or a hub id")
         if self.draft_model is not None and not needs_model:
             raise ValueError(f"draft_model is for policy 'standalone' or a hierarchy over it, got {self.policy!r}")
+        if self.draft_tp is not None and self.draft_model is None:
+            raise ValueError(
+                f"draft_tp is for a draft_model: policy {self.policy!r} drafts with the target's own weights"
+            )
         if self.exit_layers is not None and self.policy != "early_exit":
             raise ValueError(f"exit_layers is for policy 'early_exit', got policy {self.policy!r}")
 

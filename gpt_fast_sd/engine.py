@@ -7,7 +7,6 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamm
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 import secrets
@@ -17,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.model import (
@@ -27,42 +25,30 @@ from gpt_fast_sd.model import (
     StreamDecoder,
     Tokenizer,
     Transformer,
-    load_model,
     load_tokenizer,
     read_config,
     read_json,
     resolve_model,
     stored_dtype,
 )
+from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config
 
-from .attending import DenseKV, MassKV
-from .compiling import CompiledStep, can_compile, span
+from .compiling import can_compile, inductor_options, span
 from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
-from .judging import Verdict, verify_greedy, verify_sampled
+from .memory import MemoryPlan
 from .planner import GammaPlanner
-from .policies import Draft, Reader, build_policy
+from .policies import DraftPolicy, Reader, build_policy
 from .prefill import Prefill
 from .quantize import quantize
+from .replay import Replay
 from .requests import Completion, Request, TokenEvent
+from .rounds import Flight, GraphPool, Rounds
 from .rows import Rows
-from .sampling import ACCEPT_STREAM, TARGET_STREAM
+from .sampling import filters_anything
 from .stats import EngineStats
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUNDLED = Path(__file__).resolve().parent / "bundled"
-
-
-def decode_step(
-    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], in_view: Tensor, page: int
-) -> tuple[Tensor, Tensor | None]:
-    """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
-
-    in_view [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in view. With a
-    page, the attention mass that each block of so many keys received comes too: fp32 [L, B, K, n_keys // page].
-    """
-    kv = MassKV(k, v, in_view.shape[0], page) if page else DenseKV(k, v, in_view.shape[0])
-    logits = model(tokens, pos, kv).float()  # [B, T, V]
-    return logits, torch.stack(kv.mass) if isinstance(kv, MassKV) else None
 
 
 class Engine:
@@ -78,61 +64,146 @@ class Engine:
         config: EngineConfig | None = None,
         draft: DraftConfig | None = None,
         draft_model: Transformer | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
-        """Take a model already on its device, in its dtype; ValueError where the configuration does not fit it."""
+        """Take a model already on its device, in its dtype; ValueError where the configuration does not fit it.
+
+        parallel: the processes that hold the model together, of which each was given its part (`Group.load` or
+        `Group.shard`, for a draft model those of `draft_group`). All of them must make the same calls.
+        """
         self.config = config or EngineConfig()
         self.draft = draft or DraftConfig()
         self.model, self.tokenizer = model, tokenizer
         self.stats = EngineStats()
         weight = model.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
+        self.parallel = parallel or Parallel(self.device)
+        self._agreement, group = self.parallel.agreement(), self.parallel.group
+        group.check_part(model)
         self._check_fit()
         cfg, kv_dtype = self.config, TORCH_DTYPES[self.config.kv_dtype] if self.config.kv_dtype else self.dtype
-        self._check_memory(kv_dtype, [model, *([draft_model] if draft_model else [])])
+        own = local_config(model.config, group.size)
+        theirs = local_config(draft_model.config, draft_group(self.draft, self.parallel).size) if draft_model else None
+        plan = MemoryPlan.of(cfg, self.draft, own, theirs, kv_dtype, device=self.device.type)
+        plan.check(_free_memory(self.device), self.device, cfg)
         if cfg.quantize:
             quantize(model, cfg.quantize)
-        self.cache = KVCache(model.config, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
-        self.rows = Rows(self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._eos_ids)
+        self.cache = KVCache(own, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
+        self.vocabulary = Vocabulary(group.mesh)
+        self.rows = Rows(
+            self.cache.seq_len,
+            self.cache.capacity + SPLIT,
+            model.config.vocab_size,
+            self._eos_ids,
+            self.vocabulary,
+        )
         self.compiled = cfg.compile and can_compile(self.device)
-        target = Reader(model, self.cache, self.compiled)
-        self.policy = build_policy(self.draft, target, draft_model)
-        self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
-        # exact: plain and speculative decoding run the target through one width, over one number of keys
-        gamma = self.draft.gamma  # without a policy, too
-        self._width = 1 + (GAMMA_TIERS[-1] if isinstance(gamma, str) else gamma) if cfg.exact else 0
-        self._decode = CompiledStep(decode_step, compiled=self.compiled)  # one token a slot
-        self._verify = CompiledStep(decode_step, compiled=self.compiled)  # several
-        self._prefill = Prefill(target)
+        self.target = Reader(model, self.cache, inductor_options(cfg, self.device) if self.compiled else None, group)
+        self._capture = GraphPool() if self.device.type == "cuda" and cfg.cuda_graphs == "round" else None
+        self._prefill = Prefill(self.target)
         self._slots: list[Request | None] = [None] * cfg.batch_size
-        self._warm = self._running = False
-        self._compile_seconds = 0.0
+        self._flights: deque[Flight] = deque()
+        self._landed_at: float | None = None  # clock at the last landing, None: something else came since
+        self._running = False
+        self.rounds = self._rounds_of(self.draft, draft_model)
+        self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
+        self._warm, self._compile_seconds = False, 0.0
+
+    def redraft(self, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
+        """Let another policy draft from now on; ValueError where it does not fit, and nothing is changed then.
+
+        The target's steps stay compiled, and its slots keep the prompts that they hold: these are not prefilled again.
+        """
+        self._require_idle()
+        rounds, before = self._rounds_of(draft, draft_model), self.rounds
+        rounds.decode, rounds.verify, rounds.replay = before.decode, before.verify, before.replay
+        self.draft, self.rounds, self.planner = draft, rounds, GammaPlanner(draft.gamma, GAMMA_TIERS)
+        self._warm, self._compile_seconds = False, 0.0
+
+    def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
+        # exact: plain and speculative decoding run the target through one width, over one number of keys
+        gamma = draft.gamma  # without a policy, too
+        width = 1 + (GAMMA_TIERS[-1] if isinstance(gamma, str) else gamma) if self.config.exact else 0
+        theirs = draft_group(draft, self.parallel)
+        if draft_model:
+            theirs.check_part(draft_model)
+        policy = build_policy(draft, self.target, draft_model, theirs)
+        return Rounds(self.target, self.rows, policy, draft, width=width, capture=self._capture)
 
     @classmethod
     def from_pretrained(
-        cls, model: str | Path, config: EngineConfig | None = None, draft: DraftConfig | None = None
+        cls,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        draft: DraftConfig | None = None,
+        *,
+        parallel: Parallel | None = None,
     ) -> Engine:
-        """Load "bundled", a folder or a hub id. ValueError or FileNotFoundError, in one sentence, where that fails."""
-        config = config or EngineConfig()
+        """Load "bundled", a folder or a hub id. ValueError or FileNotFoundError, in one sentence, where that fails.
+
+        parallel: the processes that hold the model together; each reads its own part of the weights alone.
+        """
+        config, draft = config or EngineConfig(), draft or DraftConfig()
         folder = locate(model)
         model_config = read_config(folder)
-        device = _device(config.device)
+        device = parallel.device if parallel else _device(config.device)
+        if config.device not in ("auto", device.type):
+            raise ValueError(
+                f"device {config.device!r} was asked for, but the processes were started for {device.type!r}"
+            )
+        parallel = parallel or Parallel(device)
+        group, theirs = parallel.group, draft_group(draft, parallel)
         dtype = (
             TORCH_DTYPES[config.dtype]
             if config.dtype != "auto"
             else _natural_dtype(stored_dtype(read_json(folder / "config.json")), device)
         )
         tokenizer = load_tokenizer(folder, model_config)
-        draft_model = None
-        if draft and draft.draft_model is not None:
+        draft_folder, draft_config = None, None
+        if draft.draft_model is not None:
             draft_folder = locate(draft.draft_model)
             _check_same_vocabulary(tokenizer, model_config, draft_folder)
-            draft_model = load_model(draft_folder, device=device, dtype=dtype)
-        return cls(load_model(folder, device=device, dtype=dtype), tokenizer, config, draft, draft_model)
+            draft_config = read_config(draft_folder)
+        n_params = model_config.n_params // group.size + (draft_config.n_params // theirs.size if draft_config else 0)
+        kv_dtype = TORCH_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
+        plan = MemoryPlan.of(
+            config,
+            draft,
+            local_config(model_config, group.size),
+            local_config(draft_config, theirs.size) if draft_config else None,
+            kv_dtype,
+            device=device.type,
+            weights=n_params * dtype.itemsize,
+        )
+        plan.check(_free_memory(device), device, config)
+        draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
+        target = group.load(folder, device=device, dtype=dtype)
+        return cls(target, tokenizer, config, draft, draft_model, parallel)
 
     @property
     def dtype_name(self) -> str:
         """The weights' dtype as EngineConfig spells it."""
         return next((name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype), str(self.dtype))
+
+    @property
+    def policy(self) -> DraftPolicy | None:
+        """Who drafts. One of your own may be set, with a DraftConfig whose gamma it is to draft."""
+        return self.rounds.policy
+
+    @policy.setter
+    def policy(self, policy: DraftPolicy | None) -> None:
+        """Let this one draft from now on."""
+        self.rounds.policy = policy
+
+    @property
+    def replay(self) -> Replay | None:
+        """What decides how many drafts are kept, in place of their merit: for timing alone. None: their merit."""
+        return self.rounds.replay
+
+    @replay.setter
+    def replay(self, replay: Replay | None) -> None:
+        """Let it decide from now on."""
+        self.rounds.replay = replay
 
     # ---------------------------------------------------------------- the public calls
 
@@ -190,7 +261,8 @@ class Engine:
             for position, token in enumerate(ids[start:], start):
                 self.rows.pending[0], self.rows.active[0] = token, True
                 self.cache.seq_len[0] = position
-                rows.append(self._feed(self.rows.pending[:, None], position + 1)[0][0, 0].cpu())
+                logits = self.rounds.feed(self.rows.pending[:, None], position + 1)[0][0, 0]
+                rows.append(self.vocabulary.whole(logits).cpu())
         finally:
             self._release(0)
         return torch.stack(rows)
@@ -201,37 +273,49 @@ class Engine:
         if self._warm:
             return
         started = time.perf_counter()
-        self._prefill.chunk(0, [0], 0)
-        blank = torch.zeros_like(self.rows.pending)[:, None]  # [B, 1]
-        self._feed(blank, 1)
+        self._prefill.warm_up()
         if self.policy:
-            self._feed(blank.expand(-1, 1 + self.draft.max_gamma), 1)
             self.policy.warm_up()
+        self.rounds.warm_up(self._gammas, [(False, False)])
+        if self.policy:
             self.planner.calibrate(self._time_steps, few=2 * SPLIT, many=self.cache.capacity)
+        for slot in range(len(self._slots)):
+            self._release(slot)
         self._warm = True
         self._compile_seconds = time.perf_counter() - started
 
     def _time_steps(self, gamma: int, n_keys: int) -> tuple[float, float]:
         """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three."""
         assert self.policy
-        rows, seconds = self.rows, []
-        rows.seq_len.fill_(n_keys - gamma - 1)
+        rows, policy, seconds, fed = self.rows, self.policy, [], slice(n_keys - gamma - 1, n_keys)
+        held = [(buffer, buffer[:, :, fed].clone()) for buffer in (*self.cache.k, *self.cache.v)]
+        rows.seq_len.fill_(fed.start)
         rows.active.fill_(True)
         rows.n_keys = n_keys - gamma
         tokens = torch.zeros(len(self._slots), gamma + 1, dtype=torch.int64, device=self.device)
-        for _ in range(4):  # the first one is not counted: it may compile
+        # once each before they are timed, since a first call may compile
+        propose = self.rounds.runner(lambda: policy.propose(rows, gamma)) if gamma else lambda: None
+        verify = self.rounds.runner(lambda: self.rounds.feed(tokens, n_keys))
+        for _ in range(3):
             started = time.perf_counter()
-            if gamma:
-                self.policy.propose(rows, gamma)
-            self._synchronize()
+            propose()
+            self.rounds.synchronize()
             drafted = time.perf_counter()
-            self._feed(tokens, n_keys)
-            self._synchronize()
+            verify()
+            self.rounds.synchronize()
             seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
+        for buffer, before in held:  # slots keep the prompts that they hold
+            buffer[:, :, fed] = before
         for slot in range(len(self._slots)):
-            self._prefill.fill(slot, [])
             self._release(slot)
-        return min(s for s, _ in seconds[1:]), min(s for _, s in seconds[1:])
+        return min(s for s, _ in seconds), min(s for _, s in seconds)
+
+    @property
+    def _gammas(self) -> list[int]:
+        """What a round may draft."""
+        if not self.policy:
+            return [0]
+        return list(GAMMA_TIERS) if isinstance(self.draft.gamma, str) else [0, self.draft.gamma]
 
     # ---------------------------------------------------------------- the path
 
@@ -241,18 +325,27 @@ class Engine:
         self._require_idle()
         self._running = True
         try:
+            self._agreement.note("prompts and parameters", [(r.prompt, r.params) for r in requests])
             self.warm_up()
+            if self.rounds.capture:  # a capture may build nothing, so all that may come is called once before
+                self.rounds.warm_up(self._gammas, _kinds([request.params for request in requests]))
             self.stats = EngineStats(compile_seconds=self._compile_seconds)
             self.planner.begin()
+            self._landed_at = None
             graphs = self._graphs
             waiting = deque(requests)
             while waiting or any(self._slots):
                 while waiting and None in self._slots:
                     self._admit(waiting.popleft())
-                events = self._round(speculate)
-                self.stats.recompiles = self._graphs - graphs
-                yield from events
+                airborne = self._launch(speculate)
+                while self._flights and (not airborne or len(self._flights) > self.rounds.lateness):
+                    events = self._land()
+                    self.stats.recompiles = self._graphs - graphs
+                    yield from events
+            self._agreement.settle()
         finally:
+            self.rounds.synchronize()  # rounds that were launched before their rows were known to be finished
+            self._flights.clear()
             for slot, occupant in enumerate(self._slots):
                 if occupant is not None:
                     self._release(slot)
@@ -260,104 +353,78 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         """Prefill all but the last prompt token into a free slot; the last one becomes its pending token."""
+        self.rounds.synchronize()  # a round under way is no part of the prefill's time
         started = time.perf_counter()
         body = request.prompt[:-1]
         free = [slot for slot, occupant in enumerate(self._slots) if occupant is None]
         slot = max(free, key=lambda slot: self._prefill.reusable(slot, body))  # of equals the first
         self.stats.prefill_tokens += self._prefill.fill(slot, body)
-        seed = request.params.seed if request.params.seed is not None else secrets.randbits(63)
+        seed = request.params.seed if request.params.seed is not None else self.parallel.same(secrets.randbits(63))
         self.rows.put(slot, request.prompt, request.params, seed)
         if self.policy:
             self.policy.admit(slot, request.prompt)
-        self._slots[slot] = request
-        self._synchronize()
+        self._slots[slot], self._landed_at = request, None
+        self.rounds.synchronize()
         self.stats.prefill_seconds += time.perf_counter() - started
 
-    def _round(self, speculate: bool) -> list[TokenEvent]:
-        """Draft, verify, judge, commit: every live request emits a token at least, finished ones leave their slot."""
+    def _launch(self, speculate: bool) -> bool:
+        """Start a round: draft, verify, judge, commit. False where those under way have to land before."""
+        started = time.perf_counter()
         live = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
-        rows, policy, started = self.rows, self.policy, time.perf_counter()
-        rows.look({slot: request.length for slot, request in live}, [request.params for _, request in live])
-        longest = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
-        gamma = min(self.planner.choose(rows.n_keys), longest) if speculate and policy else 0
+        ahead = sum(flight.gamma + 1 for flight in self._flights)
+        rows, policy = self.rows, self.policy if speculate else None
+        rows.look({slot: request.length for slot, request in live}, [request.params for _, request in live], ahead)
+        if policy and self._flights and policy.due(rows):
+            return False
+        gamma = self.planner.choose(rows.n_keys) if policy else 0
+        if isinstance(self.draft.gamma, str):  # each process has its own clock
+            gamma = self.parallel.same(gamma)
+        if not self.rounds.capture:  # a captured round drafts as planned, and keeps what may still be emitted
+            longest = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
+            gamma = min(gamma, longest)
         if policy and gamma:
-            draft = policy.propose(rows, gamma)
-        else:
-            draft = Draft(rows.pending.new_empty(len(self._slots), 0), None, torch.zeros_like(rows.pending))
-        self._synchronize()
-        drafted = time.perf_counter()
+            policy.renew(rows)
+            self.stats.kv_bytes += policy.kv_bytes(rows, gamma)
+        n_splits = span(self.cache, self.rounds.in_view(rows.n_keys + gamma)).shape[0]
+        self.stats.kv_bytes += self.config.batch_size * n_splits * SPLIT * self.cache.bytes_per_token
+        self._flights.append(self.rounds.launch(gamma, live, planned=policy is not None))
+        self.stats.decode_seconds += time.perf_counter() - started
+        return True
 
-        logits, mass = self._feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
-        self._synchronize()
-        verified = time.perf_counter()
-
-        cap = torch.minimum(draft.count, rows.remaining - 1).clamp(min=0)  # [B]
-        verdict = self._judge(logits[:, : gamma + 1], draft, cap)
-        chosen = rows.commit(draft.tokens, cap, verdict)  # [B, gamma + 4]
-        if policy and gamma:
-            policy.observe(rows, mass)
-        by_whom = draft.proposer if draft.proposer is not None else torch.zeros_like(draft.tokens)  # [B, gamma]
-        events, read = [], torch.cat([chosen, by_whom], 1).tolist()  # the one host read of a round
-        for slot, request in live:
+    def _land(self) -> list[TokenEvent]:
+        """Read a round's result: every live request emits a token at least, finished ones leave their slot."""
+        started, flight = time.perf_counter(), self._flights.popleft()
+        gamma, policy, events, read = flight.gamma, self.policy, [], flight.read()  # the one host read of a round
+        landed = time.perf_counter()
+        for slot, request in flight.live:
+            if request.finish_reason:  # known only since the round was launched
+                continue
             emitted, judged, accepted, *rest = read[slot]
             tokens, whose = rest[: gamma + 1], rest[gamma + 1 :]
             sources = [*(policy.proposers[i] for i in whose[:accepted]), "target"] if policy else ["target"]
             events.append(request.commit(tokens[:emitted], sources, judged, accepted))
             if request.finish_reason:
                 self._release(slot)
-        ended = time.perf_counter()
-
-        stats = self.stats
-        if policy and speculate:
-            taken = [event.accepted for event in events]
-            self.planner.record(gamma, rows.n_keys, drafted - started, verified - drafted, taken)
-        stats.count(gamma, [event.drafted for event in events], [event.accepted for event in events])
-        stats.row_rounds += len(live)
+        self._agreement.note(f"tokens of round {self.rows.round}", [(e.index, e.tokens, e.accepted) for e in events])
+        stats, taken = self.stats, [event.accepted for event in events]
+        stats.count(gamma, [event.drafted for event in events], taken)
+        stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
-        if gamma:
-            stats.draft_seconds += drafted - started
-        stats.verify_seconds += verified - drafted
-        stats.host_seconds += ended - verified + (0 if gamma else drafted - started)
-        stats.decode_seconds += ended - started
-        n_splits = span(self.cache, self._in_view(rows.n_keys + gamma)).shape[0]
-        stats.kv_bytes += self.config.batch_size * n_splits * SPLIT * self.cache.bytes_per_token
-        if policy and gamma:
-            stats.kv_bytes += policy.kv_bytes(rows, gamma)
+        stats.decode_seconds += time.perf_counter() - started
+        if flight.laps:
+            begun, drafted, verified = flight.laps
+            if gamma:
+                stats.draft_seconds += drafted - begun
+            stats.verify_seconds += verified - drafted
+            if flight.planned:
+                self.planner.record(gamma, flight.n_keys, drafted - begun, verified - drafted, taken)
+        elif flight.planned and events:
+            # it ran alone from the landing of the round before, if it was launched by then
+            followed = self._landed_at is not None and flight.begun < self._landed_at
+            whole = landed - self._landed_at if followed and self._landed_at else None
+            self.planner.record_whole(gamma, flight.n_keys, whole, taken)
+        self._landed_at = landed
         return events
-
-    def _feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
-        """Feed tokens [B, T] from each slot's seq_len on, at least n_keys keys in view -> logits [B, T, V], mass."""
-        wanted = self._width or tokens.shape[1]
-        tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
-        # a slot without a request scribbles behind what can ever be in view, and so costs no reading of keys
-        start = torch.where(self.rows.active, self.cache.seq_len, self.cache.capacity)  # [B]
-        pos = start[:, None] + torch.arange(wanted, device=self.device)  # [B, T]
-        step, page = (self._decode, 0) if wanted == 1 else (self._verify, self._page)
-        if step is self._verify and not self._width and self.draft.max_gamma > 1:
-            for varying in (tokens, pos):
-                torch._dynamo.mark_dynamic(varying, 1, min=2, max=1 + self.draft.max_gamma)
-        n_splits = span(self.cache, self._in_view(n_keys))
-        # exact: with several threads a library may sum one row of a product otherwise than the next
-        with one_thread() if self._width else contextlib.nullcontext():
-            out: tuple[Tensor, Tensor | None] = step(
-                self.model, tokens, pos, self.cache.k, self.cache.v, n_splits, page
-            )
-        return out
-
-    def _judge(self, logits: Tensor, draft: Draft, cap: Tensor) -> Verdict:
-        """logits [B, gamma + 1, V]; a token's randomness hangs on its row's seed and its position alone."""
-        rows = self.rows
-        if not rows.sampled:
-            return verify_greedy(logits, draft.tokens, cap)
-        p = rows.probabilities(logits)  # [B, gamma + 1, V]
-        q = draft.q if draft.q is not None else F.one_hot(draft.tokens, p.shape[-1]).to(p.dtype)
-        pos = rows.seq_len[:, None] + torch.arange(p.shape[1], device=self.device)  # [B, gamma + 1]
-        accept_u, next_u = rows.uniform(pos[:, :-1], ACCEPT_STREAM), rows.uniform(pos, TARGET_STREAM)
-        return verify_sampled(p, q, draft.tokens, cap, accept_u, next_u)
-
-    def _in_view(self, n_keys: int) -> int:
-        """Keys to have in view: all of the cache in exact mode, so that sums never change their order."""
-        return self.cache.capacity if self._width else n_keys
 
     def _release(self, slot: int) -> None:
         self._slots[slot] = None
@@ -366,18 +433,9 @@ class Engine:
         if self.policy:
             self.policy.vacate(slot)
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    @property
-    def _page(self) -> int:
-        return self.draft.page if self.policy and self.policy.wants_mass else 0
-
     @property
     def _graphs(self) -> int:
-        steps = self._decode.graphs + self._verify.graphs + self._prefill.graphs
-        return steps + (self.policy.graphs if self.policy else 0)
+        return self.rounds.graphs + self._prefill.graphs + (self.policy.graphs if self.policy else 0)
 
     # ---------------------------------------------------------------- checks, all before any work
 
@@ -443,31 +501,24 @@ class Engine:
                 "past which this engine does not go"
             )
 
-    def _check_memory(self, kv_dtype: torch.dtype, models: Sequence[Transformer]) -> None:
-        cfg = self.config
-        capacity = (KVCache.splits(cfg.max_seq_len) + 1) * SPLIT
-        need = cfg.batch_size * capacity * sum(m.config.kv_bytes_per_token(kv_dtype.itemsize) for m in models)
-        if self.device.type == "cuda":
-            have = torch.cuda.mem_get_info(self.device)[0]
-        else:
-            have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else need
-        if need > have:
-            whose = " and that of the draft model" if len(models) > 1 else ""
-            raise ValueError(
-                f"the KV cache of {cfg.batch_size} x {capacity:,} tokens{whose} "
-                f"takes {need / 2**30:.1f} GiB, over the {have / 2**30:.1f} GiB of memory of {self.device}"
-            )
+
+def _kinds(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:
+    """(sampled, filtered) of the rounds that a batch of such requests may come to: some end before others."""
+    sampled = any(p.temperature > 0 for p in params)
+    filtered = filters_anything(params)
+    return [(False, False), *([(True, False)] if sampled else []), *([(True, True)] if filtered else [])]
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """torch's CPU operators run on one thread meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:
+    """The processes that hold a draft model together, which is never more than those of the target."""
+    return parallel.smaller_group(draft.draft_tp or parallel.tp)
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """Bytes that may still be allocated; None where it cannot be told. Of a CPU, its whole memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
 
 
 def locate(model: str | Path) -> Path:

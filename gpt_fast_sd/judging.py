@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gpt_fast_sd.tp import Vocabulary
+
 from .sampling import draw
+
+WHOLE = Vocabulary()
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,13 @@ class Verdict:
     next_token: Tensor  # int64 [B]
 
 
-def verify_greedy(logits: Tensor, drafted: Tensor, cap: Tensor) -> Verdict:
+def verify_greedy(logits: Tensor, drafted: Tensor, cap: Tensor, vocabulary: Vocabulary = WHOLE) -> Verdict:
     """Keep the drafts that the target would have chosen itself, up to the first other one.
 
     logits [B, gamma + 1, V], drafted int64 [B, gamma], cap int64 [B]: only the first cap drafts of a row count.
+    vocabulary: who has the logits of which tokens.
     """
-    best = logits.argmax(-1)  # [B, gamma + 1], of equals the lowest id, as in plain decoding
+    best = vocabulary.argmax(logits)  # [B, gamma + 1], of equals the lowest id, as in plain decoding
     n_accepted = _n_leading(best[:, :-1] == drafted, cap)
     return Verdict(n_accepted, _each_row_at(best, n_accepted))
 

@@ -114,6 +114,15 @@ class GammaPlanner:
         if self._drafting_rounds >= FIRST_PROBE:  # it has paid for a while
             self._probe_after = FIRST_PROBE
 
+    def record_whole(self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int]) -> None:
+        """A round took so many seconds in all (None: unknown); its parts are taken to have the expected shares."""
+        if self.fixed is not None or self.draft is None:
+            return
+        tier = self._tier(gamma)
+        drafting, verifying = gamma * self.draft(n_keys), self.verify[tier](n_keys)
+        scale = 1.0 if seconds is None else seconds / (drafting + verifying)
+        self.record(gamma, n_keys, drafting * scale, verifying * scale, accepted)
+
     def tokens(self, gamma: int) -> float:
         """Tokens that a round of gamma drafts is expected to emit a row."""
         total, share, rate = 1.0, 1.0, PRIOR

@@ -19,7 +19,12 @@ from .compiling import CompiledStep, span
 if TYPE_CHECKING:
     from .policies import Reader
 
-CHUNK = SPLIT  # prompt tokens a call; a divisor of the capacity, so that padding stays in the slot
+CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays in the slot
+
+
+def chunk_sizes(device: str) -> tuple[int, ...]:
+    """Prompt tokens of a call, the largest that the rest of a prompt fills first: a GPU needs many to be busy."""
+    return (8 * CHUNK, CHUNK) if device == "cuda" else (CHUNK,)
 
 
 def prefill_step(
@@ -38,7 +43,9 @@ class Prefill:
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
+        self.sizes = chunk_sizes(reader.device.type)
         self._step = CompiledStep(prefill_step, compiled=reader.compiled)
+        self._warm = False
         self._held: list[list[int]] = [[] for _ in range(reader.shape[1])]
 
     @property
@@ -46,13 +53,22 @@ class Prefill:
         """Graphs compiled so far."""
         return self._step.graphs
 
+    def warm_up(self) -> None:
+        """Compile the steps, once; slots lose what they hold."""
+        if not self._warm:
+            for size in self.sizes:
+                self.chunk(0, [0] * size, 0)
+            for slot in range(len(self._held)):
+                self.fill(slot, [])
+            self._warm = True
+
     def reusable(self, slot: int, body: Sequence[int]) -> int:
-        """Tokens at the beginning of body whose keys the slot still holds, in whole chunks or all."""
+        """Tokens at the beginning of body whose keys the slot still holds, in whole large chunks or all."""
         held = self._held[slot]
         shared = next(
             (i for i, (a, b) in enumerate(zip(held, body, strict=False)) if a != b), min(len(held), len(body))
         )
-        return shared if shared == len(body) == len(held) else shared // CHUNK * CHUNK
+        return shared if shared == len(body) == len(held) else shared // self.sizes[0] * self.sizes[0]
 
     def held(self, slot: int) -> int:
         """Tokens whose keys the slot holds."""
@@ -67,8 +83,11 @@ class Prefill:
         if source != slot:
             self.reader.cache.copy(source, slot, kept)
         self.reader.cache.vacate(slot, keep=kept)
-        for start in range(kept, len(body), CHUNK):
-            self.chunk(slot, body[start : start + CHUNK], start)
+        start = kept
+        while start < len(body):
+            size = next((size for size in self.sizes if size <= len(body) - start), CHUNK)
+            self.chunk(slot, body[start : start + size], start)
+            start += size
         self._held[slot] = list(body)
         self.reader.cache.seq_len[slot] = len(body)
         return len(body) - kept
@@ -78,14 +97,17 @@ class Prefill:
         del self._held[slot][max(0, n) :]
 
     def chunk(self, slot: int, tokens: Sequence[int], start: int) -> None:
-        """Write the keys and values of up to CHUNK tokens from position start on; padding lands beyond them."""
-        padded = torch.zeros(CHUNK, dtype=torch.int64)
+        """Write the keys and values of up to CHUNK tokens, or of a larger size, from position start on.
+
+        Padding lands beyond them.
+        """
+        padded = torch.zeros(max(CHUNK, len(tokens)), dtype=torch.int64)
         padded[: len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
         self.feed(slot, padded.to(self.reader.device), start)
 
     def feed(self, slot: int, tokens: Tensor, start: int) -> None:
-        """Write the keys and values of CHUNK tokens from position start on: tokens int64 [CHUNK], on the device."""
+        """Write the keys and values of tokens int64 [T], on the device, from position start on; T is one of sizes."""
         cache = self.reader.cache
-        pos = torch.arange(start, start + CHUNK, device=self.reader.device)[None]  # [1, T]
+        pos = torch.arange(start, start + len(tokens), device=self.reader.device)[None]  # [1, T]
         k, v = cache.row(slot)
-        self._step(self.reader.model, tokens[None], pos, k, v, span(cache, start + CHUNK))
+        self._step(self.reader.model, tokens[None], pos, k, v, span(cache, start + len(tokens)))

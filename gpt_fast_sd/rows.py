@@ -5,13 +5,17 @@ Shapes: B slots, T tokens in this call, S tokens of history a slot, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_fast_sd.tp import Vocabulary
+
 from .config import SamplingParams
-from .judging import Verdict
+from .judging import WHOLE, Verdict, verify_greedy, verify_sampled
 from .sampling import SamplingTable, draw, filters_anything, probabilities, uniform
 
 
@@ -21,10 +25,18 @@ class Rows:
     seq_len is the cache's own tensor: positions before it are committed, the pending token will be fed at it.
     """
 
-    def __init__(self, seq_len: Tensor, history_len: int, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        seq_len: Tensor,
+        history_len: int,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        vocabulary: Vocabulary = WHOLE,
+    ) -> None:
+        """vocabulary: who has the target's logits of which tokens."""
         n, device = seq_len.shape[0], seq_len.device
         self.seq_len = seq_len  # int64 [B]
-        self.vocab_size = vocab_size
+        self.vocab_size, self.vocabulary = vocab_size, vocabulary
         self.pending = torch.zeros(n, dtype=torch.int64, device=device)  # [B]
         self.history = torch.zeros(n, history_len, dtype=torch.int64, device=device)  # [B, S] committed, then pending
         self.active = torch.zeros(n, dtype=torch.bool, device=device)  # [B] a request is being decoded
@@ -32,10 +44,13 @@ class Rows:
         self.heeds_eos = torch.zeros(n, dtype=torch.bool, device=device)  # [B]
         self.eos_ids = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
         self.table = SamplingTable.empty(n, vocab_size, device)
-        self.lengths: dict[int, int] = {}  # on the host: committed positions of each live slot
-        self.round = 0  # on the host: rounds begun
-        self.n_keys = 1  # on the host: keys in use once the longest row's pending token is fed
-        self.sampled = self.filtered = False  # on the host: whether any live request samples, or filters
+        # what the host knows, as of the last result that it read
+        self.lengths: dict[int, int] = {}  # committed positions of each live slot
+        self.ahead = 0  # tokens that rounds still under way may add to a row
+        self.round = 0  # rounds begun
+        self.n_keys = 1  # keys in use at most, once the longest row's pending token is fed
+        self.captured = False  # what runs now will be replayed for other rows
+        self.sampled = self.filtered = False  # whether any live request samples, or filters
 
     def put(self, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
         """Give the slot to a request whose prompt, but for the last token, is in the cache."""
@@ -53,13 +68,29 @@ class Rows:
         self.active[slot] = False
         self.table.temperature[slot] = 0.0
 
-    def look(self, lengths: Mapping[int, int], params: Sequence[SamplingParams]) -> None:
-        """A round begins: take what the host knows of the live requests, committed positions by slot and parameters."""
+    def look(self, lengths: Mapping[int, int], params: Sequence[SamplingParams], ahead: int = 0) -> None:
+        """A round begins: take what the host knows of the live requests, committed positions by slot and parameters.
+
+        ahead: tokens that rounds still under way may add to each row.
+        """
         self.round += 1
-        self.lengths = dict(lengths)
-        self.n_keys = max(lengths.values()) + 1
+        self.lengths, self.ahead = dict(lengths), ahead
+        self.n_keys = max(lengths.values()) + 1 + ahead
         self.sampled = any(p.temperature > 0 for p in params)
         self.filtered = filters_anything(params)
+
+    def any_within(self, n: int) -> bool:
+        """Whether some live row may have no more than n committed positions; in a captured round some row may."""
+        return self.captured or any(length <= n for length in self.lengths.values())
+
+    @contextlib.contextmanager
+    def capturing(self, n_keys: int) -> Iterator[None]:
+        """What runs meanwhile is captured, for rows of up to n_keys keys."""
+        before, self.n_keys, self.captured = self.n_keys, n_keys, True
+        try:
+            yield
+        finally:
+            self.n_keys, self.captured = before, False
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What each row samples from: logits [B, V] or [B, T, V] -> fp32, the same shape."""
@@ -70,12 +101,33 @@ class Rows:
         seed = self.table.seed if pos.dim() == 1 else self.table.seed[:, None]
         return uniform(seed, pos, stream)
 
-    def choose(self, logits: Tensor, pos: Tensor, stream: int) -> tuple[Tensor, Tensor | None]:
-        """A token a row after position pos [B]: logits [B, V] -> tokens [B], and q [B, V] where any row samples."""
+    def choose(
+        self, logits: Tensor, pos: Tensor, stream: int, vocabulary: Vocabulary = WHOLE
+    ) -> tuple[Tensor, Tensor | None]:
+        """A token a row after position pos [B]: logits [B, V] -> tokens [B], and q [B, V] where any row samples.
+
+        vocabulary: who has these logits, of the target or of a draft model, of which tokens.
+        """
         if not self.sampled:
-            return logits.argmax(-1), None
-        q = self.probabilities(logits)
+            return vocabulary.argmax(logits), None
+        q = self.probabilities(vocabulary.whole(logits))
         return draw(q, self.uniform(pos, stream)), q
+
+    def judge(
+        self, logits: Tensor, pos: Tensor, drafted: Tensor, q: Tensor | None, cap: Tensor, *, accept: int, own: int
+    ) -> tuple[Verdict, Tensor | None]:
+        """Which of drafted [B, T - 1] ~ q [B, T - 1, V] stay, at most cap [B], by logits [B, T, V] after pos [B, T].
+
+        q None: drafted without chance. accept and own are the streams that decide on drafts and draw the next token.
+        -> the verdict, and p [B, T, V] where any row samples
+        """
+        if not self.sampled:
+            return verify_greedy(logits, drafted, cap, self.vocabulary), None
+        p = self.probabilities(self.vocabulary.whole(logits))
+        if q is None:
+            q = F.one_hot(drafted, p.shape[-1]).to(p.dtype)
+        accept_u, next_u = self.uniform(pos[:, :-1], accept), self.uniform(pos, own)
+        return verify_sampled(p, q, drafted, cap, accept_u, next_u), p
 
     def commit(self, drafted: Tensor, cap: Tensor, verdict: Verdict) -> Tensor:
         """Keep the accepted prefix and the next token: seq_len grows by n_accepted + 1, less what EOS or the end cuts.

@@ -58,7 +58,8 @@ class EngineStats:
     """Totals of the latest generate or stream call.
 
     decode_seconds is the wall time of rounds, draft_seconds and verify_seconds (of the target's own steps) parts of it;
-    host_seconds is the rest: judging, commit, text, bookkeeping. kv_bytes counts what attention reads in the rounds, of
+    host_seconds is the rest: judging, commit, text, bookkeeping. Of a round that is one CUDA graph no part is timed
+    alone: both parts stay 0, and host_seconds has all. kv_bytes counts what attention reads in the rounds, of
     drafts and of the target: every slot, to the end of the last split in view. rounds_by_gamma counts the rounds that
     drafted so many tokens. recompiles counts graphs compiled during the call, compile_seconds is what the engine's one
     warm-up took.
@@ -68,7 +69,6 @@ class EngineStats:
     prefill_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_seconds: float = 0.0
-    host_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     decode_tokens: int = 0
@@ -89,6 +89,11 @@ class EngineStats:
             for number in numbers:
                 for i in range(number):
                     counts[i] += 1
+
+    @property
+    def host_seconds(self) -> float:
+        """What of decode_seconds is neither the draft's nor the target's steps."""
+        return max(0.0, self.decode_seconds - self.draft_seconds - self.verify_seconds)
 
     @property
     def drafted(self) -> int:

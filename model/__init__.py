@@ -19,13 +19,14 @@ from .checkpoint import (
     save_hugging_face,
 )
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
-from .llama import Transformer
+from .llama import Attention, Transformer
 from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 __all__ = [
     "KV",
     "PRESETS",
     "SPLIT",
+    "Attention",
     "CausalSelf",
     "CheckpointError",
     "FullKV",

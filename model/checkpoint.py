@@ -102,27 +102,31 @@ def _first_line(error: BaseException) -> str:
 
 # ---- names ---------------------------------------------------------------------------------------------------------
 
-# Our tensor is a run of equal units along its rows; (name, rows) says how many rows of every unit a stored tensor
-# gives, in order. Unit u of ours is then rows [u * rows, (u + 1) * rows) of each stored tensor, so any run of units
-# can be read alone. A tensor that is stored as it is has units of one row.
-Layout = tuple[tuple[str, int], ...]
+# Our tensor is a run of equal units along its rows; (name, rows, copies) says how many rows of every unit a stored
+# tensor gives, in order, and how many units in a row are given the same ones. With one copy, unit u of ours is rows
+# [u * rows, (u + 1) * rows) of each stored tensor, so any run of units can be read alone. A tensor that is stored as it
+# is has units of one row.
+Layout = tuple[tuple[str, int, int], ...]
 
 
-def name_table(config: ModelConfig) -> dict[str, Layout]:
-    """Our parameter names -> where Hugging Face keeps their rows; a tied output is not listed."""
+def name_table(config: ModelConfig, kv_copies: int = 1) -> dict[str, Layout]:
+    """Our parameter names -> where Hugging Face keeps their rows; a tied output is not listed.
+
+    kv_copies: config's kv heads are runs of so many copies of a stored one.
+    """
     head, group = config.head_dim, config.group_size
-    table: dict[str, Layout] = {"embedding.weight": (("model.embed_tokens.weight", 1),)}
+    table: dict[str, Layout] = {"embedding.weight": (("model.embed_tokens.weight", 1, 1),)}
     for i in range(config.n_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
             table[f"{ours}.attention.wqkv.{kind}"] = (  # [K, G + 2, H, D]
-                (f"{theirs}.self_attn.q_proj.{kind}", group * head),
-                (f"{theirs}.self_attn.k_proj.{kind}", head),
-                (f"{theirs}.self_attn.v_proj.{kind}", head),
+                (f"{theirs}.self_attn.q_proj.{kind}", group * head, 1),
+                (f"{theirs}.self_attn.k_proj.{kind}", head, kv_copies),
+                (f"{theirs}.self_attn.v_proj.{kind}", head, kv_copies),
             )
         table[f"{ours}.feed_forward.w_in.weight"] = (  # [F, 2, D]
-            (f"{theirs}.mlp.gate_proj.weight", 1),
-            (f"{theirs}.mlp.up_proj.weight", 1),
+            (f"{theirs}.mlp.gate_proj.weight", 1, 1),
+            (f"{theirs}.mlp.up_proj.weight", 1, 1),
         )
         plain = {
             "attention_norm": "input_layernorm",
@@ -133,16 +137,16 @@ def name_table(config: ModelConfig) -> dict[str, Layout]:
         if config.qk_norm:
             plain |= {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
         for our, their in plain.items():
-            table[f"{ours}.{our}.weight"] = ((f"{theirs}.{their}.weight", 1),)
-    table["norm.weight"] = (("model.norm.weight", 1),)
+            table[f"{ours}.{our}.weight"] = ((f"{theirs}.{their}.weight", 1, 1),)
+    table["norm.weight"] = (("model.norm.weight", 1, 1),)
     if not config.tie_embeddings:
-        table["output.weight"] = (("lm_head.weight", 1),)
+        table["output.weight"] = (("lm_head.weight", 1, 1),)
     return table
 
 
 def _units(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     """Views of our tensor, one per stored tensor: [units, rows, ...] each."""
-    rows = [rows for _, rows in layout]
+    rows = [rows for _, rows, _ in layout]
     parts: tuple[Tensor, ...] = tensor.unflatten(0, (-1, sum(rows))).split(rows, dim=1)
     return parts
 
@@ -276,13 +280,15 @@ class Weights:
 
     def read_into(self, ours: Tensor, layout: Layout, first_row: int = 0, first_column: int = 0) -> None:
         """Fill ours, [R] or [R, C] in whole units: the part of a parameter that starts at (first_row, first_column)."""
-        unit = sum(rows for _, rows in layout)
+        unit = sum(rows for _, rows, _ in layout)
         assert first_row % unit == 0 and ours.shape[0] % unit == 0
         first, last = first_row // unit, (first_row + ours.shape[0]) // unit
         columns = slice(first_column, first_column + ours.shape[1]) if ours.dim() == 2 else slice(None)
-        for (name, rows), place in zip(layout, _units(ours, layout), strict=True):
-            stored = self.read(name, slice(first * rows, last * rows), columns)
-            place.copy_(stored.unflatten(0, (-1, rows)))  # [units, rows, ...]
+        for (name, rows, copies), place in zip(layout, _units(ours, layout), strict=True):
+            begin, end = first // copies, -(-last // copies)  # units of which each is given to `copies` of ours
+            stored = self.read(name, slice(begin * rows, end * rows), columns).unflatten(0, (-1, rows))
+            own = torch.arange(first, last) // copies - begin
+            place.copy_(stored if copies == 1 else stored[own])  # [units, rows, ...]
 
 
 def _open(path: Path, opener: type[_SafetensorsFile] | type[_PickleFile]) -> _File:
@@ -300,40 +306,64 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(place.flatten(0, 1).shape)
         for ours, layout in name_table(config).items()
-        for (name, _), place in zip(layout, _units(parameters[ours], layout), strict=True)
+        for (name, *_), place in zip(layout, _units(parameters[ours], layout), strict=True)
     }
 
 
-def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
-    """The folder's model in evaluation mode, without gradients; dtype None keeps the stored one."""
+class Part(Protocol):
+    """Which part of a model to load."""
+
+    def kv_copies(self, config: ModelConfig) -> int:
+        """How many copies of each kv head the whole model is to have, each for as many times fewer query heads."""
+        ...
+
+    def cut(self, model: Transformer) -> Mapping[str, tuple[int, int]]:
+        """Cut a model on the meta device down -> the first row and column of each parameter in the whole one."""
+        ...
+
+
+def load_model(
+    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, part: Part | None = None
+) -> Transformer:
+    """The folder's model in evaluation mode, without gradients; dtype None keeps the stored one.
+
+    Of a part nothing else is read. Its config is the whole model's.
+    """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a float type, got {dtype}")
     config = read_config(folder)
+    kv_copies = part.kv_copies(config) if part else 1
     weights = Weights(folder)
     shapes = stored_shapes(config)
     tied_twice = config.tie_embeddings and "lm_head.weight" in weights  # a second copy is fine, a different one is not
     if tied_twice:
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     weights.check(shapes)
-    if tied_twice and not torch.equal(weights.read("lm_head.weight"), weights.read("model.embed_tokens.weight")):
-        raise CheckpointError(
-            f"{weights.file_of('lm_head.weight')}: lm_head.weight differs from the embedding, "
-            "but config.json has tie_word_embeddings true"
-        )
     dtype = dtype or weights.dtype("model.embed_tokens.weight")
 
+    laid_out = replace(config, n_kv_heads=config.n_kv_heads * kv_copies)
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(laid_out)
+    begins = part.cut(model) if part else {}
     state = {}
-    for name, layout in name_table(config).items():
+    for name, layout in name_table(laid_out, kv_copies).items():
         state[name] = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
-        weights.read_into(state[name], layout)
+        weights.read_into(state[name], layout, *begins.get(name, (0, 0)))
+    if tied_twice:
+        first = begins.get("embedding.weight", (0, 0))[0]
+        rows = slice(first, first + len(state["embedding.weight"]))
+        if not torch.equal(weights.read("lm_head.weight", rows), weights.read("model.embed_tokens.weight", rows)):
+            raise CheckpointError(
+                f"{weights.file_of('lm_head.weight')}: lm_head.weight differs from the embedding, "
+                "but config.json has tie_word_embeddings true"
+            )
     if config.tie_embeddings:
         state["output.weight"] = state["embedding.weight"]
     model.load_state_dict(state, strict=True, assign=True)
     if config.tie_embeddings:
         model.output.weight = model.embedding.weight  # assign made two parameters of one tensor
     model.rope_freqs = rope_frequencies(config).to(device)  # not stored, and the meta device computed nothing
+    model.config = config
     return model.eval().requires_grad_(False)
 
 
@@ -351,7 +381,7 @@ def save_hugging_face(
     tensors = {
         name: place.flatten(0, 1).to(device="cpu", dtype=dtype, copy=True).contiguous()
         for ours, layout in name_table(config).items()
-        for (name, _), place in zip(layout, _units(parameters[ours], layout), strict=True)
+        for (name, *_), place in zip(layout, _units(parameters[ours], layout), strict=True)
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

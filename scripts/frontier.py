@@ -33,11 +33,9 @@ from tqdm import tqdm
 
 from generate import check_writable, read_text
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, __version__
-from gpt_fast_sd.config import GAMMA_TIERS, POLICIES
+from gpt_fast_sd.config import POLICIES
 from gpt_fast_sd.engine import BUNDLED, locate
 from gpt_fast_sd.model import Tokenizer, Transformer, load_model, load_tokenizer, read_config
-from gpt_fast_sd.planner import GammaPlanner
-from gpt_fast_sd.policies import Reader, build_policy
 from gpt_fast_sd.stats import EngineStats
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
@@ -103,13 +101,8 @@ def buildable(
 
 
 def draft_with(engine: Engine, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
-    """Let an idle engine draft so from now on; its slots keep what was prefilled. ValueError where that cannot be.
-
-    What the policy runs is compiled in the first run. gamma must be a number: "auto" is calibrated on empty slots.
-    """
-    target = Reader(engine.model, engine.cache, engine.compiled)
-    policy, planner = build_policy(draft, target, draft_model), GammaPlanner(draft.gamma, GAMMA_TIERS)
-    engine.draft, engine.policy, engine.planner = draft, policy, planner
+    """Let an idle engine draft so from now on; its slots keep what was prefilled. ValueError where that cannot be."""
+    engine.redraft(draft, draft_model)
 
 
 # ---- the prompts -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
     python scripts/generate.py --prompt-file book.txt --draft guided --budget 512 --gamma 4 --compare
     python scripts/generate.py --prompts in.jsonl --output out.jsonl --batch-size 8
     python scripts/generate.py --model meta-llama/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?"
+    torchrun --nproc_per_node=4 scripts/generate.py --tp 2 --prompts in.jsonl --output out.jsonl
 
 Who drafts is --draft. The target verifies every draft, so a policy changes the speed and never what is said:
 
@@ -21,6 +22,9 @@ Who drafts is --draft. The target verifies every draft, so a policy changes the 
 
 A line of --prompts is {"prompt": text}, {"tokens": [ids]} or {"messages": [{"role": ..., "content": ...}]}, and may set
 max_tokens, temperature, top_k, top_p, min_p, seed, stop or ignore_eos for itself.
+
+Under torchrun --tp processes hold one model together; replicas, as many as there are processes for, share the prompts.
+The first process prints; the tokens of its card are the first replica's, the bytes its own.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
 from gpt_fast_sd.engine import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.stats import EngineStats
+from gpt_fast_sd.tp import Parallel, start
 
 DRAFT = "streaming"  # who drafts unless --draft says otherwise
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
@@ -92,6 +97,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", metavar="S", type=int, help="makes sampling repeatable for a fixed --gamma (auto goes by the clock)")
     add("--stop", metavar="TEXT", action="append", help="end before this text; may be given several times")
     add("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    add("--tp", metavar="N", type=int, help="under torchrun: processes that hold the model together (default: all)")
+    add("--draft-tp", metavar="M", type=int, help="of these, as many hold the draft model together (default: all)")
     add("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     add(
         "--dtype",
@@ -205,22 +212,26 @@ def draft_config(args: argparse.Namespace) -> DraftConfig:
         raise ValueError("--compare needs a draft policy: with --draft off both sides would be plain decoding")
     return DraftConfig(
         policy=args.draft, budget=args.budget, gamma=args.gamma, draft_model=args.draft_model, view=args.view,
-        cheap=args.cheap, exit_layers=args.exit_layers,
+        cheap=args.cheap, exit_layers=args.exit_layers, draft_tp=args.draft_tp,
     )  # fmt: skip
 
 
 def build(
-    args: argparse.Namespace, prompts: list[list[int]], params: list[SamplingParams], config: ModelConfig
+    args: argparse.Namespace,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    config: ModelConfig,
+    parallel: Parallel,
 ) -> Engine:
-    """An engine with room for these prompts."""
+    """An engine with room for these prompts, or for this replica's share of them."""
     room = max(len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True))
     limit = min(config.max_seq_len, config.sliding_window or config.max_seq_len)
     engine_config = EngineConfig(
-        batch_size=args.batch_size if args.batch_size is not None else min(8, len(prompts)),
+        batch_size=args.batch_size if args.batch_size is not None else min(8, -(-len(prompts) // parallel.dp)),
         max_seq_len=min(room, limit), device=args.device, dtype=args.dtype, compile=not args.no_compile,
         exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype,
     )  # fmt: skip
-    return Engine.from_pretrained(args.model, engine_config, draft_config(args))
+    return Engine.from_pretrained(args.model, engine_config, draft_config(args), parallel=parallel)
 
 
 # ---- text, coloured by who proposed it -------------------------------------------------------------------------------
@@ -252,9 +263,17 @@ def painted(event: TokenEvent, colors: dict[str, str]) -> str:
 
 
 def run(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], live: bool, colors: dict[str, str]
+    engine: Engine,
+    mine: list[int],
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    live: bool,
+    colors: dict[str, str],
 ) -> list[Completion]:
-    """Generate; print the text as it is committed, or each one when it is finished."""
+    """Generate; print the text as it is committed, or each one when it is finished.
+
+    mine: the places of these prompts among those of all replicas.
+    """
     done, texts = {}, [""] * len(prompts)
     for event in engine.stream(prompts, params):
         text = painted(event, colors)
@@ -262,9 +281,9 @@ def run(
         if live:
             print(text, end="", flush=True)
         if event.completion:
-            done[event.index] = event.completion
+            done[event.index] = dataclasses.replace(event.completion, index=mine[event.index])
             if not live:
-                print(f"--- {event.index}: {event.completion.finish_reason}\n{texts[event.index]}", flush=True)
+                print(f"--- {mine[event.index]}: {event.completion.finish_reason}\n{texts[event.index]}", flush=True)
     if live:
         print()
     return [done[index] for index in range(len(prompts))]
@@ -341,7 +360,7 @@ def compare(
     began = time.perf_counter()
     plainly = engine.generate(prompts, params, speculate=False)
     plain.append(engine.stats)
-    quick = time.perf_counter() - began < SHORT_RUN
+    quick = engine.parallel.same(time.perf_counter() - began < SHORT_RUN)  # each process has its own clock
     for _ in range(RUNS - 1 if quick else 0):
         engine.generate(prompts, params)
         speculative.append(engine.stats)
@@ -374,7 +393,7 @@ def differences(
 
 def card(engine: Engine, prompts: list[list[int]], stats: EngineStats, comparison: Comparison | None) -> str:
     """What the run was and how fast it went, beside plain decoding where there is a comparison."""
-    config, lengths = engine.model.config, [len(ids) for ids in prompts]
+    config, lengths, parallel = engine.model.config, [len(ids) for ids in prompts], engine.parallel
     recompiles = sum(s.recompiles for s in (comparison.plain + comparison.speculative if comparison else [stats]))
     rows = [
         ("model", f"{config.n_params / 1e6:.1f} M parameters, {engine.dtype_name} on {engine.device.type}"
@@ -384,6 +403,8 @@ def card(engine: Engine, prompts: list[list[int]], stats: EngineStats, compariso
         ("prefill", f"{stats.prefill_seconds:.2f} s, {stats.prefill_tokens_per_second:,.0f} tokens/s"),
         ("compiling", f"{stats.compile_seconds:.1f} s before the first token, {recompiles} recompiles since"),
     ]  # fmt: skip
+    if parallel.dp * parallel.tp > 1:
+        rows.insert(1, ("processes", f"{parallel.dp} replicas x {parallel.tp} that hold one together"))
     if engine.policy:
         rows.append(("draft", who_drafts(engine.draft)))
     rows += side_by_side(comparison) if comparison else alone(engine, stats)
@@ -411,6 +432,7 @@ def who_drafts(draft: DraftConfig) -> str:
         "view": draft.view_name if draft.policy not in VIEWS else None,
         "budget": draft.budget if draft.view_name not in (None, "full") else None,
         "gamma": draft.gamma,
+        "on processes": draft.draft_tp,
     }
     return ", ".join([draft.policy, *(f"{name} {value}" for name, value in settings.items() if value is not None)])
 
@@ -495,6 +517,8 @@ def document(
             "platform": platform.platform(),
             "device": torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
             "threads": torch.get_num_threads(),
+            "dp": engine.parallel.dp,
+            "tp": engine.parallel.tp,
             "cores": os.cpu_count(),
         },
     }
@@ -537,29 +561,48 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_writable(args.output, args.profile, Path(args.json) if args.json not in (None, "-") else None)
         draft_config(args)  # refused before any file is read
+        parallel = start(args.tp, args.device)
+    except (ValueError, OSError) as error:
+        refuse(error)
+    with parallel.guard(), alone_prints(parallel):
+        generate(args, parallel)
+
+
+def generate(args: argparse.Namespace, parallel: Parallel) -> None:
+    """What main does once the processes have met."""
+    try:
         folder = locate(args.model)
         config = read_config(folder)
         prompts, params = read_requests(args, load_tokenizer(folder, config), config)
-        engine = build(args, prompts, params, config)
+        engine = build(args, prompts, params, config, parallel)
         engine.check(prompts, params)
     except (ValueError, OSError) as error:
         refuse(error)
-    if engine.compiled:
+    if engine.compiled and parallel.is_main:
         print("compiling (a minute or two the first time, cached afterwards) ...", file=sys.stderr, flush=True)
     engine.warm_up()
     colors = colors_of(engine, args.color)
     if colors:
         print(legend(colors))
     live = len(prompts) == 1 and not args.no_stream
-    if live and args.prompt is None:
+    mine = [index for index, _ in parallel.share(prompts)]
+    prompts, params = [prompts[index] for index in mine], [params[index] for index in mine]
+    if live and prompts and args.prompt is None:
         print("..." + (engine.tokenizer.decode(prompts[0][-60:]) if engine.tokenizer else ""), end="", flush=True)
-    with traced(args.profile):
-        completions = run(engine, prompts, params, live, colors)
+    with traced(args.profile if parallel.is_main else None):
+        own = run(engine, mine, prompts, params, live, colors)
     stats, comparison = engine.stats, None
     if args.compare or (args.compare is None and is_showpiece(args) and engine.policy):
-        print("\ndecoding the same plainly ...", file=sys.stderr, flush=True)
-        comparison = compare(engine, prompts, params, completions)
+        if parallel.is_main:
+            print("\ndecoding the same plainly ...", file=sys.stderr, flush=True)
+        comparison = compare(engine, prompts, params, own)
         stats = median(comparison.speculative)
+    completions = parallel.gather([(completion.index, completion) for completion in own])
+    if completions is None:
+        return
+    for completion in completions:
+        if completion.index not in mine:  # another replica's
+            print(f"--- {completion.index}: {completion.finish_reason}\n{completion.text}", flush=True)
     print(f"\n{card(engine, prompts, stats, comparison)}")
     if args.output:
         args.output.write_text("".join(json.dumps(as_record(c)) + "\n" for c in completions), encoding="utf-8")
@@ -571,10 +614,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             Path(args.json).write_text(text + "\n", encoding="utf-8")
 
 
+@contextlib.contextmanager
+def alone_prints(parallel: Parallel) -> Iterator[None]:
+    """Only the first process writes to stdout."""
+    if parallel.is_main:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
 def refuse(error: Exception) -> NoReturn:
     """One sentence on stderr and exit code 2."""
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    print(f"generate.py: {text}", file=sys.stderr)
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)  # where the first process refuses too, torchrun ends this one before it repeats the sentence
+    print(f"generate.py: {text}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

@@ -1,9 +1,32 @@
-"""Kernels behind torch operators: what the compiled steps attend with where torch's own bodies are slow.
+"""Kernels behind torch operators: what the compiled steps attend and select with where torch's own are slow.
 
-Behind this door: `cpu_attention`, flash-decoding over bf16 keys for CPUs with AVX-512 bf16 dot products, dense,
-with the attention mass of each page, or over listed entries; `cpu_attention_fits` says whether it can be used.
+For CPUs with AVX-512 bf16 dot products `cpu_attention`: flash-decoding, dense, with the attention mass of each page, or
+over listed entries; `cpu_attention_fits` says whether it can be used. For CUDA, in Triton: `decode_attention` (and with
+the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`, and what selects: `top_pages`,
+`guided_select`, `page_bounds`, `quest_pages`. On CPU tensors these are slow references with the same results.
 """
 
 from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
+from .decode import decode_attention, decode_attention_with_mass, split_for
+from .prefill import key_mass, prefill_attention, prefill_attention_with_lse
+from .select import guided_select, page_bounds, quest_pages, top_pages
+from .sparse import sparse_attention
 
-__all__ = ["PAGE", "cpu_attention", "cpu_attention_at", "cpu_attention_fits", "cpu_attention_with_mass"]
+__all__ = [
+    "PAGE",
+    "cpu_attention",
+    "cpu_attention_at",
+    "cpu_attention_fits",
+    "cpu_attention_with_mass",
+    "decode_attention",
+    "decode_attention_with_mass",
+    "guided_select",
+    "key_mass",
+    "page_bounds",
+    "prefill_attention",
+    "prefill_attention_with_lse",
+    "quest_pages",
+    "sparse_attention",
+    "split_for",
+    "top_pages",
+]

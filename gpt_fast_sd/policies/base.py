@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import KV, KVCache, Transformer
+from gpt_fast_sd.tp import ALONE, Group, Vocabulary
 
-from ..compiling import CompiledStep, span
+from ..compiling import CompiledStep, Options, span
 from ..rows import Rows
 from ..sampling import DRAFT_STREAM
 
@@ -39,19 +40,33 @@ class DraftPolicy(Protocol):
     wants_mass: bool  # whether observe is to be given the attention mass of the verification
 
     def warm_up(self) -> None:
-        """Compile whatever a round will call; the slots are empty."""
+        """Compile what is called between rounds. A round over idle slots follows, which compiles what rounds call.
+
+        What slots hold must stay as it is.
+        """
         ...
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """A slot was prefilled with all of its prompt but the last token, which is pending."""
         ...
 
+    def due(self, rows: Rows) -> bool:
+        """Whether renew has work that needs to know exactly how far the rows are, see View.due."""
+        ...
+
+    def renew(self, rows: Rows) -> None:
+        """A round that drafts will follow: do on the host what a captured round cannot, see View.renew."""
+        ...
+
     def propose(self, rows: Rows, gamma: int) -> Draft:
-        """Draft for all rows; nothing committed is changed."""
+        """Draft for all rows; nothing committed is changed. All on the device: the host decides nothing by values."""
         ...
 
     def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """The round is committed. mass fp32 [L, B, K, S // page]: attention that each block of keys received."""
+        """The round is committed. mass fp32 [L, B, K, S // page]: attention that each block of keys received.
+
+        All on the device, as in propose.
+        """
         ...
 
     def vacate(self, slot: int) -> None:
@@ -78,7 +93,8 @@ class Reader:
 
     model: Transformer
     cache: KVCache
-    compiled: bool
+    compiled: bool | Options | None  # see CompiledStep
+    group: Group = ALONE  # the ranks that hold the model together
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -108,8 +124,19 @@ class View(Protocol):
         """Select for a slot that was prefilled with all of its prompt but the last token."""
         ...
 
+    def due(self, rows: Rows) -> bool:
+        """Whether renew must know exactly how far the rows are: rows.ahead has to be 0 then.
+
+        Told from rows.lengths, of which each may have grown by up to rows.ahead.
+        """
+        ...
+
+    def renew(self, rows: Rows) -> None:
+        """Before a round that drafts, on the host: what needs a decision or a step of its own (see due)."""
+        ...
+
     def begin(self, rows: Rows) -> None:
-        """A round begins: renew what has to be, and let the window slide to the committed end."""
+        """A round begins: let the window slide to the committed end. On the device alone, as it may be captured."""
         ...
 
     def observe(self, rows: Rows, mass: Tensor | None) -> None:
@@ -162,22 +189,31 @@ class ModelDraft:
         self.proposers: tuple[str, ...] = (name,)
         self.wants_mass = view.wants_mass
         self.stream = DRAFT_STREAM  # what its tokens are drawn with
+        self.vocabulary = Vocabulary(reader.group.mesh)
+        # sampling is many small operators: on CUDA each would be a launch, on a CPU compiling takes longer than it saves
+        self._choose = CompiledStep(Rows.choose, compiled=reader.compiled if reader.device.type == "cuda" else None)
         self._step = CompiledStep(draft_step, compiled=reader.compiled)
 
     @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
-        return self._step.graphs + self.view.graphs
+        return self._step.graphs + self._choose.graphs + self.view.graphs
 
     def warm_up(self) -> None:
-        """Compile the draft step and what the view needs."""
+        """Compile what the view needs."""
         self.view.warm_up()
-        zeros = torch.zeros_like(self.reader.cache.seq_len)
-        self.feed(zeros[:, None], zeros[:, None], n_keys=1)
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Select for the slot."""
         self.view.admit(slot, prompt)
+
+    def due(self, rows: Rows) -> bool:
+        """Whether the view has to be renewed by exact lengths."""
+        return self.view.due(rows)
+
+    def renew(self, rows: Rows) -> None:
+        """Let the view renew itself."""
+        self.view.renew(rows)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma steps, each feeding the token of the one before."""
@@ -186,14 +222,14 @@ class ModelDraft:
         for i in range(gamma):
             pos = rows.seq_len + i  # [B]
             logits = self.first(rows) if i == 0 else self.feed(token[:, None], pos[:, None], rows.n_keys + i)
-            token, q = rows.choose(logits, pos, self.stream)
+            token, q = self._choose(rows, logits, pos, self.stream, self.vocabulary)
             tokens.append(token)
             qs.append(q)
         drawn = None if qs[0] is None else torch.stack([q for q in qs if q is not None], 1)  # [B, gamma, V]
         return Draft(torch.stack(tokens, 1), drawn, torch.full_like(rows.pending, gamma))
 
     def begin(self, rows: Rows) -> None:
-        """Let the view renew itself: all committed tokens are in the cache."""
+        """Let the view slide: all committed tokens are in the cache."""
         self.view.begin(rows)
 
     def first(self, rows: Rows) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
 from ..sampling import CHEAP_STREAM
@@ -34,8 +35,14 @@ def build_view(config: DraftConfig, name: str, reader: Reader) -> View:
     raise AssertionError(name)
 
 
-def build_policy(config: DraftConfig, target: Reader, draft_model: Transformer | None) -> DraftPolicy | None:
-    """The policy a configuration names, None for "off"; ValueError where it does not fit the models."""
+def build_policy(
+    config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group | None = None
+) -> DraftPolicy | None:
+    """The policy a configuration names, None for "off"; ValueError where it does not fit the models.
+
+    draft_group: the ranks that hold the draft model together; None: those that hold the target.
+    """
+    draft_group = draft_group or target.group
     if config.policy == "off":
         return None
     if config.policy == "lookup":
@@ -43,24 +50,26 @@ def build_policy(config: DraftConfig, target: Reader, draft_model: Transformer |
     name = config.view_name
     assert name is not None
     if config.policy == "standalone":
-        reader = beside(target, _given(draft_model))
-        return StandaloneDraft(reader, build_view(config, name, reader))
+        reader = beside(target, _given(draft_model), draft_group)
+        return StandaloneDraft(reader, build_view(config, name, reader), target.group)
     if config.policy == "early_exit":
         reader = first_layers(target, config.exit_layers)
         return EarlyExitDraft(reader, build_view(config, name, reader), config.policy)
     view = build_view(config, name, target)
     if config.policy == "hierarchy":
-        return HierarchyDraft(target, view, name, _build_cheap(config, target, draft_model))
+        return HierarchyDraft(target, view, name, _build_cheap(config, target, draft_model, draft_group))
     return ModelDraft(target, view, config.policy)
 
 
-def _build_cheap(config: DraftConfig, target: Reader, draft_model: Transformer | None) -> DraftPolicy:
+def _build_cheap(
+    config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+) -> DraftPolicy:
     """Who drafts for the middle level of a hierarchy."""
     if config.cheap == "lookup":
         return LookupDraft(target, config.ngram)
-    reader = beside(target, _given(draft_model))
+    reader = beside(target, _given(draft_model), draft_group)
     # the middle level's own token comes between the cheap drafts and the target's: one more may be unfed
-    cheap = StandaloneDraft(reader, build_view(config, "streaming", reader), unfed=3)
+    cheap = StandaloneDraft(reader, build_view(config, "streaming", reader), target.group, unfed=3)
     cheap.stream = CHEAP_STREAM
     return cheap
 

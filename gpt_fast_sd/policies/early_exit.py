@@ -17,7 +17,7 @@ def first_layers(target: Reader, n: int | None) -> Reader:
     n = n or max(1, n_layers // 2)
     if n >= n_layers:
         raise ValueError(f"exit_layers must be below the model's {n_layers} layers for an early exit, got {n}")
-    return Reader(target.model.first_layers(n), target.cache.first_layers(n), target.compiled)
+    return Reader(target.model.first_layers(n), target.cache.first_layers(n), target.compiled, target.group)
 
 
 class EarlyExitDraft(ModelDraft):

@@ -43,8 +43,15 @@ class FullView:
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Nothing to select."""
 
-    def begin(self, rows: Rows) -> None:
+    def due(self, rows: Rows) -> bool:
+        """Never."""
+        return False
+
+    def renew(self, rows: Rows) -> None:
         """Nothing to renew."""
+
+    def begin(self, rows: Rows) -> None:
+        """Nothing to slide."""
 
     def observe(self, rows: Rows, mass: Tensor | None) -> None:
         """Nothing to learn."""

@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_fast_sd.kernels import guided_select
+
+from ..attending import on_cuda
 from ..rows import Rows
 from .base import Reader
 from .sparse import SlotView, entries_of
@@ -34,7 +37,8 @@ class GuidedView(SlotView):
         growth = min(refresh, budget // 4)  # what the tail has room for until the next selection
         n_blocks = max(1, (budget - 2 * page - growth) // page)
         super().__init__(reader, n_listed=n_blocks * page, tail=budget - n_blocks * page, room=room)
-        self.page, self.refresh = page, refresh
+        self.page = self.run = page
+        self.refresh = refresh
         self.growth = min(growth, self.tail - 2 * page)  # so that a block and more are left of the tail
         self.selected_at = torch.full_like(self.tail_start, -refresh)  # [B] seq_len at the last selection
 
@@ -58,14 +62,21 @@ class GuidedView(SlotView):
         grown, full = rows.seq_len - self.selected_at, rows.seq_len - self.tail_start  # [B]
         due = (grown >= self.refresh) | (full > self.tail)  # [B]
         start = self._start(rows.seq_len)  # [B]
-        block = torch.arange(mass.shape[-1], device=mass.device)  # [P]
-        in_tail = (block >= (start // self.page)[:, None])[:, None]  # [B, 1, P]
-        best, blocks = mass.masked_fill(in_tail, -1.0).topk(min(self.slots.shape[-1] // self.page, len(block)), -1)
-        slots = entries_of(torch.where(best >= 0, blocks, -1), self.page)  # [L, B, K, n * page]
-        slots = F.pad(slots, (0, self.slots.shape[-1] - slots.shape[-1]), value=-1)  # [L, B, K, C]
-        self.slots.copy_(torch.where(due[:, None, None], slots, self.slots))
+        if on_cuda(self.slots):
+            guided_select(mass, self.slots, due, start // self.page, self.page)
+        else:
+            slots = self._best(mass, start // self.page)
+            self.slots.copy_(torch.where(due[:, None, None], slots, self.slots))
         self.tail_start.copy_(torch.where(due, start, self.tail_start))
         self.selected_at.copy_(torch.where(due, rows.seq_len, self.selected_at))
+
+    def _best(self, mass: Tensor, end: Tensor) -> Tensor:
+        """The entries of the blocks of most mass [L, B, K, P] before block end [B] -> int64 [L, B, K, C]."""
+        block = torch.arange(mass.shape[-1], device=mass.device)  # [P]
+        in_tail = (block >= end[:, None])[:, None]  # [B, 1, P]
+        best, blocks = mass.masked_fill(in_tail, -1.0).topk(min(self.slots.shape[-1] // self.page, len(block)), -1)
+        slots = entries_of(torch.where(best >= 0, blocks, -1), self.page)  # [L, B, K, n * page]
+        return F.pad(slots, (0, self.slots.shape[-1] - slots.shape[-1]), value=-1)  # [L, B, K, C]
 
     def _start(self, length: Tensor) -> Tensor:
         """Where the tail of a row of that length begins at a selection: at a block's edge, with room to grow.

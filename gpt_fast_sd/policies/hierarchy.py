@@ -19,7 +19,6 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, Transformer
 
 from ..compiling import CompiledStep, span
-from ..judging import Verdict, verify_greedy, verify_sampled
 from ..rows import Rows
 from ..sampling import CHEAP_ACCEPT_STREAM, DRAFT_STREAM
 from .base import Draft, DraftPolicy, Reader, View
@@ -91,16 +90,23 @@ class HierarchyDraft:
         return self._step.graphs + self.view.graphs + self.cheap.graphs
 
     def warm_up(self) -> None:
-        """Compile the middle step, and what view and cheap policy need."""
+        """Compile what view and cheap policy need."""
         self.view.warm_up()
         self.cheap.warm_up()
-        zeros = self.target.cache.seq_len.new_zeros(self.target.shape[1], CHEAP_GAMMA + 1)
-        self._feed(zeros, zeros.clone(), n_keys=1)  # one tensor for both would be a graph of its own
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Let both levels take the slot."""
         self.view.admit(slot, prompt)
         self.cheap.admit(slot, prompt)
+
+    def due(self, rows: Rows) -> bool:
+        """Whether either level has to renew itself."""
+        return self.view.due(rows) or self.cheap.due(rows)
+
+    def renew(self, rows: Rows) -> None:
+        """Let both levels renew themselves."""
+        self.view.renew(rows)
+        self.cheap.renew(rows)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """Middle steps, each judging cheap drafts; a row that is full takes part and goes nowhere."""
@@ -117,7 +123,10 @@ class HierarchyDraft:
             cheap = self.cheap.propose(virtual, CHEAP_GAMMA)
             pos = virtual.seq_len[:, None] + step  # [B, T]
             fed = torch.cat([virtual.pending[:, None], cheap.tokens], 1)  # [B, T]
-            verdict, p = self._judge(virtual, self._feed(fed, pos, virtual.n_keys + CHEAP_GAMMA), pos, cheap)
+            logits = self._feed(fed, pos, virtual.n_keys + CHEAP_GAMMA)  # [B, T, V]
+            verdict, p = virtual.judge(
+                logits, pos, cheap.tokens, cheap.q, cheap.count, accept=CHEAP_ACCEPT_STREAM, own=DRAFT_STREAM
+            )
             # of the T tokens and their q the first n_accepted + 1 count, the next step writes over the others
             own = step == verdict.n_accepted[:, None]  # [B, T]
             tokens = torch.where(own, verdict.next_token[:, None], F.pad(cheap.tokens, (0, 1)))
@@ -156,12 +165,3 @@ class HierarchyDraft:
         in_view = span(cache, n_keys)
         logits: Tensor = self._step(self.target.model, tokens, pos, cache.k, cache.v, in_view, make, args)
         return logits
-
-    def _judge(self, rows: Rows, logits: Tensor, pos: Tensor, cheap: Draft) -> tuple[Verdict, Tensor | None]:
-        """logits [B, T, V] after the tokens at pos [B, T] -> verdict, and p [B, T, V] where any row samples."""
-        if not rows.sampled:
-            return verify_greedy(logits, cheap.tokens, cheap.count), None
-        p = rows.probabilities(logits)
-        q = cheap.q if cheap.q is not None else F.one_hot(cheap.tokens, p.shape[-1]).to(p.dtype)
-        accept_u, next_u = rows.uniform(pos[:, :-1], CHEAP_ACCEPT_STREAM), rows.uniform(pos, DRAFT_STREAM)
-        return verify_sampled(p, q, cheap.tokens, cheap.count, accept_u, next_u), p

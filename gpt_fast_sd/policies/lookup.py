@@ -57,6 +57,13 @@ class LookupDraft:
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """The text stands in the rows already."""
 
+    def due(self, rows: Rows) -> bool:
+        """Never."""
+        return False
+
+    def renew(self, rows: Rows) -> None:
+        """Nothing to renew."""
+
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma tokens where anything matched, else none; drawn without chance."""
         in_view = self.target.cache.splits(rows.n_keys) * SPLIT

@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_fast_sd.kernels import page_bounds, quest_pages, sparse_attention
 from gpt_fast_sd.model import KV, SPLIT, store
 
+from ..attending import on_cuda
 from ..compiling import CompiledStep
 from ..rows import Rows
 from .base import Reader
@@ -70,13 +72,19 @@ class QuestKV:
         store(keys, pos, k)
         store(values, pos, v)
         in_view = self.bounds[layer].narrow(2, 0, self.n_splits * (SPLIT // self.page))  # [B, K, P, 2H]
-        pages = best_pages(
-            page_scores(q.to(keys.dtype), in_view), self.tail_start // self.page, chosen.shape[-1]
-        )  # [B, K, n]
+        q, out_dtype, n_closed = q.to(keys.dtype), q.dtype, self.tail_start // self.page
+        if on_cuda(keys):
+            chosen.copy_(quest_pages(q, in_view, n_closed, chosen.shape[-1]))
+            listed, n_keys = entries_of(chosen, self.page), keys.shape[2] - SPLIT
+            out: Tensor = sparse_attention(
+                q, keys, values, listed, self.tail_start, self.tail_width, pos, n_keys, self.page
+            )
+            return out.to(out_dtype)
+        pages = best_pages(page_scores(q, in_view), n_closed, chosen.shape[-1])  # [B, K, n]
         chosen.copy_(pages)
         tail = self.tail_start[:, None] + torch.arange(self.tail_width, device=pos.device)  # [B, W]
         index = torch.cat([entries_of(pages, self.page), tail[:, None].expand(-1, keys.shape[1], -1)], -1)  # [B, K, M]
-        return attend_at(q.to(keys.dtype), keys, values, index, pos).to(q.dtype)
+        return attend_at(q, keys, values, index, pos).to(out_dtype)
 
 
 def quest_kv(k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, *rest: Any) -> KV:
@@ -86,6 +94,10 @@ def quest_kv(k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, *rest: A
 
 def bound_step(k: Sequence[Tensor], bounds: Sequence[Tensor], first: Tensor, n: int, page: int) -> None:
     """Write the bounds of n pages from page first [B] on: k L of [B, K, S, H]; bounds L of [B, K, S // page, 2H]."""
+    if on_cuda(first):
+        for keys, bound in zip(k, bounds, strict=True):
+            page_bounds(keys, bound, first, n, page)
+        return
     row = torch.arange(first.shape[0], device=first.device)[:, None]  # [B, 1]
     pages = (first[:, None] + torch.arange(n, device=first.device)).clamp(max=bounds[0].shape[2] - 1)  # [B, n]
     entries = entries_of(pages, page)  # [B, n * page]
@@ -111,9 +123,10 @@ class QuestView:
         self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * k.shape[3]) for k in reader.cache.k]
         self.chosen = [k.new_full((n_slots, n_kv, n_pages), -1, dtype=torch.int64) for k in reader.cache.k]
         self.tail_start = torch.zeros(n_slots, dtype=torch.int64, device=reader.device)
-        self._bounded = [0] * n_slots  # pages whose bounds are known: all before tail_start
+        self._bounded = [0] * n_slots  # pages whose bounds are known, on the host: no more than there are
+        self._round = 0  # the last one that drafted
         self._stride = -(-room // page)  # pages that a round may close
-        self._step = CompiledStep(bound_step, compiled=reader.compiled)
+        self._step = CompiledStep(bound_step, compiled=None if on_cuda(self.tail_start) else reader.compiled)
 
     @property
     def graphs(self) -> int:
@@ -136,17 +149,26 @@ class QuestView:
         self.tail_start[slot] = self._closed(len(prompt) - 1) * self.page
         self._bounded[slot] = self._closed(len(prompt) - 1)
 
-    def begin(self, rows: Rows) -> None:
-        """Let the tail slide by whole pages, and take the bounds of those that it leaves behind.
+    def due(self, rows: Rows) -> bool:
+        """Whether rounds passed that drafted nothing: they may have left more pages than begin looks at."""
+        return rows.round > self._round + 1
 
-        One step does for what a round commits; rounds that drafted nothing may have left more.
+    def renew(self, rows: Rows) -> None:
+        """Take the bounds of pages that such rounds have closed."""
+        if self.due(rows):
+            behind = max((self._closed(n) - self._bounded[slot] for slot, n in rows.lengths.items()), default=0)
+            for done in range(self._stride, behind, self._stride):
+                self._bound(self.tail_start // self.page + done)
+        for slot, n in rows.lengths.items():
+            self._bounded[slot] = self._closed(n)
+        self._round = rows.round
+
+    def begin(self, rows: Rows) -> None:
+        """Take the bounds of the pages that the last round may have closed, and let the tail slide by whole pages.
+
+        Bounds of a page that is not full yet are taken again before any query reads them.
         """
-        closed = {slot: self._closed(length) for slot, length in rows.lengths.items()}
-        behind = max((n - self._bounded[slot] for slot, n in closed.items()), default=0)
-        for done in range(0, behind, self._stride):
-            self._bound(self.tail_start // self.page + done)
-        for slot, n in closed.items():
-            self._bounded[slot] = n
+        self._bound(self.tail_start // self.page)
         over = (rows.seq_len - self.tail).clamp(min=0)  # [B]
         self.tail_start.copy_((over + self.page - 1) // self.page * self.page)
 

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_fast_sd.kernels import key_mass, prefill_attention_with_lse
 from gpt_fast_sd.model import SPLIT, Transformer, attend_with_mass
 
+from ..attending import on_cuda
 from ..compiling import CompiledStep, span
 from ..rows import Rows
 from .base import Reader
@@ -41,7 +43,13 @@ class ObservingKV:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Attend: q [B, N, T, H]; k, v [B, K, T, H] (unused: the cache holds them); pos [B, T] -> [B, N, T, H]."""
-        keys, values = (x[layer].narrow(2, 0, self.n_splits * SPLIT) for x in (self.k, self.v))
+        n_keys = self.n_splits * SPLIT
+        if on_cuda(self.k[layer]):
+            q, keys, out_dtype = q.to(self.k[layer].dtype), self.k[layer], q.dtype
+            out, lse = prefill_attention_with_lse(q, keys, self.v[layer], pos, n_keys)
+            self.mass.append(key_mass(q, keys, lse, pos, n_keys, page=1))
+            return out.to(out_dtype)
+        keys, values = (x[layer].narrow(2, 0, n_keys) for x in (self.k, self.v))
         out, mass = attend_with_mass(q.to(keys.dtype), keys, values, pos, page=1)
         self.mass.append(mass)
         return out.to(q.dtype)
@@ -74,7 +82,7 @@ class SnapKVView(SlotView):
         assert window < tail < budget, "the budget has no room for the window"
         super().__init__(reader, n_listed=budget - tail, tail=tail, room=room)
         self.window = window
-        self.start = [0] * reader.shape[1]  # tail_start, on the host
+        self.start = [0] * reader.shape[1]  # tail_start at the last selection, on the host
         self._step = CompiledStep(observe_step, compiled=reader.compiled)
 
     @property
@@ -94,13 +102,18 @@ class SnapKVView(SlotView):
             window = torch.tensor(list(committed[-self.window :]), device=self.slots.device)
             self.select(slot, window, len(committed))
 
-    def begin(self, rows: Rows) -> None:
+    def due(self, rows: Rows) -> bool:
+        """Whether some row's tail may be full."""
+        return any(self._full(slot, length + rows.ahead) for slot, length in rows.lengths.items())
+
+    def renew(self, rows: Rows) -> None:
         """Select anew for each row whose tail is full."""
-        super().begin(rows)
         for slot, length in rows.lengths.items():
-            if length > self.budget and length - self.start[slot] > self.tail:
+            if self._full(slot, length):
                 self.select(slot, rows.history[slot, length - self.window : length], length)
-            self.start[slot] = max(self.start[slot], length - self.tail)
+
+    def _full(self, slot: int, length: int) -> bool:
+        return length > self.budget and length - self.start[slot] > self.tail
 
     def vacate(self, slot: int) -> None:
         """Forget the slot's selection."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.kernels import cpu_attention_at
-from gpt_fast_sd.model import KV, store
+from gpt_fast_sd.kernels import cpu_attention_at, sparse_attention
+from gpt_fast_sd.model import KV, SPLIT, store
 
-from ..attending import kernel_serves
+from ..attending import kernel_serves, on_cuda
 from ..rows import Rows
 from .base import Reader
 
@@ -30,12 +30,19 @@ class SparseKV:
     slots: Tensor  # int64 [L, B, K, C], each below tail_start; -1 is empty
     tail_start: Tensor  # int64 [B]
     tail_width: int  # positions from tail_start that may be read
+    page: int = 1  # listed entries come in runs of so many, each a page of the cache
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
         keys, values = self.k[layer], self.v[layer]
         store(keys, pos, k)
         store(values, pos, v)
+        if on_cuda(keys):
+            listed, in_view = self.slots[layer], keys.shape[2] - SPLIT
+            out: Tensor = sparse_attention(
+                q.to(keys.dtype), keys, values, listed, self.tail_start, self.tail_width, pos, in_view, self.page
+            )
+            return out.to(q.dtype)
         tail = self.tail_start[:, None] + torch.arange(self.tail_width, device=pos.device)  # [B, W]
         index = torch.cat([self.slots[layer], tail[:, None].expand(-1, keys.shape[1], -1)], -1)  # [B, K, M]
         return attend_at(q.to(keys.dtype), keys, values, index, pos).to(q.dtype)
@@ -69,10 +76,10 @@ def entries_of(pages: Tensor, page: int) -> Tensor:
 
 
 def sparse_kv(
-    k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, slots: Tensor, tail_start: Tensor, tail_width: int
+    k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, slots: Tensor, tail_start: Tensor, *widths: int
 ) -> KV:
     """SparseKV for a compiled step; it reads by index, so how much is in view does not matter."""
-    return SparseKV(k, v, slots, tail_start, tail_width)
+    return SparseKV(k, v, slots, tail_start, *widths)
 
 
 def positions_of(slots: Tensor, tail_start: Tensor, tail_width: int, pos: Tensor, n_positions: int) -> Tensor:
@@ -95,6 +102,7 @@ class SlotView:
     """
 
     wants_mass = False
+    run = 1  # listed entries come in runs of so many, each a page of the cache
 
     def __init__(self, reader: Reader, *, n_listed: int, tail: int, room: int, first_tail: int = 0) -> None:
         """room: the most tokens a round feeds beyond the committed ones. first_tail: no tail begins before it."""
@@ -111,7 +119,7 @@ class SlotView:
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """SparseKV over the tensors that selections are written into."""
-        return sparse_kv, (self.slots, self.tail_start, self.tail_width)
+        return sparse_kv, (self.slots, self.tail_start, self.tail_width, self.run)
 
     def warm_up(self) -> None:
         """Nothing to compile."""
@@ -120,10 +128,17 @@ class SlotView:
         """Begin with a tail from the first entries on: the tails of idle slots slide too."""
         self.vacate(slot)
 
+    def due(self, rows: Rows) -> bool:
+        """Never: what it does is done on the device."""
+        return False
+
+    def renew(self, rows: Rows) -> None:
+        """Nothing that needs the host."""
+
     def begin(self, rows: Rows) -> None:
         """Slide the tail where it would be longer than W; what it leaves behind is listed while the list has room."""
         start = torch.maximum(self.tail_start, rows.seq_len - self.tail)  # [B]
-        if any(length <= self.budget for length in rows.lengths.values()):
+        if rows.any_within(self.budget):
             entry = torch.arange(self.slots.shape[-1], device=start.device)  # [C]
             left = (entry >= self.tail_start[:, None]) & (entry < start[:, None])  # [B, C]
             self.slots.copy_(torch.where(left[:, None], entry, self.slots))

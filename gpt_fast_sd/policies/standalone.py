@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import KVCache, Transformer
+from gpt_fast_sd.tp import Group, broadcast, local_config
 
 from ..compiling import CompiledStep
 from ..prefill import CHUNK, Prefill
 from ..rows import Rows
-from .base import ModelDraft, Reader, View, draft_step
+from .base import Draft, ModelDraft, Reader, View, draft_step
 
 
-def beside(target: Reader, model: Transformer) -> Reader:
-    """A draft model and a cache for it with the target's slots and seq_len; ValueError where it does not fit."""
+def beside(target: Reader, model: Transformer, group: Group) -> Reader:
+    """A draft model and a cache for it with the target's slots and seq_len; ValueError where it does not fit.
+
+    group: the ranks that hold the draft model together.
+    """
     config, theirs, max_seq_len = model.config, target.model.config, target.cache.max_seq_len
     if config.vocab_size != theirs.vocab_size:
         raise ValueError(
@@ -33,9 +38,9 @@ def beside(target: Reader, model: Transformer) -> Reader:
     if max_seq_len > most:
         raise ValueError(f"max_seq_len {max_seq_len:,} is over the draft model's {most:,} positions")
     n_slots, dtype = target.shape[1], target.cache.k[0].dtype
-    cache = KVCache(config, n_slots, max_seq_len, dtype=dtype, device=target.device)
+    cache = KVCache(local_config(config, group.size), n_slots, max_seq_len, dtype=dtype, device=target.device)
     cache.seq_len = target.cache.seq_len
-    return Reader(model, cache, target.compiled)
+    return Reader(model, cache, target.compiled, group)
 
 
 class StandaloneDraft(ModelDraft):
@@ -46,10 +51,13 @@ class StandaloneDraft(ModelDraft):
     was fed before, it is written over with the same. What rounds without a draft committed is prefilled first.
     """
 
-    def __init__(self, reader: Reader, view: View, *, unfed: int = 2) -> None:
-        """unfed: tokens at the end of the text, the pending one among them, that a round may leave out of the cache."""
+    def __init__(self, reader: Reader, view: View, listeners: Group, *, unfed: int = 2) -> None:
+        """listeners: the ranks that verify, all of which need the same draft.
+
+        unfed: tokens at the end of the text, the pending one among them, that a round may leave out of the cache.
+        """
         super().__init__(reader, view, "standalone")
-        self.unfed = unfed
+        self.listeners, self.unfed = listeners, unfed
         self._prefill = Prefill(reader)
         self._start = CompiledStep(draft_step, compiled=reader.compiled)
         self._fed = [0] * reader.shape[1]  # positions of each slot that are surely in the cache
@@ -61,11 +69,9 @@ class StandaloneDraft(ModelDraft):
         return super().graphs + self._prefill.graphs + self._start.graphs
 
     def warm_up(self) -> None:
-        """Compile the prefill, both steps and what the view needs."""
-        self._prefill.chunk(0, [0], 0)
+        """Compile the prefill and what the view needs."""
+        self._prefill.warm_up()
         super().warm_up()
-        zeros = self.reader.cache.seq_len.new_zeros(self.reader.shape[1], self.unfed)
-        self.feed(zeros, zeros.clone(), n_keys=1, step=self._start)  # one tensor for both would be a graph of its own
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Prefill the slot and select for it."""
@@ -74,19 +80,38 @@ class StandaloneDraft(ModelDraft):
         self._prefill.keep(slot, len(prompt) - self.unfed)
         self.view.admit(slot, prompt)
 
-    def begin(self, rows: Rows) -> None:
-        """Catch up, and show the view the tokens that are in the cache."""
-        n_behind = self.unfed - 1
+    def due(self, rows: Rows) -> bool:
+        """Whether rounds passed that drafted nothing, or the view is due."""
+        return rows.round > self._round + 1 or self.view.due(self._as_fed(rows))
+
+    def renew(self, rows: Rows) -> None:
+        """Catch up, and let the view renew itself from the tokens that are in the cache."""
         if rows.round > self._round + 1:
             for slot, length in rows.lengths.items():
-                for start in range(self._fed[slot], length - n_behind, CHUNK):
+                for start in range(self._fed[slot], length + 1 - self.unfed, CHUNK):
                     self._prefill.feed(slot, rows.history[slot, start : start + CHUNK].clone(), start)
         self._round = rows.round
         self._fed = [rows.lengths.get(slot, fed - 1) + 1 for slot, fed in enumerate(self._fed)]  # the pending one too
-        fed = copy.copy(rows)
+        self.view.renew(self._as_fed(rows))
+
+    def propose(self, rows: Rows, gamma: int) -> Draft:
+        """gamma steps; where several groups of ranks draft with a copy each, what the first of them drafted counts."""
+        draft, mesh = super().propose(rows, gamma), self.listeners.mesh
+        if mesh is None or self.reader.group.size == self.listeners.size:
+            return draft
+        q = None if draft.q is None else broadcast(draft.q, mesh)
+        return replace(draft, tokens=broadcast(draft.tokens, mesh), q=q)
+
+    def begin(self, rows: Rows) -> None:
+        """Let the view slide to the end of what is in the cache."""
+        self.view.begin(self._as_fed(rows))
+
+    def _as_fed(self, rows: Rows) -> Rows:
+        """The rows as far as they are surely in the cache."""
+        n_behind, fed = self.unfed - 1, copy.copy(rows)
         fed.seq_len = (rows.seq_len - n_behind).clamp(min=0)
         fed.lengths = {slot: max(0, length - n_behind) for slot, length in rows.lengths.items()}
-        self.view.begin(fed)
+        return fed
 
     def first(self, rows: Rows) -> Tensor:
         """Feed the last tokens of the text, the pending one at the end -> logits [B, V] after it.

@@ -37,7 +37,7 @@ def tokens(engine: Engine, upto: int = 10**9) -> list[list[int]]:
 
 
 def graphs(engine: Engine) -> tuple[int, int]:
-    return engine._prefill.graphs, engine._decode.graphs
+    return engine._prefill.graphs, engine.rounds.decode.graphs
 
 
 @pytest.fixture(scope="module", autouse=True)

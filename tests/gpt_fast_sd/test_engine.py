@@ -463,7 +463,7 @@ class Untouched:
 @pytest.mark.parametrize(("prompts", "params", "sentence"), PROMPT_REFUSED, ids=[case[2] for case in PROMPT_REFUSED])
 def test_a_prompt_that_cannot_run_is_refused_before_any_work(prompts: Any, params: Any, sentence: str) -> None:
     one = engine()
-    one._prefill = one._decode = Untouched()
+    one._prefill = one.rounds.decode = Untouched()
     for call in (one.generate, one.stream):
         with pytest.raises(ValueError, match=sentence):
             call(prompts, params)
@@ -493,7 +493,7 @@ def test_logits_refuse_what_cannot_run() -> None:
 ENGINE_REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"max_seq_len": 4097}, "4,097 .* 4,096"),
     ({"sliding_window": 500}, {"max_seq_len": 501}, "501 .* sliding window of 500"),
-    ({"max_seq_len": 2**30}, {"max_seq_len": 2**30, "batch_size": 1000}, "KV cache of 1000 x .* GiB"),
+    ({"max_seq_len": 2**30}, {"max_seq_len": 2**30, "batch_size": 1000}, "batch_size 1000 x .* takes KV cache .* GiB"),
 ]
 
 

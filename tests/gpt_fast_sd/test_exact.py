@@ -52,7 +52,8 @@ class Watched:
             DraftConfig(policy=name, gamma=gamma, **draft), draft_model,
         )  # fmt: skip
         self.bits: Bits = {}
-        self._feed, self.engine._feed = self.engine._feed, self.feed  # type: ignore[method-assign]
+        rounds = self.engine.rounds
+        self._feed, rounds.feed = rounds.feed, self.feed  # type: ignore[method-assign]
 
     def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         logits, mass = self._feed(tokens, n_keys)

@@ -61,6 +61,12 @@ class Script:
         self.right, self.count, self.calls = right, count, list[str]()
         self.proposers: tuple[str, ...] = ("script", "other") if turns else ("script",)
 
+    def due(self, rows: Rows) -> bool:
+        return False
+
+    def renew(self, rows: Rows) -> None:
+        self.calls.append("renew")
+
     def propose(self, rows: Rows, gamma: int) -> Draft:
         self.calls.append(f"propose {gamma}")
         n, i = len(rows.pending), torch.arange(gamma)
@@ -191,9 +197,12 @@ def test_a_stop_string_among_accepted_drafts_ends_the_text_there(stop: str, text
 def test_a_policy_is_told_of_everything_in_order() -> None:
     script = Script([1])
     one = counting(script, gamma=2, slots=2)
+    one.warm_up()
+    assert script.calls == ["warm_up", "propose 2", "observe", "vacate 0", "vacate 1"]  # over empty slots
+    script.calls.clear()
     one.generate([[10], [20], [30]], [SamplingParams(max_tokens=n) for n in (4, 2, 2)])
     assert script.calls == [
-        "warm_up", "admit 0", "admit 1", "propose 2", "observe", "vacate 1", "admit 1", "propose 1", "observe",
+        "admit 0", "admit 1", "renew", "propose 2", "observe", "vacate 1", "admit 1", "renew", "propose 1", "observe",
         "vacate 0", "vacate 1",
     ]  # fmt: skip
     script.calls.clear()
@@ -449,9 +458,9 @@ def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytes
     """MagicDec's stop after 80 tokens let a row run over into the pages of the next."""
     one, gamma = speculator(name), 4
     reach = gamma + (CHEAP_GAMMA if name.startswith("hierarchy") else 0)  # positions behind the pending token's
-    go_round, n_written = one._round, []
+    launch, n_written = one._launch, []
 
-    def watched(speculate: bool) -> list[TokenEvent]:
+    def watched(speculate: bool) -> bool:
         lengths = one.cache.seq_len[:, None]  # [B, 1]
         place = torch.arange(one.cache.k[0].shape[2])  # [S]
         before = [x.clone() for cache in caches_of(one) for x in (*cache.k, *cache.v)]
@@ -459,16 +468,16 @@ def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytes
         spare = (place >= one.cache.capacity) & ~one.rows.active[:, None]  # never in view: where free slots scribble
         beyond = (place > lengths + reach) & ~spare
         untouched = [(place < lengths) | beyond, (place < lengths - 2) | beyond]
-        events = go_round(speculate)
+        launched = launch(speculate)
         n_written.append(0)
         for i, cache in enumerate(caches_of(one)):
             for x in (*cache.k, *cache.v):
                 changed = (x != before.pop(0)).any(3).any(1)  # [B, S]
                 assert not (changed & untouched[i]).any()
                 n_written[-1] += int(changed.sum())
-        return events
+        return launched
 
-    monkeypatch.setattr(one, "_round", watched)
+    monkeypatch.setattr(one, "_launch", watched)
     one.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
     assert min(n_written) > 0
 

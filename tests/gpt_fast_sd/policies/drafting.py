@@ -196,8 +196,8 @@ def first_tokens(
             rows.look(dict(enumerate(rows.seq_len.tolist())), [params])
             draft = policy.propose(rows, gamma)
             draft = plant(one, draft) if plant else draft
-            logits, mass = one._feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
-            rows.commit(draft.tokens, draft.count, one._judge(logits, draft, draft.count))
+            logits, mass = one.rounds.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
+            one.rounds.judge(rows, logits, draft, None)
             policy.observe(rows, mass)
         emitted.append(rows.history[:, start + 1 : start + 1 + N_JOINT].clone())
     return torch.cat(emitted)
@@ -226,7 +226,7 @@ def toy_engine(policy: str, *, n_layers: int = 1, **draft: Any) -> Engine:
 def told_the_targets_own(one: Engine, draft: Draft) -> Draft:
     """q is what the target thinks, not what the tokens were drawn from: nothing is ever rejected."""
     gamma = draft.tokens.shape[1]
-    logits, _ = one._feed(torch.cat([one.rows.pending[:, None], draft.tokens], 1), one.rows.n_keys + gamma)
+    logits, _ = one.rounds.feed(torch.cat([one.rows.pending[:, None], draft.tokens], 1), one.rows.n_keys + gamma)
     return Draft(draft.tokens, one.rows.probabilities(logits)[:, :gamma], draft.count, draft.proposer)
 
 

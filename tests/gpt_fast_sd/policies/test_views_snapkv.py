@@ -154,7 +154,7 @@ class Watched(SnapKVView):
         super().begin(rows)
         for slot, length in rows.lengths.items():
             start = int(self.tail_start[slot])
-            assert start == self.start[slot]
+            assert start == self.start[slot] or length <= self.budget
             assert length - start <= self.tail
             if length > self.budget:
                 assert start == self.selected_to[slot]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, SamplingParams
-from gpt_fast_sd.engine import decode_step
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import ModelDraft, Reader, build_view
 from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.rounds import decode_step
 from gpt_fast_sd.rows import Rows
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -69,6 +69,7 @@ class Rig:
 
     def begin(self) -> None:
         self.rows.look(self.lengths, [SamplingParams()] * len(self.lengths))
+        self.policy.renew(self.rows)
         self.policy.begin(self.rows)
 
     def grow(self, by: Sequence[int], *, observed: bool = True) -> None:

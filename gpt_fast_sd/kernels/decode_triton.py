@@ -1,0 +1,311 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+"""Flash-decoding in Triton (Dao et al. 2023): splits of the keys, each read once with a running softmax, then merged.
+
+The R = G * T queries of a kv head are the rows of a tile, so the keys are read once for all of them. A split is a fixed
+range of positions and is read in blocks of fixed size: what a row gives depends on neither the other rows, nor on how
+much of the cache is in view, nor on T while the R rows fit one tile of 16 or 32, which the compiler lays out alike. A
+larger tile is laid out otherwise, sums in another order and may differ in the last bits.
+
+Attention mass is a by-product: the exps that each block of keys got from each row, relative to the maximum at that
+moment, are stored and made into weights when the row's log-sum-exp is known. That is R * (1 + page / BLOCK_N) fp32
+a page, written and read, beside 2 * page * H entries of keys and values: for R = 24, H = 128, bf16 and pages of 16 keys
+240 bytes beside 8192, 2.9 %; for pages of 32 keys 1.8 %.
+
+Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
+        R = G * T rows of a kv head (row r is token r // G, head r % G).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .decode import PAGES
+
+MERGED = 8  # splits that the merge reads at once
+LOG2_E = 1.4426950408889634
+
+
+class Config(NamedTuple):
+    """How the split kernel is built."""
+
+    block_r: int  # rows of a tile
+    block_n: int  # keys of a block
+    num_warps: int
+    num_stages: int
+
+
+def architecture() -> int:
+    """The compute capability that kernels are built for, 90 for Hopper."""
+    arch: int = triton.runtime.driver.active.get_current_target().arch
+    return arch
+
+
+def family(arch: int) -> int:
+    """Whose row of the tables serves: 90 where a block of threads may take 227 KiB of shared memory, else 80."""
+    return 90 if arch in (90, 100, 103) else 80
+
+
+# (family, bytes of an entry, padded head dim) -> keys of a block, {rows of a tile: (warps, stages)}. The keys of a
+# block must not depend on the rows of a tile: the order of sums follows from them.
+#
+# Reckoned, not timed on a chip. A block of threads has stages - 1 blocks of keys and of values on their way from memory
+# while it computes: 64 keys of 128 bf16 are 16 KiB, keys and values 32 KiB. By Little's law an SM needs 36 KB on their
+# way for 4.8 TB/s (H200: 132 SMs, 1 us), 19 KB for 2 TB/s (A100: 108 SMs). Two blocks of threads an SM are wanted, one
+# to compute while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere.
+# fp32 products take no tensor cores, and larger tiles do not fit the registers; with one tile, bits depend on no T.
+CONFIGS = {
+    (90, 2, 64): (64, {16: (4, 4), 32: (4, 4), 64: (4, 4), 128: (8, 3)}),
+    (90, 2, 128): (64, {16: (4, 3), 32: (4, 3), 64: (4, 3), 128: (8, 3)}),
+    (90, 2, 256): (32, {16: (4, 2), 32: (4, 3), 64: (8, 3)}),
+    (90, 4, 64): (32, {16: (8, 3)}),
+    (90, 4, 128): (32, {16: (8, 3)}),
+    (90, 4, 256): (16, {16: (8, 3)}),
+    (80, 2, 64): (64, {16: (4, 3), 32: (4, 3), 64: (4, 3), 128: (8, 3)}),
+    (80, 2, 128): (64, {16: (4, 3), 32: (4, 3), 64: (4, 2), 128: (8, 2)}),
+    (80, 2, 256): (32, {16: (4, 3), 32: (4, 3), 64: (8, 2)}),
+    (80, 4, 64): (32, {16: (4, 3)}),
+    (80, 4, 128): (32, {16: (4, 3)}),
+    (80, 4, 256): (16, {16: (4, 3)}),
+}
+
+
+def config(arch: int, itemsize: int, block_h: int, n_rows: int) -> Config:
+    """How to read for n_rows rows of block_h dims of itemsize bytes: in one tile if there is one so large."""
+    block_n, tiles = CONFIGS[family(arch), itemsize, max(block_h, 64)]
+    block_r = next((block_r for block_r in tiles if block_r >= n_rows), max(tiles))
+    return Config(block_r, block_n, *tiles[block_r])
+
+
+@triton.jit
+def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
+    """The last key that each row reads, -1 if it reads none."""
+    b_pos = tl.load(p_pos + o_t.to(tl.int64) * stride_t, mask=m_r, other=-1)
+    return tl.where(b_pos < n_keys, b_pos, -1).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["n_tokens", "n_keys", "split", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"]
+)
+def split_kernel(
+    p_q, p_k, p_v, p_pos, p_part, p_lse, p_sum, p_max, n_tokens, n_keys, split,
+    q_b, q_n, q_t, k_b, k_k, v_b, v_k, pos_b, pos_t,
+    SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """What a tile of rows gets from one split: fp32 part [splits, B * K, R, H], normalised, and base-2 lse beside it.
+
+    p_sum [B * K, S // UNIT, R], p_max [B * K, S // BLOCK_N, R]: the exps of each UNIT keys, and what they are relative
+    to; None if nobody asks.
+    """
+    i_tile, i_bk, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
+    n_rows = G * n_tokens
+    o_r = i_tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_r = o_r < n_rows
+    # [BLOCK_R]
+    b_limit = row_limits(p_pos + i_b * pos_b, o_r // G, m_r, n_keys, pos_t)
+    start = i_split * split
+    last = tl.max(b_limit, 0)
+    if start > last:
+        return
+
+    o_h = tl.arange(0, BLOCK_H)
+    o_n = tl.arange(0, BLOCK_N)
+    p_q += i_b * q_b + i_k * G * q_n
+    o_q = (o_r % G).to(tl.int64) * q_n + (o_r // G).to(tl.int64) * q_t
+    # [BLOCK_R, BLOCK_H]
+    b_q = tl.load(p_q + o_q[:, None] + o_h[None, :], mask=m_r[:, None] & (o_h < H)[None, :], other=0.0)
+    p_k += i_b * k_b + i_k * k_k + start.to(tl.int64) * H
+    p_v += i_b * v_b + i_k * v_k + start.to(tl.int64) * H
+    # [BLOCK_N, BLOCK_H]
+    o_block = o_n[:, None] * H + o_h[None, :]
+
+    # Finite, so that a row that has seen no key yet subtracts no infinities.
+    b_max = tl.full([BLOCK_R], -1e30, tl.float32)
+    b_total = tl.zeros([BLOCK_R], tl.float32)
+    b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+    for j in range(0, tl.minimum(split, last + 1 - start), BLOCK_N):
+        # [BLOCK_N]
+        o_j = start + j + o_n
+        # Memory behind the last key may hold NaN, and 0 * NaN is no 0.
+        m_block = (o_j <= last)[:, None]
+        if H != BLOCK_H:
+            m_block = m_block & (o_h < H)[None, :]
+        # [BLOCK_N, BLOCK_H]
+        b_k = tl.load(p_k + j * H + o_block, mask=m_block, other=0.0)
+        # [BLOCK_R, BLOCK_N]
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s * SCALE, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_w = tl.exp2(b_s - b_new[:, None])
+        # [BLOCK_R]
+        b_shrink = tl.exp2(b_max - b_new)
+        b_max = b_new
+        b_total = b_total * b_shrink + tl.sum(b_w, 1)
+        if p_sum is not None:
+            n_units = (tl.num_programs(2) * (split // UNIT)).to(tl.int64)
+            o_unit = i_bk * n_units + (start + j) // UNIT + tl.arange(0, BLOCK_N // UNIT)
+            # [BLOCK_R, BLOCK_N // UNIT]
+            b_sum = tl.sum(tl.reshape(b_w, [BLOCK_R, BLOCK_N // UNIT, UNIT]), 2)
+            tl.store(p_sum + o_unit[None, :] * n_rows + o_r[:, None], b_sum, mask=m_r[:, None])
+            i_block = i_bk * (n_units // (BLOCK_N // UNIT)) + (start + j) // BLOCK_N
+            tl.store(p_max + i_block * n_rows + o_r, b_max, mask=m_r)
+        # [BLOCK_N, BLOCK_H]
+        b_v = tl.load(p_v + j * H + o_block, mask=m_block, other=0.0)
+        # [BLOCK_R, BLOCK_H]
+        b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
+
+    # A row may end before this split of its tile does: it reads nothing here, and the merge does not read what it gave.
+    b_total = tl.where(b_total > 0, b_total, 1.0)
+    b_out = b_out / b_total[:, None]
+    o_part = (i_split * tl.num_programs(1) + i_bk).to(tl.int64) * n_rows + o_r
+    tl.store(p_part + o_part[:, None] * H + o_h[None, :], b_out, mask=m_r[:, None] & (o_h < H)[None, :])
+    tl.store(p_lse + o_part, b_max + tl.log2(b_total), mask=m_r)
+
+
+@triton.jit(
+    do_not_specialize=["n_tokens", "n_keys", "split", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"]
+)
+def merge_kernel(
+    p_part, p_lse, p_pos, p_out, p_row_lse, n_tokens, n_keys, split, pos_b, pos_t,
+    K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Weigh the splits of one row, those it has, in their order: out [B, T, N, H], row_lse [B * K, R] or None."""
+    i_r, i_bk = tl.program_id(0), tl.program_id(1)
+    i_b, i_k = (i_bk // K).to(tl.int64), i_bk % K
+    n_rows = G * n_tokens
+    limit = row_limits(p_pos + i_b * pos_b, i_r // G, True, n_keys, pos_t)
+    n_splits = (limit + split) // split  # none for a row that reads no key
+    o_h = tl.arange(0, BLOCK_H)
+    m_h = o_h < H
+    best = -1e30
+    total = 0.0
+    # [BLOCK_H]
+    b_out = tl.zeros([BLOCK_H], tl.float32)
+    for first in range(0, n_splits, BLOCK_S):
+        # [BLOCK_S]
+        o_s = first + tl.arange(0, BLOCK_S)
+        m_s = o_s < n_splits
+        o_part = (o_s.to(tl.int64) * tl.num_programs(1) + i_bk) * n_rows + i_r
+        b_lse = tl.load(p_lse + o_part, mask=m_s, other=float("-inf"))
+        # [BLOCK_S, BLOCK_H]
+        b_part = tl.load(p_part + o_part[:, None] * H + o_h[None, :], mask=m_s[:, None] & m_h[None, :], other=0.0)
+        new = tl.maximum(best, tl.max(b_lse, 0))
+        shrink = tl.exp2(best - new)
+        b_w = tl.exp2(b_lse - new)
+        total = total * shrink + tl.sum(b_w, 0)
+        b_out = b_out * shrink + tl.sum(b_part * b_w[:, None], 0)
+        best = new
+    total = tl.where(limit >= 0, total, 1.0)
+    b_out = b_out / total
+    o_out = ((i_b * n_tokens + i_r // G) * K + i_k) * G + i_r % G
+    tl.store(p_out + o_out * H + o_h, b_out, mask=m_h)
+    if p_row_lse is not None:
+        lse = tl.where(limit >= 0, best + tl.log2(total), float("-inf"))
+        tl.store(p_row_lse + i_bk.to(tl.int64) * n_rows + i_r, lse)
+
+
+@triton.jit(
+    do_not_specialize=["n_tokens", "n_keys", "n_units", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"]
+)
+def mass_kernel(
+    p_sum, p_max, p_row_lse, p_pos, p_mass, n_tokens, n_keys, n_units, pos_b, pos_t,
+    K: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Sum over all rows what each page received: mass fp32 [B, K, n_keys // PAGE], 0 behind the last key."""
+    i_block, i_bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n_rows = G * n_tokens
+    n_blocks = n_units // (BLOCK_N // UNIT)
+    UNITS: tl.constexpr = BLOCK_P * (PAGE // UNIT)
+    # [UNITS]
+    o_u = i_block * UNITS + tl.arange(0, UNITS)
+    b_mass = tl.zeros([UNITS], tl.float32)
+    for first in range(0, n_rows, BLOCK_R):
+        # [BLOCK_R]
+        o_r = first + tl.arange(0, BLOCK_R)
+        m_r = o_r < n_rows
+        b_limit = row_limits(p_pos + i_bk // K * pos_b, o_r // G, m_r, n_keys, pos_t)
+        b_lse = tl.load(p_row_lse + i_bk * n_rows + o_r, mask=b_limit >= 0, other=0.0)
+        # [UNITS, BLOCK_R]
+        m_read = (o_u * UNIT)[:, None] <= b_limit[None, :]
+        o_sum = (i_bk * n_units + o_u)[:, None] * n_rows + o_r[None, :]
+        o_max = (i_bk * n_blocks + o_u * UNIT // BLOCK_N)[:, None] * n_rows + o_r[None, :]
+        b_sum = tl.load(p_sum + o_sum, mask=m_read, other=0.0)
+        b_max = tl.load(p_max + o_max, mask=m_read, other=float("-inf"))
+        b_mass += tl.sum(b_sum * tl.exp2(b_max - b_lse[None, :]), 1)
+    # [BLOCK_P]
+    b_page = tl.sum(tl.reshape(b_mass, [BLOCK_P, PAGE // UNIT]), 1)
+    o_p = i_block * BLOCK_P + tl.arange(0, BLOCK_P)
+    n_pages = n_keys // PAGE
+    tl.store(p_mass + i_bk * n_pages + o_p, b_page, mask=o_p < n_pages)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, row_lse: Tensor | None = None, *, arch: int
+) -> Tensor:
+    """See decode.decode_attention. row_lse: where to put the base-2 lse, fp32 [B, K, T, G]."""
+    return _attend(q, k, v, pos, n_keys, split, None, row_lse, arch)[0]
+
+
+def attend_with_mass(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int
+) -> tuple[Tensor, Tensor]:
+    """See decode.decode_attention_with_mass."""
+    assert page in PAGES
+    out, mass = _attend(q, k, v, pos, n_keys, split, page, None, arch)
+    assert mass is not None
+    return out, mass
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int | None, row_lse: Tensor | None,
+    arch: int,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    n_batch, n_heads, n_tokens, head_dim = q.shape
+    n_kv = k.shape[1]
+    group, n_bk = n_heads // n_kv, n_batch * n_kv
+    n_rows = group * n_tokens
+    assert q.dtype == k.dtype == v.dtype and q.stride(3) == 1 and 0 < n_keys <= k.shape[2]
+    assert k.stride()[2:] == v.stride()[2:] == (head_dim, 1)
+    block_h = max(16, triton.next_power_of_2(head_dim))
+    block_r, block_n, num_warps, num_stages = config(arch, q.element_size(), block_h, n_rows)
+    assert split % block_n == 0
+    n_splits = triton.cdiv(n_keys, split)
+    unit = 0 if page is None else min(page, block_n)
+
+    def fp32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    part, lse = fp32(n_splits, n_bk, n_rows, head_dim), fp32(n_splits, n_bk, n_rows)
+    sums = maxima = mass = None
+    if page is not None:
+        sums, maxima = (fp32(n_bk, n_splits * split // size, n_rows) for size in (unit, block_n))
+        row_lse, mass = fp32(n_bk, n_rows), fp32(n_batch, n_kv, n_keys // page)
+    split_kernel[triton.cdiv(n_rows, block_r), n_bk, n_splits](
+        q, k, v, pos, part, lse, sums, maxima, n_tokens, n_keys, split, *strides(q, 3), *strides(k, 2), *strides(v, 2),
+        *pos.stride(), SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_h,
+        BLOCK_N=block_n, UNIT=unit, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
+    merge_kernel[n_rows, n_bk](
+        part, lse, pos, out, row_lse, n_tokens, n_keys, split, *pos.stride(),
+        K=n_kv, G=group, H=head_dim, BLOCK_H=block_h, BLOCK_S=MERGED, num_warps=4,
+    )  # fmt: skip
+    if page is not None:
+        block_p = max(1, 64 * unit // page)
+        mass_kernel[triton.cdiv(n_keys // page, block_p), n_bk](
+            sums, maxima, row_lse, pos, mass, n_tokens, n_keys, n_splits * split // unit, *pos.stride(),
+            K=n_kv, G=group, PAGE=page, UNIT=unit, BLOCK_N=block_n, BLOCK_P=block_p, BLOCK_R=32, num_warps=4,
+        )  # fmt: skip
+    return out.transpose(1, 2), mass
+
+
+def strides(x: Tensor, n: int) -> list[int]:
+    """Strides of the first n dims; 0 where a dim has one entry, whose stride is arbitrary and would build a kernel."""
+    return [stride if size > 1 else 0 for size, stride in zip(x.shape[:n], x.stride(), strict=False)]

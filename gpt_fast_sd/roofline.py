@@ -1,0 +1,309 @@
+"""What a step must cost: bytes and operations over a chip's rates, and what drafting can gain by that.
+
+A step of T tokens a row reads all weights of the linear layers once, and each row's keys and values once; the two
+groups run one after the other, so their times add, and inside a group reading and arithmetic overlap, so the longer
+one counts (Williams et al. 2009, "Roofline"; for speculation MagicDec, arXiv 2408.11049):
+
+    W     = weight_bytes P / tp                  P = L (2 D H (N + K) + 3 D F) + V D, the embedding table is looked up
+    KV    = 2 L K H kv_bytes context B / tp
+    F_lin = 2 P B T / tp                         F_att = 4 L N H context B T / tp
+    T(T, context) = max(W / bandwidth, F_lin / peak) + max(KV / bandwidth, F_att / peak) + fixed costs
+
+Shapes: B batch rows, T tokens of each in this step, L layers, D width, F feed-forward width, N query heads, K kv heads,
+        H head dim, V vocabulary, gamma tokens drafted a round, alpha the chance that a draft is accepted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import ModelConfig
+
+GIB = 2**30
+MOST = 24  # drafts a round that best_gamma looks at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One accelerator's rates: a vendor's figures, or measured ones."""
+
+    name: str
+    bandwidth: float  # bytes a second
+    peak: float  # dense operations a second, in the working dtype
+    memory: float = float("inf")  # usable bytes
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "peak", "memory"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} of {self.name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def ridge(self) -> float:
+        """Operations a byte above which arithmetic takes longer than reading."""
+        return self.peak / self.bandwidth
+
+
+CHIPS = {  # bandwidth and dense bf16 rate by the vendor's data sheets
+    "a100": Chip(name="A100-80G SXM", bandwidth=2.039e12, peak=312e12, memory=79 * GIB),
+    "h100": Chip(name="H100 SXM", bandwidth=3.352e12, peak=989e12, memory=79 * GIB),
+    "h200": Chip(name="H200 SXM", bandwidth=4.8e12, peak=989e12, memory=139 * GIB),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """The shares of a chip's rates that kernels reach, and fixed costs in seconds."""
+
+    linear_bandwidth: float = 1.0
+    linear_peak: float = 1.0
+    attention_bandwidth: float = 1.0
+    attention_peak: float = 1.0
+    layer_seconds: float = 0.0  # gaps between the kernels of a layer
+    step_seconds: float = 0.0  # sampling, judging, launching
+    all_reduce_seconds: float = 0.0  # two of them a layer where tp > 1
+
+
+IDEAL = Efficiency()
+# What good public kernels reach: 0.85 of the bandwidth in thin matrix products, 0.80 in flash-decoding with grouped
+# queries (FlashInfer and TileLang on Hopper), 0.70 of the peak in matrix products; about 6 us a layer in a CUDA graph.
+PRACTICAL = Efficiency(
+    linear_bandwidth=0.85, linear_peak=0.70, attention_bandwidth=0.80, attention_peak=0.45,
+    layer_seconds=6e-6, step_seconds=60e-6, all_reduce_seconds=9e-6,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What one step moves and computes on each of tp chips."""
+
+    weight_bytes: float
+    kv_bytes: float
+    linear_flops: float
+    attention_flops: float
+
+    @property
+    def bytes(self) -> float:
+        """Everything that has to be read."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte; compare it with Chip.ridge."""
+        return (self.linear_flops + self.attention_flops) / self.bytes
+
+
+def linear_params(config: ModelConfig) -> int:
+    """P, the parameters that every step multiplies with: the matrices of the layers and the output's."""
+    attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
+    return config.n_layers * (attention + 3 * config.dim * config.ffn_dim) + config.vocab_size * config.dim
+
+
+def step_cost(
+    config: ModelConfig,
+    batch: int,
+    n_tokens: int,
+    context: float,
+    *,
+    weight_bytes: float = 2.0,
+    kv_bytes: float = 2.0,
+    tp: int = 1,
+) -> StepCost:
+    """The cost of feeding n_tokens to each of batch rows that attend to `context` entries each.
+
+    weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16).
+    """
+    params, positions = linear_params(config), context * batch
+    heads = config.n_layers * config.head_dim  # a factor of both sums over heads
+    return StepCost(
+        weight_bytes=weight_bytes * params / tp,
+        kv_bytes=2 * heads * config.n_kv_heads * kv_bytes * positions / tp,
+        linear_flops=2 * params * batch * n_tokens / tp,
+        attention_flops=4 * heads * config.n_heads * positions * n_tokens / tp,
+    )
+
+
+def step_seconds(
+    config: ModelConfig,
+    chip: Chip,
+    batch: int,
+    n_tokens: int,
+    context: float,
+    *,
+    weight_bytes: float = 2.0,
+    kv_bytes: float = 2.0,
+    tp: int = 1,
+    efficiency: Efficiency = IDEAL,
+) -> float:
+    """Seconds of such a step: plain decoding with n_tokens 1, verification with gamma + 1, a draft with its budget."""
+    cost = step_cost(config, batch, n_tokens, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp)
+    e = efficiency
+    linear = max(
+        cost.weight_bytes / (chip.bandwidth * e.linear_bandwidth), cost.linear_flops / (chip.peak * e.linear_peak)
+    )
+    attention = max(
+        cost.kv_bytes / (chip.bandwidth * e.attention_bandwidth), cost.attention_flops / (chip.peak * e.attention_peak)
+    )
+    reduces = 2 * config.n_layers * e.all_reduce_seconds if tp > 1 else 0.0
+    return linear + attention + config.n_layers * e.layer_seconds + e.step_seconds + reduces
+
+
+def omega(gamma: int, alpha: float | Sequence[float]) -> float:
+    """Tokens a round of gamma drafts is expected to emit, its bonus token included.
+
+    One alpha: (1 - alpha ** (gamma + 1)) / (1 - alpha) (Leviathan et al. 2023, arXiv 2211.17192). Several: those of the
+    first, second, ... draft of a round, each given that all before it were accepted; the last one holds for all after.
+    """
+    chances = [alpha] if isinstance(alpha, (int, float)) else list(alpha)
+    total = share = 1.0
+    for i in range(gamma):
+        share *= chances[min(i, len(chances) - 1)]
+        total += share
+    return total
+
+
+def alpha_of(tokens: float, gamma: int) -> float:
+    """The one alpha that gives so many tokens a round of gamma drafts: omega turned round, by bisection."""
+    if not 1.0 <= tokens <= gamma + 1:
+        raise ValueError(f"a round of {gamma} drafts emits from 1 to {gamma + 1} tokens, got {tokens}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if omega(gamma, middle) < tokens else (low, middle)
+    return (low + high) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What rounds of gamma drafts cost and gain."""
+
+    gamma: int
+    tokens: float  # a round, omega
+    target_seconds: float  # T_T, a step of plain decoding
+    draft_seconds: float  # T_D, one draft step
+    verify_seconds: float  # T_V, the target's step over gamma + 1 tokens
+    select_seconds: float  # what choosing what to read costs a round
+
+    @property
+    def round_seconds(self) -> float:
+        """gamma T_D + T_V + T_select."""
+        return self.gamma * self.draft_seconds + self.verify_seconds + self.select_seconds
+
+    @property
+    def ratio(self) -> float:
+        """Speed over plain decoding: omega T_T / (gamma T_D + T_V + T_select)."""
+        return self.tokens * self.target_seconds / self.round_seconds
+
+
+def speedup(
+    config: ModelConfig,
+    chip: Chip,
+    batch: int,
+    context: int,
+    gamma: int,
+    alpha: float | Sequence[float],
+    *,
+    budget: int,
+    weight_bytes: float = 2.0,
+    kv_bytes: float = 2.0,
+    draft: ModelConfig | None = None,
+    draft_weight_bytes: float | None = None,
+    draft_kv_bytes: float | None = None,
+    select_seconds: float = 0.0,
+    tp: int = 1,
+    efficiency: Efficiency = IDEAL,
+) -> Forecast:
+    """Forecast rounds of gamma drafts that read `budget` entries each, gamma 0 being plain decoding.
+
+    draft: another model's shape, None for a self-draft; draft_weight_bytes, draft_kv_bytes: None for the target's.
+    """
+    target = step_seconds(
+        config, chip, batch, 1, context,
+        weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp, efficiency=efficiency,
+    )  # fmt: skip
+    drafting = step_seconds(
+        draft or config, chip, batch, 1, min(budget, context),
+        weight_bytes=weight_bytes if draft_weight_bytes is None else draft_weight_bytes,
+        kv_bytes=kv_bytes if draft_kv_bytes is None else draft_kv_bytes, tp=tp, efficiency=efficiency,
+    )  # fmt: skip
+    verifying = step_seconds(
+        config, chip, batch, gamma + 1, context,
+        weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp, efficiency=efficiency,
+    )  # fmt: skip
+    return Forecast(
+        gamma=gamma, tokens=omega(gamma, alpha), target_seconds=target, draft_seconds=drafting,
+        verify_seconds=verifying, select_seconds=select_seconds if gamma else 0.0,
+    )  # fmt: skip
+
+
+def best_gamma(forecast: Callable[[int], Forecast], gammas: Iterable[int] = range(MOST + 1)) -> Forecast:
+    """Of forecast(gamma) for each of them the one of highest ratio, of equals the one of fewest drafts."""
+    return max((forecast(gamma) for gamma in sorted(gammas)), key=lambda one: one.ratio)
+
+
+def memory_needed(
+    config: ModelConfig, batch: int, context: int, *, weight_bytes: float = 2.0, kv_bytes: float = 2.0, tp: int = 1
+) -> float:
+    """Bytes that weights and cache take on each chip; activations and graphs want about 4 GiB more."""
+    kv = 2 * config.n_layers * config.n_kv_heads * config.head_dim * kv_bytes * context * batch
+    return (config.n_params * weight_bytes + kv) / tp
+
+
+# ---------------------------------------------------------------- the chip at hand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one device moved and computed: bytes a second of copying (read and written) and of reading, operations."""
+
+    copy: float
+    read: float
+    matmul: float
+
+    def chip(self, name: str, memory: float) -> Chip:
+        """The ceiling that measured steps are held against: a step reads, so the better of both bandwidths counts."""
+        return Chip(name=name, bandwidth=max(self.copy, self.read), peak=self.matmul, memory=memory)
+
+
+@torch.inference_mode()
+def measure(device: torch.device, *, n_bytes: int, size: int, dtype: torch.dtype, repeats: int = 20) -> Rates:
+    """Measure the ceilings: a copy and a sum of n_bytes, far more than any cache holds, and a product of size**3.
+
+    All on random numbers: zeros are multiplied faster than real data. Each figure is that of the median time.
+    """
+    numbers = torch.rand(n_bytes // 4096, 1024, device=device)
+    other = torch.empty_like(numbers)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    # no single reduction is the fastest everywhere
+    reads: tuple[Callable[[], Tensor], ...] = (
+        lambda: numbers.sum(),
+        lambda: numbers.sum(-1),
+        lambda: numbers.amax(-1),
+    )
+    return Rates(
+        copy=2 * n_bytes / _median_seconds(lambda: other.copy_(numbers), device, repeats),
+        read=n_bytes / min(_median_seconds(read, device, repeats) for read in reads),
+        matmul=2 * size**3 / _median_seconds(lambda: a @ b, device, repeats),
+    )
+
+
+def _median_seconds(call: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
+    seconds: list[float] = []
+    for _ in range(repeats + 3):  # the first three are not counted
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[3:])

@@ -1,0 +1,267 @@
+"""A round on the device: draft, verify, judge, commit, select. On CUDA it is captured, and launched as one graph.
+
+The host reads nothing inside a round. Captured rounds are launched one ahead of what the host has read: while the
+device works on a round, the host looks at the one before.
+
+Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamma tokens drafted a round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import SPLIT, Transformer
+
+from .attending import DenseKV, MassKV
+from .compiling import CompiledStep, span
+from .config import DraftConfig
+from .policies import Draft, DraftPolicy, Reader
+from .replay import Replay
+from .requests import Request
+from .rows import Rows
+from .sampling import ACCEPT_STREAM, TARGET_STREAM
+
+Result = TypeVar("Result")
+Lap = Callable[[], None]
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+
+
+def decode_step(
+    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], in_view: Tensor, page: int
+) -> tuple[Tensor, Tensor | None]:
+    """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
+
+    in_view [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in view. With a
+    page, the attention mass that each block of so many keys received comes too: fp32 [L, B, K, n_keys // page].
+    """
+    kv = MassKV(k, v, in_view.shape[0], page) if page else DenseKV(k, v, in_view.shape[0])
+    logits = model(tokens, pos, kv).float()  # [B, T, V]
+    return logits, torch.stack(kv.mass) if isinstance(kv, MassKV) else None
+
+
+def judge_step(rows: Rows, logits: Tensor, draft: Draft, replay: Replay | None) -> Tensor:
+    """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 4], all that the host has to read of a round.
+
+    A row holds what Rows.commit gives, then who proposed each draft.
+    """
+    cap = torch.minimum(draft.count, rows.remaining - 1).clamp(min=0)  # [B]
+    pos = rows.seq_len[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, gamma + 1]
+    # a token's randomness hangs on its row's seed and its position alone
+    verdict, _ = rows.judge(logits, pos, draft.tokens, draft.q, cap, accept=ACCEPT_STREAM, own=TARGET_STREAM)
+    if replay is not None:
+        verdict = replay.apply(verdict, draft.tokens, cap)
+    by_whom = draft.proposer if draft.proposer is not None else torch.zeros_like(draft.tokens)  # [B, gamma]
+    return torch.cat([rows.commit(draft.tokens, cap, verdict), by_whom], 1)
+
+
+@dataclass
+class Flight:
+    """A round that was launched: what it was for, and its result, perhaps still on its way to the host."""
+
+    gamma: int
+    n_keys: int  # in use at most, when it began
+    live: list[tuple[int, Request]]
+    planned: bool  # whether gamma was the planner's choice
+    begun: float  # clock at the launch
+    result: Tensor  # int64 [B, 2 * gamma + 4] on the host
+    landed: torch.cuda.Event | None = None  # recorded behind the copy; None: it is there
+    laps: list[float] = field(default_factory=list)  # clock at the beginning, after the draft, after the target's step
+
+    def read(self) -> list[list[int]]:
+        """Wait for the result and read it."""
+        if self.landed is not None:
+            self.landed.synchronize()
+        rows: list[list[int]] = self.result.tolist()
+        return rows
+
+
+class Rounds:
+    """The target's steps over all slots, and rounds made of them: run as they are, or captured once and replayed."""
+
+    def __init__(
+        self,
+        target: Reader,
+        rows: Rows,
+        policy: DraftPolicy | None,
+        draft: DraftConfig,
+        *,
+        width: int = 0,
+        capture: Capture | None = None,
+    ) -> None:
+        """width: tokens that every step of the target feeds (0: as many as needed); capture: how a round is captured.
+
+        A width also fixes the view to all of the cache: then no sum hangs on what else is in the batch.
+        """
+        self.target, self.rows, self.policy, self.draft, self.width = target, rows, policy, draft, width
+        self.capture = capture
+        self.replay: Replay | None = None
+        on_cuda = target.device.type == "cuda"
+        self.decode = CompiledStep(decode_step, compiled=target.compiled)  # one token a slot
+        self.verify = CompiledStep(decode_step, compiled=target.compiled)  # several
+        # many small operators: on CUDA each would be a launch, on a CPU compiling them takes longer than it saves
+        self.judge = CompiledStep(judge_step, compiled=target.compiled if on_cuda else False)
+        self._captured: dict[tuple[object, ...], Callable[[], Tensor]] = {}
+        self._warm: set[tuple[object, ...]] = set()
+        self._landing: list[Tensor] = []  # pinned, taken in turns by the flights in the air
+        self._launched = 0
+
+    @property
+    def page(self) -> int:
+        """Keys whose attention mass the verification sums for the policy, 0 where it wants none."""
+        return self.draft.page if self.policy and self.policy.wants_mass else 0
+
+    @property
+    def lateness(self) -> int:
+        """Rounds that may be under way when the next one is launched."""
+        return 1 if self.capture else 0
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self.decode.graphs + self.verify.graphs + self.judge.graphs
+
+    def device_round(self, gamma: int, lap: Lap = lambda: None) -> Tensor:
+        """One round, nothing of which the host reads -> int64 [B, 2 * gamma + 4]; lap is called between its parts."""
+        rows, policy = self.rows, self.policy
+        if policy and gamma:
+            draft = policy.propose(rows, gamma)
+        else:
+            draft = Draft(rows.pending.new_empty(len(rows.pending), 0), None, torch.zeros_like(rows.pending))
+        lap()
+        logits, mass = self.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
+        lap()
+        result: Tensor = self.judge(rows, logits[:, : gamma + 1], draft, self.replay)
+        if policy and gamma:
+            policy.observe(rows, mass)
+        return result
+
+    def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        """Feed tokens [B, T] from each slot's seq_len on, at least n_keys keys in view -> logits [B, T, V], mass."""
+        cache, wanted = self.target.cache, self.width or tokens.shape[1]
+        tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
+        # a slot without a request scribbles behind what can ever be in view, and so costs no reading of keys
+        start = torch.where(self.rows.active, cache.seq_len, cache.capacity)  # [B]
+        pos = start[:, None] + torch.arange(wanted, device=tokens.device)  # [B, T]
+        step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
+        if step is self.verify and self.gamma_varies and self.draft.max_gamma > 1:
+            for varying in (tokens, pos):
+                torch._dynamo.mark_dynamic(varying, 1, min=2, max=1 + self.draft.max_gamma)
+        in_view = span(cache, self.in_view(n_keys))
+        # with several threads a library may sum one row of a product otherwise than the next
+        with one_thread() if self.width else contextlib.nullcontext():
+            out: tuple[Tensor, Tensor | None] = step(self.target.model, tokens, pos, cache.k, cache.v, in_view, page)
+        return out
+
+    def in_view(self, n_keys: int) -> int:
+        """Keys to have in view: with a fixed width all of the cache, so that sums never change their order."""
+        return self.target.cache.capacity if self.width else n_keys
+
+    @property
+    def gamma_varies(self) -> bool:
+        """Whether rounds of several gammas share the target's step; a captured one never drafts less than planned."""
+        return not self.width and (isinstance(self.draft.gamma, str) or not self.capture)
+
+    # ---------------------------------------------------------------- rounds under way
+
+    def launch(self, gamma: int, live: Sequence[tuple[int, Request]], *, planned: bool) -> Flight:
+        """Start a round for the live requests, as rows.look has seen them."""
+        flight = Flight(gamma, self.rows.n_keys, list(live), planned, time.perf_counter(), self.rows.pending)
+        if not self.capture:
+
+            def lap() -> None:
+                self.synchronize()
+                flight.laps.append(time.perf_counter())
+
+            lap()
+            flight.result = self.device_round(gamma, lap).cpu()
+            return flight
+        result = self._captured_round(gamma)()
+        if result.device.type == "cuda":
+            flight.result, flight.landed = self._landing_place(result), torch.cuda.Event()
+            flight.result.copy_(result, non_blocking=True)
+            flight.landed.record()
+        else:
+            flight.result = result.clone()
+        return flight
+
+    def warm_up(self, gammas: Iterable[int], kinds: Iterable[tuple[bool, bool]]) -> None:
+        """Run rounds of these gammas over empty slots, for rows of these (sampled, filtered) kinds, each once.
+
+        Whatever is built or allocated at a first call is then there: nothing of the kind may happen in a capture.
+        """
+        rows = self.rows
+        for kind in kinds:
+            for gamma in gammas:
+                if (gamma, *kind) not in self._warm:
+                    rows.n_keys, (rows.sampled, rows.filtered) = 1, kind
+                    self.device_round(gamma)
+                    self._warm.add((gamma, *kind))
+        self.synchronize()
+
+    def runner(self, part: Callable[[], Result]) -> Callable[[], Result]:
+        """A part of a round as rounds run it: captured, or as it is. It is called once."""
+        part()
+        self.synchronize()
+        return self.capture(part) if self.capture else part
+
+    def _captured_round(self, gamma: int) -> Callable[[], Tensor]:
+        """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view."""
+        assert self.capture
+        rows, capacity, in_view = self.rows, self.target.cache.capacity, 2 * SPLIT
+        while in_view < min(rows.n_keys + gamma, capacity):
+            in_view *= 2
+        key = (gamma, in_view, rows.sampled, rows.filtered, self.replay)
+        if key not in self._captured:
+            with rows.capturing(min(in_view, capacity) - gamma):
+                self._captured[key] = self.capture(lambda: self.device_round(gamma))
+        return self._captured[key]
+
+    def _landing_place(self, result: Tensor) -> Tensor:
+        """Pinned host memory [B, 2 * gamma + 4] that no other flight in the air uses."""
+        if not self._landing:
+            most = result.shape[0] * (2 * self.draft.max_gamma + 4)
+            self._landing = [torch.empty(most, dtype=result.dtype, pin_memory=True) for _ in range(self.lateness + 1)]
+        self._launched += 1
+        return self._landing[self._launched % len(self._landing)][: result.numel()].view(result.shape)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+
+
+class GraphPool:
+    """Captures on CUDA; the graphs share one memory pool, as they never run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, part: Callable[[], Result]) -> Callable[[], Result]:
+        """part as one CUDA graph: what is returned replays it and gives the tensors that it leaves its results in."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = part()
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch's CPU operators run on one thread meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

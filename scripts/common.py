@@ -1,0 +1,166 @@
+"""What the scripts that run for long share: flags of the model, atomic files, the machine's description, refusals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
+
+import torch
+
+from gpt_fast_sd import Engine, EngineConfig, __version__
+from gpt_fast_sd.tp import Parallel, start
+
+Record = dict[str, Any]
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def sizes(text: str) -> list[int]:
+    """Rising whole numbers, k for thousands: "1k,16k,500"."""
+    found = set()
+    for part in text.lower().split(","):
+        number, is_thousands = part.strip().removesuffix("k"), part.strip().endswith("k")
+        if not number.isdecimal() or int(number) < 1:
+            raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1, as in 1k,4k,500; got {text!r}")
+        found.add(int(number) * (1000 if is_thousands else 1))
+    return sorted(found)
+
+
+def gammas(text: str) -> list[int | str]:
+    """Whole numbers and auto: "4,6,auto"."""
+    parts = [part.strip() for part in text.split(",")]
+    return list(dict.fromkeys(part if part == "auto" else positive(part) for part in parts))
+
+
+def add_model_flags(add: Callable[..., argparse.Action]) -> None:
+    """Flags that say which model runs, on what, and how."""
+    add("--model", default="bundled", help="'bundled', a model folder, or a hub id (default: bundled)")
+    add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
+    add("--tp", metavar="N", type=positive, help="processes that hold one model together (default: all of torchrun's)")
+    add("--draft-tp", metavar="M", type=positive, help="of these, as many hold the draft model together (default: all)")
+    add("--device", default="auto", help="cpu, cuda or auto (default: auto)")
+    add("--dtype", default="auto", help="fp32, bf16, fp16 or auto (default: auto)")
+    add("--kv-dtype", metavar="NAME", help="dtype of the KV cache: fp32, bf16 or fp16 (default: as --dtype)")
+    add("--quantize", metavar="NAME", help="weights: int8")
+    add("--exact", action="store_true", help="plain and speculative decoding give the same bits in any dtype; slower")
+    add("--no-compile", action="store_true", help="run eagerly: starts at once, decodes slower")
+    add(
+        "--threads", metavar="N", type=positive, default=torch.get_num_threads(),
+        help=f"of torch on a CPU (default: {torch.get_num_threads()}, see OMP_NUM_THREADS)",
+    )  # fmt: skip
+
+
+def engine_config(args: argparse.Namespace, batch_size: int, max_seq_len: int) -> EngineConfig:
+    """How the model runs, by these flags; ValueError where they make no sense."""
+    return EngineConfig(
+        batch_size=batch_size, max_seq_len=max_seq_len, device=args.device, dtype=args.dtype,
+        compile=not args.no_compile, exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype,
+    )  # fmt: skip
+
+
+def join(args: argparse.Namespace) -> Parallel:
+    """The place of this process among those that torchrun started; alone where there is only one."""
+    torch.set_num_threads(args.threads)
+    return start(tp=args.tp, device=args.device)
+
+
+def meet(parallel: Parallel) -> None:
+    """Wait until every process is here."""
+    if parallel.mesh is not None:
+        torch.distributed.barrier()
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put the text where the file was: a kill leaves the old file or the new one."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def as_json(value: object) -> Any:
+    """The value as it comes back from a JSON file: tuples are lists, keys are texts."""
+    return json.loads(json.dumps(value))
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def environment(device: torch.device) -> Record:
+    """Machine and versions that numbers belong to."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
+    return {
+        "gpt_fast_sd": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
+
+
+def kv_bytes(engine: Engine) -> int:
+    """Bytes that the engine's cache takes on this device."""
+    return sum(buffer.numel() * buffer.element_size() for buffer in (*engine.cache.k, *engine.cache.v))
+
+
+def restart_peak(device: torch.device) -> None:
+    """Let peak_bytes count from here on, where the system can do so: elsewhere it counts from the start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.access("/proc/self/clear_refs", os.W_OK):
+        Path("/proc/self/clear_refs").write_text("5")  # of Linux: forget the greatest resident size
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory in use at once: allocated on a CUDA device, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.is_file() and (line := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(line[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def sentence(error: Exception) -> str:
+    """What was wrong, in one line."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text[:300]}"
+
+
+def refuse(error: Exception, program: str, *, code: int = 2) -> NoReturn:
+    """One sentence on stderr, from the first process of each machine, and the exit code."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{program}: {sentence(error)}", file=sys.stderr, flush=True)
+    raise SystemExit(code)

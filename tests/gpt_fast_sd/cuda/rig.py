@@ -1,0 +1,50 @@
+"""A small model, its cache and what drafts through it, all of fake tensors on a GPU that is not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.config import DraftConfig
+from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
+from gpt_fast_sd.policies import Reader
+from gpt_fast_sd.policies.base import View
+from gpt_fast_sd.policies.build import build_view
+from gpt_fast_sd.rows import Rows
+
+SLOTS, LAYERS, CAPACITY, EOS = 4, 2, 4096, (7, 9)
+CUDA = torch.device("cuda")
+
+
+@dataclass
+class Rig:
+    """B = 4 slots of 4096 positions, G = 4, L = 2; call it inside fake_cuda_tensors."""
+
+    model: Transformer
+    cache: KVCache
+    rows: Rows
+
+    def view(self, name: str, budget: int = 512) -> View:
+        """The view of that name over the cache, as an engine builds it."""
+        config = DraftConfig(policy=name, budget=budget, gamma=5)
+        return build_view(config, name, Reader(self.model, self.cache, compiled=False))
+
+    def tokens(self, n: int, slots: int = SLOTS) -> Tensor:
+        """int64 [B, n]: token ids, or positions, which have no values here."""
+        return torch.zeros(slots, n, dtype=torch.int64, device=CUDA)
+
+
+def fake_rig(head_dim: int = 64) -> Rig:
+    config = ModelConfig(
+        vocab_size=4096, dim=512, n_layers=LAYERS, n_heads=512 // head_dim, n_kv_heads=128 // head_dim,
+        head_dim=head_dim, ffn_dim=1024, max_seq_len=CAPACITY,
+    )  # fmt: skip
+    with CUDA:
+        model = Transformer(config).eval().requires_grad_(False)
+    for module in model.modules():  # Module.to swaps parameters, which fake tensors refuse
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(parameter.bfloat16(), requires_grad=False))
+    cache = KVCache(config, SLOTS, CAPACITY, dtype=torch.bfloat16, device=CUDA)
+    return Rig(model, cache, Rows(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS))

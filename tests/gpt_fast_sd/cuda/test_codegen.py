@@ -1,0 +1,117 @@
+"""What Inductor makes of the engine's steps for a GPU: few launches, no copy of a cache, fit for a CUDA graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd.compiling import span
+from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.policies import Draft
+from gpt_fast_sd.policies.base import draft_step
+from gpt_fast_sd.policies.snapkv import WINDOW, observe_step
+from gpt_fast_sd.prefill import CHUNK, prefill_step
+from gpt_fast_sd.rounds import decode_step, judge_step
+from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, SLOTS, Rig, fake_rig
+from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
+
+pytestmark = needs_cuda_code
+
+# A layer: rope of the queries, rope of the keys with both cache writes, the attention operator, SwiGLU, two norms (the
+# residual sums are in them), and the products wqkv, wo, w_in, w_out. The first norm looks the embedding up, too.
+LAYER = 10
+HEAD = 3  # the last norm, the product with the vocabulary, logits to fp32
+
+STEPS = {
+    "decode": (LAYERS * LAYER + HEAD, {"decode_attention": LAYERS}),
+    "verify": (LAYERS * LAYER + HEAD, {"decode_attention": LAYERS}),
+    # the mass of all layers is put into one tensor
+    "verify mass": (LAYERS * LAYER + HEAD + 1, {"decode_attention_with_mass": LAYERS}),
+    "draft full": (LAYERS * LAYER + HEAD, {"decode_attention": LAYERS}),
+    "draft streaming": (LAYERS * LAYER + HEAD, {"sparse_attention": LAYERS}),
+    "draft snapkv": (LAYERS * LAYER + HEAD, {"sparse_attention": LAYERS}),
+    "draft guided": (LAYERS * LAYER + HEAD, {"sparse_attention": LAYERS}),
+    # a layer chooses pages, notes which, and lists their entries; once, how many pages are closed
+    "draft quest": (LAYERS * (LAYER + 3) + HEAD + 1, {"quest_pages": LAYERS, "sparse_attention": LAYERS}),
+    # of the last layer nothing is wanted but its keys: norm, wqkv, rope with the cache writes
+    "prefill": ((LAYERS - 1) * LAYER + 3, {"prefill_attention": LAYERS - 1}),
+    # no keys are written; of the last layer the norm, wqkv, rope of the queries, attention and its mass; one tensor
+    "observe": ((LAYERS - 1) * LAYER + 6, {"prefill_attention_with_lse": LAYERS, "key_mass": LAYERS}),
+}
+QUICK = {"decode", "verify mass", "draft streaming", "prefill"}
+
+
+def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A step of the engine and its arguments, as the engine calls it."""
+    cache, in_view = rig.cache, span(rig.cache, CAPACITY)
+    kind, _, detail = name.partition(" ")
+    if kind == "prefill":
+        tokens = rig.tokens(CHUNK, slots=1)
+        return prefill_step, (rig.model, tokens, tokens.clone(), *cache.row(2), in_view)
+    if kind == "observe":
+        tokens = rig.tokens(WINDOW, slots=1)
+        return observe_step, (rig.model, tokens, tokens.clone(), *cache.row(2), in_view)
+    tokens = rig.tokens(6 if kind == "verify" else 1)
+    common = (rig.model, tokens, tokens.clone(), cache.k, cache.v, in_view)
+    if kind == "draft":
+        return draft_step, (*common, *rig.view(detail).kv())
+    return decode_step, (*common, 64 if detail == "mass" else 0)
+
+
+def generate(name: str, head_dim: int = 64) -> Generated:
+    with fake_cuda_tensors(), torch.inference_mode():
+        step, args = step_of(name, fake_rig(head_dim))
+        return cuda_code(step, *args)
+
+
+def cache_sized(generated: Generated) -> list[tuple[str, ...]]:
+    """Buffers as long as the cache, or as what is in view of it (a number of splits, which may vary)."""
+    lengths = str(CAPACITY + SPLIT), f"{SPLIT}*s"
+    return [sizes for sizes in generated.allocated if any(size.startswith(lengths) for size in sizes)]
+
+
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in STEPS])
+def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, head_dim: int) -> None:
+    step = generate(name, head_dim)
+    launches, ours = STEPS[name]
+    assert step.launches <= launches, step
+    assert Counter(step.ours) == ours and step.others == []
+    assert len(cache_sized(step)) == (name == "observe")  # what it is for: the attention that each key received
+    assert step.graphs == 1 and step.no_cudagraph is None
+    written = {"observe": 0, "draft quest": 3 * LAYERS}.get(name, 2 * LAYERS)  # keys, values, and quest's choice
+    assert len(step.mutated) == written
+
+
+@pytest.mark.slow
+def test_one_graph_serves_verifications_of_several_widths() -> None:
+    with fake_cuda_tensors(), torch.inference_mode():
+        step, (model, tokens, pos, *rest) = step_of("verify", fake_rig())
+        for varying in (tokens, pos):
+            torch._dynamo.mark_dynamic(varying, 1, min=2, max=9)
+        generated = cuda_code(step, model, tokens, pos, *rest)
+    assert generated.launches <= STEPS["verify"][0]
+    assert cache_sized(generated) == [] and generated.no_cudagraph is None
+    assert any(size.startswith(f"{SLOTS}*s") for sizes in generated.allocated for size in sizes)
+
+
+# Some reductions over the vocabulary, and the writes of the rows; uncompiled they are 58 operators where all rows are
+# greedy, 268 where any samples, 288 where any filters.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sampled", "filtered", "launches", "sorts"), [(False, False, 12, 0), (True, False, 14, 0), (True, True, 19, 1)]
+)
+def test_judging_is_one_graph_of_few_launches(sampled: bool, filtered: bool, launches: int, sorts: int) -> None:
+    with fake_cuda_tensors(), torch.inference_mode():
+        rows, tokens = (rig := fake_rig()).rows, rig.tokens(5)
+        rows.sampled, rows.filtered = sampled, filtered
+        logits = torch.zeros(SLOTS, 6, rows.vocab_size, device=tokens.device)
+        q = logits[:, 1:].softmax(-1) if sampled else None
+        step = cuda_code(judge_step, rows, logits, Draft(tokens, q, rows.remaining.clone()), None)
+    assert step.launches <= launches, step
+    assert step.others == ["aten.sort"] * sorts and step.ours == step.products == []
+    assert step.graphs == 1 and step.no_cudagraph is None

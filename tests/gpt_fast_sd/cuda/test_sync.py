@@ -1,0 +1,127 @@
+"""Nothing that a round does on the device makes the host wait, or brings tensors of two devices together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.compiling import span
+from gpt_fast_sd.config import DraftConfig
+from gpt_fast_sd.judging import verify_greedy, verify_sampled
+from gpt_fast_sd.policies import Reader, build_policy
+from gpt_fast_sd.policies.base import draft_step
+from gpt_fast_sd.policies.guided import GuidedView
+from gpt_fast_sd.replay import Replay
+from gpt_fast_sd.rounds import Rounds, decode_step
+from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
+from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
+from tests.gpuless.recorder import waits
+
+pytestmark = needs_fake_cuda
+
+GAMMA = 5
+VIEWS = ["full", "streaming", "snapkv", "quest", "guided"]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with fake_cuda_tensors(), torch.inference_mode():
+        yield fake_rig()
+
+
+def drafts(rig: Rig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits [B, gamma + 1, V], tokens [B, gamma], their q [B, gamma, V] and cap [B]."""
+    vocab = rig.rows.vocab_size
+    logits = torch.zeros(SLOTS, GAMMA + 1, vocab, device=rig.cache.seq_len.device)
+    return logits, rig.tokens(GAMMA), logits[:, 1:].softmax(-1), rig.rows.remaining
+
+
+@pytest.mark.parametrize("page", [0, 64])
+@pytest.mark.parametrize("n_tokens", [1, GAMMA + 1])
+def test_the_targets_step_does_not_wait(rig: Rig, n_tokens: int, page: int) -> None:
+    tokens, cache = rig.tokens(n_tokens), rig.cache
+    in_view = span(cache, CAPACITY)
+    assert waits(lambda: decode_step(rig.model, tokens, tokens.clone(), cache.k, cache.v, in_view, page)) == []
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
+    view, cache, token = rig.view(name), rig.cache, rig.tokens(1)
+    make, args = view.kv()
+    assert waits(lambda: view.begin(rig.rows)) == []
+    in_view = span(cache, CAPACITY)
+    assert waits(lambda: draft_step(rig.model, token, token.clone(), cache.k, cache.v, in_view, make, args)) == []
+    mass = torch.zeros(*cache_shape(rig), CAPACITY // 64, device=cache.seq_len.device)
+    assert waits(lambda: view.observe(rig.rows, mass if view.wants_mass else None)) == []
+
+
+def cache_shape(rig: Rig) -> tuple[int, int, int]:
+    """(L, B, K)"""
+    return len(rig.cache.k), *rig.cache.k[0].shape[:2]
+
+
+@pytest.mark.parametrize(("sampled", "filtered"), [(False, False), (True, False), (True, True)])
+def test_choosing_and_judging_do_not_wait(rig: Rig, sampled: bool, filtered: bool) -> None:
+    rows = rig.rows
+    rows.sampled, rows.filtered = sampled, filtered
+    logits, tokens, q, cap = drafts(rig)
+    pos = rig.tokens(GAMMA + 1)
+    assert waits(lambda: rows.choose(logits[:, 0], pos[:, 0], 1)) == []
+    assert waits(lambda: rows.judge(logits, pos, tokens, q if sampled else None, cap, accept=2, own=0)) == []
+    assert waits(lambda: rows.judge(logits, pos, tokens, None, cap, accept=2, own=0)) == []
+
+
+def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
+    logits, tokens, q, cap = drafts(rig)
+    verdict = verify_greedy(logits, tokens, cap)
+    assert waits(lambda: verify_greedy(logits, tokens, cap)) == []
+    p, u = logits.softmax(-1), torch.zeros(SLOTS, GAMMA + 1, device=logits.device)
+    assert waits(lambda: verify_sampled(p, q, tokens, cap, u[:, 1:], u)) == []
+    assert waits(lambda: rig.rows.commit(tokens, cap, verdict)) == []
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in VIEWS},
+    "standalone": {"draft_model": "given"},
+    "early_exit": {"exit_layers": 1},
+    "lookup": {},
+    "hierarchy": {},
+    "hierarchy over standalone": {"policy": "hierarchy", "cheap": "standalone", "draft_model": "given"},
+}
+
+
+@pytest.mark.parametrize("kind", [(False, False), (True, True)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool]) -> None:
+    config = DraftConfig(**{"policy": name, "budget": 512, "gamma": GAMMA} | POLICIES[name])
+    target = Reader(rig.model, rig.cache, compiled=False)
+    policy = build_policy(config, target, fake_rig().model if config.draft_model else None)
+    rounds = Rounds(target, rig.rows, policy, config)
+    rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
+    rig.rows.sampled, rig.rows.filtered = kind
+    with rig.rows.capturing(CAPACITY - GAMMA):
+        assert waits(lambda: rounds.device_round(GAMMA)) == []
+
+
+BAD: dict[str, Callable[[Rig, GuidedView], Any]] = {
+    "a view as long as the longest row": lambda rig, view: rig.cache.k[0][:, :, : int(rig.rows.seq_len.max())],
+    "a commit of active rows alone": lambda rig, view: rig.rows.seq_len[rig.rows.active],
+    "a round that ends early": lambda rig, view: bool(rig.rows.active.any()),
+    "a list of ids made each step": lambda rig, view: torch.isin(
+        rig.rows.pending, torch.tensor([7, 9], device=rig.rows.pending.device)
+    ),
+    "positions counted on the host": lambda rig, view: rig.rows.seq_len + torch.arange(SLOTS),
+    "a selection read back": lambda rig, view: view.slots[0].tolist(),
+    "the distinct tokens of a row": lambda rig, view: rig.rows.history[0].unique(),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_step_that_waits_is_seen(rig: Rig, name: str) -> None:
+    view = rig.view("guided")
+    assert isinstance(view, GuidedView)
+    assert waits(lambda: BAD[name](rig, view))

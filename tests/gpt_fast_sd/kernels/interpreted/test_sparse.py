@@ -1,0 +1,207 @@
+"""Interpreted sparse attention beside fp64: right for any list and tail, deaf to all else, the same bits always.
+
+Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
+        C listed entries, W entries of the tail.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, assert_close
+
+sparse = importlib.import_module("gpt_fast_sd.kernels.sparse")  # what is tested lies behind the door
+sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")
+
+SPARE = 64  # entries of the cache that are never in view
+ARCH = 90
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and workspaces are full of NaN before a kernel writes them."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
+
+
+class Case:
+    """Rows whose tails begin at `tails` and whose last query stands at `ends`; each kv head has a list of its own.
+
+    The list takes about half of the pages that begin before the tail, as far as it has room, in any order and with gaps
+    of -1. Entries that no query of their row and head reads are NaN.
+    """
+
+    def __init__(
+        self, tails: Sequence[int], ends: Sequence[int], *, page: int = 16, n_listed: int = 128, width: int = 40,
+        n_tokens: int = 1, group: int = 2, n_kv: int = 2, head_dim: int = 64, n_keys: int = 320,
+        dtype: torch.dtype = FP32, list_dtype: torch.dtype = torch.int64,
+    ) -> None:  # fmt: skip
+        generator, n_rows = torch.Generator().manual_seed(0), len(tails)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
+        self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
+        # as a cache holds them: some slots of a larger buffer
+        self.k, self.v = (normal(n_rows + 2, n_kv, n_keys + SPARE, head_dim)[1:-1] for _ in range(2))
+        self.tail_start = torch.tensor(tails)
+        self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
+        self.n_keys, self.page, self.width = n_keys, page, width
+        runs = torch.full((n_rows, n_kv, n_listed // page), -1)
+        for row, tail in enumerate(tails):
+            for head in range(n_kv):
+                n_pages = -(-tail // page)
+                pages = torch.randperm(n_pages, generator=generator)[: min(runs.shape[-1], n_pages // 2 + 1)]
+                runs[row, head, torch.randperm(runs.shape[-1], generator=generator)[: len(pages)]] = pages
+        entries = runs[..., None] * page + torch.arange(page)
+        self.slots = torch.where(runs[..., None] >= 0, entries, -1).flatten(-2).to(list_dtype)  # [B, K, C]
+        self.forget()
+
+    def forget(self) -> None:
+        """Overwrite what nobody reads."""
+        unread = ~self.seen().any(2)[..., None]  # [B, K, S, 1]
+        self.k.masked_fill_(unread, NAN)
+        self.v.masked_fill_(unread, NAN)
+
+    def seen(self) -> Tensor:
+        """What each query reads: bool [B, K, T, S]."""
+        n_positions = self.k.shape[2]
+        place = torch.arange(n_positions)
+        listed = torch.zeros(*self.slots.shape[:2], n_positions + 1, dtype=torch.bool)
+        listed.scatter_(2, torch.where(self.slots >= 0, self.slots, n_positions).long(), True)
+        start = self.tail_start[:, None]  # [B, 1]
+        in_tail = (place >= start) & (place < start + self.width)  # [B, S]
+        may = (listed[..., :-1] & (place < start)[:, None]) | in_tail[:, None]  # [B, K, S]
+        return may[:, :, None] & ((place <= self.pos[..., None]) & (self.pos < self.n_keys)[..., None])[:, None]
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
+        group = self.q.shape[1] // self.k.shape[1]
+        k, v, seen = (x.repeat_interleave(group, 1) for x in (self.k, self.v, self.seen()))
+        scores = self.q.double() @ k.double().nan_to_num(0.0).mT * self.q.shape[-1] ** -0.5  # [B, N, T, S]
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+        v = v.double().nan_to_num(0.0)
+        return weights @ v, weights @ v.abs()
+
+    def attend(
+        self, rows: slice = slice(None), *, page: int | None = None, body: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        return (body or interpreted)(
+            self.q[rows], self.k[rows], self.v[rows], self.slots[rows], self.tail_start[rows], self.width,
+            self.pos[rows], self.n_keys, page or self.page,
+        )  # fmt: skip
+
+
+def interpreted(*args: object) -> Tensor:
+    out: Tensor = sparse_triton.attend(*args, arch=ARCH)
+    return out
+
+
+def check(case: Case) -> None:
+    """The kernel and the reference give what fp64 gives."""
+    for body in (interpreted, sparse.sparse_attention):
+        assert_close(case.attend(body=body), case.expected())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page", [1, 16, 32])
+def test_attention_is_that_of_fp64_for_lists_of_pages_and_of_entries(page: int, dtype: torch.dtype) -> None:
+    check(Case([192, 96], [215, 127], page=page, n_tokens=3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize(("group", "n_tokens"), [(1, 1), (3, 2), (4, 3), (8, 5), (8, 17)])
+def test_any_number_of_queries_may_ask(group: int, n_tokens: int, dtype: torch.dtype) -> None:
+    check(Case([192, 64], [220, 90], n_kv=1, group=group, n_tokens=n_tokens, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 96, 128, 256])
+def test_heads_may_have_any_dim(head_dim: int, dtype: torch.dtype) -> None:
+    check(Case([192], [215], head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page", [1, 16])
+def test_lists_of_several_chunks_are_merged(page: int, dtype: torch.dtype) -> None:
+    case = Case([256, 128, 16], [300, 150, 20], page=page, n_listed=224, width=70, n_tokens=2, dtype=dtype)
+    n_entries = case.slots.shape[2] + case.width
+    assert n_entries > 2 * sparse_triton.chunk_for(n_entries)
+    check(case)
+
+
+def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
+    for n_entries in (1, 192, 193, 1024, 1025, 2560, 2561, 4138, 8192, 8193, 100_000):
+        chunk = sparse_triton.chunk_for(n_entries)
+        assert chunk % 64 == 0 and -(-n_entries // chunk) <= sparse_triton.MOST_CHUNKS
+    check(Case([1216], [1259], n_listed=1024, width=64, n_kv=1, n_keys=1280, page=32))
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
+def test_lists_may_be_empty_and_tails_may_begin_at_0_or_reach_past_the_queries(
+    n_listed: int, width: int, page: int
+) -> None:
+    case = Case([0, 0, 192, 192], [0, 37, 192, 200], page=page, n_listed=n_listed, width=width, n_tokens=2)
+    assert (case.slots[:2] == -1).all() and (case.slots[2:] >= 0).any()
+    check(case)
+
+
+@pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
+def test_a_query_that_reads_nothing_gives_0(n_listed: int, width: int) -> None:
+    case = Case([192, 320, 0], [215, 321, 9], n_listed=n_listed, width=width, n_tokens=2)
+    case.pos[0, 1] = case.n_keys  # its neighbour still reads
+    case.tail_start[2] = 12
+    check(case)
+    for body in (interpreted, sparse.sparse_attention):
+        out = case.attend(body=body)
+        assert out[0, :, 0].ne(0).all() and out[0, :, 1].eq(0).all() and out[1:].eq(0).all()
+
+
+def test_a_list_may_be_of_int32_and_a_tail_may_stand_alone() -> None:
+    case = Case([192, 96], [215, 127], list_dtype=torch.int32)
+    check(case)
+    case.slots = case.slots[..., :0]
+    check(case)
+
+
+def test_a_list_may_stand_alone() -> None:
+    check(Case([192, 96], [191, 95], width=0))
+
+
+@pytest.mark.parametrize("page", [16, 32])
+def test_a_page_that_reaches_into_the_tail_is_read_as_far_as_the_tail_begins(page: int) -> None:
+    case = Case([187, 20], [215, 40], page=page, n_listed=256, n_tokens=2)  # room for all pages
+    begins = case.slots[:, :, ::page] < case.tail_start[:, None, None]
+    reaches = case.slots[:, :, page - 1 :: page] >= case.tail_start[:, None, None]
+    assert (begins & reaches).any()
+    check(case)
+
+
+def test_the_first_entry_of_a_page_stands_for_all_of_it() -> None:
+    case = Case([192, 96], [215, 127])
+    whole = [case.attend(body=body) for body in (interpreted, sparse.sparse_attention)]
+    case.slots[..., torch.arange(case.slots.shape[-1]) % case.page > 0] = -1
+    assert case.attend(body=interpreted).equal(whole[0])
+    assert case.attend(body=sparse.sparse_attention).equal(whole[1])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
+def test_a_row_gives_the_same_bits_alone_and_in_a_batch(n_listed: int, width: int, dtype: torch.dtype) -> None:
+    case = Case([192, 0, 256], [215, 30, 299], n_listed=n_listed, width=width, n_tokens=2, dtype=dtype)
+    together = case.attend()
+    for row in range(3):
+        assert case.attend(slice(row, row + 1)).equal(together[row : row + 1])
+
+
+def test_a_list_of_pages_gives_the_same_bits_as_its_entries_one_by_one() -> None:
+    case = Case([192, 96], [215, 127], n_listed=224, width=70, dtype=BF16)
+    assert case.attend(page=1).equal(case.attend())
+    assert case.attend(page=8).equal(case.attend())

@@ -1,0 +1,101 @@
+"""The dense attention operators on a CPU: their reference beside fp64, and what torch asks of an operator.
+
+Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, Case, assert_close
+
+decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # what is tested lies behind the door
+prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")
+
+SPLIT = 64
+
+
+def calls(case: Case) -> dict[str, tuple[Any, ...]]:
+    """The arguments of every operator."""
+    lse = case.scores().logsumexp(-1).float()
+    attended = case.q, case.k, case.v, case.pos, case.n_keys
+    return {
+        "decode_attention": (*attended, SPLIT),
+        "decode_attention_with_mass": (*attended, SPLIT, 16),
+        "prefill_attention": attended,
+        "prefill_attention_with_lse": attended,
+        "key_mass": (case.q, case.k, lse, case.pos, case.n_keys, 1),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_tokens", "group", "head_dim"), [(1, 3, 8), (5, 4, 96), (33, 1, 64)])
+def test_the_references_are_fp64_attention(n_tokens: int, group: int, head_dim: int, dtype: torch.dtype) -> None:
+    case = Case([40, 191, 500, 193], n_tokens=n_tokens, group=group, n_kv=2, head_dim=head_dim, dtype=dtype)
+    arguments = calls(case)
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    assert_close(decode.decode_attention(*arguments["decode_attention"]), case.expected())
+    out, mass = decode.decode_attention_with_mass(*arguments["decode_attention_with_mass"])
+    assert_close(out, case.expected())
+    torch.testing.assert_close(mass, case.expected_mass(16), **near)
+    out, lse = prefill.prefill_attention_with_lse(*arguments["prefill_attention_with_lse"])
+    assert_close(out, case.expected())
+    torch.testing.assert_close(lse, case.scores().logsumexp(-1).float(), **near)
+    assert prefill.prefill_attention(*arguments["prefill_attention"]).equal(out)
+    torch.testing.assert_close(prefill.key_mass(*arguments["key_mass"]), case.expected_mass(1), **near)
+
+
+@pytest.mark.parametrize("op", calls(Case([3])))
+@pytest.mark.parametrize("n_tokens", [1, 3])
+def test_torch_finds_nothing_wrong_with_the_operators(op: str, n_tokens: int) -> None:
+    case = Case([40, 150], n_tokens=n_tokens, dtype=BF16)
+    tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, op).default, calls(case)[op], test_utils=tests)
+
+
+@pytest.mark.parametrize("op", calls(Case([3])))
+def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(op: str) -> None:
+    function = getattr(decode if hasattr(decode, op) else prefill, op)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(in_view: torch.Tensor, *arguments: Any) -> Any:
+        return function(*arguments[:4], in_view.shape[0] * 32, *arguments[5:])  # n_keys is the fifth of all
+
+    case = Case([40, 150], n_tokens=3)
+    for n in (6, 5, 7):
+        in_view = torch.empty(n, 0)
+        torch._dynamo.mark_dynamic(in_view, 0, min=2, max=8)
+        got = step(in_view, *calls(case)[op])
+        case.n_keys = n * 32
+        expected = function(*calls(case)[op])
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(("capacity", "split"), [(1, 256), (4096, 256), (8192, 512), (8193, 1024), (131072, 2048)])
+def test_splits_are_sixteen_to_a_cache_but_neither_short_nor_long(capacity: int, split: int) -> None:
+    assert decode.split_for(capacity) == split
+
+
+def test_the_operators_need_no_triton_on_a_cpu() -> None:
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None  # importing it fails
+        import torch
+        from gpt_fast_sd.kernels import decode, prefill
+        x, pos = torch.ones(1, 1, 1, 8), torch.zeros(1, 1, dtype=torch.int64)
+        assert decode.decode_attention(x, x, x, pos, 1, 256).equal(x)
+        assert prefill.prefill_attention(x, x, x, pos, 1).equal(x)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)

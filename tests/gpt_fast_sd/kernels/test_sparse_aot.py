@@ -1,0 +1,105 @@
+"""Sparse attention compiled for GPUs that are not there: no spills, tensor cores, wide copies that run ahead.
+
+Shapes: B batch, T tokens in this call, S cache capacity, G query heads a kv head, H head dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.gpuless.aot import Compiled, assert_lean
+from tests.gpuless.driver import Launch, stand_in
+
+sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+ONE_CHUNK, SEVERAL = (112, 42), (448, 74)  # listed entries, width of the tail
+
+
+def launched(
+    cap: int, entries: tuple[int, int], *, n_batch: int = 2, n_tokens: int = 1, group: int = 4, head_dim: int = 128,
+    dtype: torch.dtype = BF16, page: int = 16, n_keys: int = 4096, list_dtype: torch.dtype = torch.int64,
+) -> list[Launch]:  # fmt: skip
+    """The kernels that one call of the launcher builds and would launch, for 8 kv heads and a cache of 8192."""
+    n_listed, width = entries
+    with stand_in(cap) as launches, FakeTensorMode():
+
+        def tensor(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.empty(shape, device="cuda", dtype=dtype)
+
+        q = tensor(n_batch, n_tokens, 8 * group, head_dim, dtype=dtype).transpose(1, 2)
+        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=dtype) for _ in range(2))
+        slots = tensor(n_batch, 8, n_listed, dtype=list_dtype)
+        sparse_triton.attend(q, k, v, slots, tensor(n_batch), width, tensor(n_batch, n_tokens), n_keys, page, arch=cap)
+    return launches
+
+
+def wide_copies(kernel: Compiled) -> int:
+    return kernel.sass.count("LDGSTS.E.BYPASS.128")
+
+
+def assert_built_well(cap: int, entries: tuple[int, int], n_rows: int, **shape: Any) -> None:
+    """All kernels are lean; the one that reads keys copies 16 bytes at once, ahead, and takes the widest products."""
+    launches = launched(cap, entries, n_tokens=n_rows, group=1, **shape)
+    assert [launch.name for launch in launches] == ["chunk_kernel", "merge_kernel"][: 1 + (entries is SEVERAL)]
+    for launch in launches:
+        if shape.get("dtype") == FP32:
+            # for the sake of one more block of threads an SM, the assembler may put two registers aside
+            assert launch.compiled.stack <= 16
+        else:
+            assert_lean(launch.compiled, cap)
+    chunk, kwargs = launches[0].compiled, launches[0].kwargs
+    # all numbers of a block of keys and values, once in the loop and once for each block that is fetched ahead of it
+    block = 2 * kwargs["BLOCK_N"] * kwargs["BLOCK_H"] * launches[0].kwargs["p_k"].element_size()
+    ahead = (kwargs["STAGES"] - 1) // 2
+    assert wide_copies(chunk) == block * (1 + ahead) // (16 * 32 * kwargs["num_warps"])
+    assert chunk.shared >= block * ahead
+    if shape.get("dtype") != FP32:
+        products = chunk.hgmma if cap == 90 and kwargs["BLOCK_R"] == 64 else chunk.hmma
+        assert products > 0
+
+
+@pytest.mark.parametrize("cap", [80, 90])
+@pytest.mark.parametrize(("entries", "n_rows", "page"), [(SEVERAL, 4, 16), (SEVERAL, 4, 1), (ONE_CHUNK, 20, 16)])
+def test_the_kernels_of_an_8b_model_are_built_well(entries: tuple[int, int], n_rows: int, page: int, cap: int) -> None:
+    assert_built_well(cap, entries, n_rows, page=page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [80, 90])
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("n_rows", [4, 32, 136])
+def test_every_kernel_is_built_well(n_rows: int, head_dim: int, dtype: torch.dtype, cap: int) -> None:
+    for entries in (ONE_CHUNK, SEVERAL):
+        for page in (1, 16):
+            assert_built_well(cap, entries, n_rows, page=page, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("cap", [80, 90])
+def test_sizes_that_vary_between_calls_build_nothing_anew(cap: int) -> None:
+    first = launched(cap, SEVERAL)
+    # rows, tokens, lists, tails and keys in view: of 1, not of 16, one more than before
+    for varied in (
+        launched(cap, SEVERAL, n_batch=1),
+        launched(cap, SEVERAL, n_batch=3, n_tokens=2),
+        launched(cap, SEVERAL, n_tokens=3, n_keys=4097),
+        launched(cap, (400, 121)),
+        launched(cap, (368, 160)),
+    ):
+        assert [launch.kernel for launch in varied] == [launch.kernel for launch in first]
+
+
+def test_the_grid_depends_on_the_list_alone_and_one_chunk_needs_no_merge() -> None:
+    assert [launch.grid for launch in launched(90, SEVERAL)] == [(5, 16, 1), (4, 16)]
+    assert [launch.grid for launch in launched(90, SEVERAL, n_batch=32, n_tokens=4)] == [(5, 256, 1), (16, 256)]
+    assert [launch.grid for launch in launched(90, (4000, 138))] == [(9, 16, 1), (4, 16)]
+    assert [launch.grid for launch in launched(90, ONE_CHUNK)] == [(1, 16, 1)]

@@ -1,0 +1,78 @@
+"""Generated CUDA code is read right: launches by kind, copies, and what keeps a step out of a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
+
+pytestmark = needs_cuda_code
+
+
+def write(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
+    """cache [B, S], x [B], pos [B]: in place."""
+    cache[torch.arange(x.shape[0], device=x.device), pos] = x * 2
+    return cache.sum(-1)
+
+
+def write_copy(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
+    """The same into a copy."""
+    cache = cache.clone()
+    return write(cache, x, pos)
+
+
+def shorten(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
+    return cache + pos.max().item()
+
+
+def product(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
+    return (cache @ cache.T).relu().topk(2).values
+
+
+def generated(step: object) -> Generated:
+    with fake_cuda_tensors(), torch.inference_mode():
+        cache, x = torch.zeros(4, 1000, device="cuda"), torch.zeros(4, device="cuda")
+        return cuda_code(step, cache, x, torch.zeros(4, dtype=torch.int64, device="cuda"))  # type: ignore[arg-type]
+
+
+def test_a_step_that_writes_in_place_copies_nothing_and_may_be_captured() -> None:
+    step = generated(write)
+    assert step.graphs == 1 and step.no_cudagraph is None
+    assert len(step.kernels) == step.launches == 2
+    assert len(step.mutated) == 1  # the cache, which is an argument here
+    assert ("4", "1000") not in step.allocated
+
+
+def test_a_step_that_copies_a_cache_is_seen() -> None:
+    step = generated(write_copy)
+    assert ("4", "1000") in step.allocated
+    assert not step.mutated
+
+
+def test_a_value_read_on_the_host_keeps_a_step_out_of_a_graph() -> None:
+    assert "_local_scalar_dense" in str(generated(shorten).no_cudagraph)
+
+
+def test_launches_are_told_apart() -> None:
+    step = generated(product)
+    assert step.products == ["mm"]
+    assert len(step.kernels) == 1
+    assert step.others == ["aten.topk"]
+    assert not step.ours and step.launches == 3
+
+
+def test_a_break_of_the_graph_is_an_error() -> None:
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        generated(lambda cache, x, pos: cache if pos.sum() > 0 else x)
+
+
+@pytest.mark.slow
+def test_steps_for_the_cpu_compile_and_run_after_it() -> None:
+    generated(write)
+    assert not torch.cuda.is_available()
+    assert torch.version.cuda is None
+    compiled = torch.compile(lambda x: (x.sin() + 1).cumsum(-1), fullgraph=True)
+    x = torch.randn(3, 100)
+    torch.testing.assert_close(compiled(x), (x.sin() + 1).cumsum(-1))

@@ -1,0 +1,381 @@
+"""scripts/batch.py as a user types it: killed and started again, fed with nonsense, refused where it cannot go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import batch
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.model import load_model, save_hugging_face
+from tests.helpers import random_ids, tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+Record = dict[str, Any]
+FLAGS = ["--no-compile", "--gamma", "2", "--budget", "16", "--batch-size", "3", "--max-seq-len", "200"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_hugging_face(tiny_model(), folder, dtype=torch.float32)
+    return folder
+
+
+def write_lines(path: Path, records: Sequence[Record | str]) -> Path:
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def prompts(n: int, max_tokens: int = 6) -> list[Record]:
+    """Lines of ragged length, a third of them sampled."""
+    return [
+        {"prompt": random_ids(5 + i % 7, seed=i), "id": f"line {i}", "max_tokens": max_tokens + i % 5}
+        | ({"temperature": 0.9} if i % 3 == 0 else {})
+        for i in range(n)
+    ]
+
+
+def code_of(model: Path, source: Path, output: Path, *flags: str) -> int:
+    """The exit code of a run in this process."""
+    try:
+        batch.main([str(source), str(output), "--model", str(model), *FLAGS, *flags])
+    except SystemExit as stopped:
+        assert isinstance(stopped.code, int)
+        return stopped.code
+    return 0
+
+
+def refusal(capsys: pytest.CaptureFixture[str], model: Path, source: Path, output: Path, *flags: str) -> str:
+    """The one line on stderr of a run that must exit with 2 and print nothing else."""
+    assert code_of(model, source, output, *flags) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    line: str = err.strip().splitlines()[-1]
+    return line
+
+
+# ---- what comes out --------------------------------------------------------------------------------------------------
+
+
+def test_every_line_is_continued_as_the_engine_alone_continues_it(model: Path, tmp_path: Path) -> None:
+    records = prompts(8)
+    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    assert code_of(model, source, output, "--seed", "5") == 0
+    engine = Engine(load_model(model), None, EngineConfig(batch_size=3, max_seq_len=200, compile=False))
+    params = [
+        SamplingParams(max_tokens=r["max_tokens"], temperature=r.get("temperature", 0.0), seed=5 + i)
+        for i, r in enumerate(records)
+    ]
+    expected = engine.generate([r["prompt"] for r in records], params)
+    found = read_lines(output)
+    assert [r["index"] for r in found] == list(range(8)) and [r["id"] for r in found] == [r["id"] for r in records]
+    for record, completion in zip(found, expected, strict=True):
+        assert record["finish_reason"] == completion.finish_reason
+        assert set(record) == {"index", "id", "tokens", "text", "finish_reason", "stats"}
+        if "temperature" not in records[record["index"]]:  # speculation draws other samples of the same distribution
+            assert record["tokens"] == completion.tokens
+    assert not (tmp_path / "out.rejects.jsonl").exists()
+
+
+def test_lines_written_as_they_finish_are_the_same_lines(model: Path, tmp_path: Path) -> None:
+    records = [r | {"max_tokens": 40 if i == 0 else 3} for i, r in enumerate(prompts(9))]
+    source = write_lines(tmp_path / "in.jsonl", records)
+    assert code_of(model, source, tmp_path / "a.jsonl") == 0
+    assert code_of(model, source, tmp_path / "b.jsonl", "--order", "finished") == 0
+    ordered, finished = read_lines(tmp_path / "a.jsonl"), read_lines(tmp_path / "b.jsonl")
+    assert finished[0]["index"] != 0 and finished != ordered
+    assert sorted(finished, key=lambda r: r["index"]) == ordered
+
+
+def test_lines_that_make_no_sense_are_rejected_by_number_and_the_others_go_on(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine: Record = {"tokens": [1, 2, 3]}
+    wrong: list[tuple[Record | str, str]] = [
+        ("{bad", "not JSON: "),
+        ("[1]", "must be a JSON object"),
+        ('{"prompt": [1], "top_p": NaN}', "not JSON: NaN"),
+        ({"prompt": [1], "temperatur": 1}, "unknown key 'temperatur'"),
+        ({"prompt": [1], "tokens": [1]}, "exactly one of"),
+        ({"id": 7}, "exactly one of"),
+        ({"prompt": [1, "a"]}, "tokens must be a list of whole numbers"),
+        ({"prompt": [99999]}, "the prompt holds token id 99999"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": "text"}, "no tokenizer"),
+        ({"prompt": [1], "top_p": 3}, "top_p must be"),
+        ({"prompt": [1], "stop": "x"}, "no tokenizer to find them with"),
+        (
+            {"prompt": [1] * 198, "max_tokens": 3},
+            "too long: 198 tokens and max_tokens 3 are 201, over --max-seq-len 200",
+        ),
+    ]
+    records = [fine, "", *(record for record, _ in wrong), fine]
+    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    with source.open("ab") as file:
+        file.write(b'{"prompt": "caf\xe9"}\n')
+    wrong.append(("", "not UTF-8 text: byte 15 is 0xe9"))
+    assert code_of(model, source, output, "--max-new-tokens", "4") == 4
+    assert [r["index"] for r in read_lines(output)] == [0, 2 + len(wrong) - 1]
+    rejects = read_lines(tmp_path / "out.rejects.jsonl")
+    assert [r["line"] for r in rejects] == [*range(3, 2 + len(wrong)), 3 + len(wrong)]
+    for reject, (_, said) in zip(rejects, wrong, strict=True):
+        assert said in reject["reason"], reject
+    assert rejects[0]["input"] == "{bad"
+    said = capsys.readouterr().out
+    assert "2 prompts continued" in said and f"{len(wrong)} lines were rejected" in said
+
+    before = output.read_bytes(), (tmp_path / "out.rejects.jsonl").read_bytes()
+    assert code_of(model, source, output, "--max-new-tokens", "4") == 4  # nothing is left, nothing comes twice
+    assert before == (output.read_bytes(), (tmp_path / "out.rejects.jsonl").read_bytes())
+
+
+def test_an_input_without_a_prompt_gives_an_output_without_a_line(model: Path, tmp_path: Path) -> None:
+    assert code_of(model, write_lines(tmp_path / "in.jsonl", ["", ""]), tmp_path / "out.jsonl") == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_the_input_is_read_block_by_block(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, read = [], []
+    lines, stream = batch.Share.lines, Engine.stream
+
+    def counted(share: batch.Share) -> Any:
+        for line in lines(share):
+            read.append(line)
+            yield line
+
+    def watched(engine: Engine, block: Any, params: Any) -> Any:
+        taken.append((len(block), len(read)))
+        return stream(engine, block, params)
+
+    monkeypatch.setattr(batch, "BLOCK", 1)
+    monkeypatch.setattr(batch.Share, "__len__", lambda share: 7)
+    monkeypatch.setattr(batch.Share, "lines", counted)
+    monkeypatch.setattr(Engine, "stream", watched)
+    assert code_of(model, write_lines(tmp_path / "in.jsonl", prompts(7)), tmp_path / "out.jsonl") == 0
+    assert taken == [(3, 3), (3, 6), (1, 7)]
+    assert [r["index"] for r in read_lines(tmp_path / "out.jsonl")] == list(range(7))
+
+
+# ---- killed and started again ----------------------------------------------------------------------------------------
+
+
+def kill_when(command: Sequence[str], output: Path, n_lines: int) -> bool:
+    """Start it and kill it (SIGKILL) once its output has so many lines; whether it was still running."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        if output.exists() and output.read_bytes().count(b"\n") >= n_lines:
+            process.send_signal(signal.SIGKILL)
+            return process.wait() == -signal.SIGKILL
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize(("order", "kills"), [("input", [3, 25]), ("finished", [10])])
+def test_killed_in_the_middle_and_started_again_nothing_is_lost_or_doubled(
+    model: Path, tmp_path: Path, order: str, kills: list[int]
+) -> None:
+    records: list[Record | str] = [*prompts(60, max_tokens=24)]
+    records[5] = records[40] = "{bad"
+    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    command = [sys.executable, str(ROOT / "scripts" / "batch.py"), str(source), str(output), "--model", str(model)]
+    command += [*FLAGS, "--order", order]
+    for n_lines in kills:
+        assert kill_when(command, output, n_lines)
+        assert n_lines <= len(output.read_bytes().splitlines()) < 58
+        with output.open("ab") as file:  # as if the machine had failed in the middle of a line
+            file.write(b'{"index": 57, "id": "line 57", "tok')
+    assert code_of(model, source, output, "--order", order) == 4
+    whole = tmp_path / "whole.jsonl"
+    assert code_of(model, source, whole, "--order", order) == 4
+    expected, found = read_lines(whole), read_lines(output)
+    if order == "finished":
+        expected, found = (sorted(lines, key=lambda r: r["index"]) for lines in (expected, found))
+    assert found == expected and len(found) == 58
+    assert (tmp_path / "out.rejects.jsonl").read_bytes() == (tmp_path / "whole.rejects.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_processes_killed_and_started_again_write_what_one_writes(model: Path, tmp_path: Path, tp: int) -> None:
+    """As two replicas that share the lines, and as one model in two parts."""
+    records: list[Record | str] = [*prompts(60, max_tokens=24)]
+    records[5] = records[40] = "{bad"
+    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command += [str(ROOT / "scripts" / "batch.py"), str(source), str(output), "--model", str(model), *FLAGS]
+    command += ["--tp", str(tp)]
+
+    def n_written() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("out.jsonl*") if path.is_file())
+
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )  # a session of its own: its workers die with it
+    while process.poll() is None and n_written() < 12:
+        time.sleep(0.01)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert 12 <= n_written() < 58
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "2 lines were rejected" in done.stdout and "exitcode  : 4" in done.stderr
+
+    whole = tmp_path / "whole.jsonl"
+    assert code_of(model, source, whole) == 4
+    assert output.read_bytes() == whole.read_bytes()
+    assert (tmp_path / "out.rejects.jsonl").read_bytes() == (tmp_path / "whole.rejects.jsonl").read_bytes()
+    assert not [*tmp_path.glob("*.part*")]
+
+
+def test_what_was_begun_with_other_flags_model_or_input_is_not_continued(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(4)), tmp_path / "out.jsonl"
+    assert code_of(model, source, output) == 0
+    capsys.readouterr()
+    before = output.read_bytes()
+    assert "was begun with temperature 0.0, not 0.5" in refusal(capsys, model, source, output, "--temperature", "0.5")
+    assert "was begun with gamma 2, not 3" in refusal(capsys, model, source, output, "--gamma", "3")
+    assert "was begun with order input, not finished" in refusal(capsys, model, source, output, "--order", "finished")
+    other = write_lines(tmp_path / "other.jsonl", prompts(5))
+    assert "was begun with another input: name another output, or begin anew with --fresh" in refusal(
+        capsys, model, other, output
+    )
+    another = tmp_path / "another"
+    save_hugging_face(tiny_model(seed=1), another, dtype=torch.bfloat16)
+    assert "was begun with model" in refusal(capsys, another, source, output)
+    assert output.read_bytes() == before
+    assert code_of(model, source, output, "--threads", "1") == 0  # of no consequence
+    assert code_of(model, other, output, "--fresh", "--gamma", "3") == 0
+    assert [r["index"] for r in read_lines(output)] == list(range(5))
+
+
+def test_flags_may_change_as_long_as_nothing_is_written(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
+    said = refusal(capsys, model, source, output, "--draft", "early_exit", "--exit-layers", "2")
+    assert "below the model's 2 layers" in said
+    assert code_of(model, source, output) == 0
+
+
+def test_a_file_of_another_program_is_left_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
+    output.write_text("my notes\n")
+    assert "holds something, and no out.state.json says what made it" in refusal(capsys, model, source, output)
+    assert output.read_text() == "my notes\n"
+    output.unlink()
+    assert code_of(model, source, output) == 0
+    capsys.readouterr()
+    output.write_text(output.read_text() + "my notes\n")
+    assert "line 3 was not written by this program" in refusal(capsys, model, source, output)
+
+
+def test_two_processes_do_not_write_one_output(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fcntl")
+    output = tmp_path / "out.jsonl"
+    log = batch.Log(output)
+    source = write_lines(tmp_path / "in.jsonl", prompts(2))
+    assert "is being written by another process" in refusal(capsys, model, source, output, "--fresh")
+    log.close()
+    assert code_of(model, source, output) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-seq-len", "5000"], "--max-seq-len 5,000 is over the model's 4,096 positions"),
+        (["--batch-size", "0"], "expected a whole number of at least 1, got '0'"),
+        (["--gamma", "17"], "gamma must be from 1 to 16, got 17"),
+        (["--draft", "psychic"], "'psychic'"),
+        (["--draft", "standalone"], "needs draft_model"),
+        (["--temperature", "-1"], "temperature must be 0 (greedy) or a positive number"),
+        (["--order", "random"], "'random'"),
+        (["--dtype", "fp8"], "'fp8'"),
+        (["--seed", "-1"], "seed must be"),
+        (["--tp", "2"], "tp must divide the number of processes"),
+        (["--rejects", "nowhere/r.jsonl"], "there is no folder"),
+        (["--model", "nowhere"], "no folder nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_any_work(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", prompts(1))
+    assert said in refusal(capsys, model, source, tmp_path / "out.jsonl", *flags)
+
+
+def test_an_input_that_is_missing_or_the_output_itself_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", prompts(1))
+    assert "there is no file" in refusal(capsys, model, tmp_path / "nowhere.jsonl", tmp_path / "out.jsonl")
+    assert "must be three files" in refusal(capsys, model, source, source)
+
+
+# ---- the pieces ------------------------------------------------------------------------------------------------------
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_ranges_hold_what_a_set_holds(numbers: set[int]) -> None:
+    ranges = batch.Ranges(numbers)
+    assert {n for n in range(-1, 43) if n in ranges} == numbers and len(ranges) == len(numbers)
+    assert all(end < start for end, start in zip(ranges.ends, ranges.starts[1:], strict=False))
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", b"one\n", b"one\ntwo\n", b"one\ntwo", b"one\n" + b"x" * 200_000])
+def test_a_torn_line_is_cut_and_whole_ones_stay(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    batch.cut_torn_line(path)
+    assert path.read_bytes() == content[: content.rfind(b"\n") + 1]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_parts_of_replicas_become_one_file_even_if_an_earlier_merge_was_killed(
+    tmp_path: Path, ordered: bool, is_complete: bool
+) -> None:
+    files = batch.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 0, 2)
+    parts = [[0, 4, 2], [1, 5, 3]] if not ordered else [[0, 2, 4], [1, 3, 5]]
+    for path, indices in zip(files.parts(files.output), parts, strict=True):
+        write_lines(path, [{"index": i, "id": None} for i in indices])
+    write_lines(files.parts(files.rejects)[1], [{"index": 7, "line": 8}])
+    if is_complete:  # killed between the last rename and the removal of the parts
+        write_lines(files.output, [{"index": i, "id": None} for i in range(6)])
+    files.merge(ordered=ordered)
+    found = [r["index"] for r in read_lines(files.output)]
+    assert sorted(found) == list(range(6)) and (found == sorted(found) or not ordered)
+    assert [r["index"] for r in read_lines(files.rejects)] == [7]
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.rejects.jsonl"}
+    assert sorted(batch.indices(files.output)) == list(range(6))
+
+
+def test_replicas_share_the_lines_and_skip_blank_ones(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ["a", "b", "", "d", "e"])
+    assert [list(batch.Share(source, rank, 2).lines()) for rank in (0, 1)] == [
+        [(0, b"a"), (4, b"e")],
+        [(1, b"b"), (3, b"d")],
+    ]
+    assert [len(batch.Share(source, rank, 2)) for rank in (0, 1)] == [2, 2]

@@ -1,0 +1,62 @@
+"""What Inductor makes of a sharded step for a GPU that is not there: the collectives of the plan, in one graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gpt_fast_sd.compiling import span
+from gpt_fast_sd.model import KVCache
+from gpt_fast_sd.policies import Draft
+from gpt_fast_sd.rounds import decode_step, judge_step
+from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.tp import Parallel, Vocabulary, local_config, start
+from tests.gpt_fast_sd.cuda.rig import CAPACITY, CUDA, EOS, LAYERS, SLOTS, fake_rig
+from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
+from tests.gpuless.fakecuda import cuda_code, fake_cuda_tensors, needs_cuda_code
+
+pytestmark = needs_cuda_code
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Parallel]:
+    """Rank 1 of two, whose collectives come to nothing."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield start(device="cpu")
+    dist.destroy_process_group()
+
+
+def test_a_sharded_step_is_one_graph_with_two_sums_a_layer(two_ranks: Parallel) -> None:
+    with fake_cuda_tensors(), torch.inference_mode():
+        rig = fake_rig()
+        model = two_ranks.group.shard(rig.model)
+        cache = KVCache(local_config(model.config, 2), SLOTS, CAPACITY, dtype=torch.bfloat16, device=CUDA)
+        tokens = rig.tokens(1)
+        step = cuda_code(decode_step, model, tokens, tokens.clone(), cache.k, cache.v, span(cache, CAPACITY), 0)
+    sums = 2 * LAYERS + 1
+    assert Counter(step.others) == {"_c10d_functional.all_reduce_": sums, "_c10d_functional.wait_tensor": sums}
+    # as on one rank, and one more: the embedding is summed before the first norm reads it
+    assert step.launches - len(step.others) <= LAYERS * LAYER + HEAD + 1, step
+    assert step.graphs == 1 and step.no_cudagraph is None
+    assert len(step.mutated) == 2 * LAYERS  # keys and values alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [False, True])
+def test_judging_gathers_the_vocabulary_once_within_its_graph(sampled: bool, two_ranks: Parallel) -> None:
+    with fake_cuda_tensors(), torch.inference_mode():
+        rig = fake_rig()
+        vocabulary, tokens = Vocabulary(two_ranks.group.mesh), rig.tokens(5)
+        rows = Rows(rig.cache.seq_len, CAPACITY + 256, rig.rows.vocab_size, EOS, vocabulary)
+        rows.sampled = sampled
+        logits = torch.zeros(SLOTS, 6, rows.vocab_size // 2, device=CUDA)
+        q = torch.zeros(SLOTS, 5, rows.vocab_size, device=CUDA) if sampled else None
+        step = cuda_code(judge_step, rows, logits, Draft(tokens, q, rows.remaining.clone()), None)
+    gathers = Counter(op.removeprefix("_c10d_functional.").removesuffix("_out") for op in step.others)
+    assert gathers == {"all_gather_into_tensor": 1, "wait_tensor": 1}, step.others
+    assert step.graphs == 1 and step.no_cudagraph is None

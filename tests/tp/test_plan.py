@@ -1,0 +1,181 @@
+"""The plan on paper: one process that takes itself for one of many ranks, whose collectives come to nothing."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig
+from gpt_fast_sd.model import PRESETS, CausalSelf, ModelConfig, Transformer, preset
+from gpt_fast_sd.tp import PLAN, Parallel, Vocabulary, collectives_per_step, local_config, start
+from tests.helpers import tiny_config, tiny_model, whole_text_logits
+
+
+@pytest.fixture
+def as_one_of(request: pytest.FixtureRequest) -> Iterator[Parallel]:
+    """Rank 1 of as many as the test asks for, all of them one model's."""
+    world = request.param
+    dist.init_process_group("fake", rank=1, world_size=world, store=FakeStore())
+    yield start(device="cpu")
+    dist.destroy_process_group()
+
+
+def counts(seen: CommDebugMode) -> dict[str, int]:
+    """How often each collective was called."""
+    return {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
+
+
+def test_one_process_is_a_mesh_of_one_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    parallel = start(device="cpu")
+    assert (parallel.dp, parallel.tp, parallel.rank, parallel.mesh) == (1, 1, 0, None)
+    assert parallel.is_main and not dist.is_initialized()
+    assert parallel.share(["a", "b"]) == [(0, "a"), (1, "b")]
+    assert parallel.gather([(1, "b"), (0, "a")]) == ["a", "b"]
+    assert parallel.same(7) == 7
+    with parallel.guard():
+        assert parallel.group.size == 1
+    model = tiny_model()
+    assert parallel.group.shard(model) is model and type(model.embedding) is torch.nn.Embedding
+
+
+def test_a_tp_that_does_not_divide_the_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"one process was started, got tp 2: torchrun --nproc_per_node=2"):
+        start(2, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match=r"tp must divide .* 6 processes were started, got tp 4"):
+        start(4, "cpu")
+    with pytest.raises(ValueError, match="got tp 0"):
+        start(0, "cpu")
+    with pytest.raises(ValueError, match="device must be one of auto, cpu, cuda, got 'tpu'"):
+        start(1, "tpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "wrong"),
+    [
+        ({"n_heads": 12, "n_kv_heads": 4}, 8, "n_heads 12"),
+        ({"n_heads": 12, "n_kv_heads": 4}, 3, r"vocab_size 258|n_kv_heads 4"),
+        ({"ffn_dim": 50, "vocab_size": 260}, 4, "ffn_dim 50"),
+        ({"vocab_size": 258}, 4, "vocab_size 258"),
+        ({"n_heads": 12, "n_kv_heads": 4, "vocab_size": 264}, 6, "n_kv_heads 4"),
+    ],
+)
+def test_what_cannot_be_split_evenly_is_refused_with_its_numbers(changes: dict[str, int], tp: int, wrong: str) -> None:
+    with pytest.raises(ValueError, match=f"tp {tp} does not fit the model: it must divide .*({wrong})"):
+        local_config(tiny_config(**changes), tp)
+
+
+def test_every_preset_splits_among_eight_ranks_or_says_why_not() -> None:
+    for name in PRESETS:
+        config = preset(name)
+        try:
+            own = local_config(config, 8)
+        except ValueError as error:
+            numbers = (config.n_heads, config.ffn_dim, config.vocab_size)
+            assert any(number % 8 for number in numbers) or config.n_kv_heads % 8, (name, error)
+            continue
+        assert own.n_heads == config.n_heads // 8
+        assert own.n_kv_heads == max(1, config.n_kv_heads // 8)
+        assert own.n_kv_heads * own.head_dim * 8 >= config.n_kv_heads * config.head_dim
+
+
+@pytest.mark.parametrize("as_one_of", [2, 4, 8], indirect=True)
+@pytest.mark.parametrize("n_layers", [1, 3])
+def test_a_step_has_two_sums_a_layer_one_for_the_embedding_and_one_gather(as_one_of: Parallel, n_layers: int) -> None:
+    config = tiny_config(n_layers=n_layers, n_heads=8, n_kv_heads=4, vocab_size=264)
+    model, vocabulary = as_one_of.group.shard(tiny_model(config)), Vocabulary(as_one_of.group.mesh)
+    expected = collectives_per_step(config, as_one_of.tp)
+    assert expected == {"all_reduce": 2 * n_layers + 1, "all_gather": 1}
+    with CommDebugMode() as seen, torch.inference_mode():
+        model(torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64), CausalSelf())
+    assert counts(seen) == {"all_reduce": 2 * n_layers + 1}
+    with CommDebugMode() as seen, torch.inference_mode():
+        vocabulary.argmax(torch.zeros(2, 264 // as_one_of.tp))
+    assert counts(seen) == {"all_gather_into_tensor": 1}
+    with CommDebugMode() as seen, torch.inference_mode():
+        vocabulary.whole(torch.zeros(2, 264 // as_one_of.tp))
+    assert counts(seen) == {"all_gather_into_tensor": 1}
+
+
+def test_one_rank_needs_no_collective() -> None:
+    with CommDebugMode() as seen:
+        Vocabulary().argmax(whole_text_logits(tiny_model(), [1, 2, 3]))
+    assert counts(seen) == collectives_per_step(tiny_config(), 1) == {}
+
+
+@pytest.mark.parametrize("as_one_of", [8], indirect=True)
+@pytest.mark.parametrize("n_kv_heads", [8, 4, 1])
+def test_eight_ranks_of_a_70b_shape_hold_an_eighth_each(as_one_of: Parallel, n_kv_heads: int) -> None:
+    config = ModelConfig(
+        vocab_size=128256, dim=8192, n_layers=2, n_heads=64, n_kv_heads=n_kv_heads, head_dim=128, ffn_dim=28672,
+        max_seq_len=131072,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = as_one_of.group.shard(Transformer(config))
+    own = local_config(config, 8)
+    assert (own.n_heads, own.n_kv_heads) == (8, 1)
+    attention, feed_forward = model.layers[0].attention, model.layers[0].feed_forward
+    assert attention.wqkv.weight.shape == ((8 + 2) * 128, 8192)
+    assert attention.wo.weight.shape == (8192, 8 * 128)
+    assert feed_forward.w_in.weight.shape == (2 * 28672 // 8, 8192)
+    assert feed_forward.w_out.weight.shape == (8192, 28672 // 8)
+    assert model.embedding.weight.shape == model.output.weight.shape == (128256 // 8, 8192)
+    assert model.embedding.first_row == 128256 // 8
+    for linear in (attention.wqkv, attention.wo, feed_forward.w_in, feed_forward.w_out, model.output):
+        assert (linear.out_features, linear.in_features) == linear.weight.shape
+    assert model.embedding.num_embeddings == 128256 // 8
+    held, copied = sum(p.numel() for p in model.parameters()), 2 * (8 - n_kv_heads) * 128 * 8192 * config.n_layers
+    norms = (2 * config.n_layers + 1) * 8192
+    assert held == (config.n_params - norms + copied) // 8 + norms
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device="meta")
+    assert model(tokens, tokens, CausalSelf()).shape == (2, 3, 128256 // 8)
+
+
+@pytest.mark.parametrize("as_one_of", [8], indirect=True)
+def test_a_draft_group_is_a_part_of_the_targets_ranks_and_leaves_them_as_they_are(as_one_of: Parallel) -> None:
+    sizes = {size: as_one_of.smaller_group(size) for size in (1, 2, 4, 8)}
+    assert {size: (group.size, group.rank) for size, group in sizes.items()} == {
+        1: (1, 0),
+        2: (2, 1),
+        4: (4, 1),
+        8: (8, 1),
+    }
+    assert sizes[1].mesh is None
+    assert sizes[2].mesh is not None and sizes[2].mesh.mesh.tolist() == [0, 1]
+    assert as_one_of.smaller_group(2) is sizes[2]
+    assert (as_one_of.tp, as_one_of.group.size) == (8, 8)
+    for wrong in (0, 3, 16):
+        with pytest.raises(ValueError, match=f"draft_tp must divide tp, got draft_tp {wrong} and tp 8"):
+            as_one_of.smaller_group(wrong)
+
+
+def test_draft_tp_is_refused_where_nothing_can_be_split() -> None:
+    with pytest.raises(ValueError, match="draft_tp is for a draft_model: policy 'snapkv' drafts with the target's own"):
+        DraftConfig(policy="snapkv", draft_tp=1)
+    with pytest.raises(ValueError, match="draft_tp must be a whole number of at least 1, got 0"):
+        DraftConfig(policy="standalone", draft_model="small", draft_tp=0)
+    draft = DraftConfig(policy="standalone", draft_model="small", draft_tp=2)
+    config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
+    with pytest.raises(ValueError, match="draft_tp must divide tp, got draft_tp 2 and tp 1"):
+        Engine(tiny_model(), None, config, draft, tiny_model())
+
+
+def test_the_processes_device_is_the_engines() -> None:
+    config = EngineConfig(device="cuda", compile=False)
+    with pytest.raises(ValueError, match="device 'cuda' was asked for, but the processes were started for 'cpu'"):
+        Engine.from_pretrained("bundled", config, parallel=start(device="cpu"))
+
+
+def test_the_plan_names_modules_of_the_model_and_styles_of_dtensor() -> None:
+    modules = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in
+               tiny_model().named_modules()}  # fmt: skip
+    assert {*PLAN} <= modules
+    assert all(isinstance(style, ParallelStyle) for style in PLAN.values())

@@ -1,0 +1,125 @@
+"""Whole runs of several processes: started by torchrun, on one machine or two, and ended by one that is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.model import save_hugging_face
+from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.tp.spawn import ROOT, WORKERS, environment, run, torchrun
+
+GENERATE = ROOT / "scripts" / "generate.py"
+PROMPTS = [random_ids(n, seed=n) for n in (40, 3, 17, 9, 25)]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A tiny model without a tokenizer, and beside it five prompts of token ids."""
+    save_hugging_face(tiny_model(tiny_config(n_layers=1)), tmp_path / "model", dtype=torch.float32)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"tokens": ids}) + "\n" for ids in PROMPTS))
+    return tmp_path / "model"
+
+
+def flags(folder: Path, *more: object) -> list[object]:
+    """What generate.py needs to continue the prompts beside the folder, eagerly and in fp32."""
+    prompts = folder.parent / "prompts.jsonl"
+    return ["--model", folder, "--prompts", prompts, "--device", "cpu", "--dtype", "fp32", "--no-compile",
+            "--max-new-tokens", 12, "--ignore-eos", "--gamma", 3, *more]  # fmt: skip
+
+
+def tokens_of_one_process(folder: Path) -> list[list[int]]:
+    """The greedy continuations."""
+    config = EngineConfig(batch_size=5, max_seq_len=64, device="cpu", dtype="fp32", compile=False)
+    engine = Engine.from_pretrained(folder, config)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    return [completion.tokens for completion in engine.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize(("n", "tp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_generate_under_torchrun_prints_once_and_keeps_the_order(n: int, tp: int, model_folder: Path) -> None:
+    output, document = model_folder.parent / "out.jsonl", model_folder.parent / "doc.json"
+    done = run(torchrun(n, GENERATE, *flags(model_folder, "--tp", tp, "--output", output, "--json", document)))
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["index"] for record in records] == [0, 1, 2, 3, 4]
+    assert [record["tokens"] for record in records] == tokens_of_one_process(model_folder)
+    assert sorted(re.findall(r"^--- (\d): length$", done.stdout, re.M)) == ["0", "1", "2", "3", "4"]
+    assert done.stdout.count("acceptance") == 1
+    assert f"{n // tp} replicas x {tp} that hold one together" in done.stdout
+    environment: dict[str, Any] = json.loads(document.read_text())["environment"]
+    assert (environment["dp"], environment["tp"]) == (n // tp, tp)
+
+
+@pytest.mark.slow
+def test_a_wrong_tp_is_refused_in_one_sentence(model_folder: Path) -> None:
+    done = run(torchrun(2, GENERATE, *flags(model_folder, "--tp", 3)))
+    assert done.returncode != 0
+    assert done.stderr.count("generate.py: tp must divide the number of processes, and 2 processes were started") == 1
+    alone = run([sys.executable, str(GENERATE), *map(str, flags(model_folder, "--tp", 2))])
+    assert alone.returncode == 2
+    assert alone.stderr == (
+        "generate.py: tp must divide the number of processes, and one process was started, got tp 2: "
+        "torchrun --nproc_per_node=2 starts 2\n"
+    )
+
+
+def start_without_agent(n: int, *args: object) -> list[subprocess.Popen[str]]:
+    """Ranks of lost.py by the environment that torchrun would give them: no agent ends one when another dies."""
+    ours = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(WORKERS / "lost.py"), *map(str, args)],
+            env={**environment(), **ours, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(n)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "timeout"), [("die", 600), pytest.param("hang", 4, marks=pytest.mark.slow)])
+def test_a_rank_that_is_lost_ends_the_others_with_one_sentence(how: str, timeout: float) -> None:
+    # a rank that dies is missed at once, whatever the timeout; one that hangs is missed when it is over
+    first, second = start_without_agent(2, how, timeout)
+    try:
+        _, said = first.communicate(timeout=120)
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+    assert first.returncode == 1
+    lines = [line for line in said.splitlines() if line.startswith("rank")]
+    assert len(lines) == 1 and "Traceback" not in said, said
+    assert lines[0].startswith(f"rank 0 of 2 stops: another rank is gone, or did not answer within {timeout:g} s (")
+
+
+@pytest.mark.slow
+def test_two_agents_on_one_machine_decode_as_one_does(tmp_path: Path) -> None:
+    check, port = "plain_decoding_gives_the_tokens_of_one_rank", free_port()
+    options = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=test"]
+    agents = []
+    for _ in range(2):
+        command = torchrun(2, WORKERS / "checks.py", 4, tmp_path, check, options=options)
+        agents.append(subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True))
+        time.sleep(1)  # the first one is the host of the meeting
+    said = [agent.communicate(timeout=300)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    for rank in range(4):
+        assert json.loads((tmp_path / f"{check}.{rank}.json").read_text()) == []

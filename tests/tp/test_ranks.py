@@ -1,0 +1,104 @@
+"""Ranks hold one model together: two and four of them, on gloo, against one (workers/checks.py has the checks)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.tp.spawn import run_checks
+
+Complaints = dict[str, list[str]]
+
+SAME = "give_the_tokens_of_one_rank"
+MODEL = [
+    "a_sharded_model_says_what_the_whole_one_says",
+    "of_equal_logits_the_lowest_id_wins",
+    "a_rank_reads_its_own_slices_and_nothing_else",
+    "a_step_has_the_collectives_that_the_plan_says",
+    "a_step_with_its_collectives_is_one_graph",
+    "every_rank_is_given_what_the_first_rank_of_its_group_has",
+    "ranks_that_differ_are_told_so",
+    "replicas_share_a_list_and_its_results_come_back_in_order",
+]
+ENGINE = [
+    "plain_decoding_gives_the_tokens_of_one_rank",
+    "logits_are_whole_on_every_rank",
+    f"drafts_by_snapkv_{SAME}",
+    f"drafts_by_guided_{SAME}",
+    f"drafts_by_hierarchy_{SAME}",
+    f"drafts_by_standalone_on_one_{SAME}",
+    "a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was",
+    "a_model_that_is_not_split_is_refused",
+    "other_prompts_on_a_rank_are_noticed",
+    "other_tokens_on_a_rank_are_noticed_in_that_round",
+]
+MORE = [
+    *(f"drafts_by_{name}_{SAME}" for name in ("full", "streaming", "quest", "lookup", "early_exit")),
+    f"drafts_by_hierarchy_over_a_model_{SAME}",
+    f"drafts_by_standalone_{SAME}",
+    f"drafts_by_standalone_on_two_{SAME}",
+    f"drafts_by_snapkv_where_kv_heads_are_few_{SAME}",
+    f"drafts_by_streaming_where_kv_heads_are_few_{SAME}",
+    "gamma_auto_and_fresh_seeds_are_the_first_ranks",
+    "exact_decoding_stays_exact",
+    "weights_are_quantized_after_they_are_split",
+    "a_folder_is_loaded_and_decoded_by_all_ranks",
+]
+COMPILED = [
+    f"compiled_rounds_{SAME}",
+    "compiled_judging_gives_the_tokens_of_one_rank",
+    "compiled_int8_rounds_give_the_tokens_of_eager_ones",
+]
+
+
+def spawned(n: int, tp: int, names: Sequence[str]) -> Callable[[pytest.TempPathFactory], Complaints]:
+    """A fixture: what n ranks, tp of which hold a model, complain of. One start serves all its checks."""
+
+    @pytest.fixture(scope="module")
+    def complaints(tmp_path_factory: pytest.TempPathFactory) -> Complaints:
+        return run_checks(n, tp, names, tmp_path_factory.mktemp(f"{n}_ranks"))
+
+    return complaints
+
+
+two_ranks = spawned(2, 2, [*MODEL, *ENGINE])
+two_ranks_more = spawned(2, 2, MORE)
+two_ranks_compiled = spawned(2, 2, COMPILED)
+four_ranks = spawned(4, 4, [*MODEL, *ENGINE, *MORE])
+two_replicas = spawned(4, 2, [*MODEL, *ENGINE])
+
+
+@pytest.mark.parametrize("name", [*MODEL, *ENGINE])
+def test_on_two_ranks(name: str, two_ranks: Complaints) -> None:
+    assert not two_ranks[name], "\n".join(two_ranks[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_on_two_ranks(name: str, two_ranks_more: Complaints) -> None:
+    assert not two_ranks_more[name], "\n".join(two_ranks_more[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_on_two_ranks_compiled(name: str, two_ranks_compiled: Complaints) -> None:
+    assert not two_ranks_compiled[name], "\n".join(two_ranks_compiled[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODEL, *ENGINE, *MORE])
+def test_on_four_ranks(name: str, four_ranks: Complaints) -> None:
+    assert not four_ranks[name], "\n".join(four_ranks[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODEL, *ENGINE])
+def test_on_two_replicas_of_two_ranks(name: str, two_replicas: Complaints) -> None:
+    assert not two_replicas[name], "\n".join(two_replicas[name])
+
+
+def test_every_check_is_run_somewhere() -> None:
+    from tests.tp.workers.checks import CHECKS
+
+    assert {*MODEL, *ENGINE, *MORE, *COMPILED} == {*CHECKS}

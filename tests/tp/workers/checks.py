@@ -1,0 +1,431 @@
+"""What ranks check together: torchrun ... checks.py TP FOLDER CHECK...; each rank writes its complaints for a check.
+
+Every rank computes the truth itself, with the whole model, and holds what the ranks do together against it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.compiling import CompiledStep
+from gpt_fast_sd.engine import draft_group
+from gpt_fast_sd.model import CausalSelf, ModelConfig, Weights, load_model, save_hugging_face
+from gpt_fast_sd.rounds import judge_step
+from gpt_fast_sd.tp import Agreement, Disagreement, Parallel, Vocabulary, broadcast, collectives_per_step, start
+from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
+
+Check = Callable[[Parallel, Path], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    """Let the function be asked for by its name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def wide_config(**changes: Any) -> ModelConfig:
+    """The tiny shape with enough heads, kv heads and ids for four ranks."""
+    return tiny_config(**{"vocab_size": 260, "n_heads": 8, "n_kv_heads": 4} | changes)
+
+
+FAMILIES = {
+    "llama": wide_config(),
+    "tied": wide_config(tie_embeddings=True),
+    "biased": wide_config(qkv_bias=True),  # as Qwen2
+    "normed": wide_config(qk_norm=True),  # as Qwen3
+    "two_kv_heads": wide_config(n_kv_heads=2, qkv_bias=True),
+    "one_kv_head": wide_config(n_kv_heads=1),
+}
+
+
+@check
+def a_sharded_model_says_what_the_whole_one_says(parallel: Parallel, folder: Path) -> None:
+    vocabulary, ids = Vocabulary(parallel.group.mesh), random_ids(20)
+    for name, config in FAMILIES.items():
+        whole = whole_text_logits(tiny_model(config), ids)  # [T, V]
+        own = whole_text_logits(parallel.group.shard(tiny_model(config)), ids)
+        assert own.shape == (20, 260 // parallel.tp), name
+        together = vocabulary.whole(own)
+        assert (together - whole).abs().max() < 2e-5, name  # fp32: logits up to 60, summed in another order
+        assert torch.equal(vocabulary.argmax(own), whole.argmax(-1)), name
+        assert torch.equal(vocabulary.argmax(own), together.argmax(-1)), name
+
+
+@check
+def of_equal_logits_the_lowest_id_wins(parallel: Parallel, folder: Path) -> None:
+    logits = torch.zeros(3, 40)
+    logits[0, [7, 39]] = logits[1, [10, 30]] = 2.0  # row 2: all are equal
+    own = logits.chunk(parallel.tp, -1)[parallel.tp_rank]
+    assert Vocabulary(parallel.group.mesh).argmax(own).tolist() == [7, 10, 0]
+
+
+@check
+def a_rank_reads_its_own_slices_and_nothing_else(parallel: Parallel, folder: Path) -> None:
+    read_bytes, read = [0], Weights.read
+
+    def counting(self: Weights, *args: Any) -> torch.Tensor:
+        found = read(self, *args)
+        read_bytes[0] += found.nbytes
+        return found
+
+    for name, config in FAMILIES.items():
+        model, place = tiny_model(config), folder / f"{name}.{parallel.rank}"
+        save_hugging_face(model, place, dtype=torch.float32)
+        read_bytes[0], Weights.read = 0, counting  # type: ignore[method-assign]
+        loaded = parallel.group.load(place)
+        Weights.read = read  # type: ignore[method-assign]
+        held = dict(loaded.named_parameters())
+        assert read_bytes[0] == sum(p.nbytes for p in held.values()), name
+        replicated = sum(p.nbytes for key, p in held.items() if "norm" in key)
+        copies = sum(p.nbytes for key, p in held.items() if "wqkv" in key) if config.n_kv_heads < parallel.tp else 0
+        total = sum(p.nbytes for p in model.parameters())
+        assert read_bytes[0] <= (total - replicated) / parallel.tp + replicated + copies, name
+        sharded = parallel.group.shard(tiny_model(config))
+        for key, parameter in sharded.named_parameters():
+            assert torch.equal(parameter, held[key]), (name, key)
+        assert loaded.config == load_model(place).config, name
+        assert (loaded.output.weight is loaded.embedding.weight) == config.tie_embeddings, name
+
+
+@check
+def a_step_has_the_collectives_that_the_plan_says(parallel: Parallel, folder: Path) -> None:
+    vocabulary, config = Vocabulary(parallel.group.mesh), wide_config()
+    model, tokens = parallel.group.shard(tiny_model(config)), torch.tensor([random_ids(5)])
+    with CommDebugMode() as seen, torch.inference_mode():
+        vocabulary.argmax(model(tokens, torch.arange(5)[None], CausalSelf()))
+    counts = {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
+    expected = collectives_per_step(config, parallel.tp)
+    assert counts == {"all_reduce": expected["all_reduce"], "all_gather_into_tensor": expected["all_gather"]}
+    assert expected["all_reduce"] == 2 * config.n_layers + 1
+
+
+@check
+def every_rank_is_given_what_the_first_rank_of_its_group_has(parallel: Parallel, folder: Path) -> None:
+    first = parallel.dp_rank * parallel.tp
+    assert parallel.same(2**62 + parallel.rank) == 2**62 + first
+    mesh = parallel.group.mesh
+    assert mesh is not None
+    assert broadcast(torch.tensor([parallel.rank]), mesh).tolist() == [first]
+
+
+@check
+def ranks_that_differ_are_told_so(parallel: Parallel, folder: Path) -> None:
+    agreement: Agreement = parallel.agreement()
+    agreement.note("tokens of round 1", [1, 2, 3])
+    agreement.note("tokens of round 2", [4, parallel.tp_rank])
+    try:
+        agreement.note("tokens of round 3", [5])
+    except Disagreement as error:
+        assert str(error).startswith("tokens of round 2 differ between ranks")
+    else:
+        raise AssertionError("nobody noticed")
+
+
+@check
+def replicas_share_a_list_and_its_results_come_back_in_order(parallel: Parallel, folder: Path) -> None:
+    items = list("abcdefghi")
+    part = parallel.share(items)
+    assert len(items) // parallel.dp <= len(part) <= -(-len(items) // parallel.dp)
+    # a replica may finish its items in any order
+    gathered = parallel.gather([(index, item.upper()) for index, item in reversed(part)])
+    assert gathered == (list("ABCDEFGHI") if parallel.is_main else None)
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+PROMPTS = [random_ids(300, seed=1), random_ids(47, seed=2), random_ids(5, seed=3)]
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = [
+    SamplingParams(max_tokens=24, temperature=0.8, seed=11, ignore_eos=True),
+    SamplingParams(max_tokens=17, temperature=1.0, top_k=20, top_p=0.9, seed=12, ignore_eos=True),
+    SamplingParams(max_tokens=24, temperature=0.7, min_p=0.05, seed=13, ignore_eos=True),
+]
+
+
+def engine_of(
+    parallel: Parallel | None,
+    draft: DraftConfig | None = None,
+    *,
+    config: ModelConfig | None = None,
+    draft_shape: ModelConfig | None = None,
+    **settings: Any,
+) -> Engine:
+    """An engine over the tiny model, or over this rank's part of it, and over a draft model where the draft names one.
+
+    Two slots: of three prompts one waits.
+    """
+    draft = draft or DraftConfig()
+    engine_config = EngineConfig(**{"batch_size": 2, "max_seq_len": 400, "device": "cpu", "compile": False} | settings)
+    model, small = tiny_model(config or wide_config()), None
+    if draft.draft_model is not None:
+        small = tiny_model(draft_shape or wide_config(n_layers=1), seed=0)
+    if parallel is not None:
+        parallel.group.shard(model)
+        if small is not None:
+            draft_group(draft, parallel).shard(small)
+    return Engine(model, None, engine_config, draft, small, parallel)
+
+
+def compare(
+    parallel: Parallel, draft: DraftConfig, *, sampled: bool = True, **settings: Any
+) -> tuple[list[Completion], list[Completion]]:
+    """Greedy and sampled texts of all ranks together, which must be those of one alone, drafts and all."""
+    together, alone = engine_of(parallel, draft, **settings), engine_of(None, draft_alone(draft), **settings)
+    runs = [GREEDY, SAMPLED] if sampled else [GREEDY]
+    found = []
+    for params in runs:
+        theirs, ours = together.generate(PROMPTS, params), alone.generate(PROMPTS, params)
+        assert [c.tokens for c in theirs] == [c.tokens for c in ours], draft
+        found.append(theirs)
+    return found[0], found[-1]
+
+
+def draft_alone(draft: DraftConfig) -> DraftConfig:
+    """The same draft for one process."""
+    return dataclasses.replace(draft, draft_tp=None)
+
+
+@check
+def plain_decoding_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
+    compare(parallel, DraftConfig())
+
+
+@check
+def logits_are_whole_on_every_rank(parallel: Parallel, folder: Path) -> None:
+    ids = random_ids(12, seed=5)
+    theirs, ours = engine_of(parallel).logits(ids), engine_of(None).logits(ids)
+    assert theirs.shape == (12, 260)
+    assert (theirs - ours).abs().max() < 2e-5
+    assert engine_of(parallel).logits(ids, last=2).shape == (2, 260)
+
+
+def _policy_check(name: str, draft: DraftConfig, **settings: Any) -> None:
+    def function(parallel: Parallel, folder: Path) -> None:
+        greedy, _ = compare(parallel, draft, **settings)
+        assert sum(c.stats.drafted for c in greedy) > 0
+
+    CHECKS[f"drafts_by_{name}_give_the_tokens_of_one_rank"] = function
+
+
+SMALL = {"draft_model": "tiny"}
+_policy_check("full", DraftConfig(policy="full", gamma=3))
+_policy_check("streaming", DraftConfig(policy="streaming", budget=40, gamma=3))
+_policy_check("snapkv", DraftConfig(policy="snapkv", budget=72, gamma=3))
+_policy_check("quest", DraftConfig(policy="quest", budget=64, gamma=3))
+_policy_check("guided", DraftConfig(policy="guided", budget=64, gamma=3))
+_policy_check("lookup", DraftConfig(policy="lookup", gamma=3))
+_policy_check("early_exit", DraftConfig(policy="early_exit", budget=40, exit_layers=1, gamma=3))
+_policy_check("hierarchy", DraftConfig(policy="hierarchy", budget=40, gamma=4))
+_policy_check(
+    "hierarchy_over_a_model", DraftConfig(policy="hierarchy", cheap="standalone", budget=40, gamma=4, **SMALL)
+)
+_policy_check("standalone", DraftConfig(policy="standalone", budget=40, gamma=3, **SMALL))
+_policy_check("standalone_on_one", DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=1, **SMALL))
+_policy_check("standalone_on_two", DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=2, **SMALL))
+_policy_check(
+    # a kv head is on several ranks, each of which selects by its own query heads: other drafts, so samples may differ
+    "snapkv_where_kv_heads_are_few",
+    DraftConfig(policy="snapkv", budget=72, gamma=3),
+    config=wide_config(n_kv_heads=1, qkv_bias=True),
+    sampled=False,
+)
+_policy_check(
+    "streaming_where_kv_heads_are_few",
+    DraftConfig(policy="streaming", budget=40, gamma=3),
+    config=wide_config(n_kv_heads=2, tie_embeddings=True),
+)
+
+
+class Collectives(TorchDispatchMode):
+    """The names of the collectives that are called meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional":
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@check
+def a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was(parallel: Parallel, folder: Path) -> None:
+    for draft_tp in (1, parallel.tp):
+        draft = DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=draft_tp, **SMALL)
+        engine = engine_of(parallel, draft)
+        assert engine.model.output.weight.shape[0] == 260 // parallel.tp
+        assert engine.cache.k[0].shape[1] == 4 // parallel.tp
+        assert engine.policy is not None
+        assert engine.policy.reader.model.output.weight.shape[0] == 260 // draft_tp
+        assert engine.policy.reader.cache.k[0].shape[1] == 4 // draft_tp
+        with Collectives() as seen:
+            engine.generate(PROMPTS[2:], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert ("broadcast" in seen.names) == (draft_tp < parallel.tp), seen.names
+        assert {"all_reduce", "all_gather_into_tensor"} <= seen.names
+
+
+@check
+def a_model_that_is_not_split_is_refused(parallel: Parallel, folder: Path) -> None:
+    config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
+    try:
+        Engine(tiny_model(wide_config()), None, config, parallel=parallel)
+    except ValueError as error:
+        assert f"holds 260 of 260 embedding rows, but {parallel.tp} processes" in str(error)
+    else:
+        raise AssertionError("the whole model was taken for a part")
+
+
+@check
+def gamma_auto_and_fresh_seeds_are_the_first_ranks(parallel: Parallel, folder: Path) -> None:
+    engine = engine_of(parallel, DraftConfig(policy="streaming", budget=40, gamma="auto"))
+    fresh = SamplingParams(max_tokens=40, temperature=1.0, ignore_eos=True)
+    completions = engine.generate(PROMPTS, fresh)  # the engine itself notices tokens that differ
+    assert all(len(c.tokens) == 40 for c in completions)
+    assert [c.tokens for c in engine.generate(PROMPTS, fresh)] != [c.tokens for c in completions]
+
+
+@check
+def exact_decoding_stays_exact(parallel: Parallel, folder: Path) -> None:
+    draft = DraftConfig(policy="streaming", budget=40, gamma=3)
+    engine = engine_of(parallel, draft, exact=True)
+    spoken, plain = engine.generate(PROMPTS, GREEDY), engine.generate(PROMPTS, GREEDY, speculate=False)
+    assert [c.tokens for c in spoken] == [c.tokens for c in plain]
+
+
+@check
+def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path) -> None:
+    together, alone = engine_of(parallel, quantize="int8"), engine_of(None, quantize="int8")
+    ids = random_ids(30, seed=5)
+    theirs, ours = together.logits(ids), alone.logits(ids)
+    plain = engine_of(None).logits(ids)
+    # wo and w_out have scales of their own on each rank, so the rounding is another, but no larger
+    assert 0 < (theirs - plain).norm() < 1.5 * (ours - plain).norm()
+    draft = DraftConfig(policy="full", gamma=3)
+    drafting = engine_of(parallel, draft, quantize="int8")
+    spoken, spelled = drafting.generate(PROMPTS, GREEDY), together.generate(PROMPTS, GREEDY)
+    assert [c.tokens for c in spoken] == [c.tokens for c in spelled]
+
+
+@check
+def other_prompts_on_a_rank_are_noticed(parallel: Parallel, folder: Path) -> None:
+    _noticed(parallel, lambda engine: engine.generate([[1, 2, 3 + parallel.tp_rank]], GREEDY), "prompts and parameters")
+
+
+@check
+def other_tokens_on_a_rank_are_noticed_in_that_round(parallel: Parallel, folder: Path) -> None:
+    def go_astray(engine: Engine) -> None:
+        stream = engine.stream([[1, 2, 3]], dataclasses.replace(SAMPLED[0], max_tokens=60))
+        next(stream)
+        engine.rows.table.seed += parallel.tp_rank
+        list(stream)
+
+    _noticed(parallel, go_astray, "tokens of round ")
+
+
+def _noticed(parallel: Parallel, go_astray: Callable[[Engine], object], what: str) -> None:
+    engine = engine_of(parallel)
+    try:
+        go_astray(engine)
+    except Disagreement as error:
+        assert str(error).startswith(what), error
+    else:
+        raise AssertionError("nobody noticed")
+
+
+@check
+def a_step_with_its_collectives_is_one_graph(parallel: Parallel, folder: Path) -> None:
+    mesh = parallel.group.mesh
+    assert mesh is not None
+    vocabulary, model = Vocabulary(mesh), parallel.group.shard(tiny_model(wide_config()))
+
+    def step(tokens: torch.Tensor, pos: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = model(tokens, pos, CausalSelf())
+        return vocabulary.argmax(logits), vocabulary.whole(logits), broadcast(tokens, mesh)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
+    tokens, pos = torch.tensor([random_ids(4)]), torch.arange(4)[None]
+    with torch.inference_mode():
+        for ours, theirs in zip(compiled(tokens, pos), step(tokens, pos), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@check
+def compiled_rounds_give_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
+    # fullgraph: a collective that broke the graph would be an error
+    draft = DraftConfig(policy="snapkv", budget=72, gamma=3)
+    together, alone = engine_of(parallel, draft, compile=True), engine_of(None, draft)
+    for params in (GREEDY, SAMPLED):
+        theirs, ours = together.generate(PROMPTS, params), alone.generate(PROMPTS, params)
+        assert [c.tokens for c in theirs] == [c.tokens for c in ours]
+    assert together.compiled and together.stats.recompiles == 0
+
+
+@check
+def compiled_judging_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
+    # as on CUDA, where what gathers the vocabulary's parts is compiled with what judges
+    together, alone = engine_of(parallel), engine_of(None)
+    together.rounds.judge = CompiledStep(judge_step, compiled=True)
+    for params in (GREEDY, SAMPLED):
+        theirs, ours = together.generate(PROMPTS, params), alone.generate(PROMPTS, params)
+        assert [c.tokens for c in theirs] == [c.tokens for c in ours]
+    assert together.rounds.judge.graphs > 0
+
+
+@check
+def compiled_int8_rounds_give_the_tokens_of_eager_ones(parallel: Parallel, folder: Path) -> None:
+    draft = DraftConfig(policy="streaming", budget=40, gamma=3)
+    compiled, eager = (engine_of(parallel, draft, compile=flag, quantize="int8") for flag in (True, False))
+    assert [c.tokens for c in compiled.generate(PROMPTS, GREEDY)] == [c.tokens for c in eager.generate(PROMPTS, GREEDY)]
+
+
+@check
+def a_folder_is_loaded_and_decoded_by_all_ranks(parallel: Parallel, folder: Path) -> None:
+    place, small = folder / f"target.{parallel.rank}", folder / f"draft.{parallel.rank}"
+    save_hugging_face(tiny_model(wide_config()), place, dtype=torch.float32)
+    save_hugging_face(tiny_model(wide_config(n_layers=1)), small, dtype=torch.float32)
+    config = EngineConfig(batch_size=2, max_seq_len=400, dtype="fp32", device="cpu", compile=False)
+    for draft in (
+        DraftConfig(),
+        DraftConfig(policy="standalone", draft_model=small, draft_tp=1, budget=40, gamma=3),
+        DraftConfig(policy="standalone", draft_model=small, budget=40, gamma=3),
+    ):
+        together = Engine.from_pretrained(place, config, draft, parallel=parallel)
+        alone = Engine.from_pretrained(place, config, draft_alone(draft))
+        theirs, ours = together.generate(PROMPTS, GREEDY), alone.generate(PROMPTS, GREEDY)
+        assert [c.tokens for c in theirs] == [c.tokens for c in ours]
+
+
+def main() -> None:
+    """Run the checks that the command line names."""
+    warnings.filterwarnings("error", category=FutureWarning, module="gpt_fast_sd")
+    tp, folder, names = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
+    parallel = start(tp, "cpu", timeout=600)
+    with parallel.guard():
+        for name in names:
+            complaints, began = [], time.perf_counter()
+            try:
+                CHECKS[name](parallel, folder)
+            except Exception:  # of a check, so that the others are run
+                complaints = [f"rank {parallel.rank}: {traceback.format_exc()}"]
+            parallel.log(f"{time.perf_counter() - began:6.1f} s {name}")
+            (folder / f"{name}.{parallel.rank}.json").write_text(json.dumps(complaints))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Where tensors live: a mesh of processes, and the plan by which a model is shared among them.
+
+Behind this door: `start`, which joins the processes that torchrun started to a `Parallel`; the `Group` of ranks that
+hold one model together, which loads or shards it by `PLAN`; the `Vocabulary` that they share; and the `Agreement` that
+they do the same.
+"""
+
+from .agree import Agreement, Disagreement
+from .collectives import broadcast
+from .mesh import TIMEOUT, Parallel, start
+from .plan import ALONE, PLAN, Group, collectives_per_step, local_config
+from .vocab import Vocabulary
+
+__all__ = [
+    "ALONE",
+    "PLAN",
+    "TIMEOUT",
+    "Agreement",
+    "Disagreement",
+    "Group",
+    "Parallel",
+    "Vocabulary",
+    "broadcast",
+    "collectives_per_step",
+    "local_config",
+    "start",
+]

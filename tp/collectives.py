@@ -1,0 +1,33 @@
+"""The collectives of a step, functional: they stand in a compiled graph, or a captured one, like any other operator.
+
+A result is complete when the function returns.
+"""
+
+from __future__ import annotations
+
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# torch 2.11 has only the older of the two names, later ones warn of it
+_all_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+
+
+def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the ranks of a mesh of one dimension, the same bits on each: any shape -> that shape."""
+    return _complete(functional.all_reduce(x.contiguous(), "sum", mesh))
+
+
+def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What all ranks have, in their order: [...] -> [ranks, ...]."""
+    return _complete(_all_gather(x.contiguous()[None], 0, mesh))
+
+
+def broadcast(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What the first rank has: any shape -> that shape."""
+    return _complete(functional.broadcast(x.contiguous(), 0, mesh))
+
+
+def _complete(x: Tensor) -> Tensor:
+    """Wait for the result; outside a graph it may be on its way."""
+    return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x

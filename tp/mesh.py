@@ -1,0 +1,220 @@
+"""From torchrun's environment to a mesh ("dp", "tp"): who this process is, and what it says to the others on the host.
+
+torchrun starts the processes, torch.distributed joins them, DeviceMesh names the groups; one process alone needs none
+of these and is a mesh of 1 x 1. Every rank runs the same host loop: dp replicas share a list of prompts, and the tp
+ranks of a replica hold one model together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .agree import Agreement, Disagreement
+from .plan import ALONE, Group
+
+Item = TypeVar("Item")
+
+TIMEOUT = 600.0  # seconds that a rank waits for the others: one that compiles may be minutes behind
+LOST = ("connection", "peer", "timed out", "timeout", "socket", "gloo", "nccl")  # what a lost rank's errors speak of
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One process among dp * tp: replica dp_rank of the model, of which it holds shard tp_rank."""
+
+    device: torch.device
+    dp: int = 1
+    tp: int = 1
+    dp_rank: int = 0
+    tp_rank: int = 0
+    mesh: DeviceMesh | None = None  # ("dp", "tp"); None: one process without a process group
+    host: dist.ProcessGroup | None = None  # gloo, the replica's ranks: what the host loops say to each other
+    peers: dist.ProcessGroup | None = (
+        None  # gloo, the ranks of this shard in all replicas; it waits as long as it takes
+    )
+    timeout: float = TIMEOUT
+    _smaller: dict[int, Group] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def rank(self) -> int:
+        """The rank in the whole world, replica by replica."""
+        return self.dp_rank * self.tp + self.tp_rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that prints and writes files."""
+        return self.rank == 0
+
+    @property
+    def group(self) -> Group:
+        """The ranks that hold this one's model together."""
+        return Group(self.tp, self.tp_rank, self.mesh["tp"]) if self.mesh is not None and self.tp > 1 else ALONE
+
+    def smaller_group(self, size: int) -> Group:
+        """The one of this rank among groups of `size` tp ranks; every rank must call it."""
+        if size < 1 or self.tp % size:
+            raise ValueError(f"draft_tp must divide tp, got draft_tp {size} and tp {self.tp}")
+        if size == self.tp or size == 1:
+            return self.group if size == self.tp else ALONE
+        if size not in self._smaller:
+            world = torch.arange(self.dp * self.tp).view(-1, size)
+            group = _own_group(world, timedelta(seconds=self.timeout))
+            mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("draft",))
+            self._smaller[size] = Group(size, self.tp_rank % size, mesh)
+        return self._smaller[size]
+
+    def agreement(self) -> Agreement:
+        """A check that the ranks which hold one model do the same."""
+        return Agreement(self.host if self.tp > 1 else None)
+
+    def log(self, *what: object) -> None:
+        """Print on rank 0 alone."""
+        if self.is_main:
+            print(*what, flush=True)
+
+    def share(self, items: Sequence[Item]) -> list[tuple[int, Item]]:
+        """The replica's part of a list that all ranks have, each item with its index; parts differ by one item."""
+        return list(enumerate(items))[self.dp_rank :: self.dp]
+
+    def gather(self, results: Sequence[tuple[int, Item]]) -> list[Item] | None:
+        """All replicas' (index, result) as one list in the order of the indices, on rank 0; None elsewhere.
+
+        Every rank calls it; of a replica the first rank's results count. It waits for the slowest replica.
+        """
+        found = list(results)
+        if self.dp > 1 and self.tp_rank == 0:
+            parts: list[Any] | None = [None] * self.dp if self.is_main else None
+            dist.gather_object(found, parts, dst=0, group=self.peers)
+            found = [pair for part in parts or [] for pair in part]
+        if not self.is_main:
+            return None
+        found.sort(key=lambda pair: pair[0])
+        assert [index for index, _ in found] == list(range(len(found))), "an index is missing or came twice"
+        return [result for _, result in found]
+
+    def same(self, number: int) -> int:
+        """The number that the replica's first rank has, on each of its ranks: for a fresh seed or a measured time."""
+        if self.host is None:
+            return number
+        box = torch.tensor([number])
+        dist.broadcast(box, group=self.host, group_src=0)
+        return int(box)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Close at the end of the block; where this rank fails in it, or another one is lost, end the process at once.
+
+        A lost rank and a disagreement are told in one sentence, other errors with their traceback. One process alone
+        has its errors go their way.
+        """
+        try:
+            yield
+            self.close()
+        except BaseException as error:
+            if self.mesh is None:
+                raise
+            who, text = f"rank {self.rank} of {self.dp * self.tp} stops", str(error)
+            lost = isinstance(error, RuntimeError) and any(word in text.lower() for word in LOST)
+            if isinstance(error, Disagreement):
+                print(f"{who}: {text}", file=sys.stderr)
+            elif isinstance(error, dist.DistError) or lost:
+                reason = re.sub(r"^(\[[^]]*\]:? *)*", "", text.partition("\n")[0])[:200]
+                waited = f"did not answer within {self.timeout:g} s"
+                print(f"{who}: another rank is gone, or {waited} ({reason})", file=sys.stderr)
+            elif not isinstance(error, SystemExit):
+                traceback.print_exc()
+            code = error.code if isinstance(error, SystemExit) else 1
+            self.leave(code if isinstance(code, int) else 1 if code else 0)
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process with an exit code, at once where there are others: taking leave may wait for a lost one."""
+        if self.mesh is None:
+            raise SystemExit(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def close(self) -> None:
+        """Wait until every rank is done, and leave the process group: one that leaves early upsets the others."""
+        if self.mesh is not None and dist.is_initialized():
+            dist.barrier(self.peers)
+            dist.barrier(self.host)
+            dist.destroy_process_group()
+
+
+def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT) -> Parallel:
+    """Join the other processes that torchrun started; ValueError, in one sentence, where tp does not fit them.
+
+    tp: ranks that hold one model together (None: all of them), the rest are replicas. device: "cpu" (gloo), "cuda"
+    (nccl, one device a process) or "auto". timeout: seconds that a rank waits for the others.
+    """
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if dist.is_initialized():  # by the program around us
+        world, rank = dist.get_world_size(), dist.get_rank()
+    wanted = world if tp is None else tp
+    if wanted < 1 or world % wanted:
+        started = "one process was" if world == 1 else f"{world} processes were"
+        raise ValueError(
+            f"tp must divide the number of processes, and {started} started, got tp {wanted}: "
+            f"torchrun --nproc_per_node={max(1, wanted)} starts {max(1, wanted)}"
+        )
+    place = _device(device)
+    if world == 1:
+        return Parallel(place, timeout=timeout)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    wait = timedelta(seconds=timeout)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=wait)
+    grid = torch.arange(world).view(-1, wanted)  # [dp, tp]
+    by_host = "gloo" if place.type == "cuda" else None  # None: the backend that there is
+    by_column, by_row = _own_group(grid.T, wait), _own_group(grid, wait)
+    mesh = DeviceMesh.from_group([by_column, by_row], place.type, grid, mesh_dim_names=("dp", "tp"))
+    return Parallel(
+        device=place,
+        dp=world // wanted,
+        tp=wanted,
+        dp_rank=rank // wanted,
+        tp_rank=rank % wanted,
+        mesh=mesh,
+        host=_own_group(grid, wait, by_host),
+        peers=_own_group(grid.T, timedelta(days=1), by_host),
+        timeout=timeout,
+    )
+
+
+def _own_group(rows: Tensor, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """One group for each row of ranks -> the one that this process is in. Every process makes all of them."""
+    made = [dist.new_group(row, timeout=timeout, backend=backend) for row in rows.tolist()]
+    own: dist.ProcessGroup = next(
+        group for row, group in zip(rows.tolist(), made, strict=True) if dist.get_rank() in row
+    )
+    return own
+
+
+def _device(name: str) -> torch.device:
+    """The device of this process; ValueError where there is none for it."""
+    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be one of auto, cpu, cuda, got {name!r}")
+    if name == "cpu" or (name == "auto" and not n_devices):
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not n_devices:
+        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device: use 'cpu' or 'auto'")
+    if local >= n_devices:
+        raise ValueError(f"process {local} of this machine needs a CUDA device of its own, and there are {n_devices}")
+    return torch.device("cuda", local) if "LOCAL_RANK" in os.environ else torch.device("cuda")
