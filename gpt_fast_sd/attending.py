@@ -41,7 +41,7 @@ def attend_cuda(q: Tensor, keys: Tensor, values: Tensor, pos: Tensor, n_keys: in
     q [B, N, T, H]; keys, values [B, K, S, H]; pos [B, T] -> [B, N, T, H], 0 for a query at or past n_keys
     """
     if q.shape[2] <= MOST_DECODED:
-        # splits hang on the cache alone: sums do not depend on the batch, or on how many tokens come at a time
+        # splits hang on the cache alone: no sum depends on the batch, nor, within tiles of one size, on the tokens fed
         return decode_attention(q, keys, values, pos, n_keys, split_for(keys.shape[2] - SPLIT))
     return prefill_attention(q, keys, values, pos, n_keys)
 

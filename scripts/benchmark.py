@@ -572,7 +572,7 @@ def prepare(args: argparse.Namespace) -> Job:
             f"a benchmark measures one copy of the model, and {parallel.dp * parallel.tp} processes with --tp "
             f"{parallel.tp} make {parallel.dp}: start as many processes as --tp says"
         )
-    bos = config.bos_id
+    bos, machine = config.bos_id, environment(parallel.device)
     if args.synthetic:
         ids = random_text(max(args.batch) * max(args.context), config.vocab_size, args.seed)
         text: Record = {"synthetic": args.seed}
@@ -606,6 +606,7 @@ def prepare(args: argparse.Namespace) -> Job:
         args=args, parallel=parallel, config=config, ids=ids, bos=bos, points=points, skipped=skipped,
         settings={
             "model": str(args.model), "transformer": asdict(config), "text": text, "compiled": not args.no_compile,
+            "machine": {name: machine[name] for name in ("cpu", "device", "torch")},
             "device": parallel.device.type, "threads": args.threads, "tp": parallel.tp,
             "draft_transformer": asdict(draft_config) if draft_config else None,
             **{name: getattr(args, name) for name in names},
@@ -901,14 +902,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def describe(job: Job) -> str:
+def describe(job: Job, dtype: str) -> str:
     """What is measured, in one line."""
     args, config = job.args, job.config
     text = "synthetic prompts" if args.synthetic else f"{job.settings['text']['tokens']:,} tokens of text"
     how = f"temperature {args.temperature:g}" if args.temperature else "greedy"
     where = f"{job.parallel.device.type}, tp {job.parallel.tp}, {args.threads} threads"
     return (
-        f"{args.model}, {config.n_params / 1e6:.1f} M parameters, {args.dtype}{', exact' if args.exact else ''} on "
+        f"{args.model}, {config.n_params / 1e6:.1f} M parameters, {dtype}{', exact' if args.exact else ''} on "
         f"{where}; {text}; {how}, {args.max_new_tokens} new tokens, {args.pairs} pairs"
     )
 
@@ -935,7 +936,7 @@ def measure_all(job: Job, ledger: Ledger) -> None:
     parallel, args = job.parallel, job.args
     # the first rank has the file, and says what is left
     todo = [point for point in job.points if not parallel.same(int(ledger.holds(point)))]
-    parallel.log(describe(job))
+    parallel.log(describe(job, args.dtype))
     for label, reason in job.skipped.items():
         parallel.log(f"skipped {label}: {reason}")
     for note in dict.fromkeys(pack(job.ids, b, c, job.bos)[1] for b in args.batch for c in args.context):
@@ -977,7 +978,7 @@ def report(job: Job, ledger: Ledger) -> None:
     if args.no_compile:
         print("not compiled: acceptance and tokens a round hold, the speeds mean little")
     if args.plots:
-        for path in draw(measured, lengths, describe(job), args.plots):
+        for path in draw(measured, lengths, describe(job, measured[-1]["dtype"]), args.plots):
             print(f"drawn: {path}")
     compared = [r["lossless"] for r in measured if r["lossless"]["compared"]]
     rows, equal = sum(one["rows"] for one in compared), sum(one["equal"] for one in compared)

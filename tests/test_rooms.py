@@ -165,7 +165,10 @@ def test_the_checker_sees_a_planted_violation(path: str, source: str, wrong: str
         ("model/tokenizer.py", "def f():\n    import tiktoken"),
         ("tp/plan.py", "from gpt_fast_sd.model import ModelConfig\nfrom .mesh import start"),
         ("gpt_fast_sd/kernels/sparse.py", "import torch, triton\nfrom .reference import sparse"),
-        ("gpt_fast_sd/engine.py", "import torchao\nfrom gpt_fast_sd.model import KVCache\nfrom .kernels import sparse_attention"),
+        (
+            "gpt_fast_sd/engine.py",
+            "import torchao\nfrom gpt_fast_sd.model import KVCache\nfrom .kernels import sparse_attention",
+        ),
         ("gpt_fast_sd/engine.py", "from gpt_fast_sd import tp\nfrom . import kernels\nfrom .policies import snapkv"),
         ("gpt_fast_sd/policies/snapkv.py", "from ..config import DraftConfig\nfrom ..kernels import sparse_attention"),
         ("scripts/generate.py", "import rich\nfrom gpt_fast_sd import Engine\nfrom gpt_fast_sd.planner import plan"),

@@ -41,10 +41,10 @@ class Parallel:
     dp_rank: int = 0
     tp_rank: int = 0
     mesh: DeviceMesh | None = None  # ("dp", "tp"); None: one process without a process group
-    host: dist.ProcessGroup | None = None  # gloo, the replica's ranks: what the host loops say to each other
-    peers: dist.ProcessGroup | None = (
-        None  # gloo, the ranks of this shard in all replicas; it waits as long as it takes
-    )
+    # both gloo: what host loops say to each other
+    host: dist.ProcessGroup | None = None  # the replica's ranks
+    peers: dist.ProcessGroup | None = None  # the ranks of this shard in all replicas, who wait as long as it takes
+    owned: bool = False  # whether start made the process group, so that close ends it
     timeout: float = TIMEOUT
     _smaller: dict[int, Group] = field(default_factory=dict, repr=False, compare=False)
 
@@ -134,9 +134,9 @@ class Parallel:
                 reason = re.sub(r"^(\[[^]]*\]:? *)*", "", text.partition("\n")[0])[:200]
                 waited = f"did not answer within {self.timeout:g} s"
                 print(f"{who}: another rank is gone, or {waited} ({reason})", file=sys.stderr)
-            elif not isinstance(error, SystemExit):
+            elif not isinstance(error, (SystemExit, KeyboardInterrupt)):
                 traceback.print_exc()
-            code = error.code if isinstance(error, SystemExit) else 1
+            code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
             self.leave(code if isinstance(code, int) else 1 if code else 0)
 
     def leave(self, code: int) -> NoReturn:
@@ -148,11 +148,12 @@ class Parallel:
         os._exit(code)
 
     def close(self) -> None:
-        """Wait until every rank is done, and leave the process group: one that leaves early upsets the others."""
+        """Wait until every rank is done, and leave the group that start made: one that leaves early upsets others."""
         if self.mesh is not None and dist.is_initialized():
             dist.barrier(self.peers)
             dist.barrier(self.host)
-            dist.destroy_process_group()
+            if self.owned:
+                dist.destroy_process_group()
 
 
 def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT) -> Parallel:
@@ -177,7 +178,8 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     wait = timedelta(seconds=timeout)
-    if not dist.is_initialized():
+    owned = not dist.is_initialized()
+    if owned:
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=wait)
     grid = torch.arange(world).view(-1, wanted)  # [dp, tp]
     by_host = "gloo" if place.type == "cuda" else None  # None: the backend that there is
@@ -192,6 +194,7 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
         mesh=mesh,
         host=_own_group(grid, wait, by_host),
         peers=_own_group(grid.T, timedelta(days=1), by_host),
+        owned=owned,
         timeout=timeout,
     )
 

@@ -106,6 +106,7 @@ class Group:
     def shard(self, model: Transformer) -> Transformer:
         """Cut a whole model down, in place, to this rank's part; ValueError where it cannot be split that often."""
         if self.mesh is not None:
+            assert len(model.embedding.weight) == model.config.vocab_size, "the model is a part already"
             check_split(model.config, self.size)
             repeat_kv_heads(model, kv_copies(model.config, self.size))
             self._cut(model)

@@ -190,7 +190,7 @@ class ModelDraft:
         self.wants_mass = view.wants_mass
         self.stream = DRAFT_STREAM  # what its tokens are drawn with
         self.vocabulary = Vocabulary(reader.group.mesh)
-        # sampling is many small operators: on CUDA each would be a launch, on a CPU compiling takes longer than it saves
+        # sampling is many small operators: on CUDA each is a launch, on a CPU compiling takes longer than it saves
         self._choose = CompiledStep(Rows.choose, compiled=reader.compiled if reader.device.type == "cuda" else None)
         self._step = CompiledStep(draft_step, compiled=reader.compiled)
 

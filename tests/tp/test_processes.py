@@ -94,12 +94,22 @@ def start_without_agent(n: int, *args: object) -> list[subprocess.Popen[str]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("how", "timeout"), [("die", 600), pytest.param("hang", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("how", "timeout"),
+    [
+        ("die", 600),
+        pytest.param("raise", 600, marks=pytest.mark.slow),
+        pytest.param("hang", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_is_lost_ends_the_others_with_one_sentence(how: str, timeout: float) -> None:
     # a rank that dies is missed at once, whatever the timeout; one that hangs is missed when it is over
     first, second = start_without_agent(2, how, timeout)
     try:
         _, said = first.communicate(timeout=120)
+        if how == "raise":
+            _, own = second.communicate(timeout=120)
+            assert second.returncode == 1 and own.splitlines()[-1] == 'KeyError: "something of rank 1\'s own"'
     finally:
         for process in (first, second):
             process.kill()

@@ -1,4 +1,4 @@
-"""Rank 1 dies, or hangs, in the middle of a text: lost.py "die" | "hang" TIMEOUT; rank 0 must not wait forever."""
+"""Rank 1 is lost in the middle of a text: lost.py "die" | "raise" | "hang" TIMEOUT; rank 0 must not wait forever."""
 
 import os
 import sys
@@ -21,6 +21,8 @@ def main() -> None:
             if n == 5 and parallel.rank == 1:
                 if how == "die":
                     os._exit(7)
+                if how == "raise":
+                    raise KeyError("something of rank 1's own")
                 time.sleep(600)
 
 
