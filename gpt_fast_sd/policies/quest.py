@@ -154,13 +154,13 @@ class QuestView:
         return rows.round > self._round + 1
 
     def renew(self, rows: Rows) -> None:
-        """Take the bounds of pages that such rounds have closed."""
-        if self.due(rows):
-            behind = max((self._closed(n) - self._bounded[slot] for slot, n in rows.lengths.items()), default=0)
-            for done in range(self._stride, behind, self._stride):
-                self._bound(self.tail_start // self.page + done)
-        for slot, n in rows.lengths.items():
-            self._bounded[slot] = self._closed(n)
+        """Take the bounds of all pages that rows have closed, but for those that begin looks at."""
+        closed = {slot: self._closed(length) for slot, length in rows.lengths.items()}
+        behind = max((n - self._bounded[slot] for slot, n in closed.items()), default=0)
+        for done in range(self._stride, behind, self._stride):
+            self._bound(self.tail_start // self.page + done)
+        for slot, n in closed.items():
+            self._bounded[slot] = n
         self._round = rows.round
 
     def begin(self, rows: Rows) -> None:
