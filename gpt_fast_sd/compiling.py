@@ -52,6 +52,17 @@ def inductor_options(config: EngineConfig, device: torch.device) -> Options:
     return {"max_autotune": config.max_autotune, "triton.cudagraphs": config.cuda_graphs == "step"}
 
 
+def without_graphs(compiled: bool | Options | None) -> bool | Options | None:
+    """The same options for a step that Inductor must not capture: its inputs lie elsewhere from call to call."""
+    return {**compiled, "triton.cudagraphs": False} if isinstance(compiled, dict) else compiled
+
+
+def hold_still(*tensors: Tensor) -> None:
+    """Promise that these tensors, inputs of steps, never move: else Inductor captures no step that writes to them."""
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)
+
+
 def span(cache: KVCache, n_keys: int) -> Tensor:
     """[n_splits, 0]: how many key splits are in view for the first n_keys positions, as a size.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, Transformer
 
 from .attending import DenseKV
-from .compiling import CompiledStep, span
+from .compiling import CompiledStep, span, without_graphs
 
 if TYPE_CHECKING:
     from .policies import Reader
@@ -44,7 +44,7 @@ class Prefill:
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.sizes = chunk_sizes(reader.device.type)
-        self._step = CompiledStep(prefill_step, compiled=reader.compiled)
+        self._step = CompiledStep(prefill_step, compiled=without_graphs(reader.compiled))
         self._warm = False
         self._held: list[list[int]] = [[] for _ in range(reader.shape[1])]
 

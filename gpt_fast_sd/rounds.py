@@ -21,7 +21,7 @@ from gpt_fast_sd.model import SPLIT, Transformer
 
 from .attending import DenseKV, MassKV
 from .compiling import CompiledStep, span
-from .config import DraftConfig
+from .config import MAX_GAMMA, DraftConfig
 from .policies import Draft, DraftPolicy, Reader
 from .replay import Replay
 from .requests import Request
@@ -152,7 +152,8 @@ class Rounds:
         step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
         if step is self.verify and self.gamma_varies and self.draft.max_gamma > 1:
             for varying in (tokens, pos):
-                torch._dynamo.mark_dynamic(varying, 1, min=2, max=1 + self.draft.max_gamma)
+                # one range for every engine: graphs in Inductor's cache carry it
+                torch._dynamo.mark_dynamic(varying, 1, min=2, max=1 + MAX_GAMMA)
         in_view = span(cache, self.in_view(n_keys))
         # with several threads a library may sum one row of a product otherwise than the next
         with one_thread() if self.width else contextlib.nullcontext():

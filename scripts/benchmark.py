@@ -609,6 +609,7 @@ def prepare(args: argparse.Namespace) -> Job:
             "machine": {name: machine[name] for name in ("cpu", "device", "torch")},
             "device": parallel.device.type, "threads": args.threads, "tp": parallel.tp,
             "draft_transformer": asdict(draft_config) if draft_config else None,
+            **({"cuda_graphs": args.cuda_graphs} if parallel.device.type == "cuda" else {}),
             **{name: getattr(args, name) for name in names},
         },
     )  # fmt: skip
@@ -773,8 +774,8 @@ def summary(lengths: Sequence[Record]) -> str:
     for draft in dict.fromkeys(r["draft"] for r in lengths):
         ours = [r for r in lengths if r["draft"] == draft]
         evens = ", ".join(f"batch {r['batch']} {r['phrase']}" for r in ours if r["kind"] == "break-even")
-        critical = next((r["phrase"] for r in ours if r["kind"] == "critical length"), "needs two batches")
-        lines.append(f"{draft}: critical length {critical} tokens; break-even at {evens}")
+        found = (f"{r['phrase']} tokens" for r in ours if r["kind"] == "critical length")
+        lines.append(f"{draft}: critical length {next(found, 'needs two batches')}; break-even at {evens}")
     return "\n".join(lines)
 
 

@@ -63,6 +63,10 @@ def add_model_flags(add: Callable[..., argparse.Action]) -> None:
     add("--exact", action="store_true", help="plain and speculative decoding give the same bits in any dtype; slower")
     add("--no-compile", action="store_true", help="run eagerly: starts at once, decodes slower")
     add(
+        "--cuda-graphs", metavar="NAME", default="round",
+        help="on CUDA: round (each round one graph), step (each step one) or off (default: round)",
+    )  # fmt: skip
+    add(
         "--threads", metavar="N", type=positive, default=torch.get_num_threads(),
         help=f"of torch on a CPU (default: {torch.get_num_threads()}, see OMP_NUM_THREADS)",
     )  # fmt: skip
@@ -73,6 +77,7 @@ def engine_config(args: argparse.Namespace, batch_size: int, max_seq_len: int) -
     return EngineConfig(
         batch_size=batch_size, max_seq_len=max_seq_len, device=args.device, dtype=args.dtype,
         compile=not args.no_compile, exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype,
+        cuda_graphs=args.cuda_graphs,
     )  # fmt: skip
 
 

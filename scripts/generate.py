@@ -108,6 +108,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kv-dtype", metavar="NAME", help="dtype of the KV cache: fp32, bf16 or fp16 (default: as --dtype)")
     add("--quantize", metavar="NAME", help="weights: int8")
     add("--no-compile", action="store_true", help="run eagerly: starts at once, decodes slower")
+    add(
+        "--cuda-graphs", metavar="NAME", default="round",
+        help="on CUDA: round (each round one graph), step (each step one) or off (default: round)",
+    )  # fmt: skip
     add("--json", metavar="FILE|-", help="write completions, stats, config and environment as one JSON document")
     add("--output", metavar="F.jsonl", type=Path, help="write one JSON object a completion")
     add("--profile", metavar="F.json", type=Path, help="write a Chrome trace of the run")
@@ -229,7 +233,7 @@ def build(
     engine_config = EngineConfig(
         batch_size=args.batch_size if args.batch_size is not None else min(8, -(-len(prompts) // parallel.dp)),
         max_seq_len=min(room, limit), device=args.device, dtype=args.dtype, compile=not args.no_compile,
-        exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype,
+        exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype, cuda_graphs=args.cuda_graphs,
     )  # fmt: skip
     return Engine.from_pretrained(args.model, engine_config, draft_config(args), parallel=parallel)
 

@@ -83,8 +83,8 @@ def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, h
     assert Counter(step.ours) == ours and step.others == []
     assert len(cache_sized(step)) == (name == "observe")  # what it is for: the attention that each key received
     assert step.graphs == 1 and step.no_cudagraph is None
-    written = {"observe": 0, "draft quest": 3 * LAYERS}.get(name, 2 * LAYERS)  # keys, values, and quest's choice
-    assert len(step.mutated) == written
+    # what a step writes to never moves, or Inductor would not capture it; the rows of one slot do, so prefill never is
+    assert len(step.mutated) == (2 * LAYERS if name == "prefill" else 0)
 
 
 @pytest.mark.slow
