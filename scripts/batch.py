@@ -20,7 +20,8 @@ only with the input, the model and the flags of OUT.state.json; --fresh begins a
 model takes its share of the lines and writes a part; the parts are merged when all are done. On several machines the
 files lie in a folder that all of them see.
 
-Exit code: 0 all is done, 4 all is done and some lines were rejected, 2 the command made no sense, 1 it could not go on.
+Exit code: 0 all is done, 4 all is done and some lines were rejected (0 under torchrun, which takes any other code for a
+crash and says so at length), 2 the command made no sense, 1 it could not go on.
 """
 
 from __future__ import annotations
@@ -621,7 +622,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         stop(error)
     parallel.close()
     if parallel.is_main:
-        report(job.files, sum(counts or []), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        report(job.files, sum(counts or []), seconds, under_torchrun=parallel.mesh is not None)
 
 
 def work(job: Job, engine: Engine, writer: Writer) -> int:
@@ -636,14 +638,15 @@ def work(job: Job, engine: Engine, writer: Writer) -> int:
         return run(engine, job.share, job.done, job.reader, writer, bar)
 
 
-def report(files: Files, n_tokens: int, seconds: float) -> None:
-    """What there is now, in a sentence or two; exit code 4 where lines were rejected."""
+def report(files: Files, n_tokens: int, seconds: float, *, under_torchrun: bool) -> None:
+    """What there is now, in a sentence or two; exit code 4 where lines were rejected, see the top."""
     n_done, n_rejected = (sum(1 for _ in indices(path)) for path in (files.output, files.rejects))
     speed = f"; {n_tokens:,} tokens in this run, {n_tokens / seconds:,.0f} a second" if n_tokens else ""
     print(f"{n_done:,} prompts continued in {files.output}{speed}")
     if n_rejected:
         print(f"{n_rejected:,} lines were rejected: {files.rejects} says which and why")
-        raise SystemExit(REJECTED)
+        if not under_torchrun:
+            raise SystemExit(REJECTED)
 
 
 def stop(error: OSError) -> NoReturn:

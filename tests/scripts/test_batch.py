@@ -237,7 +237,7 @@ def test_two_processes_killed_and_started_again_write_what_one_writes(model: Pat
     process.wait()
     assert 12 <= n_written() < 58
     done = subprocess.run(command, capture_output=True, text=True)
-    assert "2 lines were rejected" in done.stdout and "exitcode  : 4" in done.stderr
+    assert "2 lines were rejected" in done.stdout and done.returncode == 0  # torchrun takes all else for a crash
 
     whole = tmp_path / "whole.jsonl"
     assert code_of(model, source, whole) == 4
