@@ -21,6 +21,13 @@ from tests.gpuless.driver import Launch, stand_in
 sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def slow(value: object) -> object:
+    """A parameter that models seldom have."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 ONE_CHUNK, SEVERAL = (112, 42), (448, 74)  # listed entries, width of the tail
 
 
@@ -73,10 +80,9 @@ def test_the_kernels_of_an_8b_model_are_built_well(entries: tuple[int, int], n_r
     assert_built_well(cap, entries, n_rows, page=page)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cap", [80, 90])
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [slow(FP32), slow(FP16), BF16])
+@pytest.mark.parametrize("head_dim", [64, slow(96), 128, slow(256)])
 @pytest.mark.parametrize("n_rows", [4, 32, 136])
 def test_every_kernel_is_built_well(n_rows: int, head_dim: int, dtype: torch.dtype, cap: int) -> None:
     for entries in (ONE_CHUNK, SEVERAL):
