@@ -246,14 +246,6 @@ def best_gamma(forecast: Callable[[int], Forecast], gammas: Iterable[int] = rang
     return max((forecast(gamma) for gamma in sorted(gammas)), key=lambda one: one.ratio)
 
 
-def memory_needed(
-    config: ModelConfig, batch: int, context: int, *, weight_bytes: float = 2.0, kv_bytes: float = 2.0, tp: int = 1
-) -> float:
-    """Bytes that weights and cache take on each chip; activations and graphs want about 4 GiB more."""
-    kv = 2 * config.n_layers * config.n_kv_heads * config.head_dim * kv_bytes * context * batch
-    return (config.n_params * weight_bytes + kv) / tp
-
-
 # ---------------------------------------------------------------- the chip at hand
 
 

@@ -17,7 +17,6 @@ from gpt_fast_sd.roofline import (
     best_gamma,
     linear_params,
     measure,
-    memory_needed,
     omega,
     speedup,
     step_cost,
@@ -67,7 +66,6 @@ def test_cells_that_fill_an_h200_gain_what_was_published_ideal_and_practical(
 ) -> None:
     assert best(batch, context, alpha, budget=budget).ratio == pytest.approx(ideal, abs=0.006)
     assert best(batch, context, alpha, PRACTICAL, budget).ratio == pytest.approx(practical, abs=0.006)
-    assert memory_needed(LLAMA, batch, context) < H200.memory
 
 
 def test_over_eight_chips_speedup_falls_with_the_batch_at_short_context_and_rises_at_long() -> None:

@@ -75,11 +75,9 @@ def test_captured_rounds_emit_what_eager_ones_do(name: str, params: list[Samplin
     got = one.generate(PROMPTS, params)
     greedy = [i for i, p in enumerate(params) if p.temperature == 0]
     assert [got[i].tokens for i in greedy] == [plain[i].tokens for i in greedy]
-    if name.startswith(("hierarchy", "snapkv", "standalone, snapkv", "quest")):
-        # a captured round drafts on near a row's end, selects by lengths known at other times, and of pages that are
-        # best to two queries alike topk takes either, as the number of pages in view has it
-        assert [c.tokens for c in got] == [c.tokens for c in expected] or params is MIXED
-    else:
+    # of pages that are best to two queries alike topk takes either, as the number of pages in view has it; and a middle
+    # level that is guided has looked at other drafts near a row's end, where captured rounds draft on
+    if name not in ("quest", "hierarchy, guided"):
         assert told(got) == told(expected)
     assert one.stats.decode_tokens == sum(len(c.tokens) for c in got)
 
