@@ -33,7 +33,7 @@ from gpt_fast_sd.model import (
 )
 from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config
 
-from .compiling import can_compile, hold_still, inductor_options, span
+from .compiling import can_compile, hold_still, inductor_options, require_kernels, span
 from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
 from .memory import MemoryPlan
 from .planner import GammaPlanner
@@ -80,6 +80,7 @@ class Engine:
         self.parallel = parallel or Parallel(self.device)
         self._agreement, group = self.parallel.agreement(), self.parallel.group
         group.check_part(model)
+        require_kernels(self.device)
         self._check_fit()
         cfg, kv_dtype = self.config, TORCH_DTYPES[self.config.kv_dtype] if self.config.kv_dtype else self.dtype
         own = local_config(model.config, group.size)
@@ -149,6 +150,7 @@ class Engine:
         folder = locate(model)
         model_config = read_config(folder)
         device = parallel.device if parallel else _device(config.device)
+        require_kernels(device)  # before weights are read
         if config.device not in ("auto", device.type):
             raise ValueError(
                 f"device {config.device!r} was asked for, but the processes were started for {device.type!r}"
