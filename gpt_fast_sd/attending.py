@@ -22,6 +22,8 @@ from gpt_fast_sd.kernels import (
 )
 from gpt_fast_sd.model import SPLIT, FullKV, attend, attend_with_mass, store
 
+from .devices import ways_of
+
 MOST_DECODED = 32  # query tokens that flash-decoding serves; with more there are enough queries without splitting keys
 
 
@@ -32,7 +34,7 @@ def kernel_serves(q: Tensor, k: Tensor) -> bool:
 
 def on_cuda(keys: Tensor) -> bool:
     """Whether a cache is where our Triton kernels attend and select."""
-    return keys.device.type == "cuda"
+    return ways_of(keys.device).operators
 
 
 def attend_cuda(q: Tensor, keys: Tensor, values: Tensor, pos: Tensor, n_keys: int) -> Tensor:

@@ -35,6 +35,7 @@ from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config
 
 from .compiling import can_compile, hold_still, inductor_options, require_kernels, span
 from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
+from .devices import ways_of
 from .memory import MemoryPlan
 from .planner import GammaPlanner
 from .policies import DraftPolicy, Reader, build_policy
@@ -85,7 +86,7 @@ class Engine:
         cfg, kv_dtype = self.config, TORCH_DTYPES[self.config.kv_dtype] if self.config.kv_dtype else self.dtype
         own = local_config(model.config, group.size)
         theirs = local_config(draft_model.config, draft_group(self.draft, self.parallel).size) if draft_model else None
-        plan = MemoryPlan.of(cfg, self.draft, own, theirs, kv_dtype, device=self.device.type)
+        plan = MemoryPlan.of(cfg, self.draft, own, theirs, kv_dtype, device=self.device)
         plan.check(_free_memory(self.device), self.device, cfg)
         if cfg.quantize:
             quantize(model, cfg.quantize)
@@ -102,7 +103,7 @@ class Engine:
         )
         self.compiled = cfg.compile and can_compile(self.device)
         self.target = Reader(model, self.cache, inductor_options(cfg, self.device) if self.compiled else None, group)
-        self._capture = GraphPool() if self.device.type == "cuda" and cfg.cuda_graphs == "round" else None
+        self._capture = GraphPool() if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
         self._slots: list[Request | None] = [None] * cfg.batch_size
         self._flights: deque[Flight] = deque()
@@ -176,7 +177,7 @@ class Engine:
             local_config(model_config, group.size),
             local_config(draft_config, theirs.size) if draft_config else None,
             kv_dtype,
-            device=device.type,
+            device=device,
             weights=n_params * dtype.itemsize,
         )
         plan.check(_free_memory(device), device, config)

@@ -13,10 +13,11 @@ import torch
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
 
 from .config import DraftConfig, EngineConfig
+from .devices import ways_of
 from .kernels import split_for
-from .prefill import chunk_sizes
 
 GIB = 2**30
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class MemoryPlan:
         draft_model: ModelConfig | None,
         kv_dtype: torch.dtype,
         *,
-        device: str = "cpu",
+        device: torch.device = CPU,
         weights: int = 0,
     ) -> MemoryPlan:
         """The plan for a model of these sizes (under tensor parallelism, those of one rank)."""
@@ -81,14 +82,16 @@ class MemoryPlan:
         )
 
 
-def _workspace(config: EngineConfig, draft: DraftConfig, model: ModelConfig, capacity: int, device: str) -> int:
+def _workspace(
+    config: EngineConfig, draft: DraftConfig, model: ModelConfig, capacity: int, device: torch.device
+) -> int:
     """The larger of what a prefill chunk and the target's widest step hold at a time, roughly."""
     b, width = config.batch_size, draft.max_gamma + 1
     row = model.dim * 4 + (model.n_heads + 2 * model.n_kv_heads) * model.head_dim * 2 + model.ffn_dim * 3  # elements
-    prefill = max(chunk_sizes(device)) * row * 4
+    prefill = max(ways_of(device).chunks) * row * 4
     logits = 4 * b * width * model.vocab_size * 4  # fp32: logits, probabilities of both sides, one more
     partials = 0
-    if device == "cuda":  # of the attention of one layer, fp32
+    if ways_of(device).operators:  # of the attention of one layer, fp32
         partials = b * model.n_heads * width * (model.head_dim + 2) * 4 * -(-capacity // split_for(capacity))
     mass = model.n_layers * b * model.n_kv_heads * capacity // draft.page * 4 if draft.view_name == "guided" else 0
     return max(prefill, b * width * row * 4 + logits + partials + mass)

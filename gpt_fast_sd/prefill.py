@@ -15,16 +15,12 @@ from gpt_fast_sd.model import SPLIT, Transformer
 
 from .attending import DenseKV
 from .compiling import CompiledStep, span, without_graphs
+from .devices import ways_of
 
 if TYPE_CHECKING:
     from .policies import Reader
 
 CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays in the slot
-
-
-def chunk_sizes(device: str) -> tuple[int, ...]:
-    """Prompt tokens of a call, the largest that the rest of a prompt fills first: a GPU needs many to be busy."""
-    return (8 * CHUNK, CHUNK) if device == "cuda" else (CHUNK,)
 
 
 def prefill_step(
@@ -43,7 +39,7 @@ class Prefill:
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self.sizes = chunk_sizes(reader.device.type)
+        self.sizes = ways_of(reader.device).chunks  # the largest that the rest of a prompt fills comes first
         self._step = CompiledStep(prefill_step, compiled=without_graphs(reader.compiled))
         self._warm = False
         self._held: list[list[int]] = [[] for _ in range(reader.shape[1])]

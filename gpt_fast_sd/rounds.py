@@ -22,6 +22,7 @@ from gpt_fast_sd.model import SPLIT, Transformer
 from .attending import DenseKV, MassKV
 from .compiling import CompiledStep, span
 from .config import MAX_GAMMA, DraftConfig
+from .devices import ways_of
 from .policies import Draft, DraftPolicy, Reader
 from .replay import Replay
 from .requests import Request
@@ -102,11 +103,10 @@ class Rounds:
         self.target, self.rows, self.policy, self.draft, self.width = target, rows, policy, draft, width
         self.capture = capture
         self.replay: Replay | None = None
-        on_cuda = target.device.type == "cuda"
         self.decode = CompiledStep(decode_step, compiled=target.compiled)  # one token a slot
         self.verify = CompiledStep(decode_step, compiled=target.compiled)  # several
-        # many small operators: on CUDA each would be a launch, on a CPU compiling them takes longer than it saves
-        self.judge = CompiledStep(judge_step, compiled=target.compiled if on_cuda else False)
+        compiles_sampling = ways_of(target.device).compiles_sampling
+        self.judge = CompiledStep(judge_step, compiled=target.compiled if compiles_sampling else None)
         self._captured: dict[tuple[object, ...], Callable[[], Tensor]] = {}
         self._warm: set[tuple[object, ...]] = set()
         self._landing: list[Tensor] = []  # pinned, taken in turns by the flights in the air

@@ -19,6 +19,7 @@ from gpt_fast_sd.model import KV, KVCache, Transformer
 from gpt_fast_sd.tp import ALONE, Group, Vocabulary
 
 from ..compiling import CompiledStep, Options, span
+from ..devices import ways_of
 from ..rows import Rows
 from ..sampling import DRAFT_STREAM
 
@@ -190,8 +191,8 @@ class ModelDraft:
         self.wants_mass = view.wants_mass
         self.stream = DRAFT_STREAM  # what its tokens are drawn with
         self.vocabulary = Vocabulary(reader.group.mesh)
-        # sampling is many small operators: on CUDA each is a launch, on a CPU compiling takes longer than it saves
-        self._choose = CompiledStep(Rows.choose, compiled=reader.compiled if reader.device.type == "cuda" else None)
+        compiles_sampling = ways_of(reader.device).compiles_sampling
+        self._choose = CompiledStep(Rows.choose, compiled=reader.compiled if compiles_sampling else None)
         self._step = CompiledStep(draft_step, compiled=reader.compiled)
 
     @property

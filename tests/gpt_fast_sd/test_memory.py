@@ -12,7 +12,7 @@ from gpt_fast_sd.memory import GIB, MemoryPlan
 from gpt_fast_sd.model import PRESETS
 from tests.helpers import tiny_config, tiny_model
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def plan(batch: int, context: int, policy: str = "off", **draft: Any) -> MemoryPlan:
@@ -20,7 +20,7 @@ def plan(batch: int, context: int, policy: str = "off", **draft: Any) -> MemoryP
     model = PRESETS["meta-llama/Llama-3.1-8B"]
     config = EngineConfig(batch_size=batch, max_seq_len=context, dtype="bf16")
     drafts = DraftConfig(policy=policy, **draft)
-    return MemoryPlan.of(config, drafts, model, None, torch.bfloat16, device="cuda", weights=2 * model.n_params)
+    return MemoryPlan.of(config, drafts, model, None, torch.bfloat16, device=CUDA, weights=2 * model.n_params)
 
 
 @pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided", "standalone", "lookup"])
