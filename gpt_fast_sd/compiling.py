@@ -5,63 +5,71 @@ from __future__ import annotations
 import importlib.util
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT, KVCache
+from gpt_fast_sd.model import SPLIT, KVCache, Transformer
 
+from .by_layer import ByLayer, Layer, LayeredModel
 from .config import EngineConfig
 
 Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
 
 
 class CompiledStep:
-    """A function compiled fullgraph by Inductor, or called as it is; `graphs` counts how often it was compiled."""
+    """A function compiled fullgraph by Inductor, or called as it is; `graphs` counts how often it was compiled.
+
+    A step over the layers of a model is compiled for one of them, see by_layer.
+    """
 
     def __init__(self, fn: Callable[..., Any], *, compiled: bool | Options | None) -> None:
         """compiled: Inductor's options, True for its own defaults; False and None: not compiled."""
         self.graphs = 0
+        self._fn = fn
         self._options: Options = compiled if isinstance(compiled, dict) else {}
-        self._own_graphs = bool(self._options.get("triton.cudagraphs"))
-        as_it_is = compiled is None or compiled is False
-        self._call = (
-            fn if as_it_is else torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=self._backend)
-        )
+        self._compiles = compiled is not None and compiled is not False
+        self._variants: dict[Hashable, Callable[..., Any]] = {}
+        self._layered: LayeredModel | None = None
+        self._layers: list[Layer] = []  # of the call that is under way
+
+    def __call__(self, *args: Any, variant: Hashable = None) -> Any:
+        """Call the step. variant: names what of the arguments makes another graph, other than that they are traced.
+
+        Each variant is code of its own to Dynamo, which keeps few graphs of one code and searches them one by one.
+        """
+        if not self._compiles:
+            return self._fn(*args)
+        if variant not in self._variants:
+            step = torch.compile(own_code(self._fn), fullgraph=True, dynamic=False, backend=self._backend)
+            self._variants[variant] = step
+        model = next((arg for arg in args if isinstance(arg, Transformer)), None)
+        if model is None:
+            return self._variants[variant](*args)
+        if self._layered is None or self._layered.model is not model:
+            self._layered = LayeredModel(model)
+        first, self._layers = self._layered.split(args)
+        return self._variants[variant](*first)
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        if not self._layers:
+            return self._inductor(graph, inputs)
+        by_layer = ByLayer(graph, inputs, self._layers, self._inductor)
+        return lambda *inputs: by_layer(self._layers, inputs)
+
+    def _inductor(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        self.graphs += 1
         step: Callable[..., Any] = compile_fx(graph, inputs, config_patches=self._options)  # type: ignore[assignment]
         return step
 
-    def __call__(self, *args: Any) -> Any:
-        """Call the step; where it is a CUDA graph of Inductor's, its results hold until the next step is called."""
-        if self._own_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-        return self._call(*args)
-
 
 def inductor_options(config: EngineConfig, device: torch.device) -> Options:
-    """Inductor's options for an engine's steps on a device."""
-    if device.type != "cuda":
-        return {}
-    # torch.compile's mode "max-autotune-no-cudagraphs", as rounds are captured whole; "reduce-overhead" captures steps
-    return {"max_autotune": config.max_autotune, "triton.cudagraphs": config.cuda_graphs == "step"}
-
-
-def without_graphs(compiled: bool | Options | None) -> bool | Options | None:
-    """The same options for a step that Inductor must not capture: its inputs lie elsewhere from call to call."""
-    return {**compiled, "triton.cudagraphs": False} if isinstance(compiled, dict) else compiled
-
-
-def hold_still(*tensors: Tensor) -> None:
-    """Promise that these tensors, inputs of steps, never move: else Inductor captures no step that writes to them."""
-    for tensor in tensors:
-        torch._dynamo.mark_static_address(tensor)
+    """Inductor's options for an engine's steps on a device: its own CUDA graphs stay off, as rounds are captured."""
+    return {"max_autotune": config.max_autotune} if device.type == "cuda" else {}
 
 
 def span(cache: KVCache, n_keys: int) -> Tensor:

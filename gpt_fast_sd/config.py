@@ -8,7 +8,7 @@ from pathlib import Path
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
-CUDA_GRAPHS = ("round", "step", "off")
+CUDA_GRAPHS = ("round", "off")
 KV_DTYPES = ("fp32", "bf16", "fp16")
 QUANTIZATIONS = ("int8",)
 VIEWS = ("full", "streaming", "snapkv", "quest", "guided")  # which entries of a cache a drafting model reads
@@ -39,9 +39,8 @@ class EngineConfig:
     speculative decoding; it needs a draft policy.
 
     On CUDA only: cuda_graphs "round" captures a round (draft, verify, judge, commit) as one graph and reads its result
-    while the next one runs; "step" lets torch.compile capture each step alone (its mode "reduce-overhead"); "off"
-    launches every kernel from the host. max_autotune: Inductor times its choices of kernels for matrix products, which
-    makes the first start slower.
+    while the next one runs; "off" launches every kernel from the host. max_autotune: Inductor times its choices of
+    kernels for matrix products, which makes the first start minutes slower.
     """
 
     batch_size: int = 8
@@ -53,7 +52,7 @@ class EngineConfig:
     quantize: str | None = None
     kv_dtype: str | None = None
     cuda_graphs: str = "round"
-    max_autotune: bool = True
+    max_autotune: bool = False
 
     def __post_init__(self) -> None:
         _at_least_one("batch_size", self.batch_size)

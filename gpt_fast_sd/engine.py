@@ -33,7 +33,7 @@ from gpt_fast_sd.model import (
 )
 from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config
 
-from .compiling import can_compile, hold_still, inductor_options, require_kernels, span
+from .compiling import can_compile, inductor_options, require_kernels, span
 from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
 from .devices import ways_of
 from .memory import MemoryPlan
@@ -92,8 +92,6 @@ class Engine:
             quantize(model, cfg.quantize)
         self.cache = KVCache(own, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
         self.vocabulary = Vocabulary(group.mesh)
-        if self.device.type == "cuda":
-            hold_still(*self.cache.k, *self.cache.v)
         self.rows = Rows(
             self.cache.seq_len,
             self.cache.capacity + SPLIT,

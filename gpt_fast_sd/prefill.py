@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, Transformer
 
 from .attending import DenseKV
-from .compiling import CompiledStep, span, without_graphs
+from .compiling import CompiledStep, span
 from .devices import ways_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Prefill:
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.sizes = ways_of(reader.device).chunks  # the largest that the rest of a prompt fills comes first
-        self._step = CompiledStep(prefill_step, compiled=without_graphs(reader.compiled))
+        self._step = CompiledStep(prefill_step, compiled=reader.compiled)
         self._warm = False
         self._held: list[list[int]] = [[] for _ in range(reader.shape[1])]
 

@@ -19,7 +19,7 @@ from .checkpoint import (
     save_hugging_face,
 )
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
-from .llama import Attention, Transformer
+from .llama import Attention, Block, Transformer
 from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "PRESETS",
     "SPLIT",
     "Attention",
+    "Block",
     "CausalSelf",
     "CheckpointError",
     "FullKV",

@@ -21,7 +21,7 @@ from gpt_fast_sd.kernels import page_bounds, quest_pages, sparse_attention
 from gpt_fast_sd.model import KV, SPLIT, store
 
 from ..attending import on_cuda
-from ..compiling import CompiledStep, hold_still
+from ..compiling import CompiledStep
 from ..rows import Rows
 from .base import Reader
 from .sparse import attend_at, entries_of, positions_of
@@ -123,8 +123,6 @@ class QuestView:
         self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * k.shape[3]) for k in reader.cache.k]
         self.chosen = [k.new_full((n_slots, n_kv, n_pages), -1, dtype=torch.int64) for k in reader.cache.k]
         self.tail_start = torch.zeros(n_slots, dtype=torch.int64, device=reader.device)
-        if on_cuda(self.tail_start):
-            hold_still(*self.chosen)
         self._bounded = [0] * n_slots  # pages whose bounds are known, on the host: no more than there are
         self._round = 0  # the last one that drafted
         self._stride = -(-room // page)  # pages that a round may close

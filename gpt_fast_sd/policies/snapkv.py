@@ -20,7 +20,7 @@ from gpt_fast_sd.kernels import key_mass, prefill_attention_with_lse
 from gpt_fast_sd.model import SPLIT, Transformer, attend_with_mass
 
 from ..attending import on_cuda
-from ..compiling import CompiledStep, span, without_graphs
+from ..compiling import CompiledStep, span
 from ..rows import Rows
 from .base import Reader
 from .sparse import SlotView
@@ -83,7 +83,7 @@ class SnapKVView(SlotView):
         super().__init__(reader, n_listed=budget - tail, tail=tail, room=room)
         self.window = window
         self.start = [0] * reader.shape[1]  # tail_start at the last selection, on the host
-        self._step = CompiledStep(observe_step, compiled=without_graphs(reader.compiled))
+        self._step = CompiledStep(observe_step, compiled=reader.compiled)
 
     @property
     def graphs(self) -> int:

@@ -27,7 +27,7 @@ class SparseKV:
 
     k: Sequence[Tensor]  # L of [B, K, S, H]
     v: Sequence[Tensor]
-    slots: Tensor  # int64 [L, B, K, C], each below tail_start; -1 is empty
+    slots: Sequence[Tensor]  # L of int64 [B, K, C], each below tail_start; -1 is empty
     tail_start: Tensor  # int64 [B]
     tail_width: int  # positions from tail_start that may be read
     page: int = 1  # listed entries come in runs of so many, each a page of the cache
@@ -76,7 +76,7 @@ def entries_of(pages: Tensor, page: int) -> Tensor:
 
 
 def sparse_kv(
-    k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, slots: Tensor, tail_start: Tensor, *widths: int
+    k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, slots: Sequence[Tensor], tail_start: Tensor, *widths: int
 ) -> KV:
     """SparseKV for a compiled step; it reads by index, so how much is in view does not matter."""
     return SparseKV(k, v, slots, tail_start, *widths)
@@ -110,6 +110,7 @@ class SlotView:
         self.reader, self.tail, self.tail_width, self.first_tail = reader, tail, tail + room, first_tail
         self.budget = n_listed + tail
         self.slots = torch.full((n_layers, n_slots, n_kv, n_listed), -1, dtype=torch.int64, device=reader.device)
+        self._slots = list(self.slots.unbind())  # the same, layer by layer
         self.tail_start = torch.full((n_slots,), first_tail, dtype=torch.int64, device=reader.device)
 
     @property
@@ -119,7 +120,7 @@ class SlotView:
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """SparseKV over the tensors that selections are written into."""
-        return sparse_kv, (self.slots, self.tail_start, self.tail_width, self.run)
+        return sparse_kv, (self._slots, self.tail_start, self.tail_width, self.run)
 
     def warm_up(self) -> None:
         """Nothing to compile."""

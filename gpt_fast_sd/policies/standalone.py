@@ -17,8 +17,7 @@ from torch import Tensor
 from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
-from ..attending import on_cuda
-from ..compiling import CompiledStep, hold_still
+from ..compiling import CompiledStep
 from ..prefill import CHUNK, Prefill
 from ..rows import Rows
 from .base import Draft, ModelDraft, Reader, View, draft_step
@@ -41,8 +40,6 @@ def beside(target: Reader, model: Transformer, group: Group) -> Reader:
     n_slots, dtype = target.shape[1], target.cache.k[0].dtype
     cache = KVCache(local_config(config, group.size), n_slots, max_seq_len, dtype=dtype, device=target.device)
     cache.seq_len = target.cache.seq_len
-    if on_cuda(cache.k[0]):
-        hold_still(*cache.k, *cache.v)
     return Reader(model, cache, target.compiled, group)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.compiling import hold_still
 from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Reader
@@ -48,5 +47,4 @@ def fake_rig(head_dim: int = 64) -> Rig:
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.bfloat16(), requires_grad=False))
     cache = KVCache(config, SLOTS, CAPACITY, dtype=torch.bfloat16, device=CUDA)
-    hold_still(*cache.k, *cache.v)  # as the engine does
     return Rig(model, cache, Rows(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS))

@@ -1,0 +1,201 @@
+"""A step over L equal layers, compiled for one of them: what comes before the layers, one layer, what comes after.
+
+Dynamo traces the step over a model of the first layer alone. The graph is cut in three at the bounds of that layer, the
+parts are compiled apart, and the middle one runs L times, each time with the weights and the cache of another layer. So
+a model takes no longer to compile for having more layers, and Dynamo's guards look at one layer only.
+
+Shapes: L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gpt_fast_sd.model import Block, Transformer
+
+Layer = tuple[Tensor, ...]  # what one layer has for itself: its weights and buffers, then its entry of each list
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+class LayeredModel:
+    """A model as one layer and what each of all has."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.first = model, model.first_layers(1)
+        self.own = [(*layer.parameters(), *layer.buffers()) for layer in model.layers]
+
+    def split(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Layer]]:
+        """A step's arguments -> those of the same step over one layer, and what each layer has for itself.
+
+        Every list among the arguments, tuples in them included, must hold one tensor a layer.
+        """
+        lists: list[list[Tensor]] = []
+
+        def first(argument: Any) -> Any:
+            if argument is self.model:
+                return self.first
+            if isinstance(argument, tuple):
+                return tuple(map(first, argument))
+            if isinstance(argument, list):
+                lists.append(argument)
+                return argument[:1]
+            return argument
+
+        firsts = [first(argument) for argument in arguments]
+        return firsts, [(*own, *entries) for own, *entries in zip(self.own, *lists, strict=True)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A compiled part of a graph; its inputs and outputs by the names that the nodes have in the graph."""
+
+    run: Callable[..., Sequence[Any]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class ByLayer:
+    """The traced graph of a step over one layer; called with that graph's inputs, it gives what L layers give."""
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], layers: Sequence[Layer], compile_: Compiler) -> None:
+        """graph: Dynamo's, with its inputs; layers: what each layer has, those of the first are among the inputs."""
+        self._graph, self._compile, n_layers = graph, compile_, len(layers)
+        nodes = list(graph.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        self._names = [node.name for node in placeholders]
+        self._sizes = [node for node in placeholders if isinstance(node.meta["example_value"], torch.SymInt)]
+        place = {id(tensor): i for i, tensor in enumerate(layers[0])}
+        pairs = zip(placeholders, inputs, strict=True)
+        self._own = {node.name: place[id(value)] for node, value in pairs if id(value) in place}
+
+        output, within = nodes[-1], [node for node in nodes if node.op != "placeholder" and _in_a_layer(node)]
+        assert output.op == "output" and within, "a step over layers has a layer"
+        behind = set(within)  # and all that follows from a layer
+        for node in nodes:
+            if any(source in behind for source in node.all_input_nodes):
+                behind.add(node)
+        before = [node for node in nodes if node not in behind and node.op not in ("placeholder", "output")]
+        after = [node for node in nodes if node in behind and node not in set(within) and node is not output]
+
+        # a layer begins by reading what it is given, and ends with what the next one takes
+        given, taken = within[0].all_input_nodes[0], within[-1]
+        assert _alike(given, taken), f"a layer is given {given.meta} and gives {taken.meta}"
+        self._given, self._taken = given.name, taken.name
+        alive = _alive(nodes)
+        wanted = [node for node in within if any(user in alive and user not in set(within) for user in node.users)]
+        beside = [node for node in wanted if node is not taken]  # what each layer gives besides, put into lists
+        self._beside = [node.name for node in beside]
+        self._before = self._part(before, [node for node in before if any(user in alive and user not in before for user in node.users)])
+        self._layer = self._part(within, [*beside, taken])
+        # where nobody wants what the last layer gives it does no more than the rest
+        self._last = self._layer if taken in wanted else self._part(within, beside)
+        many = {node: [f"{node.name}_{i}" for i in range(n_layers)] for node in beside}
+        results = [node for node in output.args[0] if isinstance(node, fx.Node)]
+        self._after = self._part(after, [node for node in results if node in after], many)
+        self._results = [node.name if isinstance(node, fx.Node) else None for node in output.args[0]]
+
+    def __call__(self, layers: Sequence[Layer], inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Run the step: the graph's inputs, and what each layer has for itself -> the graph's outputs."""
+        known = dict(zip(self._names, inputs, strict=True))
+        if self._before:
+            known.update(zip(self._before.outputs, _call(self._before, known), strict=True))
+        for i, layer in enumerate(layers):
+            part = self._last if i == len(layers) - 1 else self._layer
+            for name, j in self._own.items():
+                known[name] = layer[j]
+            assert part
+            outputs = dict(zip(part.outputs, _call(part, known), strict=True))
+            for name in self._beside:
+                known[f"{name}_{i}"] = outputs[name]
+            known[self._given] = known[self._taken] = outputs.get(self._taken)
+        if self._after:
+            known.update(zip(self._after.outputs, _call(self._after, known), strict=True))
+        return tuple(known[name] if name is not None else None for name in self._results)
+
+    def _part(
+        self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], many: dict[fx.Node, list[str]] | None = None
+    ) -> Part | None:
+        """Compile these nodes as a function of what they read; many: what stands for L nodes in the lists it is in."""
+        if not outputs and not any(map(_writes, nodes)):
+            return None
+        many, part, inputs = many or {}, fx.Graph(), list[str]()
+        env: dict[fx.Node, fx.Node | list[fx.Node]] = {}
+        examples: list[Any] = []
+
+        def placeholder(source: fx.Node, name: str) -> fx.Node:
+            node = part.placeholder(name)
+            node.meta = dict(source.meta)
+            inputs.append(name)
+            examples.append(source.meta["example_value"])
+            return node
+
+        read = [source for node in nodes for source in node.all_input_nodes]
+        for source in dict.fromkeys([*self._sizes, *read]):  # a size that a tensor has must be an input, too
+            if source not in nodes and source.op != "get_attr":
+                names = many.get(source)
+                env[source] = [placeholder(source, name) for name in names] if names else placeholder(source, source.name)
+
+        def copied(argument: Any) -> Any:
+            if isinstance(argument, fx.Node):
+                if argument.op == "get_attr" and argument not in env:
+                    env[argument] = part.node_copy(argument)
+                return env[argument]
+            if isinstance(argument, (list, tuple)):
+                items: list[Any] = []
+                for item in argument:
+                    new = copied(item)
+                    items.extend(new if item in many else [new]) if isinstance(item, fx.Node) else items.append(new)
+                return tuple(items) if isinstance(argument, tuple) else items
+            if isinstance(argument, dict):
+                return {key: copied(value) for key, value in argument.items()}
+            if isinstance(argument, slice):
+                return slice(copied(argument.start), copied(argument.stop), copied(argument.step))
+            return argument
+
+        for node in nodes:
+            if node.op == "get_attr":
+                copied(node)
+                continue
+            new = part.create_node(node.op, node.target, copied(node.args), copied(node.kwargs), node.name, node.type)
+            new.meta = dict(node.meta)
+            env[node] = new
+        part.output(tuple(env[node] for node in outputs))
+        run = self._compile(fx.GraphModule(self._graph, part), examples)
+        return Part(run, tuple(inputs), tuple(node.name for node in outputs))
+
+
+def _call(part: Part, known: dict[str, Any]) -> Sequence[Any]:
+    return part.run(*[known[name] for name in part.inputs])
+
+
+def _in_a_layer(node: fx.Node) -> bool:
+    """Whether a node was traced inside a Block; its class stands in the node's stack of modules, as such or by name."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return any(kind is Block or str(kind).rpartition(".")[2] == Block.__name__ for _, kind in stack)
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes give tensors of one shape and dtype."""
+    x, y = a.meta.get("example_value"), b.meta.get("example_value")
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
+
+
+def _alive(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that the output, or something that is written to, hangs on."""
+    alive: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node.op == "output" or _writes(node) or any(user in alive for user in node.users):
+            alive.add(node)
+    return alive
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node changes something that it does not return."""
+    schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
+    name = getattr(node.target, "__name__", str(node.target))
+    return (schema is not None and schema.is_mutable) or name == "setitem" or (name[-1] == "_" and name[-2:] != "__")
