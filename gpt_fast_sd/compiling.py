@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, KVCache, Transformer
 
 from .by_layer import ByLayer, Layer, LayeredModel
-from .config import EngineConfig
+from .config import MAX_GAMMA, EngineConfig
 
 Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
 
@@ -82,6 +82,15 @@ def span(cache: KVCache, n_keys: int) -> Tensor:
     if most > 2:  # a range of one size is no range
         torch._dynamo.mark_dynamic(size, 0, min=2, max=most)
     return size
+
+
+def varying(*tensors: Tensor, min: int = 2, max: int = 1 + MAX_GAMMA) -> None:
+    """Let one graph serve tensors of any second size from min to max: [B, T, ...].
+
+    One range for every engine, whatever it drafts: graphs in Inductor's cache carry theirs.
+    """
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 1, min=min, max=max)
 
 
 def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -318,7 +318,8 @@ class Engine:
         """What a round may draft."""
         if not self.policy:
             return [0]
-        return list(GAMMA_TIERS) if isinstance(self.draft.gamma, str) else [0, self.draft.gamma]
+        # the most first: what a step of varying width is built for is what its first call brings
+        return list(GAMMA_TIERS[::-1]) if isinstance(self.draft.gamma, str) else [self.draft.gamma, 0]
 
     # ---------------------------------------------------------------- the path
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, Transformer
 
 from .attending import DenseKV, MassKV
-from .compiling import CompiledStep, span
+from .compiling import CompiledStep, span, varying
 from .config import MAX_GAMMA, DraftConfig
 from .devices import ways_of
 from .policies import Draft, DraftPolicy, Reader
@@ -137,7 +137,7 @@ class Rounds:
         lap()
         logits, mass = self.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
         lap()
-        result: Tensor = self.judge(rows, logits[:, : gamma + 1], draft, self.replay)
+        result = self.judged(logits[:, : gamma + 1], draft)
         if policy and gamma:
             policy.observe(rows, mass)
         return result
@@ -150,24 +150,32 @@ class Rounds:
         start = torch.where(self.rows.active, cache.seq_len, cache.capacity)  # [B]
         pos = start[:, None] + torch.arange(wanted, device=tokens.device)  # [B, T]
         step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
-        if step is self.verify and self.gamma_varies and self.draft.max_gamma > 1:
-            for varying in (tokens, pos):
-                # one range for every engine: graphs in Inductor's cache carry it
-                torch._dynamo.mark_dynamic(varying, 1, min=2, max=1 + MAX_GAMMA)
+        if step is self.verify and not self.width:
+            varying(tokens, pos)
         in_view = span(cache, self.in_view(n_keys))
         # with several threads a library may sum one row of a product otherwise than the next
         with one_thread() if self.width else contextlib.nullcontext():
-            out: tuple[Tensor, Tensor | None] = step(self.target.model, tokens, pos, cache.k, cache.v, in_view, page)
+            out: tuple[Tensor, Tensor | None] = step(
+                self.target.model, tokens, pos, cache.k, cache.v, in_view, page, variant=page
+            )
         return out
+
+    def judged(self, logits: Tensor, draft: Draft) -> Tensor:
+        """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 4], see judge_step.
+
+        Compiled it is one graph for each kind of sampling and each of three lengths: no draft, one, and more.
+        """
+        rows, width, beside = self.rows, logits.shape[1], (draft.q, draft.proposer, self.replay)
+        if width > 2:
+            varying(logits, min=3)
+            varying(*(x for x in (draft.tokens, draft.q, draft.proposer) if x is not None), max=MAX_GAMMA)
+        variant = (min(width, 3), rows.sampled, rows.filtered, *(x is not None for x in beside))
+        result: Tensor = self.judge(rows, logits, draft, self.replay, variant=variant)
+        return result
 
     def in_view(self, n_keys: int) -> int:
         """Keys to have in view: with a fixed width all of the cache, so that sums never change their order."""
         return self.target.cache.capacity if self.width else n_keys
-
-    @property
-    def gamma_varies(self) -> bool:
-        """Whether rounds of several gammas share the target's step; a captured one never drafts less than planned."""
-        return not self.width and (isinstance(self.draft.gamma, str) or not self.capture)
 
     # ---------------------------------------------------------------- rounds under way
 

@@ -223,7 +223,9 @@ class ModelDraft:
         for i in range(gamma):
             pos = rows.seq_len + i  # [B]
             logits = self.first(rows) if i == 0 else self.feed(token[:, None], pos[:, None], rows.n_keys + i)
-            token, q = self._choose(rows, logits, pos, self.stream, self.vocabulary)
+            token, q = self._choose(
+                rows, logits, pos, self.stream, self.vocabulary, variant=(rows.sampled, rows.filtered)
+            )
             tokens.append(token)
             qs.append(q)
         drawn = None if qs[0] is None else torch.stack([q for q in qs if q is not None], 1)  # [B, gamma, V]

@@ -92,18 +92,15 @@ def quest_kv(k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, *rest: A
     return QuestKV(k, v, in_view.shape[0], *rest)
 
 
-def bound_step(k: Sequence[Tensor], bounds: Sequence[Tensor], first: Tensor, n: int, page: int) -> None:
-    """Write the bounds of n pages from page first [B] on: k L of [B, K, S, H]; bounds L of [B, K, S // page, 2H]."""
+def bound_step(keys: Tensor, bounds: Tensor, first: Tensor, n: int, page: int) -> None:
+    """Write a layer's bounds of n pages from page first [B] on: keys [B, K, S, H]; bounds [B, K, S // page, 2H]."""
     if on_cuda(first):
-        for keys, bound in zip(k, bounds, strict=True):
-            page_bounds(keys, bound, first, n, page)
+        page_bounds(keys, bounds, first, n, page)
         return
     row = torch.arange(first.shape[0], device=first.device)[:, None]  # [B, 1]
-    pages = (first[:, None] + torch.arange(n, device=first.device)).clamp(max=bounds[0].shape[2] - 1)  # [B, n]
-    entries = entries_of(pages, page)  # [B, n * page]
-    for keys, bound in zip(k, bounds, strict=True):
-        in_pages = keys[row, :, entries].unflatten(1, (n, page))  # [B, n, page, K, H]
-        bound[row, :, pages] = torch.cat([in_pages.amax(2), in_pages.amin(2)], -1)  # [B, n, K, 2H]
+    pages = (first[:, None] + torch.arange(n, device=first.device)).clamp(max=bounds.shape[2] - 1)  # [B, n]
+    in_pages = keys[row, :, entries_of(pages, page)].unflatten(1, (n, page))  # [B, n, page, K, H]
+    bounds[row, :, pages] = torch.cat([in_pages.amax(2), in_pages.amin(2)], -1)  # [B, n, K, 2H]
 
 
 class QuestView:
@@ -196,4 +193,5 @@ class QuestView:
         return -(-max(0, length - self.tail) // self.page)
 
     def _bound(self, first: Tensor) -> None:
-        self._step(self.reader.cache.k, self.bounds, first, self._stride, self.page)
+        for keys, bounds in zip(self.reader.cache.k, self.bounds, strict=True):
+            self._step(keys, bounds, first, self._stride, self.page)
