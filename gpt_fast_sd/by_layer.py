@@ -62,7 +62,9 @@ class Part:
 class ByLayer:
     """The traced graph of a step over one layer; called with that graph's inputs, it gives what L layers give."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], layers: Sequence[Layer], compile_: Compiler) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], layers: Sequence[Layer], compile_: Compiler
+    ) -> None:
         """graph: Dynamo's, with its inputs; layers: what each layer has, those of the first are among the inputs."""
         self._graph, self._compile, n_layers = graph, compile_, len(layers)
         nodes = list(graph.graph.nodes)
@@ -79,24 +81,24 @@ class ByLayer:
         for node in nodes:
             if any(source in behind for source in node.all_input_nodes):
                 behind.add(node)
-        before = [node for node in nodes if node not in behind and node.op not in ("placeholder", "output")]
-        after = [node for node in nodes if node in behind and node not in set(within) and node is not output]
+        alive = _alive(nodes)
+        inside = set(within)
+        outside = [n for n in nodes if n in alive and n not in inside and n.op not in ("placeholder", "output")]
+        before, after = [n for n in outside if n not in behind], [n for n in outside if n in behind]
 
         # a layer begins by reading what it is given, and ends with what the next one takes
         given, taken = within[0].all_input_nodes[0], within[-1]
         assert _alike(given, taken), f"a layer is given {given.meta} and gives {taken.meta}"
         self._given, self._taken = given.name, taken.name
-        alive = _alive(nodes)
-        wanted = [node for node in within if any(user in alive and user not in set(within) for user in node.users)]
+        wanted = _read_elsewhere(within, alive)
         beside = [node for node in wanted if node is not taken]  # what each layer gives besides, put into lists
         self._beside = [node.name for node in beside]
-        self._before = self._part(before, [node for node in before if any(user in alive and user not in before for user in node.users)])
+        self._before = self._part(before, _read_elsewhere(before, alive))
         self._layer = self._part(within, [*beside, taken])
         # where nobody wants what the last layer gives it does no more than the rest
         self._last = self._layer if taken in wanted else self._part(within, beside)
         many = {node: [f"{node.name}_{i}" for i in range(n_layers)] for node in beside}
-        results = [node for node in output.args[0] if isinstance(node, fx.Node)]
-        self._after = self._part(after, [node for node in results if node in after], many)
+        self._after = self._part(after, _read_elsewhere(after, alive), many)
         self._results = [node.name if isinstance(node, fx.Node) else None for node in output.args[0]]
 
     def __call__(self, layers: Sequence[Layer], inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -121,7 +123,7 @@ class ByLayer:
         self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], many: dict[fx.Node, list[str]] | None = None
     ) -> Part | None:
         """Compile these nodes as a function of what they read; many: what stands for L nodes in the lists it is in."""
-        if not outputs and not any(map(_writes, nodes)):
+        if not nodes:
             return None
         many, part, inputs = many or {}, fx.Graph(), list[str]()
         env: dict[fx.Node, fx.Node | list[fx.Node]] = {}
@@ -138,7 +140,9 @@ class ByLayer:
         for source in dict.fromkeys([*self._sizes, *read]):  # a size that a tensor has must be an input, too
             if source not in nodes and source.op != "get_attr":
                 names = many.get(source)
-                env[source] = [placeholder(source, name) for name in names] if names else placeholder(source, source.name)
+                env[source] = (
+                    [placeholder(source, name) for name in names] if names else placeholder(source, source.name)
+                )
 
         def copied(argument: Any) -> Any:
             if isinstance(argument, fx.Node):
@@ -192,6 +196,12 @@ def _alive(nodes: Sequence[fx.Node]) -> set[fx.Node]:
         if node.op == "output" or _writes(node) or any(user in alive for user in node.users):
             alive.add(node)
     return alive
+
+
+def _read_elsewhere(nodes: Sequence[fx.Node], alive: set[fx.Node]) -> list[fx.Node]:
+    """Those of the nodes that others, which matter, read."""
+    own = set(nodes)
+    return [node for node in nodes if any(user in alive and user not in own for user in node.users)]
 
 
 def _writes(node: fx.Node) -> bool:

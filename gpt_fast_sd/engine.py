@@ -118,7 +118,7 @@ class Engine:
         """
         self._require_idle()
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
-        rounds.decode, rounds.verify, rounds.replay = before.decode, before.verify, before.replay
+        rounds.keep_steps(before)
         self.draft, self.rounds, self.planner = draft, rounds, GammaPlanner(draft.gamma, GAMMA_TIERS)
         self._warm, self._compile_seconds = False, 0.0
 

@@ -39,7 +39,9 @@ class Prefill:
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self.sizes = tuple(n for n in ways_of(reader.device).chunks if n <= reader.cache.capacity)  # the largest that the rest of a prompt fills comes first
+        self.sizes = tuple(
+            n for n in ways_of(reader.device).chunks if n <= reader.cache.capacity
+        )  # the largest that the rest of a prompt fills comes first
         self._step = CompiledStep(prefill_step, compiled=reader.compiled)
         self._warm = False
         self._held: list[list[int]] = [[] for _ in range(reader.shape[1])]

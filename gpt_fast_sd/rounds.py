@@ -112,6 +112,11 @@ class Rounds:
         self._landing: list[Tensor] = []  # pinned, taken in turns by the flights in the air
         self._launched = 0
 
+    def keep_steps(self, before: Rounds) -> None:
+        """Go on with what earlier rounds of the same target have compiled."""
+        self.decode, self.verify, self.judge = before.decode, before.verify, before.judge
+        self.replay = before.replay
+
     @property
     def page(self) -> int:
         """Keys whose attention mass the verification sums for the policy, 0 where it wants none."""

@@ -70,7 +70,10 @@ class StandaloneDraft(ModelDraft):
 
     def warm_up(self) -> None:
         """Compile the prefill and what the view needs."""
+        seq_len = self.reader.cache.seq_len
+        before = seq_len.clone()
         self._prefill.warm_up()
+        seq_len.copy_(before)  # it is the target's, too, whose slots keep the prompts that they hold
         super().warm_up()
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:

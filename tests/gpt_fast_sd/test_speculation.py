@@ -591,3 +591,14 @@ def test_a_compiled_engine_that_chooses_gamma_compiles_nothing_after_its_warm_up
     one.generate(PROMPTS, SamplingParams(max_tokens=40))
     assert set(one.stats.rounds_by_gamma) >= {0, 1, 2, 3, 4, 6, 8}
     assert one.stats.recompiles == 0 and one._graphs == graphs
+
+
+def test_a_hierarchy_over_another_model_leaves_the_prompts_alone_that_slots_hold() -> None:
+    config = EngineConfig(batch_size=2, max_seq_len=400, device="cpu", dtype="fp32", compile=False)
+    one, params = Engine(tiny_model(), None, config), SamplingParams(max_tokens=9, ignore_eos=True)
+    prompts = [random_ids(150, seed=1), random_ids(300, seed=2)]
+    expected = [c.tokens for c in one.generate(prompts, params)]
+    draft = DraftConfig(policy="hierarchy", budget=24, gamma=4, cheap="standalone", draft_model="given")
+    one.redraft(draft, tiny_model(tiny_config(n_layers=1), seed=1))
+    assert [c.tokens for c in one.generate(prompts, params)] == expected
+    assert one.stats.prefill_tokens == 0
