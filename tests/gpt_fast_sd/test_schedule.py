@@ -18,8 +18,9 @@ from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.policies import Reader
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import CHUNK, Prefill
+from tests.gpt_fast_sd.policies.drafting import drafting
 from tests.gpt_fast_sd.test_rounds import POLICIES, captured, engine, told
-from tests.helpers import ByteTokenizer, random_ids
+from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
 KINDS = {"eager": engine, "captured": captured}
 # a row that decodes all the while, short ones beside it, and long ones that take their slots
@@ -126,15 +127,19 @@ def fresh(reader: Reader, body: Sequence[int]) -> Tensor:
     return held(alone, 0, len(body))
 
 
-@pytest.mark.parametrize("name", ["off", "full", "standalone", "hierarchy over standalone", "quest"])
-def test_a_prompt_may_fill_the_last_position_while_others_are_decoded(name: str) -> None:
-    one = engine(name)
-    prompts, params = [PROMPTS[0], random_ids(1, seed=1), random_ids(799, seed=2)], SamplingParams(max_tokens=1)
-    wanted = [SamplingParams(max_tokens=40, ignore_eos=True), params, params]
-    one.generate([[7], [8]], params)
-    got = one.generate([*prompts[:2], [9], *prompts[2:]], [*wanted[:2], params, wanted[2]])
-    assert got[3].tokens == engine("off").generate(prompts[2:], params)[0].tokens
-    assert [c.tokens for c in one.generate(prompts, wanted)] == [got[i].tokens for i in (0, 1, 3)]
+@pytest.mark.parametrize("name", ["full", "quest", "standalone", "hierarchy"])
+def test_a_prompt_may_fill_the_cache_to_its_end_while_others_are_decoded(name: str) -> None:
+    draft: dict[str, Any] = {"cheap": "standalone"} if name == "hierarchy" else {}
+    if name in ("standalone", "hierarchy"):
+        draft["draft_model"] = tiny_model(tiny_config(n_layers=1), seed=1)
+    one = drafting(name, engine={"max_seq_len": 768, "batch_size": 2}, budget=64, gamma=3, **draft)
+    assert one.cache.capacity == 768
+    longest, params = random_ids(767, seed=2), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (40, 2, 1)]
+    got = one.generate([PROMPTS[0], PROMPTS[1], longest], params)
+    assert got[2].tokens == one.generate([longest], params[2], speculate=False)[0].tokens
+    again = drafting(name, engine={"max_seq_len": 768, "batch_size": 1}, budget=64, gamma=3, **draft)
+    for completion, prompt, wanted in zip(got, [PROMPTS[0], PROMPTS[1], longest], params, strict=True):
+        assert told([completion]) == told(again.generate([prompt], wanted))
 
 
 def test_rows_that_can_begin_together_do() -> None:
