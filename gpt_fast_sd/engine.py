@@ -12,8 +12,9 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,11 +39,11 @@ from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
 from .devices import ways_of
 from .memory import MemoryPlan
 from .planner import GammaPlanner
-from .policies import DraftPolicy, Reader, build_policy
+from .policies import DraftPolicy, OwnPrefill, Reader, build_policy
 from .prefill import Prefill
 from .quantize import quantize
 from .replay import Replay
-from .requests import Completion, Request, TokenEvent
+from .requests import Arrival, Completion, Prompt, Request, TokenEvent, Waiting
 from .rounds import Flight, GraphPool, Rounds
 from .rows import Rows
 from .sampling import filters_anything
@@ -56,7 +57,12 @@ class Engine:
     """A model with a static cache of B slots, and the loop that keeps the slots busy.
 
     The last prompt token is not prefilled but decoded, so every emitted token comes out of the same compiled step.
+
+    on_progress, where it is set, is told how far something is that may take long: what ("prefill": tokens of a prompt),
+    how much is done, and of how much. The engine itself prints nothing.
     """
+
+    on_progress: Callable[[str, int, int], None] | None = None
 
     def __init__(
         self,
@@ -103,13 +109,15 @@ class Engine:
         self.target = Reader(model, self.cache, inductor_options(cfg, self.device) if self.compiled else None, group)
         self._capture = GraphPool() if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
-        self._slots: list[Request | None] = [None] * cfg.batch_size
+        self._slots: list[Request | None] = [None] * cfg.batch_size  # what is decoded
+        self._arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
         self._flights: deque[Flight] = deque()
         self._landed_at: float | None = None  # clock at the last landing, None: something else came since
         self._running = False
         self.rounds = self._rounds_of(self.draft, draft_model)
         self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
         self._warm, self._compile_seconds = False, 0.0
+        self._graphs_before = 0  # the call that runs
 
     def redraft(self, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
         """Let another policy draft from now on; ValueError where it does not fit, and nothing is changed then.
@@ -211,39 +219,56 @@ class Engine:
     # ---------------------------------------------------------------- the public calls
 
     def check(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt | tuple[Prompt, SamplingParams]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
         """Raise the ValueError that generate and stream would raise for these prompts, and do nothing else."""
         self._requests(prompts, params)
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt | tuple[Prompt, SamplingParams]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculate: bool = True,
     ) -> list[Completion]:
         """Continue every prompt; completions come in the order of the prompts. ValueError before any work is done.
 
+        A prompt is a text or a list of token ids, alone or as (prompt, SamplingParams); params are those of all others,
+        or a list of one for each.
         speculate=False decodes plainly, whatever the draft policy.
         """
         requests = self._requests(prompts, params)
-        for _ in self._run(requests, speculate):
+        for _ in self._run(Waiting(requests), speculate):
             pass
         return [request.completion() for request in requests]
 
     def stream(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Iterable[Prompt | tuple[Prompt, SamplingParams] | None],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculate: bool = True,
     ) -> Iterator[TokenEvent]:
         """Yield tokens of all prompts as they are committed. ValueError at the call, before any work is done.
 
-        A stream left half-way ends its prompts: their slots are free again.
+        prompts and params are as in generate, or prompts is any other iterable, a file's lines or what users send: the
+        next one is asked for when a slot is free for it, between two rounds, and events count them as they come. Such
+        an iterable may yield None, no prompt now: it is asked again after the next round, or at once where nothing is
+        being decoded. An error that it raises, and the ValueError of a prompt of it that cannot run (see check), end
+        the stream.
+
+        A prompt is prefilled chunk by chunk, and rows that are being decoded wait for one chunk at most. A stream left
+        half-way ends its prompts: their slots are free again.
         """
-        return self._run(self._requests(prompts, params), speculate)
+        if isinstance(prompts, Sequence):
+            return self._run(Waiting(self._requests(prompts, params)), speculate)
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
+        if not (params is None or isinstance(params, SamplingParams)):
+            raise ValueError("prompts that are no list take one SamplingParams, or come as (prompt, SamplingParams)")
+        return self._run(Waiting(self._requests_of(prompts, params)), speculate)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], *, last: int | None = None) -> Tensor:
@@ -324,30 +349,26 @@ class Engine:
     # ---------------------------------------------------------------- the path
 
     @torch.inference_mode()
-    def _run(self, requests: list[Request], speculate: bool) -> Iterator[TokenEvent]:
+    def _run(self, waiting: Waiting, speculate: bool) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and go round until every request is finished."""
         self._require_idle()
         self._running = True
         try:
-            self._agreement.note("prompts and parameters", [(r.prompt, r.params) for r in requests])
             self.warm_up()
             if self.rounds.capture:  # a capture may build nothing, so all that may come is called once before
-                self.rounds.warm_up(self._gammas, _kinds([request.params for request in requests]))
+                self.rounds.warm_up(self._gammas, _kinds([request.params for request in waiting.known]))
             self.stats = EngineStats(compile_seconds=self._compile_seconds)
             self.planner.begin()
-            self._landed_at = None
-            graphs = self._graphs
-            waiting = deque(requests)
-            while waiting or any(self._slots):
-                while waiting and None in self._slots:
-                    self._admit(waiting.popleft())
-                airborne = self._launch(speculate)
-                while self._flights and (not airborne or len(self._flights) > self.rounds.lateness):
-                    events = self._land()
-                    self.stats.recompiles = self._graphs - graphs
-                    yield from events
+            self._landed_at, self._graphs_before = None, self._graphs
+            while not waiting.over or self._arrival or any(self._slots):
+                yield from self._refill(waiting)
+                if any(self._slots):
+                    airborne = self._launch(speculate)
+                    yield from self._land_all_but(self.rounds.lateness if airborne else 0)
             self._agreement.settle()
         finally:
+            if self._arrival:  # it ends with those that are decoded
+                self._slots[self._arrival.slot], self._arrival = self._arrival.request, None
             self.rounds.synchronize()  # rounds that were launched before their rows were known to be finished
             self._flights.clear()
             for slot, occupant in enumerate(self._slots):
@@ -355,21 +376,68 @@ class Engine:
                     self._release(slot)
             self._running = False
 
+    def _refill(self, waiting: Waiting) -> Iterator[TokenEvent]:
+        """Let waiting requests into free slots; once some row has begun its text, a round follows each chunk.
+
+        Until then nobody waits: rows that can begin together do, so that the first rounds are as full as the others.
+        """
+        while self._arrival or (None in self._slots and not waiting.over):
+            request = None if self._arrival else self._next(waiting)
+            if not (self._arrival or request):
+                return
+            yield from self._land_all_but(0)  # what is known is told first, and no round's time is the prefill's
+            if request:
+                self._admit(request)
+            if self._fill() and any(row.rounds for row in self._slots if row):
+                return
+
+    def _next(self, waiting: Waiting) -> Request | None:
+        """The next request; None where there is none now."""
+        with torch.inference_mode(False):  # whoever yields prompts is no part of the engine
+            request = waiting.take()
+        # looked at before the ranks go ways of different lengths
+        self._agreement.note("prompts and parameters", (request.prompt, request.params) if request else waiting.over)
+        self._agreement.settle()
+        return request
+
     def _admit(self, request: Request) -> None:
-        """Prefill all but the last prompt token into a free slot; the last one becomes its pending token."""
-        self.rounds.synchronize()  # a round under way is no part of the prefill's time
-        started = time.perf_counter()
-        body = request.prompt[:-1]
+        """Give the request a free slot, and begin to prefill all but its last prompt token."""
+        started, body = time.perf_counter(), request.prompt[:-1]
         free = [slot for slot, occupant in enumerate(self._slots) if occupant is None]
         slot = max(free, key=lambda slot: self._prefill.reusable(slot, body))  # of equals the first
-        self.stats.prefill_tokens += self._prefill.fill(slot, body)
-        seed = request.params.seed if request.params.seed is not None else self.parallel.same(secrets.randbits(63))
-        self.rows.put(slot, request.prompt, request.params, seed)
-        if self.policy:
-            self.policy.admit(slot, request.prompt)
-        self._slots[slot], self._landed_at = request, None
-        self.rounds.synchronize()
+        fillings = [self._prefill.begin(slot, body)]
+        if isinstance(self.policy, OwnPrefill):
+            fillings += self.policy.prepare(slot, request.prompt)
+        self._arrival = Arrival(slot, request, fillings)
         self.stats.prefill_seconds += time.perf_counter() - started
+        self._tell(self._arrival)
+
+    def _fill(self) -> bool:
+        """Prefill the next chunk; after the last one the request is decoded. False where none was left to compute."""
+        started, arrival = time.perf_counter(), self._arrival
+        assert arrival
+        slot, request = arrival.slot, arrival.request
+        filling = next((filling for filling in arrival.fillings if filling.left), None)
+        if filling:
+            n = filling.step()
+            self.stats.prefill_tokens += n if filling.prefill is self._prefill else 0
+        if not arrival.left:  # its last prompt token becomes the pending one
+            for filled in arrival.fillings:
+                filled.finish()
+            seed = request.params.seed if request.params.seed is not None else self.parallel.same(secrets.randbits(63))
+            self.rows.put(slot, request.prompt, request.params, seed)
+            if self.policy:
+                self.policy.admit(slot, request.prompt)
+            self._slots[slot], self._arrival = request, None
+        self.rounds.synchronize()
+        self._landed_at = None
+        self.stats.prefill_seconds += time.perf_counter() - started
+        self._tell(arrival)
+        return filling is not None
+
+    def _tell(self, arrival: Arrival) -> None:
+        if self.on_progress and arrival.total:
+            self.on_progress("prefill", arrival.total - arrival.left, arrival.total)
 
     def _launch(self, speculate: bool) -> bool:
         """Start a round: draft, verify, judge, commit. False where those under way have to land before."""
@@ -394,6 +462,13 @@ class Engine:
         self._flights.append(self.rounds.launch(gamma, live, planned=policy is not None))
         self.stats.decode_seconds += time.perf_counter() - started
         return True
+
+    def _land_all_but(self, n: int) -> Iterator[TokenEvent]:
+        """Let rounds land, the oldest first, until no more than n are under way."""
+        while len(self._flights) > n:
+            events = self._land()
+            self.stats.recompiles = self._graphs - self._graphs_before
+            yield from events
 
     def _land(self) -> list[TokenEvent]:
         """Read a round's result: every live request emits a token at least, finished ones leave their slot."""
@@ -448,17 +523,31 @@ class Engine:
             raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
 
     def _requests(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt | tuple[Prompt, SamplingParams]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            return [self._request(i, *apart(prompt, params)) for i, prompt in enumerate(prompts)]
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need one SamplingParams, or one each, got {len(params)}")
+        twice = next((i for i, prompt in enumerate(prompts) if brings_params(prompt)), None)
+        if twice is not None:
+            raise ValueError(f"prompt {twice} brings its own SamplingParams, and params holds some for it, too")
         return [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
 
-    def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+    def _requests_of(
+        self, prompts: Iterable[Prompt | tuple[Prompt, SamplingParams] | None], params: SamplingParams | None
+    ) -> Iterator[Request | None]:
+        """Each request is made, and its ValueError raised, when it is asked for."""
+        index = 0
+        for prompt in prompts:
+            yield None if prompt is None else self._request(index, *apart(prompt, params))
+            index += prompt is not None
+
+    def _request(self, index: int, prompt: object, params: object) -> Request:
         name = f"prompt {index}"
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} needs SamplingParams, got {params!r}")
@@ -482,7 +571,7 @@ class Engine:
     def _eos_ids(self) -> tuple[int, ...]:
         return self.model.config.eos_ids or (self.tokenizer.eos_ids if self.tokenizer else ())
 
-    def _checked_ids(self, tokens: Sequence[int], name: str) -> list[int]:
+    def _checked_ids(self, tokens: Any, name: str) -> list[int]:
         vocab = self.model.config.vocab_size
         try:
             ids = [operator.index(token) for token in tokens]
@@ -504,6 +593,16 @@ class Engine:
                 f"max_seq_len {cfg.max_seq_len:,} is over the model's sliding window of {model.sliding_window:,}, "
                 "past which this engine does not go"
             )
+
+
+def brings_params(prompt: object) -> bool:
+    """Whether it is (prompt, SamplingParams)."""
+    return isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], SamplingParams)
+
+
+def apart(prompt: Any, params: SamplingParams | None) -> tuple[Any, SamplingParams]:
+    """A prompt, and its own parameters where it brings them, else these (None: the default)."""
+    return (prompt[0], prompt[1]) if brings_params(prompt) else (prompt, params or SamplingParams())
 
 
 def _kinds(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:

@@ -20,7 +20,7 @@ from .devices import ways_of
 if TYPE_CHECKING:
     from .policies import Reader
 
-CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays in the slot
+CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays below it
 
 
 def prefill_step(
@@ -28,6 +28,35 @@ def prefill_step(
 ) -> None:
     """Store the keys and values of one chunk of one slot: tokens, pos [1, T]; k, v L of [1, K, S, H]. No logits."""
     model.hidden(tokens, pos, DenseKV(k, v, in_view.shape[0]))
+
+
+class Filling:
+    """A slot on its way to hold a prompt, a chunk a step: rounds of the other slots may come between two steps.
+
+    Until it is finished nothing in the slot is relied on, and one that is given up needs no care.
+    """
+
+    def __init__(self, prefill: Prefill, slot: int, body: Sequence[int], start: int) -> None:
+        """start: how many tokens of body the slot holds already."""
+        self.prefill, self.slot, self.body = prefill, slot, body
+        self._done = start
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be computed."""
+        return len(self.body) - self._done
+
+    def step(self) -> int:
+        """Compute the next chunk -> how many tokens it holds."""
+        size = next((size for size in self.prefill.sizes if size <= self.left), min(CHUNK, self.left))
+        self.prefill.chunk(self.slot, self.body[self._done : self._done + size], self._done)
+        self._done += size
+        return size
+
+    def finish(self) -> None:
+        """All is computed: the slot holds body from now on, and idles behind it."""
+        assert not self.left
+        self.prefill.hold(self.slot, self.body)
 
 
 class Prefill:
@@ -39,9 +68,10 @@ class Prefill:
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self.sizes = tuple(
-            n for n in ways_of(reader.device).chunks if n <= reader.cache.capacity
-        )  # the largest that the rest of a prompt fills comes first
+        # the largest that the rest of a prompt fills comes first; one that no prompt fills would be built for nothing,
+        # and tried out past the end of the cache
+        longest = reader.cache.max_seq_len - 1  # the last token of a prompt is decoded
+        self.sizes = [size for size in ways_of(reader.device).chunks if size <= max(longest, CHUNK)]
         self._step = CompiledStep(prefill_step, compiled=reader.compiled)
         self._warm = False
         self._held: list[list[int]] = [[] for _ in range(reader.shape[1])]
@@ -74,21 +104,33 @@ class Prefill:
 
     def fill(self, slot: int, body: Sequence[int]) -> int:
         """Make the slot hold the keys of body from position 0; return how many tokens had to be computed."""
+        filling, computed = self.begin(slot, body), 0
+        while filling.left:
+            computed += filling.step()
+        filling.finish()
+        return computed
+
+    def begin(self, slot: int, body: Sequence[int]) -> Filling:
+        """Take over what any slot holds of body; the rest is computed by the steps of what is returned.
+
+        Rounds write for idle slots, too, from seq_len on, whoever drafts and some of it before. So until it is finished
+        the slot stands in the middle of the spare split behind the capacity, of which nobody reads.
+        """
         others = sorted(range(len(self._held)), key=lambda other: other != slot)  # of equals the slot itself
         source = max(others, key=lambda other: self.reusable(other, body))
         kept = self.reusable(source, body)
         self._held[slot] = []  # nothing to rely on, should a step fail half-way
+        cache = self.reader.cache
         if source != slot:
-            self.reader.cache.copy(source, slot, kept)
-        self.reader.cache.vacate(slot, keep=kept)
-        start = kept
-        while start < len(body):
-            size = next((size for size in self.sizes if size <= len(body) - start), CHUNK)
-            self.chunk(slot, body[start : start + size], start)
-            start += size
+            cache.copy(source, slot, kept)
+        cache.vacate(slot, keep=kept)
+        cache.seq_len[slot] = cache.capacity + SPLIT // 2
+        return Filling(self, slot, body, kept)
+
+    def hold(self, slot: int, body: Sequence[int]) -> None:
+        """The keys of body are in the slot: rely on them."""
         self._held[slot] = list(body)
         self.reader.cache.seq_len[slot] = len(body)
-        return len(body) - kept
 
     def keep(self, slot: int, n: int) -> None:
         """Rely on no more than the first n tokens of a slot: what follows them is written over."""

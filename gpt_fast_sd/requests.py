@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .config import SamplingParams
 from .stats import CompletionStats
+
+if TYPE_CHECKING:
+    from .prefill import Filling
+
+Prompt = str | Sequence[int]
 
 
 class Decoder(Protocol):
@@ -137,6 +142,37 @@ class Request:
         return Completion(
             index=self.index, tokens=self.tokens, text=self.text, finish_reason=self.finish_reason, stats=stats
         )
+
+
+class Waiting:
+    """Requests in the order they came, each taken when a slot is free for it; `over` is set when no more will come."""
+
+    def __init__(self, requests: Sequence[Request] | Iterator[Request | None]) -> None:
+        """An iterator makes each request when it is asked for it; its None is no request now."""
+        self.known = requests if isinstance(requests, Sequence) else ()  # before they are taken
+        self.over = False
+        self._rest = iter(requests)
+
+    def take(self) -> Request | None:
+        """The next one; None where there is none, now or any more."""
+        try:
+            return next(self._rest)
+        except StopIteration:
+            self.over = True
+            return None
+
+
+class Arrival:
+    """A request whose slot is being filled, and what is prefilled for it: the target's cache, and a draft's own."""
+
+    def __init__(self, slot: int, request: Request, fillings: Sequence[Filling]) -> None:
+        self.slot, self.request, self.fillings = slot, request, fillings
+        self.total = self.left
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be computed."""
+        return sum(filling.left for filling in self.fillings)
 
 
 def _overlap(text: str, stop: str) -> int:

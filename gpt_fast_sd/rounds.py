@@ -229,6 +229,9 @@ class Rounds:
         """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view."""
         assert self.capture
         rows, capacity, in_view = self.rows, self.target.cache.capacity, 2 * SPLIT
+        if (gamma, rows.sampled, rows.filtered) not in self._warm:  # the first request of its kind in a stream
+            self._warm.add((gamma, rows.sampled, rows.filtered))
+            return lambda: self.device_round(gamma)  # so that all is built when the next one is captured
         while in_view < min(rows.n_keys + gamma, capacity):
             in_view *= 2
         key = (gamma, in_view, rows.sampled, rows.filtered, self.replay)

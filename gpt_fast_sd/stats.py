@@ -57,12 +57,13 @@ class CompletionStats:
 class EngineStats:
     """Totals of the latest generate or stream call.
 
-    decode_seconds is the wall time of rounds, draft_seconds and verify_seconds (of the target's own steps) parts of it;
-    host_seconds is the rest: judging, commit, text, bookkeeping. Of a round that is one CUDA graph no part is timed
-    alone: both parts stay 0, and host_seconds has all. kv_bytes counts what attention reads in the rounds, of
-    drafts and of the target: every slot, to the end of the last split in view. rounds_by_gamma counts the rounds that
-    drafted so many tokens. recompiles counts graphs compiled during the call, compile_seconds is what the engine's one
-    warm-up took.
+    prefill_seconds is the wall time of what is done for prompts between rounds: keys copied and computed, also those of
+    a draft's own cache, which prefill_tokens leaves out. decode_seconds is that of rounds, draft_seconds and
+    verify_seconds (of the target's own steps) parts of it; host_seconds is the rest: judging, commit, text,
+    bookkeeping. Of a round that is one CUDA graph no part is timed alone: both parts stay 0, and host_seconds has all.
+    kv_bytes counts what attention reads in the rounds, of drafts and of the target: every slot, to the end of the last
+    split in view. rounds_by_gamma counts the rounds that drafted so many tokens. recompiles counts graphs compiled
+    during the call, compile_seconds is what the engine's one warm-up took.
     """
 
     compile_seconds: float = 0.0

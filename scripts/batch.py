@@ -38,9 +38,10 @@ import re
 import sys
 import time
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,7 +62,7 @@ from common import (
     sentence,
     write_whole,
 )
-from generate import PER_PROMPT, as_record, check_writable, encode_record, number_or_auto
+from generate import PER_PROMPT, ProgressLine, as_record, check_writable, encode_record, number_or_auto
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
 from gpt_fast_sd.engine import locate
@@ -74,7 +75,7 @@ except ImportError:  # no such locks on Windows
     fcntl = None  # type: ignore[assignment]
 
 PROGRAM = "batch.py"
-BLOCK = 16  # prompts a slot that are handed to the engine together: slots idle only at the end of so many
+AHEAD = 16  # lines a slot that may be read before the oldest of them is written, where the order of the input is kept
 ROOM = 8192  # tokens a slot holds, unless --max-seq-len says otherwise or the model ends before
 SYNC = 5.0  # seconds after which what was written is forced to the disk
 REJECTED = 4  # exit code
@@ -392,13 +393,17 @@ class Writer:
         self.ordered = ordered
         self._output, self._place_of_rejects = output, rejects
         self._rejects: Log | None = None
-        self._expected: list[int] = []  # indices of the block, those that are not written yet
-        self._held: dict[int, Record] = {}
+        self._expected: deque[int] = deque()  # indices of lines that were read and are not written yet
+        self._held: dict[int, Record] = {}  # finished before one of those ahead of them
 
-    def expect(self, block: Sequence[Task]) -> None:
-        """The lines that come next, in their order."""
-        assert not self._expected
-        self._expected = [task.index for task in block][::-1]
+    def expect(self, task: Task) -> None:
+        """Let it come next."""
+        self._expected.append(task.index)
+
+    @property
+    def unwritten(self) -> int:
+        """Lines that were read and are not written yet, finished or not."""
+        return len(self._expected)
 
     def finished(self, task: Task, completion: Completion) -> None:
         """Write it, or keep it until those before it are there."""
@@ -410,8 +415,8 @@ class Writer:
             self._write(record)
             return
         self._held[task.index] = record
-        while self._expected and self._expected[-1] in self._held:
-            self._write(self._held.pop(self._expected.pop()))
+        while self._expected and self._expected[0] in self._held:
+            self._write(self._held.pop(self._expected.popleft()))
 
     def rejected(self, index: int, raw: bytes, reason: str) -> None:
         """Write down which line, why, and what stood there."""
@@ -434,36 +439,38 @@ class Writer:
 
 
 def run(engine: Engine, share: Share, done: Ranges, reader: Reader, writer: Writer, bar: Any) -> int:
-    """Continue all lines of the share that are not done; return how many tokens that gave."""
-    block: list[Task] = []
+    """Continue all lines of the share that are not done; return how many tokens that gave.
+
+    A line is read when a slot is free for it, so that slots idle only at the end of the file; but where the output
+    keeps the input's order, no more than AHEAD lines a slot are kept in memory behind one that takes long.
+    """
+    under_way: dict[int, Task] = {}  # by the number of the prompt
     n_tokens, started = 0, time.perf_counter()
 
-    def continue_block() -> None:
-        nonlocal n_tokens
-        writer.expect(block)
-        for event in engine.stream([task.prompt for task in block], [task.params for task in block]):
-            n_tokens += len(event.tokens)
-            if event.completion:
-                writer.finished(block[event.index], event.completion)
-                bar.set_postfix_str(f"{n_tokens / (time.perf_counter() - started):,.0f} tokens/s", refresh=False)
+    def prompts() -> Iterator[tuple[list[int], SamplingParams] | None]:
+        numbers = count()
+        for index, raw in share.lines():
+            if index in done:
+                continue
+            try:
+                task = reader.task(index, raw)
+                engine.check([task.prompt], [task.params])
+            except Exception as error:  # whatever a line brings about is no reason to end the run
+                writer.rejected(index, raw, sentence(error).replace("prompt 0", "the prompt"))
                 bar.update()
-        block.clear()
+                continue
+            while writer.ordered and writer.unwritten >= AHEAD * engine.config.batch_size:
+                yield None  # after a round, one more may be written
+            under_way[next(numbers)] = task
+            writer.expect(task)
+            yield task.prompt, task.params
 
-    for index, raw in share.lines():
-        if index in done:
-            continue
-        try:
-            task = reader.task(index, raw)
-            engine.check([task.prompt], [task.params])
-        except Exception as error:  # whatever a line brings about is no reason to end the run
-            writer.rejected(index, raw, sentence(error).replace("prompt 0", "the prompt"))
+    for event in engine.stream(prompts()):
+        n_tokens += len(event.tokens)
+        if event.completion:
+            writer.finished(under_way.pop(event.index), event.completion)
+            bar.set_postfix_str(f"{n_tokens / (time.perf_counter() - started):,.0f} tokens/s", refresh=False)
             bar.update()
-            continue
-        block.append(task)
-        if len(block) == BLOCK * engine.config.batch_size:
-            continue_block()
-    if block:
-        continue_block()
     return n_tokens
 
 
@@ -631,6 +638,8 @@ def work(job: Job, engine: Engine, writer: Writer) -> int:
     if engine.compiled and job.parallel.is_main:
         print("compiling (a minute or two the first time, cached afterwards) ...", file=sys.stderr, flush=True)
     engine.warm_up()
+    if job.parallel.is_main:
+        engine.on_progress = ProgressLine()
     n_done = len(job.done)
     name = "prompts" if job.parallel.dp == 1 else f"prompts of replica 1 of {job.parallel.dp}"
     disable = None if job.parallel.is_main else True

@@ -46,6 +46,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 
 import torch
+from tqdm import tqdm
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, __version__
 from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
@@ -238,6 +239,35 @@ def build(
     return Engine.from_pretrained(args.model, engine_config, draft_config(args), parallel=parallel)
 
 
+class ProgressLine:
+    """Draws how far something is that takes over a second, on stderr where that is a terminal; see Engine.on_progress.
+
+    The line goes away when all is done.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._what = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """So much of what is done, of so much."""
+        if self._bar is None or (what, total) != (self._what, self._bar.total) or done < self._bar.n:
+            self.clear()
+            self._what = what
+            self._bar = tqdm(
+                total=total, initial=done, desc=what, unit="", unit_scale=True, leave=False, delay=1.0, disable=None
+            )
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self.clear()
+
+    def clear(self) -> None:
+        """Take the line away; it comes again if what it told of goes on."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+
 # ---- text, coloured by who proposed it -------------------------------------------------------------------------------
 
 
@@ -273,18 +303,22 @@ def run(
     params: list[SamplingParams],
     live: bool,
     colors: dict[str, str],
+    progress: ProgressLine,
+    opening: str = "",
 ) -> list[Completion]:
     """Generate; print the text as it is committed, or each one when it is finished.
 
-    mine: the places of these prompts among those of all replicas.
+    mine: the places of these prompts among those of all replicas. opening: printed before the first text.
     """
     done, texts = {}, [""] * len(prompts)
     for event in engine.stream(prompts, params):
         text = painted(event, colors)
         texts[event.index] += text
         if live:
-            print(text, end="", flush=True)
+            print(opening + text, end="", flush=True)
+            opening = ""
         if event.completion:
+            progress.clear()  # what is printed now would stand behind it
             done[event.index] = dataclasses.replace(event.completion, index=mine[event.index])
             if not live:
                 print(f"--- {mine[event.index]}: {event.completion.finish_reason}\n{texts[event.index]}", flush=True)
@@ -588,13 +622,17 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     colors = colors_of(engine, args.color)
     if colors:
         print(legend(colors))
+    progress = ProgressLine()
+    if parallel.is_main:
+        engine.on_progress = progress
     live = len(prompts) == 1 and not args.no_stream
     mine = [index for index, _ in parallel.share(prompts)]
     prompts, params = [prompts[index] for index in mine], [params[index] for index in mine]
+    opening = ""
     if live and prompts and args.prompt is None:
-        print("..." + (engine.tokenizer.decode(prompts[0][-60:]) if engine.tokenizer else ""), end="", flush=True)
+        opening = "..." + (engine.tokenizer.decode(prompts[0][-60:]) if engine.tokenizer else "")
     with traced(args.profile if parallel.is_main else None):
-        own = run(engine, mine, prompts, params, live, colors)
+        own = run(engine, mine, prompts, params, live, colors, progress, opening)
     stats, comparison = engine.stats, None
     if args.compare or (args.compare is None and is_showpiece(args) and engine.policy):
         if parallel.is_main:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from gpt_fast_sd.tp import ALONE, Group, Vocabulary
 
 from ..compiling import CompiledStep, Options, span
 from ..devices import ways_of
+from ..prefill import Filling
 from ..rows import Rows
 from ..sampling import DRAFT_STREAM
 
@@ -85,6 +86,15 @@ class DraftPolicy(Protocol):
     @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
+        ...
+
+
+@runtime_checkable
+class OwnPrefill(Protocol):
+    """A policy that has to prefill prompts itself, beside what the target does."""
+
+    def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
+        """Begin with what admit would prefill: rounds may come between its chunks, and admit when all are computed."""
         ...
 
 

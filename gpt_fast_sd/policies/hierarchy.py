@@ -19,9 +19,10 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, Transformer
 
 from ..compiling import CompiledStep, span
+from ..prefill import Filling
 from ..rows import Rows
 from ..sampling import CHEAP_ACCEPT_STREAM, DRAFT_STREAM
-from .base import Draft, DraftPolicy, Reader, View
+from .base import Draft, DraftPolicy, OwnPrefill, Reader, View
 
 Count = TypeVar("Count", int, Tensor)
 
@@ -93,6 +94,10 @@ class HierarchyDraft:
         """Compile what view and cheap policy need."""
         self.view.warm_up()
         self.cheap.warm_up()
+
+    def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
+        """Let the cheap level begin to prefill the slot, where its model has a cache of its own."""
+        return self.cheap.prepare(slot, prompt) if isinstance(self.cheap, OwnPrefill) else []
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Let both levels take the slot."""

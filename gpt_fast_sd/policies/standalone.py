@@ -18,7 +18,7 @@ from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
 from ..compiling import CompiledStep
-from ..prefill import CHUNK, Prefill
+from ..prefill import CHUNK, Filling, Prefill
 from ..rows import Rows
 from .base import Draft, ModelDraft, Reader, View, draft_step
 
@@ -76,8 +76,12 @@ class StandaloneDraft(ModelDraft):
         seq_len.copy_(before)  # it is the target's, too, whose slots keep the prompts that they hold
         super().warm_up()
 
+    def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
+        """Begin to prefill the slot of the draft model's cache."""
+        return [self._prefill.begin(slot, prompt[:-1])]
+
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Prefill the slot and select for it."""
+        """Prefill what was not prepared of the slot, and select for it."""
         self._fed[slot] = len(prompt) - 1
         self._prefill.fill(slot, prompt[:-1])
         self._prefill.keep(slot, len(prompt) - self.unfed)

@@ -6,6 +6,7 @@ Shapes: B slots, T tokens, K kv heads, S cache capacity, H head dim, L layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.policies import Reader
 from gpt_fast_sd.prefill import CHUNK, Prefill
@@ -229,3 +231,67 @@ def test_reuse_works_for_a_grouped_model_of_another_shape() -> None:
     first = one.generate([prompt], params)[0].tokens
     assert one.generate([prompt, prompt], params)[1].tokens == first == other.generate([prompt], params)[0].tokens
     assert one.stats.prefill_tokens == 0
+
+
+# ---- with the chunks of CUDA -----------------------------------------------------------------------------------------
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "off": {},
+    "full": {},
+    "streaming": {"budget": 64},
+    "snapkv": {"budget": 64},
+    "quest": {"budget": 64},
+    "guided": {"budget": 64},
+    "early_exit": {"budget": 64},
+    "lookup": {},
+    "standalone": {"budget": 64},
+    "hierarchy": {"budget": 64},
+    "hierarchy over standalone": {"policy": "hierarchy", "budget": 64, "cheap": "standalone"},
+}
+
+
+@pytest.fixture
+def chunks_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU prefills by the chunks that CUDA has; its indexing checks every bound."""
+    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cpu"], chunks=WAYS["cuda"].chunks))
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Prompts are written no further than a cache's capacity, padding included; the list holds where chunks ended."""
+    ends, feed = [], Prefill.feed
+
+    def watched(self: Prefill, slot: int, tokens: Tensor, start: int) -> None:
+        assert start + len(tokens) <= self.reader.cache.capacity
+        ends.append(start + len(tokens))
+        feed(self, slot, tokens, start)
+
+    monkeypatch.setattr(Prefill, "feed", watched)
+    return ends
+
+
+LENGTHS = [2, 3, 300, 1024, 1536, 1537, 1800, 2048, 4096]  # around the largest chunk, and around splits
+CACHES = [("off", n) for n in LENGTHS] + [(policy, n) for policy in POLICIES for n in (2, 1536, 2304)]
+
+
+@pytest.mark.parametrize(("policy", "max_seq_len"), CACHES)
+def test_no_chunk_of_cuda_is_written_past_the_end_of_a_cache(
+    policy: str, max_seq_len: int, chunks_of_cuda: None, written: list[int]
+) -> None:
+    """A prompt that is one token short of what the cache holds, after a warm-up."""
+    draft: dict[str, Any] = {"policy": policy, "gamma": 3} | POLICIES[policy]
+    needs_model = "standalone" in (draft["policy"], draft.get("cheap"))
+    one = Engine(
+        tiny_model(tiny_config(n_layers=2 if policy == "early_exit" else 1)), None,
+        EngineConfig(batch_size=1, max_seq_len=max_seq_len, device="cpu", compile=False),
+        DraftConfig(**draft, draft_model="given" if needs_model else None),
+        tiny_model(tiny_config(n_layers=1), seed=1) if needs_model else None,
+    )  # fmt: skip
+    assert len(one.generate([random_ids(max_seq_len - 1)], SamplingParams(max_tokens=1))[0].tokens) == 1
+    assert max(written) == max(1, -(-(max_seq_len - 2) // CHUNK)) * CHUNK
+
+
+@pytest.mark.parametrize(("max_seq_len", "sizes"), [(2, [256]), (1800, [256]), (2048, [256]), (2049, [2048, 256])])
+def test_a_size_that_no_prompt_fills_is_not_built(max_seq_len: int, sizes: list[int], chunks_of_cuda: None) -> None:
+    cache = KVCache(MODEL.config, 1, max_seq_len, dtype=torch.float32, device=torch.device("cpu"))
+    assert Prefill(Reader(MODEL, cache, compiled=False)).sizes == sizes

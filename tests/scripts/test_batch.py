@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import batch
-from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
 from tests.helpers import random_ids, tiny_model
 
@@ -153,26 +153,71 @@ def test_an_input_without_a_prompt_gives_an_output_without_a_line(model: Path, t
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_the_input_is_read_block_by_block(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, read = [], []
-    lines, stream = batch.Share.lines, Engine.stream
+class Watched:
+    """What a run reads, finishes and keeps, and its engine."""
 
-    def counted(share: batch.Share) -> Any:
-        for line in lines(share):
-            read.append(line)
-            yield line
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read, self.finished, self.most_ahead, self.most_kept = 0, 0, 0, 0
+        self.rounds = self.row_rounds = 0
+        lines, finished, stream = batch.Share.lines, batch.Writer.finished, Engine.stream
 
-    def watched(engine: Engine, block: Any, params: Any) -> Any:
-        taken.append((len(block), len(read)))
-        return stream(engine, block, params)
+        def read(share: batch.Share) -> Any:
+            for line in lines(share):
+                self.read += 1
+                self.most_ahead = max(self.most_ahead, self.read - self.finished)
+                yield line
 
-    monkeypatch.setattr(batch, "BLOCK", 1)
-    monkeypatch.setattr(batch.Share, "__len__", lambda share: 7)
-    monkeypatch.setattr(batch.Share, "lines", counted)
-    monkeypatch.setattr(Engine, "stream", watched)
-    assert code_of(model, write_lines(tmp_path / "in.jsonl", prompts(7)), tmp_path / "out.jsonl") == 0
-    assert taken == [(3, 3), (3, 6), (1, 7)]
-    assert [r["index"] for r in read_lines(tmp_path / "out.jsonl")] == list(range(7))
+        def noted(writer: batch.Writer, task: batch.Task, completion: Completion) -> None:
+            finished(writer, task, completion)
+            self.finished += 1
+            self.most_kept = max(self.most_kept, len(writer._held))
+
+        def counted(engine: Engine, *args: Any) -> Any:
+            yield from stream(engine, *args)
+            self.rounds += engine.stats.rounds
+            self.row_rounds += engine.stats.row_rounds
+
+        monkeypatch.setattr(batch.Share, "lines", read)
+        monkeypatch.setattr(batch.Share, "__len__", lambda share: 1)
+        monkeypatch.setattr(batch.Writer, "finished", noted)
+        monkeypatch.setattr(Engine, "stream", counted)
+
+
+@pytest.mark.parametrize("order", ["input", "finished"])
+def test_a_line_is_read_when_a_slot_is_free_for_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    watched = Watched(monkeypatch)
+    source = write_lines(tmp_path / "in.jsonl", prompts(20))
+    assert code_of(model, source, tmp_path / "out.jsonl", "--order", order) == 0
+    assert (watched.read, watched.finished, watched.most_ahead) == (20, 20, 3)
+
+
+def test_slots_do_not_run_dry_before_the_file_ends(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    records = [{"prompt": [1, i], "max_tokens": 64 if i in (0, 47) else 2} for i in range(100)]
+    source = write_lines(tmp_path / "in.jsonl", records)
+    flags = ["--order", "finished", "--draft", "off", "--ignore-eos"]
+    assert code_of(model, source, tmp_path / "out.jsonl", *flags) == 0
+    assert watched.row_rounds == 2 * 64 + 98 * 2
+    assert watched.rounds <= 115  # three slots: 108, were it to come out even
+
+
+def test_behind_a_line_that_takes_long_no_more_are_kept_than_the_bound(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    monkeypatch.setattr(batch, "AHEAD", 4)
+    records = [{"prompt": [1, i], "max_tokens": 90 if i == 0 else 2} for i in range(60)]
+    source = write_lines(tmp_path / "in.jsonl", records)
+    assert code_of(model, source, tmp_path / "out.jsonl", "--draft", "off", "--ignore-eos") == 0
+    assert [r["index"] for r in read_lines(tmp_path / "out.jsonl")] == list(range(60))
+    assert watched.most_kept == 4 * 3 - 1  # all that were read but the first
+    watched.most_kept = 0
+    assert code_of(model, source, tmp_path / "any.jsonl", "--draft", "off", "--order", "finished") == 0
+    assert watched.most_kept == 0
 
 
 # ---- killed and started again ----------------------------------------------------------------------------------------

@@ -160,6 +160,8 @@ def test_a_prompt_that_a_live_slot_holds_is_copied_as_it_was_prefilled() -> None
     one._release(1)
     with torch.inference_mode():
         one._admit(request)
+        while one._arrival:
+            one._fill()
     found, wanted = entries(policy.reader.cache, 1, 299), prefilled(policy.reader, prompt[:-1])
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 

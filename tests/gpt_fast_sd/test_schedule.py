@@ -1,0 +1,369 @@
+"""Who gets the device next: a chunk of a prompt or a round; and prompts that come while others are decoded.
+
+Shapes: L layers, K kv heads, T tokens, H head dim.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd import Engine, SamplingParams
+from gpt_fast_sd.model import KVCache
+from gpt_fast_sd.policies import Reader
+from gpt_fast_sd.policies.standalone import StandaloneDraft
+from gpt_fast_sd.prefill import CHUNK, Prefill
+from tests.gpt_fast_sd.policies.drafting import drafting
+from tests.gpt_fast_sd.test_rounds import POLICIES, captured, engine, told
+from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
+
+KINDS = {"eager": engine, "captured": captured}
+# a row that decodes all the while, short ones beside it, and long ones that take their slots
+PROMPTS = [random_ids(n, seed=n) for n in (40, 9, 20, 700, 3, 515, 650)]
+PARAMS = [
+    SamplingParams(max_tokens=n, temperature=0.9 * (i % 3 == 2), seed=i, ignore_eos=True)
+    for i, n in enumerate((60, 3, 5, 7, 9, 8, 6))
+]
+N_CHUNKS = [-(-(len(prompt) - 1) // CHUNK) for prompt in PROMPTS]
+
+
+def is_of_two_models(name: str) -> bool:
+    return "standalone" in name
+
+
+def own_prefill(one: Engine) -> Prefill | None:
+    """What a draft prefills its own cache with."""
+    level = getattr(one.policy, "cheap", one.policy)
+    return level._prefill if isinstance(level, StandaloneDraft) else None
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[str]]:
+    """Begin to note an engine's chunks and rounds, in a list."""
+    calls, chunk = [], Prefill.chunk
+
+    def noted(self: Prefill, slot: int, tokens: Sequence[int], start: int) -> None:
+        calls.append("chunk")
+        chunk(self, slot, tokens, start)
+
+    def watch(one: Engine) -> list[str]:
+        launch = one.rounds.launch
+
+        def launched(*args: Any, **kwargs: Any) -> Any:
+            calls.append("round")
+            return launch(*args, **kwargs)
+
+        one.warm_up()
+        monkeypatch.setattr(Prefill, "chunk", noted)
+        monkeypatch.setattr(one.rounds, "launch", launched)
+        return calls
+
+    return watch
+
+
+def waits(calls: list[str]) -> list[int]:
+    """Chunks before the first round, between every two, and after the last."""
+    return [len(part.split()) for part in " ".join(calls).split("round")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
+    name: str, kind: str, order: Callable[[Engine], list[str]]
+) -> None:
+    one = KINDS[kind](name)
+    calls, models = order(one), 2 if is_of_two_models(name) else 1
+    got = one.generate(PROMPTS, PARAMS)
+    first, *later = waits(calls)
+    assert first == models * sum(N_CHUNKS[:3])  # as long as nobody waits, without a pause
+    assert max(later) == 1 and sum(later) == models * sum(N_CHUNKS[3:])
+    for completion, prompt, params in zip(got, PROMPTS, PARAMS, strict=True):
+        alone = one.generate([prompt], params)[0]
+        assert told([alone])[0][:2] == told([completion])[0][:2]
+        # of pages that are best to two queries alike topk takes either, as the number of pages in view has it
+        if name != "quest":
+            assert told([alone]) == told([completion])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_rounds_write_nothing_into_a_slot_that_is_half_filled(name: str, kind: str) -> None:
+    """Rounds write for idle rows, too: a draft from where a row stands, a second model from a token or two before."""
+    one, seen = KINDS[kind](name), []
+    fill = one._fill
+
+    def watched() -> bool:
+        arrival = one._arrival
+        assert arrival
+        computed = fill()
+        if one._arrival is None:
+            body = arrival.request.prompt[:-1]
+            for prefill in (one._prefill, own_prefill(one)):
+                if prefill:
+                    assert torch.equal(held(prefill.reader, arrival.slot, len(body)), fresh(prefill.reader, body))
+                    seen.append(len(body))
+        return computed
+
+    one._fill = watched  # type: ignore[method-assign]
+    one.generate(PROMPTS, PARAMS)
+    assert len(seen) == (2 if is_of_two_models(name) else 1) * len(PROMPTS)
+
+
+def held(reader: Reader, slot: int, n: int) -> Tensor:
+    """The first n keys and values of a slot: [2 * L, K, T, H]."""
+    return torch.stack([buffer[slot, :, :n].clone() for buffer in (*reader.cache.k, *reader.cache.v)])
+
+
+def fresh(reader: Reader, body: Sequence[int]) -> Tensor:
+    """Those of a body that is prefilled in one go, into a cache of its own."""
+    cache = KVCache(reader.model.config, 1, reader.cache.max_seq_len, dtype=torch.float32, device=reader.device)
+    alone = Reader(reader.model, cache, compiled=False)
+    Prefill(alone).fill(0, body)
+    return held(alone, 0, len(body))
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "standalone", "hierarchy"])
+def test_a_prompt_may_fill_the_cache_to_its_end_while_others_are_decoded(name: str) -> None:
+    draft: dict[str, Any] = {"cheap": "standalone"} if name == "hierarchy" else {}
+    if name in ("standalone", "hierarchy"):
+        draft["draft_model"] = tiny_model(tiny_config(n_layers=1), seed=1)
+    one = drafting(name, engine={"max_seq_len": 768, "batch_size": 2}, budget=64, gamma=3, **draft)
+    assert one.cache.capacity == 768
+    longest, params = random_ids(767, seed=2), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (40, 2, 1)]
+    got = one.generate([PROMPTS[0], PROMPTS[1], longest], params)
+    assert got[2].tokens == one.generate([longest], params[2], speculate=False)[0].tokens
+    again = drafting(name, engine={"max_seq_len": 768, "batch_size": 1}, budget=64, gamma=3, **draft)
+    for completion, prompt, wanted in zip(got, [PROMPTS[0], PROMPTS[1], longest], params, strict=True):
+        assert told([completion]) == told(again.generate([prompt], wanted))
+
+
+def test_rows_that_can_begin_together_do() -> None:
+    one = engine("off")
+    one.generate(PROMPTS[3:6], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert (one.stats.rounds, one.stats.row_rounds) == (4, 12)
+
+
+def test_a_prompt_that_is_held_already_is_let_in_without_a_round_between(order: Callable[[Engine], list[str]]) -> None:
+    one = engine("off")
+    one.generate(PROMPTS[3:6], SamplingParams(max_tokens=4))
+    calls = order(one)
+    list(one.stream(PROMPTS[3:6], SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert calls == ["round"] * 4 and one.stats.prefill_tokens == 0
+
+
+# ---- what ends half-way ----------------------------------------------------------------------------------------------
+
+
+def half_way(one: Engine) -> Iterator[Any]:
+    """A stream that stands between two chunks of a prompt."""
+    stream = one.stream(PROMPTS, PARAMS)
+    while not (one._arrival and one._arrival.left < one._arrival.total):
+        next(stream)
+    return stream
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["off", "streaming", "quest", "standalone", "hierarchy over standalone"])
+def test_a_stream_left_while_a_prompt_is_half_filled_leaves_the_engine_as_good_as_new(name: str, kind: str) -> None:
+    one = KINDS[kind](name)
+    expected = told(KINDS[kind](name).generate(PROMPTS, PARAMS))
+    half_way(one).close()  # type: ignore[attr-defined]
+    assert one._arrival is None and not any(one._slots) and not one.rows.active.any()
+    assert int(one.cache.seq_len.max()) < one.config.max_seq_len
+    assert told(one.generate(PROMPTS, PARAMS)) == expected
+
+
+@pytest.mark.parametrize("name", ["off", "guided", "standalone"])
+def test_a_chunk_that_fails_ends_the_stream_and_leaves_nothing_to_rely_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, chunk = engine(name), Prefill.chunk
+    one.warm_up()
+
+    def failing(self: Prefill, slot: int, tokens: Sequence[int], start: int) -> None:
+        chunk(self, slot, tokens, start)
+        if start == CHUNK:
+            raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Prefill, "chunk", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            one.generate(PROMPTS, PARAMS)
+    assert one._arrival is None and not any(one._slots) and not one.rows.active.any()
+    assert told(one.generate(PROMPTS, PARAMS)) == told(engine(name).generate(PROMPTS, PARAMS))
+
+
+# ---- seconds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["streaming", "standalone"])
+def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes by chunks, of a second each, and by rounds, of a thousandth."""
+    clock, n_chunks, took = [0.0], [0], []
+    one, chunk = KINDS[kind](name, gamma="auto"), Prefill.chunk
+    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(one.planner, "choose", lambda n_keys: 3)
+    one.warm_up()
+    device_round = one.rounds.device_round
+
+    def slow_chunk(self: Prefill, slot: int, tokens: Sequence[int], start: int) -> None:
+        clock[0] += 1.0
+        n_chunks[0] += 1
+        chunk(self, slot, tokens, start)
+
+    def slow_round(*args: Any) -> Tensor:
+        clock[0] += 1e-3
+        return device_round(*args)
+
+    def capture(part: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return part
+
+    def record(gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Any) -> None:
+        took.append(drafting + verifying)
+
+    def record_whole(gamma: int, n_keys: int, seconds: float | None, accepted: Any) -> None:
+        took.append(seconds or 0.0)
+
+    stub = types.SimpleNamespace(perf_counter=lambda: clock[0])
+    for module in ("engine", "rounds"):
+        monkeypatch.setattr(f"gpt_fast_sd.{module}.time", stub)
+    monkeypatch.setattr(Prefill, "chunk", slow_chunk)
+    monkeypatch.setattr(one.rounds, "device_round", slow_round)
+    monkeypatch.setattr(one.rounds, "capture", capture if kind == "captured" else None)
+    monkeypatch.setattr(one.planner, "record", record)
+    monkeypatch.setattr(one.planner, "record_whole", record_whole)
+    one.generate(PROMPTS, PARAMS)
+    assert one.stats.prefill_seconds == pytest.approx(n_chunks[0])
+    assert n_chunks[0] == (2 if name == "standalone" else 1) * sum(N_CHUNKS)
+    assert one.stats.prefill_tokens == sum(len(prompt) - 1 for prompt in PROMPTS)
+    assert 0 < one.stats.decode_seconds <= 1e-3 * one.stats.rounds + 1e-6
+    assert took and max(took) < 0.01
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_asks_is_told_how_far_a_prompt_is() -> None:
+    one, told_so = engine("standalone"), list[tuple[str, int, int]]()
+    one.warm_up()
+    one.on_progress = lambda what, done, total: told_so.append((what, done, total))
+    one.generate([PROMPTS[3], [5]], SamplingParams(max_tokens=2))  # 699 tokens, by either model
+    assert told_so == [("prefill", done, 1398) for done in (0, 256, 512, 699, 955, 1211, 1398)]
+    plain = engine("off")
+    plain.generate(PROMPTS[3:4], SamplingParams(max_tokens=2))
+    plain.on_progress = one.on_progress
+    plain.generate(PROMPTS[3:4], SamplingParams(max_tokens=2))  # held: nothing to compute
+    assert len(told_so) == 7
+
+
+def test_an_engine_says_nothing_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    engine("off").generate(PROMPTS[3:4], SamplingParams(max_tokens=2))
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- prompts that come one by one ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["off", "streaming", "guided", "lookup"])
+def test_prompts_that_are_asked_for_one_by_one_give_what_a_list_gives(name: str, kind: str) -> None:
+    """In captured rounds, rows that sample or filter come when others have been captured already."""
+    params = [SamplingParams(max_tokens=9, temperature=t, top_k=k, seed=1) for t, k in ((0, None), (1, None), (1, 9))]
+    wanted = [params[min(i // 2, 2)] for i in range(len(PROMPTS))]
+    expected = told(KINDS[kind](name).generate(PROMPTS, wanted))
+    one = KINDS[kind](name)
+    found = {e.index: e.completion for e in one.stream(zip(PROMPTS, wanted, strict=True)) if e.completion}
+    assert told([found[i] for i in range(len(PROMPTS))]) == expected
+
+
+def test_a_prompt_is_asked_for_when_a_slot_is_free_for_it() -> None:
+    one, asked, done = engine("off"), list[int](), 0
+
+    def prompts() -> Iterator[list[int]]:
+        for i in range(12):
+            assert not torch.is_inference_mode_enabled()  # what others do here is their own
+            asked.append(i)
+            yield PROMPTS[i % 3]
+
+    stream = one.stream(prompts(), SamplingParams(max_tokens=4, ignore_eos=True))
+    assert asked == []
+    for event in stream:
+        done += event.completion is not None
+        assert len(asked) <= 3 + done  # three slots
+    assert asked == list(range(12)) and done == 12
+    assert one.stats.row_rounds == 48 and one.stats.rounds == 16  # no slot ran dry
+
+
+def test_an_iterator_may_have_no_prompt_now() -> None:
+    one, polls = engine("off"), list[int]()
+    given = [PROMPTS[0], None, None, PROMPTS[1], None, PROMPTS[2]]
+
+    def prompts() -> Iterator[list[int] | None]:
+        for prompt in given:
+            polls.append(one.stats.rounds)
+            yield prompt
+
+    events = list(one.stream(prompts(), SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert [e.index for e in events if e.completion] == [0, 1, 2]
+    assert polls == [0, 0, 1, 2, 3, 4]  # asked again after a round, as a chunk has one behind it
+
+
+def test_a_stream_of_nothing_ends() -> None:
+    assert list(engine("off").stream(iter([]))) == []
+    assert list(engine("off").stream(iter([None, None]))) == []
+
+
+def test_a_prompt_that_cannot_run_ends_the_stream_where_it_is_reached() -> None:
+    one, params = engine("off"), SamplingParams(max_tokens=4, ignore_eos=True)
+    events, said = [], "prompt 2 holds token id 999"
+    with pytest.raises(ValueError, match=said):
+        for event in one.stream(iter([PROMPTS[0], [1], [999], [2]]), params):
+            events.append(event)
+    with pytest.raises(ValueError, match="prompt 1 must be a text or a list"):
+        list(one.stream(iter([[1], 5]), params))
+    with pytest.raises(ValueError, match="together 804, over max_seq_len 800"):
+        list(one.stream(iter([(random_ids(800), params)])))
+    assert not any(one._slots) and not one._running
+    assert len(one.generate([[1]], params)[0].tokens) == 4
+
+
+def test_an_error_of_whoever_gives_the_prompts_comes_through() -> None:
+    one, params = engine("off"), SamplingParams(max_tokens=4)
+
+    def prompts() -> Iterator[list[int]]:
+        yield [1]
+        raise OSError(5, "Input/output error", "prompts.txt")
+
+    with pytest.raises(OSError, match=r"prompts\.txt"):
+        list(one.stream(prompts(), params))
+    assert not any(one._slots) and not one._running
+
+
+def test_a_prompt_may_bring_its_own_parameters() -> None:
+    one = engine("off", tokenizer=ByteTokenizer())
+    few, many = SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)
+    prompts: list[Any] = [[1, 2], ("text", few), "text", ([1, 2], few), (1, 2)]
+    wanted = [c.tokens for c in one.generate([[1, 2], "text", "text", [1, 2], [1, 2]], [many, few, many, few, many])]
+    assert [c.tokens for c in one.generate(prompts, many)] == wanted
+    found = {e.index: e.completion.tokens for e in one.stream(iter(prompts), many) if e.completion}
+    assert [found[i] for i in range(5)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "said"),
+    [
+        (5, None, "prompts must be a list"),
+        ("a text", None, "prompts must be a list"),
+        (iter([[1]]), [SamplingParams()], r"take one SamplingParams, or come as \(prompt, SamplingParams\)"),
+        ([([1], SamplingParams())], [SamplingParams()], "prompt 0 brings its own SamplingParams"),
+    ],
+)
+def test_prompts_that_make_no_sense_are_refused_at_the_call(prompts: Any, params: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        engine("off").stream(prompts, params)
