@@ -302,6 +302,7 @@ class Engine:
                 self.cache.seq_len[0] = position
                 logits = self.rounds.feed(self.rows.pending[:, None], position + 1)[0][0, 0]
                 rows.append(self.vocabulary.whole(logits).cpu())
+            self._release(0)
         return torch.stack(rows)
 
     @torch.inference_mode()
@@ -408,8 +409,9 @@ class Engine:
             try:
                 self.rounds.synchronize()  # rounds that were launched before their rows were known to be finished
                 self._flights.clear()
-                for slot in range(len(self._slots)):  # also one that was not quite admitted
-                    self._release(slot)
+                for slot, occupant in enumerate(self._slots):
+                    if occupant is not None or not ended_well:  # it may have failed while a slot was being taken
+                        self._release(slot)
             except Exception as error:
                 self._failure = self._failure or _first_line(error)
                 if ended_well:  # else the first error says more
