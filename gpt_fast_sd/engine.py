@@ -7,6 +7,7 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamm
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import secrets
@@ -37,6 +38,7 @@ from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config
 from .compiling import can_compile, inductor_options, require_kernels, span
 from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
 from .devices import ways_of
+from .graphs import GraphPool
 from .memory import MemoryPlan
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill, Reader, build_policy
@@ -44,7 +46,7 @@ from .prefill import Prefill
 from .quantize import quantize
 from .replay import Replay
 from .requests import Arrival, Completion, Prompt, Request, TokenEvent, Waiting
-from .rounds import Flight, GraphPool, Rounds
+from .rounds import Flight, Rounds
 from .rows import Rows
 from .sampling import filters_anything
 from .stats import EngineStats
@@ -107,17 +109,46 @@ class Engine:
         )
         self.compiled = cfg.compile and can_compile(self.device)
         self.target = Reader(model, self.cache, inductor_options(cfg, self.device) if self.compiled else None, group)
-        self._capture = GraphPool() if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
+        self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
         self._slots: list[Request | None] = [None] * cfg.batch_size  # what is decoded
         self._arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
         self._flights: deque[Flight] = deque()
         self._landed_at: float | None = None  # clock at the last landing, None: something else came since
-        self._running = False
+        self._running = self._closed = False
+        self._failure: str | None = None  # what the device failed with
         self.rounds = self._rounds_of(self.draft, draft_model)
         self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
         self._warm, self._compile_seconds = False, 0.0
         self._graphs_before = 0  # the call that runs
+        self.parallel.close_before(self)
+
+    def __enter__(self) -> Engine:
+        """The engine itself; it is closed at the end of the block."""
+        self._require_open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """End what is under way and let captured rounds go; from now on calls are refused. It may be called twice.
+
+        A process group of NCCL does not end while such a round lives: close engines before it, as Parallel.close does.
+        Weights and caches go with the engine itself.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self._failure:
+                self.rounds.synchronize()
+        finally:
+            self._flights.clear()
+            self.rounds.forget()
+            if self._capture:
+                self._capture.close()
 
     def redraft(self, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
         """Let another policy draft from now on; ValueError where it does not fit, and nothing is changed then.
@@ -126,6 +157,7 @@ class Engine:
         """
         self._require_idle()
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
+        before.forget()  # whoever else may know them
         rounds.keep_steps(before)
         self.draft, self.rounds, self.planner = draft, rounds, GammaPlanner(draft.gamma, GAMMA_TIERS)
         self._warm, self._compile_seconds = False, 0.0
@@ -203,8 +235,11 @@ class Engine:
 
     @policy.setter
     def policy(self, policy: DraftPolicy | None) -> None:
-        """Let this one draft from now on."""
-        self.rounds.policy = policy
+        """Let this one draft from now on; its steps are compiled and timed as those of the first one were."""
+        self._require_idle()
+        self.rounds.set_policy(policy)
+        self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
+        self._warm, self._compile_seconds = False, 0.0
 
     @property
     def replay(self) -> Replay | None:
@@ -281,25 +316,27 @@ class Engine:
             raise ValueError(f"logits of {len(ids):,} tokens do not fit: max_seq_len is {self.config.max_seq_len:,}")
         if last is not None and not 1 <= last <= len(ids):
             raise ValueError(f"last must be from 1 to the {len(ids):,} tokens given, got {last!r}")
-        self._require_idle()
-        self.warm_up()
         rows, start = [], 0 if last is None else len(ids) - last
-        self._prefill.fill(0, ids[:start])
-        try:
+        with self._at_work():
+            self.warm_up()
+            self._prefill.fill(0, ids[:start])
             for position, token in enumerate(ids[start:], start):
                 self.rows.pending[0], self.rows.active[0] = token, True
                 self.cache.seq_len[0] = position
                 logits = self.rounds.feed(self.rows.pending[:, None], position + 1)[0][0, 0]
                 rows.append(self.vocabulary.whole(logits).cpu())
-        finally:
             self._release(0)
         return torch.stack(rows)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile all steps on the empty cache, once; later calls return at once."""
+        self._require_open()
         if self._warm:
             return
+        if not self._running:
+            with self._at_work():
+                return self.warm_up()
         started = time.perf_counter()
         self._prefill.warm_up()
         if self.policy:
@@ -317,25 +354,27 @@ class Engine:
         assert self.policy
         rows, policy, seconds, fed = self.rows, self.policy, [], slice(n_keys - gamma - 1, n_keys)
         held = [(buffer, buffer[:, :, fed].clone()) for buffer in (*self.cache.k, *self.cache.v)]
-        rows.seq_len.fill_(fed.start)
-        rows.active.fill_(True)
-        rows.n_keys = n_keys - gamma
-        tokens = torch.zeros(len(self._slots), gamma + 1, dtype=torch.int64, device=self.device)
-        # once each before they are timed, since a first call may compile
-        propose = self.rounds.runner(lambda: policy.propose(rows, gamma)) if gamma else lambda: None
-        verify = self.rounds.runner(lambda: self.rounds.feed(tokens, n_keys))
-        for _ in range(3):
-            started = time.perf_counter()
-            propose()
-            self.rounds.synchronize()
-            drafted = time.perf_counter()
-            verify()
-            self.rounds.synchronize()
-            seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
-        for buffer, before in held:  # slots keep the prompts that they hold
-            buffer[:, :, fed] = before
-        for slot in range(len(self._slots)):
-            self._release(slot)
+        try:
+            rows.seq_len.fill_(fed.start)
+            rows.active.fill_(True)
+            rows.n_keys = n_keys - gamma
+            tokens = torch.zeros(len(self._slots), gamma + 1, dtype=torch.int64, device=self.device)
+            # once each before they are timed, since a first call may compile
+            propose = self.rounds.runner(lambda: policy.propose(rows, gamma)) if gamma else lambda: None
+            verify = self.rounds.runner(lambda: self.rounds.feed(tokens, n_keys))
+            for _ in range(3):
+                started = time.perf_counter()
+                propose()
+                self.rounds.synchronize()
+                drafted = time.perf_counter()
+                verify()
+                self.rounds.synchronize()
+                seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
+        finally:
+            for buffer, before in held:  # slots keep the prompts that they hold
+                buffer[:, :, fed] = before
+            for slot in range(len(self._slots)):
+                self._release(slot)
         return min(s for s, _ in seconds), min(s for _, s in seconds)
 
     @property
@@ -351,9 +390,7 @@ class Engine:
     @torch.inference_mode()
     def _run(self, waiting: Waiting, speculate: bool) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and go round until every request is finished."""
-        self._require_idle()
-        self._running = True
-        try:
+        with self._at_work():
             self.warm_up()
             if self.rounds.capture:  # a capture may build nothing, so all that may come is called once before
                 self.rounds.warm_up(self._gammas, _kinds([request.params for request in waiting.known]))
@@ -361,20 +398,44 @@ class Engine:
             self.planner.begin()
             self._landed_at, self._graphs_before = None, self._graphs
             while not waiting.over or self._arrival or any(self._slots):
+                self._require_open()  # whoever takes the events may have closed it
                 yield from self._refill(waiting)
                 if any(self._slots):
                     airborne = self._launch(speculate)
                     yield from self._land_all_but(self.rounds.lateness if airborne else 0)
             self._agreement.settle()
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """No other call may be made meanwhile; afterwards every slot is free, whatever happened.
+
+        Where the device itself failed, the engine is of no more use and says so.
+        """
+        self._require_idle()
+        self._running, ended_well = True, False
+        try:
+            yield
+            ended_well = True
+        except GeneratorExit:
+            ended_well = True
+            raise
+        except torch.AcceleratorError as error:
+            self._failure = _first_line(error)
+            raise
         finally:
+            self._running = False
             if self._arrival:  # it ends with those that are decoded
                 self._slots[self._arrival.slot], self._arrival = self._arrival.request, None
-            self.rounds.synchronize()  # rounds that were launched before their rows were known to be finished
-            self._flights.clear()
-            for slot, occupant in enumerate(self._slots):
-                if occupant is not None:
-                    self._release(slot)
-            self._running = False
+            try:
+                self.rounds.synchronize()  # rounds that were launched before their rows were known to be finished
+                self._flights.clear()
+                for slot, occupant in enumerate(self._slots):
+                    if occupant is not None or not ended_well:  # it may have failed while a slot was being taken
+                        self._release(slot)
+            except Exception as error:
+                self._failure = self._failure or _first_line(error)
+                if ended_well:  # else the first error says more
+                    raise RuntimeError(self._broken) from error
 
     def _refill(self, waiting: Waiting) -> Iterator[TokenEvent]:
         """Let waiting requests into free slots; once some row has begun its text, a round follows each chunk.
@@ -441,7 +502,7 @@ class Engine:
 
     def _launch(self, speculate: bool) -> bool:
         """Start a round: draft, verify, judge, commit. False where those under way have to land before."""
-        started = time.perf_counter()
+        started, captured = time.perf_counter(), self.rounds.capture_seconds
         live = [(slot, request) for slot, request in enumerate(self._slots) if request is not None]
         ahead = sum(flight.gamma + 1 for flight in self._flights)
         rows, policy = self.rows, self.policy if speculate else None
@@ -460,7 +521,11 @@ class Engine:
         n_splits = span(self.cache, self.rounds.in_view(rows.n_keys + gamma)).shape[0]
         self.stats.kv_bytes += self.config.batch_size * n_splits * SPLIT * self.cache.bytes_per_token
         self._flights.append(self.rounds.launch(gamma, live, planned=policy is not None))
-        self.stats.decode_seconds += time.perf_counter() - started
+        capturing = self.rounds.capture_seconds - captured
+        if capturing:  # the round before landed meanwhile, nobody knows when
+            self._landed_at = None
+        self.stats.capture_seconds += capturing
+        self.stats.decode_seconds += time.perf_counter() - started - capturing
         return True
 
     def _land_all_but(self, n: int) -> Iterator[TokenEvent]:
@@ -518,7 +583,18 @@ class Engine:
 
     # ---------------------------------------------------------------- checks, all before any work
 
+    @property
+    def _broken(self) -> str:
+        return f"the device failed ({self._failure}): build a new engine"
+
+    def _require_open(self) -> None:
+        if self._failure:
+            raise RuntimeError(self._broken)
+        if self._closed:
+            raise RuntimeError("the engine is closed: build a new one")
+
     def _require_idle(self) -> None:
+        self._require_open()
         if self._running:
             raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
 
@@ -527,6 +603,7 @@ class Engine:
         prompts: Sequence[Prompt | tuple[Prompt, SamplingParams]],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
+        self._require_open()
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
         if params is None or isinstance(params, SamplingParams):
@@ -610,6 +687,11 @@ def _kinds(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:
     sampled = any(p.temperature > 0 for p in params)
     filtered = filters_anything(params)
     return [(False, False), *([(True, False)] if sampled else []), *([(True, True)] if filtered else [])]
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without the advice that follows."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:

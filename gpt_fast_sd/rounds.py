@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .attending import DenseKV, MassKV
 from .compiling import CompiledStep, span, varying
 from .config import MAX_GAMMA, DraftConfig
 from .devices import ways_of
+from .graphs import MOST_GRAPHS, Capture, GraphPool
 from .policies import Draft, DraftPolicy, Reader
 from .replay import Replay
 from .requests import Request
@@ -31,7 +32,6 @@ from .sampling import ACCEPT_STREAM, TARGET_STREAM
 
 Result = TypeVar("Result")
 Lap = Callable[[], None]
-Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 
 def decode_step(
@@ -108,6 +108,8 @@ class Rounds:
         compiles_sampling = ways_of(target.device).compiles_sampling
         self.judge = CompiledStep(judge_step, compiled=target.compiled if compiles_sampling else None)
         self._captured: dict[tuple[object, ...], Callable[[], Tensor]] = {}
+        self._baked: tuple[object, ...] = ()
+        self.capture_seconds = 0.0  # that captures have taken so far
         self._warm: set[tuple[object, ...]] = set()
         self._landing: list[Tensor] = []  # pinned, taken in turns by the flights in the air
         self._launched = 0
@@ -126,6 +128,11 @@ class Rounds:
     def lateness(self) -> int:
         """Rounds that may be under way when the next one is launched."""
         return 1 if self.capture else 0
+
+    @property
+    def captured(self) -> int:
+        """CUDA graphs of rounds held now, at most MOST_GRAPHS."""
+        return len(self._captured)
 
     @property
     def graphs(self) -> int:
@@ -197,7 +204,7 @@ class Rounds:
             flight.result = self.device_round(gamma, lap).cpu()
             return flight
         result = self._captured_round(gamma)()
-        if result.device.type == "cuda":
+        if ways_of(result.device).captures:
             flight.result, flight.landed = self._landing_place(result), torch.cuda.Event()
             flight.result.copy_(result, non_blocking=True)
             flight.landed.record()
@@ -223,10 +230,15 @@ class Rounds:
         """A part of a round as rounds run it: captured, or as it is. It is called once."""
         part()
         self.synchronize()
-        return self.capture(part) if self.capture else part
+        capture = self.capture.passing if isinstance(self.capture, GraphPool) else self.capture
+        return capture(part) if capture else part
 
     def _captured_round(self, gamma: int) -> Callable[[], Tensor]:
-        """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view."""
+        """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view.
+
+        With another policy, configuration or way to capture all graphs go. These and what is in the key are all that a
+        round reads on the host, but for what never changes.
+        """
         assert self.capture
         rows, capacity, in_view = self.rows, self.target.cache.capacity, 2 * SPLIT
         if (gamma, rows.sampled, rows.filtered) not in self._warm:  # the first request of its kind in a stream
@@ -234,11 +246,37 @@ class Rounds:
             return lambda: self.device_round(gamma)  # so that all is built when the next one is captured
         while in_view < min(rows.n_keys + gamma, capacity):
             in_view *= 2
-        key = (gamma, in_view, rows.sampled, rows.filtered, self.replay)
+        baked = self.policy, self.draft, self.capture
+        if len(self._baked) != len(baked) or any(a is not b for a, b in zip(self._baked, baked, strict=True)):
+            self.forget()
+            self._baked = baked
+        key = (gamma, in_view, rows.sampled, rows.filtered, self.width, self.replay)
         if key not in self._captured:
-            with rows.capturing(min(in_view, capacity) - gamma):
-                self._captured[key] = self.capture(lambda: self.device_round(gamma))
+            self.synchronize()  # a round under way is no part of the capture's time
+            started = time.perf_counter()
+            try:
+                if len(self._captured) >= MOST_GRAPHS:
+                    self.forget()  # all of them, see GraphPool
+                with rows.capturing(min(in_view, capacity) - gamma):
+                    self._captured[key] = self.capture(lambda: self.device_round(gamma))
+            except BaseException:
+                self.forget()  # those captured before may have lost memory that they shared with this one
+                raise
+            finally:
+                self.capture_seconds += time.perf_counter() - started
         return self._captured[key]
+
+    def forget(self) -> None:
+        """Let all captured rounds go, of which none may be under way: they are captured again when they are needed."""
+        self._captured.clear()
+        if isinstance(self.capture, GraphPool):
+            self.capture.clear()
+
+    def set_policy(self, policy: DraftPolicy | None) -> None:
+        """Let another policy draft, of which nothing is compiled or captured yet."""
+        self.policy = policy
+        self._warm.clear()
+        self.forget()
 
     def _landing_place(self, result: Tensor) -> Tensor:
         """Pinned host memory [B, 2 * gamma + 4] that no other flight in the air uses."""
@@ -250,27 +288,8 @@ class Rounds:
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
-        if self.target.device.type == "cuda":
+        if ways_of(self.target.device).captures:
             torch.cuda.synchronize(self.target.device)
-
-
-class GraphPool:
-    """Captures on CUDA; the graphs share one memory pool, as they never run at the same time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, part: Callable[[], Result]) -> Callable[[], Result]:
-        """part as one CUDA graph: what is returned replays it and gives the tensors that it leaves its results in."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = part()
-
-        def replay() -> Result:
-            graph.replay()
-            return result
-
-        return replay
 
 
 @contextlib.contextmanager

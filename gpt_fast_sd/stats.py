@@ -63,10 +63,12 @@ class EngineStats:
     bookkeeping. Of a round that is one CUDA graph no part is timed alone: both parts stay 0, and host_seconds has all.
     kv_bytes counts what attention reads in the rounds, of drafts and of the target: every slot, to the end of the last
     split in view. rounds_by_gamma counts the rounds that drafted so many tokens. recompiles counts graphs compiled
-    during the call, compile_seconds is what the engine's one warm-up took.
+    during the call, compile_seconds is what the engine's one warm-up took. capture_seconds is what capturing
+    rounds as CUDA graphs took, each when it was first needed; it is no part of decode_seconds.
     """
 
     compile_seconds: float = 0.0
+    capture_seconds: float = 0.0
     prefill_seconds: float = 0.0
     prefill_tokens: int = 0
     decode_seconds: float = 0.0
@@ -134,8 +136,8 @@ class EngineStats:
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, derived figures included."""
         names = (
-            "compile_seconds prefill_seconds prefill_tokens prefill_tokens_per_second decode_seconds host_seconds "
-            "draft_seconds verify_seconds decode_tokens decode_tokens_per_second rounds drafted accepted "
+            "compile_seconds capture_seconds prefill_seconds prefill_tokens prefill_tokens_per_second decode_seconds "
+            "host_seconds draft_seconds verify_seconds decode_tokens decode_tokens_per_second rounds drafted accepted "
             "acceptance_rate tokens_per_round drafted_by_position accepted_by_position kv_bytes_per_token recompiles"
         ).split()
         return {

@@ -12,10 +12,11 @@ import os
 import re
 import sys
 import traceback
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,14 @@ Item = TypeVar("Item")
 
 TIMEOUT = 600.0  # seconds that a rank waits for the others: one that compiles may be minutes behind
 LOST = ("connection", "peer", "timed out", "timeout", "socket", "gloo", "nccl")  # what a lost rank's errors speak of
+
+
+class Closes(Protocol):
+    """Something that holds on to a process group, until it is closed."""
+
+    def close(self) -> None:
+        """Let it go; it may be closed already."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class Parallel:
     owned: bool = False  # whether start made the process group, so that close ends it
     timeout: float = TIMEOUT
     _smaller: dict[int, Group] = field(default_factory=dict, repr=False, compare=False)
+    _users: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -147,8 +157,17 @@ class Parallel:
         sys.stderr.flush()
         os._exit(code)
 
+    def close_before(self, user: Closes) -> None:
+        """Close this one before the group is left, if it is still there then: it is not kept for that.
+
+        Ending a group of NCCL waits for all CUDA graphs in which its collectives were captured to be gone.
+        """
+        self._users.add(user)
+
     def close(self) -> None:
-        """Wait until every rank is done, and leave the group that start made: one that leaves early upsets others."""
+        """Close engines, wait until every rank is done (who leaves early upsets others), leave the group start made."""
+        for user in list(self._users):
+            user.close()
         if self.mesh is not None and dist.is_initialized():
             dist.barrier(self.peers)
             dist.barrier(self.host)

@@ -30,6 +30,8 @@ class HostRead(RuntimeError):
 
 
 def tensors_in(*trees: Any) -> list[Tensor]:
+    if len(trees) == 1 and isinstance(trees[0], Tensor):  # as most are
+        return [trees[0]]
     return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
 
 

@@ -1,0 +1,111 @@
+"""CUDA graphs of whole rounds: in which memory and on which stream they are captured, and when they may go.
+
+A captured product of matrices has the address of a cuBLAS workspace in it. torch keeps one workspace for each stream,
+and takes it from the graphs' pool where the first product on that stream is a captured one. Of that follow three rules:
+
+- A pool whose graphs are all gone must not be used again: where the workspace outlives them (torch 2.11) the allocator
+  refuses. So every pool has a graph of its own that stays.
+- Where a graph takes its stream's workspace along (torch 2.12, 2.13) all others captured on that stream are void. So
+  every pool has streams of its own, and its graphs go together or not at all.
+- A process group of NCCL does not end while a graph lives in which its collectives were captured: see Engine.close.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+Result = TypeVar("Result")
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+
+# Rounds held at a time. Long batches of one kind take two or three gammas and one or two views each; gamma "auto" with
+# rows of all kinds over every view of 128K tokens could come to 189. Each holds some MiB of the driver's memory.
+MOST_GRAPHS = 64
+N_STREAMS = 32  # torch has so many streams a device, and deals them round and round
+
+
+class GraphPool:
+    """Captures on CUDA; the graphs share one memory pool, as they never run at the same time."""
+
+    _alive: ClassVar[weakref.WeakSet[GraphPool]] = weakref.WeakSet()
+
+    def __init__(self, device: torch.device) -> None:
+        """A pool and its two streams on a device; RuntimeError where other pools have all streams that there are."""
+        taken = {stream.cuda_stream for pool in self._alive for stream in (pool._stream, pool._passing_stream)}
+        self._stream: torch.cuda.Stream = _stream_of_its_own(device, taken)
+        self._passing_stream: torch.cuda.Stream = _stream_of_its_own(device, taken)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._alive.add(self)
+        torch.zeros(1, device=device)  # loads its kernel, which a capture must not do
+        self._anchor, _ = _captured(lambda: torch.zeros(1, device=device), self._stream, self._pool)
+
+    def __call__(self, part: Callable[[], Result]) -> Callable[[], Result]:
+        """part as one CUDA graph: what is returned replays it and gives the tensors that it leaves its results in.
+
+        Where part cannot be captured, all graphs of this pool are gone.
+        """
+        try:
+            graph, result = _captured(part, self._stream, self._pool)
+        except BaseException:
+            self.clear()
+            raise
+        self._graphs.append(graph)
+        return _replaying(graph, result)
+
+    def passing(self, part: Callable[[], Result]) -> Callable[[], Result]:
+        """The same for a graph that goes while others stay, in memory of its own. Two of them go together."""
+        return _replaying(*_captured(part, self._passing_stream, None))
+
+    def clear(self) -> None:
+        """Let all graphs go, of which none may be running; the pool can be captured into again."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+
+    def close(self) -> None:
+        """Let all graphs go for good."""
+        self.clear()
+        self._anchor.reset()
+        self._alive.discard(self)
+
+
+def _captured(
+    part: Callable[[], Result], stream: torch.cuda.Stream, pool: _POOL_HANDLE | None
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture part on a stream, into a pool or (None) into one that nothing else uses."""
+    graph = torch.cuda.CUDAGraph()
+    before = torch.cuda.stream(torch.cuda.current_stream(stream.device))
+    # other threads, as NCCL's watchdog, may go on calling CUDA
+    capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    try:
+        with before, capturing:  # a capture that cannot be ended would leave its stream the current one
+            result = part()
+    except BaseException:
+        graph.reset()  # now, and not when the traceback goes
+        raise
+    return graph, result
+
+
+def _replaying(graph: torch.cuda.CUDAGraph, result: Result) -> Callable[[], Result]:
+    def replay() -> Result:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _stream_of_its_own(device: torch.device, taken: set[int]) -> torch.cuda.Stream:
+    """A stream that is not among the taken ones, to which it is added."""
+    for _ in range(N_STREAMS):
+        stream = torch.cuda.Stream(device)
+        if stream.cuda_stream not in taken:
+            taken.add(stream.cuda_stream)
+            return stream
+    raise RuntimeError(f"all {N_STREAMS} CUDA streams of {device} belong to other engines: close one of them")

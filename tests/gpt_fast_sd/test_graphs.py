@@ -1,0 +1,486 @@
+"""Engines that capture, over a stand-in that knows which memory lives how long: graphs live, and go in time.
+
+The engine's own pool, its streams, its pinned results and its events run here on the CPU, with real values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.model import save_hugging_face
+from gpt_fast_sd.policies import build_policy
+from gpt_fast_sd.replay import Replay
+from gpt_fast_sd.rounds import Rounds
+from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.tp import Parallel
+from tests.gpuless.pools import RULES, Cuda, stand_in
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import batch
+
+PROMPTS = [random_ids(n, seed=n) for n in (100, 1, 300, 40)]
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, seed=3)
+FILTERED = SamplingParams(max_tokens=6, temperature=0.9, seed=3, top_k=20)
+
+
+@pytest.fixture(params=RULES)
+def rule(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def cuda(rule: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    """Engines on the CPU capture, by the rules of each version of torch."""
+    gc.collect()
+    monkeypatch.setitem(WAYS, "cpu", dataclasses.replace(WAYS["cpu"], captures=True))
+    with stand_in(rule) as cuda:
+        yield cuda
+
+
+def engine(
+    policy: str = "streaming", gamma: int | str = 2, *, parallel: Parallel | None = None, **changes: Any
+) -> Engine:
+    config = {"batch_size": 3, "max_seq_len": 500, "device": "cpu", "dtype": "fp32", "compile": False} | changes
+    draft = DraftConfig(policy=policy, gamma=gamma, budget=96)
+    return Engine(tiny_model(tiny_config(n_layers=1)), None, EngineConfig(**config), draft, parallel=parallel)
+
+
+def tokens(one: Engine, params: SamplingParams = GREEDY, **how: Any) -> list[list[int]]:
+    return [completion.tokens for completion in one.generate(PROMPTS, params, **how)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What every greedy run has to emit: made without any capture, outside of the stand-in."""
+    assert not WAYS["cpu"].captures
+    return tokens(engine("off"))
+
+
+# ---- which memory lives how long -------------------------------------------------------------------------------------
+
+
+def test_graphs_of_a_calibration_leave_a_pool_that_rounds_can_use(cuda: Cuda, expected: list[list[int]]) -> None:
+    one = engine(gamma="auto")
+    assert tokens(one) == expected
+    assert one.rounds.lateness == 1 and len(one._flights) == 0
+
+
+def test_a_sweep_of_drafts_captures_round_after_round_into_one_pool(cuda: Cuda, expected: list[list[int]]) -> None:
+    one = engine(gamma=2)
+    for policy, gamma in [("streaming", 4), ("guided", 2), ("snapkv", 3), ("guided", "auto")]:
+        assert tokens(one) == expected
+        kept = one.rounds  # somebody may still look at it
+        one.redraft(DraftConfig(policy=policy, gamma=gamma, budget=96))
+        del kept
+    assert tokens(one) == expected
+
+
+def test_an_engine_that_goes_takes_nothing_along_that_another_needs(cuda: Cuda, expected: list[list[int]]) -> None:
+    one, other = engine(), engine("guided", gamma="auto")
+    assert tokens(one) == tokens(other) == expected
+    other.redraft(DraftConfig(policy="streaming", gamma=2, budget=96))
+    assert tokens(one) == tokens(other) == expected
+    del other
+    gc.collect()
+    assert tokens(one) == expected
+
+
+def test_many_engines_one_after_another_leave_the_streams_of_one_that_stays_alone(
+    cuda: Cuda, expected: list[list[int]]
+) -> None:
+    one = engine()
+    assert tokens(one) == expected
+    for _ in range(20):  # torch deals 32 streams round and round
+        other = engine("off", max_seq_len=16)
+        other.generate([[1, 2]], SamplingParams(max_tokens=3))
+        del other
+    assert tokens(one) == expected
+
+
+def test_the_graphs_of_others_on_torchs_own_capture_stream_are_no_matter(cuda: Cuda, expected: list[list[int]]) -> None:
+    one, x = engine(), torch.ones(4, 4)
+    assert tokens(one) == expected
+    timed = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(timed):
+        x @ x
+    del timed
+    assert tokens(one) == expected
+
+
+def test_a_capture_lets_other_threads_call_cuda(cuda: Cuda) -> None:
+    tokens(engine())
+    assert cuda.captures and {capture["mode"] for capture in cuda.captures} == {"thread_local"}
+
+
+def test_an_engine_that_is_dropped_leaves_no_graph(cuda: Cuda) -> None:
+    one = engine(gamma="auto")
+    tokens(one)
+    assert cuda.graphs
+    gone = weakref.ref(one)
+    del one
+    assert gone() is None and not cuda.graphs  # at once, by counting references
+
+
+def test_no_more_graphs_are_held_than_the_bound(
+    cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go all together: one that went alone would take along what the others need."""
+    monkeypatch.setattr("gpt_fast_sd.rounds.MOST_GRAPHS", 2)
+    one, gammas, held = engine(gamma="auto"), itertools.cycle([3, 1, 2, 3, 3, 1, 0]), list[int]()
+    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
+
+    def choose(n_keys: int) -> int:
+        held.append(one.rounds.captured)
+        return next(gammas)
+
+    monkeypatch.setattr(one.planner, "choose", choose)
+    assert tokens(one) == expected
+    assert max(held) == 2 and len(cuda.graphs) <= 3  # and the pool's own
+
+
+def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cuda: Cuda) -> None:
+    one = engine()
+    tokens(one)
+    assert [place.numel() for place in one.rounds._landing] == [3 * (2 * 2 + 4)] * 2
+    assert all(type(place).__name__ == "Pinned" for place in one.rounds._landing)
+
+
+# ---- what a graph has baked in ---------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_is_set_drafts_in_captured_rounds(cuda: Cuda, expected: list[list[int]]) -> None:
+    one = engine(gamma=3)
+    assert tokens(one) == expected and one.stats.acceptance_rate < 0.9
+    one.policy = build_policy(DraftConfig(policy="full", gamma=3), one.target, None)
+    assert tokens(one) == expected
+    assert one.stats.acceptance_rate > 0.99  # it is the target itself
+
+
+def test_a_policy_may_be_taken_away_and_given_back(cuda: Cuda, expected: list[list[int]]) -> None:
+    one = engine(gamma="auto")
+    policy = one.policy
+    for drafting in (None, policy, None):
+        one.policy = drafting
+        assert tokens(one) == expected
+        assert drafting or not one.stats.drafted
+
+
+def another_policy(one: Engine) -> None:
+    one.policy = build_policy(DraftConfig(policy="guided", gamma=2, budget=96), one.target, None)
+
+
+def another_page(one: Engine) -> None:
+    one.rounds.draft = dataclasses.replace(one.rounds.draft, page=32)
+
+
+def another_width(one: Engine) -> None:
+    one.rounds.width = 6
+
+
+def a_replay(one: Engine) -> None:
+    one.replay = Replay(torch.tensor([[3, 1, 0], [0, 3, 2]]))
+
+
+CHANGES: dict[str, tuple[Callable[[Engine], None], dict[str, Any]]] = {
+    "policy": (another_policy, {}),
+    "page": (another_page, {}),
+    "width": (another_width, {}),
+    "replay": (a_replay, {}),
+    "sampled": (lambda one: None, {"params": SAMPLED}),
+    "filtered": (lambda one: None, {"params": FILTERED}),
+    "speculate": (lambda one: None, {"speculate": False}),
+    "gamma": (lambda one: one.redraft(DraftConfig(policy="streaming", gamma=3, budget=96)), {}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_round_reads_on_the_host_asks_for_another_graph(name: str, cuda: Cuda) -> None:
+    change, how = CHANGES[name][0], dict(CHANGES[name][1])
+    one = engine("guided", max_seq_len=400)
+    one.generate(PROMPTS[:1], GREEDY)
+    before = len(cuda.captures)
+    one.generate(PROMPTS[:1], GREEDY)
+    assert len(cuda.captures) == before
+    change(one)
+    one.generate(PROMPTS[:1], how.pop("params", GREEDY), **how)
+    assert len(cuda.captures) > before
+
+
+def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None:
+    one = engine(max_seq_len=2000)
+    counts = []
+    for n in (10, 300, 600, 700, 1200):
+        one.generate([random_ids(n)], SamplingParams(max_tokens=4, ignore_eos=True))
+        counts.append(len(cuda.captures))
+    assert [b - a for a, b in itertools.pairwise(counts)] == [0, 1, 0, 1]
+
+
+# what a round reads of Rounds and Rows on the host, and who answers for it
+IN_THE_KEY = {"replay", "sampled", "filtered", "n_keys", "width"}
+CLEARED = {"policy", "draft", "page", "capture", "gamma_varies"}
+FOR_GOOD = {"target", "rows", "decode", "verify", "judge", "vocab_size", "vocabulary", "table", "captured"}
+BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
+
+
+@pytest.mark.parametrize("policy", ["streaming", "guided", "quest", "snapkv", "lookup", "hierarchy"])
+def test_whatever_a_captured_round_reads_on_the_host_is_accounted_for(
+    policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, read = engine(policy), set[str]()
+    one.warm_up()
+    for kind in (Rounds, Rows):
+
+        def noting(self: Any, name: str) -> Any:
+            value = object.__getattribute__(self, name)
+            held_on_the_host = not isinstance(value, torch.Tensor) and not hasattr(value, "__self__")
+            if object.__getattribute__(one.rows, "captured") and held_on_the_host and not name.startswith("__"):
+                read.add(name)
+            return value
+
+        monkeypatch.setattr(kind, "__getattribute__", noting, raising=False)
+    one.generate(PROMPTS, SAMPLED)
+    monkeypatch.undo()
+    assert {"policy", "n_keys", "sampled"} <= read <= IN_THE_KEY | CLEARED | FOR_GOOD | BOOKS
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+CLOSED = "the engine is closed: build a new one"
+
+
+def test_a_closed_engine_holds_no_graph_and_refuses_calls_in_one_sentence(cuda: Cuda) -> None:
+    one = engine(gamma="auto")
+    tokens(one)
+    one.close()
+    one.close()
+    assert not cuda.graphs and one.rounds.captured == 0
+    calls: list[Callable[[], Any]] = [
+        lambda: tokens(one),
+        lambda: one.stream(PROMPTS, GREEDY),
+        lambda: one.check(PROMPTS, GREEDY),
+        lambda: one.warm_up(),
+        lambda: one.logits([1, 2, 3]),
+        lambda: one.redraft(DraftConfig(policy="off")),
+        lambda: setattr(one, "policy", None),
+        lambda: one.__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=f"^{CLOSED}$"):
+            call()
+
+
+def test_an_engine_closes_at_the_end_of_its_block_and_streams_end_there(cuda: Cuda) -> None:
+    with engine() as one:
+        stream = one.stream(PROMPTS, GREEDY)
+        next(stream)
+    assert not cuda.graphs
+    with pytest.raises(RuntimeError, match=CLOSED):
+        list(stream)
+
+
+def test_an_engine_on_a_plain_cpu_closes_too(expected: list[list[int]]) -> None:
+    with engine() as one:
+        assert tokens(one) == expected
+    with pytest.raises(RuntimeError, match=CLOSED):
+        tokens(one)
+
+
+class Left(Exception):
+    """The process has ended."""
+
+
+@pytest.fixture
+def grouped(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Parallel:
+    """A process in a group of one, as torchrun starts it, whose group waits for captured graphs."""
+
+    def leave(self: Parallel, code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "barrier", lambda group=None: None)
+    monkeypatch.setattr(Parallel, "leave", leave)
+    return Parallel(torch.device("cpu"), mesh=object(), owned=True)  # type: ignore[arg-type]
+
+
+def test_a_group_of_processes_ends_with_engines_in_scope(
+    cuda: Cuda, grouped: Parallel, expected: list[list[int]]
+) -> None:
+    with grouped.guard():
+        one, other = engine(parallel=grouped), engine("off", parallel=grouped)
+        assert tokens(one) == tokens(other) == expected
+        dropped = weakref.ref(engine(parallel=grouped))
+        assert dropped() is None  # a group keeps no engine alive
+    assert cuda.events == ["process group destroyed"]
+    with pytest.raises(RuntimeError, match=CLOSED):
+        tokens(one)
+
+
+def test_a_batch_job_ends_its_group_when_it_is_done(
+    cuda: Cuda, grouped: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_hugging_face(tiny_model(), tmp_path / "model", dtype=torch.float32)
+    lines = [json.dumps({"prompt": ids, "max_tokens": 5}) for ids in PROMPTS[:3]]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(batch, "join", lambda args: grouped)
+    flags = ["--model", str(tmp_path / "model"), "--no-compile", "--gamma", "2", "--budget", "16"]
+    sizes = ["--batch-size", "2", "--max-seq-len", "400"]
+    batch.main([str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *flags, *sizes])
+    assert "process group destroyed" in cuda.events
+    assert len((tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()) == 3
+
+
+# ---- the clock -------------------------------------------------------------------------------------------------------
+
+
+def test_seconds_of_captures_are_counted_apart_and_teach_the_planner_nothing(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, gammas, learned = engine(gamma="auto"), itertools.cycle([3, 2, 3, 1]), list[float | None]()
+    one.warm_up()
+    record = one.planner.record_whole
+
+    def noted(gamma: int, n_keys: int, seconds: float | None, accepted: Any) -> None:
+        learned.append(seconds)
+        record(gamma, n_keys, seconds, accepted)
+
+    monkeypatch.setattr(one.planner, "record_whole", noted)
+    monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(gammas))
+    before, cuda.slow = len(cuda.captures), 1000.0
+    tokens(one)
+    n = len(cuda.captures) - before
+    assert n >= 3
+    assert one.stats.capture_seconds == pytest.approx(1000.0 * n, abs=100)
+    assert one.stats.decode_seconds < 100 and one.stats.prefill_seconds < 100
+    assert learned and all(seconds is None or seconds < 100 for seconds in learned)
+    assert any(learned), "rounds that follow others still teach"
+    assert one.stats.as_dict()["capture_seconds"] == one.stats.capture_seconds
+    tokens(one)
+    assert one.stats.capture_seconds == 0
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def out_of_memory() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def device_error() -> Exception:
+    return torch.AcceleratorError(
+        "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later"
+    )
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {"2.11": out_of_memory, "2.13": lambda: RuntimeError("something odd")}
+BROKEN = r"^the device failed \(CUDA error: device-side assert triggered\): build a new engine$"
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception, after: int = 0) -> None:
+    """Let a method fail at a call, and at no other."""
+    real, calls = getattr(owner, name), itertools.count()
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == after:
+            raise error
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, method)
+
+
+STEPS: dict[str, Callable[[Engine], tuple[Any, str, int]]] = {
+    "prefill": lambda one: (one._prefill, "chunk", 1),
+    "admission of the third": lambda one: (one.policy, "admit", 2),
+    "renewal": lambda one: (one.policy, "renew", 1),
+    "draft": lambda one: (one.policy, "propose", 0),
+    "verification": lambda one: (one.rounds, "feed", 0),
+    "judgement": lambda one: (one.rounds, "judge", 0),
+    "observation": lambda one: (one.policy, "observe", 0),
+    "landing": lambda one: (one, "_land", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "step"), [*(("guided", step) for step in STEPS), *(("quest", step) for step in ("renewal", "draft"))]
+)
+def test_an_engine_works_after_a_step_failed(
+    policy: str, step: str, rule: str, cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, error = engine(policy), ERRORS[rule]()
+    one.generate(PROMPTS[:1], GREEDY)  # graphs of this kind of rows are there
+    with monkeypatch.context() as failing:
+        failing_once(failing, *STEPS[step](one)[:2], error, STEPS[step](one)[2])
+        with pytest.raises(type(error)) as told:
+            tokens(one, SAMPLED)
+    assert told.value is error and not one._running and not one.rows.active.any()
+    assert tokens(one) == expected
+    assert one.generate(PROMPTS[2:3], GREEDY)[0].tokens == expected[2]
+
+
+def test_a_warm_up_that_failed_is_made_again(
+    rule: str, cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, error = engine(), ERRORS[rule]()
+    assert tokens(one) == expected
+    one.redraft(DraftConfig(policy="streaming", gamma="auto", budget=96))
+    with monkeypatch.context() as failing:
+        failing_once(failing, one.rounds, "feed", error, 9)  # while steps are timed over prompts that slots hold
+        with pytest.raises(type(error)):
+            tokens(one)
+    assert not one._running and not one.rows.active.any()
+    assert tokens(one) == expected
+
+
+def test_a_capture_that_failed_leaves_an_engine_that_works(cuda: Cuda, expected: list[list[int]]) -> None:
+    one = engine()
+    assert tokens(one) == expected
+    for at in ("capture", "replay"):
+        cuda.fail(at, out_of_memory())
+        with pytest.raises(torch.OutOfMemoryError):
+            tokens(one, SAMPLED)
+        assert cuda.current.cuda_stream == 0
+        assert tokens(one) == expected
+
+
+@pytest.mark.parametrize("at", ["capture", "end", "replay", "wait", "synchronize"])
+def test_an_engine_whose_device_failed_says_so_and_why(at: str, cuda: Cuda) -> None:
+    one = engine()
+    tokens(one)
+    cuda.fail(at, device_error(), dead=True)
+    with pytest.raises(torch.AcceleratorError):
+        tokens(one, SAMPLED)
+    assert not one._running and cuda.current.cuda_stream == 0
+    for call in (lambda: tokens(one), lambda: one.stream(PROMPTS), lambda: one.redraft(DraftConfig(policy="off"))):
+        with pytest.raises(RuntimeError, match=BROKEN):
+            call()
+    one.close()
+
+
+def test_a_device_that_fails_after_the_last_token_is_told(cuda: Cuda) -> None:
+    """Rounds that were launched ahead fail when nobody reads them any more."""
+    one = engine()
+    stream = one.stream(PROMPTS, GREEDY)
+    for _ in range(3):
+        next(stream)
+    cuda.fail("synchronize", device_error(), dead=True)
+    with pytest.raises(RuntimeError, match=BROKEN):
+        stream.close()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match=BROKEN):
+        tokens(one)
+    one.close()
