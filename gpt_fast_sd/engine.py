@@ -8,7 +8,6 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamm
 from __future__ import annotations
 
 import operator
-import os
 import secrets
 import time
 from collections import deque
