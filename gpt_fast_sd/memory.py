@@ -16,6 +16,7 @@ from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
 from .config import GAMMA_TIERS, DraftConfig, EngineConfig
 from .devices import ways_of
 from .kernels import split_for
+from .policies.hierarchy import CHEAP_GAMMA
 from .policies.snapkv import WINDOW
 
 GIB = 2**30
@@ -186,8 +187,10 @@ def _workspace(
     row = model.dim * 4 + (model.n_heads + 2 * model.n_kv_heads) * model.head_dim * 2 + model.ffn_dim * 3  # elements
     lists = model.n_layers * b * model.n_kv_heads
     prefill = max(ways_of(device).chunks) * row * 4
-    logits = b * width * model.vocab_size * 4  # fp32 [B, T, V]
-    drafted = logits if draft.max_gamma else 0  # what drafts were drawn from, fp32 [B, gamma, V] and more
+    cheap = CHEAP_GAMMA if draft.policy == "hierarchy" else 0  # its middle steps judge, too, and may draft too much
+    logits = b * max(width, 1 + cheap) * model.vocab_size * 4  # fp32 [B, T, V]
+    # what drafts were drawn from, fp32 [B, gamma, V] and more
+    drafted = b * (width + cheap) * model.vocab_size * 4 if draft.max_gamma else 0
     partials = 0
     if ways_of(device).operators:  # of the attention of one layer, fp32
         partials = b * model.n_heads * width * (model.head_dim + 2) * 4 * -(-capacity // split_for(capacity))

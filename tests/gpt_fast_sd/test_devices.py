@@ -22,7 +22,7 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.devices import free_memory, require_current, require_kernels
-from gpt_fast_sd.tp import start, take_device
+from gpt_fast_sd.tp import Group, start, take_device
 from scripts import batch, benchmark, generate
 from tests.helpers import tiny_model
 
@@ -188,7 +188,7 @@ machines = pytest.mark.parametrize(
 def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
     machine: Machine, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("safetensors.safe_open", no_weights)
+    monkeypatch.setattr(Group, "load", no_weights)
     machine(monkeypatch, tmp_path)
     with pytest.raises(ValueError, match=sentence) as refusal:
         Engine.from_pretrained("bundled", EngineConfig(device="cuda"))
@@ -200,7 +200,7 @@ def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
 def test_generate_refuses_with_that_sentence_alone_and_code_2(
     machine: Machine, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("safetensors.safe_open", no_weights)
+    monkeypatch.setattr(Group, "load", no_weights)
     machine(monkeypatch, tmp_path)
     with pytest.raises(SystemExit) as end:
         generate.main(["--device", "cuda", "--prompt", "hi"])
@@ -214,7 +214,7 @@ def test_generate_refuses_with_that_sentence_alone_and_code_2(
 def test_programs_refuse_a_device_that_is_not_there_with_code_2(
     program: Any, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("safetensors.safe_open", no_weights)
+    monkeypatch.setattr(Group, "load", no_weights)
     a_build_without_cuda(monkeypatch, tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hi"}\n', encoding="utf-8")

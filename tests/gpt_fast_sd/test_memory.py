@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from scripts import batch
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL = 2**12  # numbers of slots and drafts, which no plan counts
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.7)
 FILTERED = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.02)
 
@@ -129,31 +131,30 @@ def test_drawing_and_judging_hold_no_more_than_the_plan_says(params: SamplingPar
             judge_step(rows, logits, draft, None)
         with LiveBytes() as choosing:
             rows.choose(logits[:, 0], rows.seq_len + 3, 1)
-    assert judging.peak <= DRAWING * logits.nbytes
-    assert choosing.peak <= DRAWING * logits[:, 0].nbytes
+    assert judging.peak <= DRAWING * logits.nbytes + SMALL
+    assert choosing.peak <= DRAWING * logits[:, 0].nbytes + SMALL
     if params.temperature:  # it does measure
         assert judging.peak >= logits.nbytes and choosing.peak >= logits[:, 0].nbytes
 
 
 @pytest.mark.parametrize("policy", ["off", "streaming", "snapkv", "guided", "lookup", "hierarchy"])
 def test_a_whole_round_holds_no_more_than_the_plan_s_workspace(policy: str) -> None:
-    """With a large vocabulary, and a view of a long cache, as real models have them."""
-    model = tiny_model(tiny_config(vocab_size=8_000))
-    config = EngineConfig(batch_size=3, max_seq_len=1_000, device="cpu", dtype="fp32", compile=False)
-    draft = DraftConfig(policy=policy, budget=96, gamma="auto" if policy == "off" else 6)
-    engine = Engine(model, None, config, draft)
-    expected = MemoryPlan.of(config, draft, model.config, None, torch.float32).workspace
+    """Selecting anew, drafting, verifying and judging, with a vocabulary that is large beside the layers."""
+    vocab, length = 4_000, 400
+    config = EngineConfig(batch_size=3, max_seq_len=500, device="cpu", dtype="fp32", compile=False)
+    draft = DraftConfig(policy=policy, budget=96, gamma=4)
+    engine = Engine(tiny_model(tiny_config(vocab_size=vocab)), None, config, draft)
+    expected = MemoryPlan.of(config, draft, engine.model.config, None, torch.float32).workspace
     rows = engine.rows
     with torch.inference_mode():
         for slot in range(3):
-            prompt = random_ids(700, seed=slot, vocab_size=8_000)
-            rows.put(slot, prompt, FILTERED, seed=slot)
-            if engine.policy:
-                engine.policy.admit(slot, prompt)
-        rows.look(dict.fromkeys(range(3), 699), [FILTERED] * 3)
+            rows.put(slot, random_ids(length, seed=slot, vocab_size=vocab), FILTERED, seed=slot)
+        rows.look(dict.fromkeys(range(3), length - 1), [FILTERED] * 3)
         with LiveBytes() as live:
+            if engine.policy:
+                engine.policy.renew(rows)
             engine.rounds.device_round(draft.max_gamma)
-    assert 0.3 * expected <= live.peak <= expected
+    assert 0.3 * expected <= live.peak <= expected + SMALL
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_the_refusal_names_every_size_what_is_missing_and_what_would_fit() -> No
         wanted.check(139 * GIB, torch.device("cuda", 0), config)
     sentence = str(refusal.value)
     assert sentence.startswith("batch_size 16 x max_seq_len 100,000 takes weights 15.0 GiB + KV cache 196.0 GiB + ")
-    assert " + CUDA graphs 2.4 GiB + reserve 5.2 GiB = " in sentence
+    assert re.search(r" \+ CUDA graphs \d\.\d GiB \+ reserve 5\.2 GiB = ", sentence)
     missing = (wanted.total - 139 * GIB) / GIB
     assert f"the 139.0 GiB of memory of cuda:0 are {missing:.1f} GiB short of that; batch_size 9 or " in sentence
     slots, tokens = (int(number.replace(",", "")) for number in sentence.split("; batch_size ")[1].split()[:4:3])
@@ -244,7 +245,8 @@ def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch
         MemoryPlan.of(config, draft, engine.model.config, theirs, torch.float32)
         for draft, theirs in ((first, None), (second, small.config))
     ]
-    enough = plans[0].total + plans[1].draft_kv + max(0, plans[1].workspace - plans[0].workspace)
+    enough = plans[0].total + plans[1].beside(plans[0]).total
+    assert enough > plans[0].total + plans[1].draft_kv
     held = asked(monkeypatch, enough - 1)
     with monkeypatch.context() as within:
         within.setattr(engine_module, "build_policy", lambda *args: pytest.fail("something was built"))
