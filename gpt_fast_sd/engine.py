@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -124,7 +125,8 @@ class Engine:
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
         rounds.decode, rounds.verify, rounds.replay = before.decode, before.verify, before.replay
         self.draft, self.rounds, self.planner = draft, rounds, GammaPlanner(draft.gamma, GAMMA_TIERS)
-        self._plan, self._warm, self._compile_seconds = plan, False, 0.0
+        self._plan = replace(plan, weights=self._plan.weights)
+        self._warm, self._compile_seconds = False, 0.0
 
     def _plan_of(self, draft: DraftConfig, draft_model: Transformer | None) -> MemoryPlan:
         theirs = draft_model.config if draft_model else None

@@ -129,7 +129,7 @@ class MemoryPlan:
         splits = config.max_seq_len // SPLIT
         slots = _most(slots_fit, config.batch_size - 1)
         tokens = _most(lambda n: tokens_fit(n, config.batch_size), splits) * SPLIT
-        fitting = [*([f"batch_size {slots:,}"] if slots else []), *([f"max_seq_len {tokens:,}"] if tokens else [])]
+        fitting = [*([f"batch_size {slots}"] if slots else []), *([f"max_seq_len {tokens:,}"] if tokens else [])]
         advice = f"{' or '.join(fitting)} would fit"
         if not slots:
             alone = _most(lambda n: tokens_fit(n, 1), splits) * SPLIT
@@ -141,7 +141,7 @@ class MemoryPlan:
                 )
             )
         raise ValueError(
-            f"batch_size {config.batch_size:,} x max_seq_len {config.max_seq_len:,} takes {self._sum()}, and the "
+            f"batch_size {config.batch_size} x max_seq_len {config.max_seq_len:,} takes {self._sum()}, and the "
             f"{_size(have)} of memory of {device} are {_size(self.total - have)} short of that; {advice}"
         )
 

@@ -154,6 +154,15 @@ def an_old_driver(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     no_gpu(monkeypatch, TOO_OLD)
 
 
+def no_fabric(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """An HGX board of H100s or H200s whose fabric manager does not run."""
+    no_gpu(
+        monkeypatch,
+        "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() "
+        "that might have already set an error? Error 802: system not yet initialized",
+    )
+
+
 def a_build_without_cuda(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     no_gpu(monkeypatch, "Torch not compiled with CUDA enabled", built=None)
 
@@ -175,6 +184,7 @@ MACHINES: list[tuple[Machine, str]] = [
     (no_libcuda, r"device 'cuda' cannot be used: .*libcuda.*let `/sbin/ldconfig -p` list the driver's libcuda\.so\.1"),
     (a_busy_gpu, r"device 'cuda' cannot be used: CUDA error: CUDA-capable device\(s\) is/are busy or unavailable$"),
     (an_old_driver, r"device 'cuda' was asked for, .* built for CUDA 13\.0 and says: The NVIDIA driver .* is too old"),
+    (no_fabric, r"device 'cuda' was asked for, but .* Error 802: system not yet initialized; use 'cpu' or 'auto'$"),
     (a_build_without_cuda, r"device 'cuda' was asked for, but torch sees no CUDA device: torch .* built without CUDA"),
     (a_hidden_gpu, r"device 'cuda' was asked for, but torch sees no CUDA device: CUDA_VISIBLE_DEVICES is ''"),
 ]
@@ -420,6 +430,7 @@ def test_memory_that_torch_has_kept_is_given_back_before_it_is_counted(monkeypat
     monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((79 << 30) - sum(kept), 80 << 30))
     assert free_memory(CUDA) == 79 << 30
+    assert free_memory(CUDA, held=1 << 30) == 79 << 30  # what is held is not free there anyway
 
 
 def test_of_a_cpu_all_memory_counts_but_what_is_held() -> None:
