@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import types
 import warnings
 from collections.abc import Callable, Hashable
@@ -105,16 +104,10 @@ def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def require_kernels(device: torch.device) -> None:
-    """ValueError where attention on this device is written in Triton and there is none, compiled steps or not."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise ValueError("device 'cuda' needs triton, which is not installed: install it, or use device 'cpu'")
-
-
 def can_compile(device: torch.device) -> bool:
     """Whether Inductor can build code here; warns once with the reason where it cannot."""
     if device.type == "cuda":
-        return True  # see require_kernels
+        return True  # see devices.require_kernels
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -1,15 +1,27 @@
-"""What the engine does otherwise on one kind of device than on another, in one table.
+"""What the engine asks of a device: how it works there, in one table, and whether it can work there at all.
 
 Whatever is asked here can be answered otherwise by a test: `WAYS["cpu"] = WAYS["cuda"]` lets a CPU go the ways of CUDA.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.tp import in_short
+
+CAPABILITY = (8, 0)  # the least that the kernels' tables are made for: tiles of 163 KiB, products of bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +51,126 @@ WAYS = {
 def ways_of(device: torch.device) -> Ways:
     """The ways of a device's kind; those of a CPU for a kind that has none of its own."""
     return WAYS.get(device.type, WAYS["cpu"])
+
+
+# ---------------------------------------------------------------- whether it can work there
+
+
+def require_kernels(device: torch.device) -> None:
+    """ValueError, in one sentence, where our kernels cannot run on a CUDA device; of a CPU nothing is asked.
+
+    It takes a second or two where Triton has not yet built here what it launches with; later calls return at once.
+    """
+    if device.type != "cuda":
+        return
+    if torch.version.hip is not None:
+        raise ValueError(
+            f"device 'cuda' is an AMD GPU to torch {torch.__version__} (ROCm {torch.version.hip}), and our kernels are "
+            "made for NVIDIA's: use device 'cpu'"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("device 'cuda' needs triton, which is not installed: install it, or use device 'cpu'")
+    try:
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    except Exception as error:  # torch begins with CUDA here, and what it raises then is of several kinds
+        raise ValueError(f"device {str(device)!r} cannot be used: {in_short(error)}") from error
+    if capability < CAPABILITY:
+        raise ValueError(
+            f"{name} has compute capability {'.'.join(map(str, capability))}, and our kernels need "
+            f"{'.'.join(map(str, CAPABILITY))} or more (A100, RTX 30, or later): use another GPU, or device 'cpu'"
+        )
+    require_current(device)
+    _require_launches()
+
+
+def require_current(device: torch.device) -> None:
+    """ValueError unless a CUDA device is the current one: Triton launches, and rounds are captured, on that one."""
+    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
+        raise ValueError(
+            f"the model is on {device}, but the current device is cuda:{current}, where kernels would be launched: "
+            f"call torch.cuda.set_device({device.index}) first"
+        )
+
+
+def _require_launches() -> None:
+    """ValueError unless Triton has, or can build, the C module that it launches kernels with."""
+    with _stderr_of_children() as said:
+        try:
+            _prepare_launches()
+            return
+        except Exception as error:  # no compiler, what a compiler refuses, no libcuda, no place to write, ...
+            failed, why = error, in_short(error)
+    builds = isinstance(failed, (subprocess.CalledProcessError, FileNotFoundError)) and "ldconfig" not in why
+    # a compiler's own words say more than how it was called
+    why = next((line.strip() for line in said if re.search("error|cannot find", line)), why)
+    advice = ""
+    if builds or "compiler" in why:
+        advice = "install a C compiler and Python's headers (Ubuntu: gcc python3-dev), or "
+    elif "libcuda" in why or "ldconfig" in why:
+        advice = "let `/sbin/ldconfig -p` list the driver's libcuda.so.1, or "
+    raise ValueError(
+        f"device 'cuda' cannot be used: Triton cannot build the module that launches its kernels ({why}); "
+        f"{advice}use device 'cpu'"
+    ) from failed
+
+
+def _prepare_launches() -> None:
+    """What Triton does at its first launch; it raises what it raises."""
+    import triton.backends.nvidia.driver as nvidia
+    import triton.runtime.build as build
+    from triton.runtime import driver
+
+    # the module is built, unless Triton's cache has it, and loaded
+    assert driver.active.utils is not None and driver.active.get_current_target().backend == "cuda"
+    if hasattr(nvidia, "make_launcher"):  # until Triton 3.6 each kernel has a launcher of its own: can one be built?
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "launcher.c")
+            source.write_text("#include <Python.h>\n", encoding="utf-8")
+            build._build("launcher", str(source), folder, [], [], [], [])
+
+
+@contextlib.contextmanager
+def _stderr_of_children() -> Iterator[list[str]]:
+    """What processes started meanwhile print on stderr comes as lines, at the end, instead of being printed."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        own = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
+            kept.seek(0)
+            lines.extend(kept.read().decode(errors="replace").splitlines())
+
+
+# ---------------------------------------------------------------- memory and dtype
+
+
+def free_memory(device: torch.device, held: int = 0) -> int | None:
+    """Bytes that may still be allocated; None where it cannot be told. Of a CPU, its whole memory but those held."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch has kept of tensors that are gone is free, too
+        return int(torch.cuda.mem_get_info(device)[0])
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - held
+
+
+def whole_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device, in use or not; 0 for others."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
+
+
+def natural_dtype(stored: str | None, device: torch.device) -> torch.dtype:
+    """The checkpoint's own dtype, but fp32 on a CPU that has no instructions for a 16-bit one."""
+    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(stored or "", torch.float32)
+    if device.type == "cpu" and dtype != torch.float32:
+        return (
+            torch.bfloat16
+            if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+            else torch.float32
+        )
+    return dtype

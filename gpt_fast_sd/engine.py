@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,11 @@ from gpt_fast_sd.model import (
     resolve_model,
     stored_dtype,
 )
-from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config
+from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config, take_device
 
-from .compiling import can_compile, inductor_options, require_kernels, span
+from .compiling import can_compile, inductor_options, span
 from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
-from .devices import ways_of
+from .devices import free_memory, natural_dtype, require_current, require_kernels, ways_of, whole_memory
 from .graphs import GraphPool
 from .memory import MemoryPlan
 from .planner import GammaPlanner
@@ -74,11 +74,13 @@ class Engine:
         draft: DraftConfig | None = None,
         draft_model: Transformer | None = None,
         parallel: Parallel | None = None,
+        plan: MemoryPlan | None = None,
     ) -> None:
         """Take a model already on its device, in its dtype; ValueError where the configuration does not fit it.
 
         parallel: the processes that hold the model together, of which each was given its part (`Group.load` or
         `Group.shard`, for a draft model those of `draft_group`). All of them must make the same calls.
+        plan: what was found to fit before the models were loaded; None: that is asked here.
         """
         self.config = config or EngineConfig()
         self.draft = draft or DraftConfig()
@@ -91,13 +93,12 @@ class Engine:
         group.check_part(model)
         require_kernels(self.device)
         self._check_fit()
-        cfg, kv_dtype = self.config, TORCH_DTYPES[self.config.kv_dtype] if self.config.kv_dtype else self.dtype
-        own = local_config(model.config, group.size)
-        theirs = local_config(draft_model.config, draft_group(self.draft, self.parallel).size) if draft_model else None
-        plan = MemoryPlan.of(cfg, self.draft, own, theirs, kv_dtype, device=self.device)
-        plan.check(_free_memory(self.device), self.device, cfg)
+        cfg, self._plan = self.config, plan or self._plan_of(self.draft, draft_model)
+        if plan is None:
+            self._plan.check(free_memory(self.device), self.device, cfg)
         if cfg.quantize:
             quantize(model, cfg.quantize)
+        own, kv_dtype = local_config(model.config, group.size), kv_dtype_of(cfg, self.dtype)
         self.cache = KVCache(own, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
         self.vocabulary = Vocabulary(group.mesh)
         self.rows = Rows(
@@ -156,11 +157,18 @@ class Engine:
         The target's steps stay compiled, and its slots keep the prompts that they hold: these are not prefilled again.
         """
         self._require_idle()
+        plan = self._plan_of(draft, draft_model)
+        plan.beside(self._plan).check_added(free_memory(self.device, held=self._plan.total), self.device, draft)
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
         before.forget()  # whoever else may know them
         rounds.keep_steps(before)
         self.draft, self.rounds, self.planner = draft, rounds, GammaPlanner(draft.gamma, GAMMA_TIERS)
+        self._plan = replace(plan, weights=self._plan.weights)
         self._warm, self._compile_seconds = False, 0.0
+
+    def _plan_of(self, draft: DraftConfig, draft_model: Transformer | None) -> MemoryPlan:
+        theirs = draft_model.config if draft_model else None
+        return plan_for(self.config, draft, self.model.config, theirs, self.dtype, self.parallel, self.device)
 
     def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
         # exact: plain and speculative decoding run the target through one width, over one number of keys
@@ -188,7 +196,7 @@ class Engine:
         config, draft = config or EngineConfig(), draft or DraftConfig()
         folder = locate(model)
         model_config = read_config(folder)
-        device = parallel.device if parallel else _device(config.device)
+        device = parallel.device if parallel else take_device(config.device)
         require_kernels(device)  # before weights are read
         if config.device not in ("auto", device.type):
             raise ValueError(
@@ -199,7 +207,7 @@ class Engine:
         dtype = (
             TORCH_DTYPES[config.dtype]
             if config.dtype != "auto"
-            else _natural_dtype(stored_dtype(read_json(folder / "config.json")), device)
+            else natural_dtype(stored_dtype(read_json(folder / "config.json")), device)
         )
         tokenizer = load_tokenizer(folder, model_config)
         draft_folder, draft_config = None, None
@@ -208,20 +216,13 @@ class Engine:
             _check_same_vocabulary(tokenizer, model_config, draft_folder)
             draft_config = read_config(draft_folder)
         n_params = model_config.n_params // group.size + (draft_config.n_params // theirs.size if draft_config else 0)
-        kv_dtype = TORCH_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
-        plan = MemoryPlan.of(
-            config,
-            draft,
-            local_config(model_config, group.size),
-            local_config(draft_config, theirs.size) if draft_config else None,
-            kv_dtype,
-            device=device,
-            weights=n_params * dtype.itemsize,
+        plan = plan_for(
+            config, draft, model_config, draft_config, dtype, parallel, device, weights=n_params * dtype.itemsize
         )
-        plan.check(_free_memory(device), device, config)
+        plan.check(free_memory(device), device, config)
         draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
         target = group.load(folder, device=device, dtype=dtype)
-        return cls(target, tokenizer, config, draft, draft_model, parallel)
+        return cls(target, tokenizer, config, draft, draft_model, parallel, plan)
 
     @property
     def dtype_name(self) -> str:
@@ -597,6 +598,7 @@ class Engine:
         self._require_open()
         if self._running:
             raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
+        require_current(self.device)
 
     def _requests(
         self,
@@ -699,11 +701,38 @@ def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:
     return parallel.smaller_group(draft.draft_tp or parallel.tp)
 
 
-def _free_memory(device: torch.device) -> int | None:
-    """Bytes that may still be allocated; None where it cannot be told. Of a CPU, its whole memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the caches of an engine whose weights have this one."""
+    return TORCH_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
+
+
+def plan_for(
+    config: EngineConfig,
+    draft: DraftConfig,
+    model: ModelConfig,
+    draft_model: ModelConfig | None,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    device: torch.device,
+    *,
+    weights: int = 0,
+) -> MemoryPlan:
+    """What a rank that holds its part of these models, whose weights have this dtype, allocates on its device.
+
+    weights: bytes of them that are still to be loaded.
+    """
+    group, theirs = parallel.group, draft_group(draft, parallel)
+    return MemoryPlan.of(
+        config,
+        draft,
+        local_config(model, group.size),
+        local_config(draft_model, theirs.size) if draft_model else None,
+        kv_dtype_of(config, dtype),
+        device=device,
+        weights=weights,
+        groups=len({size for size in (group.size, theirs.size) if size > 1}),
+        whole=whole_memory(device),
+    )
 
 
 def locate(model: str | Path) -> Path:
@@ -723,21 +752,3 @@ def _check_same_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, dra
     sample = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, \u00fcber \u4e2d\u6587."
     if tokenizer and theirs and tokenizer.encode(sample) != theirs.encode(sample):
         raise ValueError(f"draft model {draft_folder} has another tokenizer than the target: they must share one")
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device: use 'cpu' or 'auto'")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
-def _natural_dtype(stored: str | None, device: torch.device) -> torch.dtype:
-    """The checkpoint's own dtype, but fp32 on a CPU that has no instructions for a 16-bit one."""
-    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(stored or "", torch.float32)
-    if device.type == "cpu" and dtype != torch.float32:
-        return (
-            torch.bfloat16
-            if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-            else torch.float32
-        )
-    return dtype

@@ -1,12 +1,13 @@
 """Where tensors live: a mesh of processes, and the plan by which a model is shared among them.
 
 Behind this door: `start`, which joins the processes that torchrun started to a `Parallel`; the `Group` of ranks that
-hold one model together, which loads or shards it by `PLAN`; the `Vocabulary` that they share; and the `Agreement` that
-they do the same.
+hold one model together, which loads or shards it by `PLAN`; the `Vocabulary` that they share; the `Agreement` that they
+do the same; and `take_device`, which finds the device of one of them.
 """
 
 from .agree import Agreement, Disagreement
 from .collectives import broadcast
+from .devices import in_short, take_device
 from .mesh import TIMEOUT, Parallel, start
 from .plan import ALONE, PLAN, Group, collectives_per_step, local_config
 from .vocab import Vocabulary
@@ -22,6 +23,8 @@ __all__ = [
     "Vocabulary",
     "broadcast",
     "collectives_per_step",
+    "in_short",
     "local_config",
     "start",
+    "take_device",
 ]

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agree import Agreement, Disagreement
+from .devices import take_device
 from .plan import ALONE, Group
 
 Item = TypeVar("Item")
@@ -191,11 +192,9 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
             f"tp must divide the number of processes, and {started} started, got tp {wanted}: "
             f"torchrun --nproc_per_node={max(1, wanted)} starts {max(1, wanted)}"
         )
-    place = _device(device)
+    place = take_device(device)
     if world == 1:
         return Parallel(place, timeout=timeout)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
     wait = timedelta(seconds=timeout)
     owned = not dist.is_initialized()
     if owned:
@@ -225,18 +224,3 @@ def _own_group(rows: Tensor, timeout: timedelta, backend: str | None = None) -> 
         group for row, group in zip(rows.tolist(), made, strict=True) if dist.get_rank() in row
     )
     return own
-
-
-def _device(name: str) -> torch.device:
-    """The device of this process; ValueError where there is none for it."""
-    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device must be one of auto, cpu, cuda, got {name!r}")
-    if name == "cpu" or (name == "auto" and not n_devices):
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if not n_devices:
-        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device: use 'cpu' or 'auto'")
-    if local >= n_devices:
-        raise ValueError(f"process {local} of this machine needs a CUDA device of its own, and there are {n_devices}")
-    return torch.device("cuda", local) if "LOCAL_RANK" in os.environ else torch.device("cuda")

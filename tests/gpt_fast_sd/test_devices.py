@@ -1,0 +1,438 @@
+"""What a device cannot do is said in one sentence before weights are read, by whoever asks: engine, scripts, torchrun.
+
+No GPU is here: torch.cuda answers as it would on a machine that the test describes. What Triton does at its first
+launch is its own code, with a compiler, headers or a libcuda taken away from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import subprocess
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig
+from gpt_fast_sd.devices import free_memory, require_current, require_kernels
+from gpt_fast_sd.tp import Group, start, take_device
+from scripts import batch, benchmark, generate
+from tests.helpers import tiny_model
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+ROOT = Path(__file__).resolve().parents[2]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+TOO_OLD = (  # as torch 2.11 to 2.13 begin it
+    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx Alternatively, go to: "
+    "https://pytorch.org to install a PyTorch version that has been compiled with your version of the CUDA driver."
+)
+
+
+class Weights(AssertionError):
+    """Weights were read."""
+
+
+def no_weights(*args: Any, **kwargs: Any) -> Any:
+    raise Weights("weights were read before the refusal")
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0), *, n: int = 1
+) -> list[int]:
+    """A machine with n such GPUs, of which torch knows this much; gives the list of the devices made current."""
+    current: list[int] = [0]
+    for attribute, answer in {
+        "is_available": lambda: n > 0,
+        "device_count": lambda: n,
+        "current_device": lambda: current[-1],
+        "set_device": lambda device: current.append(torch.device("cuda", device).index),
+        "get_device_capability": lambda device=None: capability,
+        "get_device_name": lambda device=None: name,
+        "mem_get_info": lambda device=None: (79 << 30, 80 << 30),
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, attribute, answer)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return current
+
+
+def no_gpu(monkeypatch: pytest.MonkeyPatch, says: str, *, built: str | None = "13.0") -> None:
+    """torch, built for such a CUDA, sees no device and says so when it is to begin."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(says)))
+    monkeypatch.setattr(torch.version, "cuda", built)
+
+
+def triton_before_its_first_launch(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Triton has built nothing yet; its libcuda is an empty file, which is as much as a linker looks for."""
+    driver = pytest.importorskip("triton").runtime.driver
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(driver, "_default", None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(folder))
+    (folder / "libcuda.so.1").touch()
+    monkeypatch.delenv("CC", raising=False)
+    from triton.backends.nvidia import driver as nvidia
+
+    for cached in (nvidia.libcuda_dirs, nvidia.library_dirs):
+        cached.cache_clear()
+
+
+# ---- the machines: each makes torch and Triton answer as they would there --------------------------------------------
+
+
+def a_turing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    gpu(monkeypatch, "Tesla T4", (7, 5))
+
+
+def a_volta(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    gpu(monkeypatch, "Tesla V100-SXM2-16GB", (7, 0))
+
+
+def an_amd(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    gpu(monkeypatch, "AMD Instinct MI300X", (9, 4))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+
+
+def no_triton(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    gpu(monkeypatch)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    gpu(monkeypatch)
+    triton_before_its_first_launch(monkeypatch, folder)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def another_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    gpu(monkeypatch)
+    triton_before_its_first_launch(monkeypatch, folder)
+    monkeypatch.setenv("CC", str(folder / "gcc-99"))
+
+
+def no_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    gpu(monkeypatch)
+    triton_before_its_first_launch(monkeypatch, folder)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *args, **kwargs: {"include": str(folder)})
+
+
+def no_libcuda(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    gpu(monkeypatch)
+    triton_before_its_first_launch(monkeypatch, folder)
+    monkeypatch.delenv("TRITON_LIBCUDA_PATH")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(subprocess, "check_output", lambda *args, **kwargs: b"")
+
+
+def a_busy_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    gpu(monkeypatch)
+    busy = RuntimeError(
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be ..."
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", raising(busy))
+
+
+def an_old_driver(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    no_gpu(monkeypatch, TOO_OLD)
+
+
+def no_fabric(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """An HGX board of H100s or H200s whose fabric manager does not run."""
+    no_gpu(
+        monkeypatch,
+        "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() "
+        "that might have already set an error? Error 802: system not yet initialized",
+    )
+
+
+def a_build_without_cuda(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    no_gpu(monkeypatch, "Torch not compiled with CUDA enabled", built=None)
+
+
+def a_hidden_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    no_gpu(monkeypatch, "No CUDA GPUs are available")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+Machine = Callable[[pytest.MonkeyPatch, Path], None]
+MACHINES: list[tuple[Machine, str]] = [
+    (a_turing, r"Tesla T4 has compute capability 7\.5, and our kernels need 8\.0 or more"),
+    (a_volta, r"Tesla V100-SXM2-16GB has compute capability 7\.0, and our kernels need 8\.0 or more"),
+    (an_amd, r"device 'cuda' is an AMD GPU to torch .* \(ROCm 6\.4\.1\), and our kernels are made for NVIDIA's"),
+    (no_triton, r"device 'cuda' needs triton, which is not installed"),
+    (no_compiler, r"device 'cuda' cannot be used: .*Failed to find C compiler.*\(Ubuntu: gcc python3-dev\), or use"),
+    (another_compiler, r"device 'cuda' cannot be used: .*gcc-99.*\(Ubuntu: gcc python3-dev\), or use device 'cpu'$"),
+    (no_headers, r"device 'cuda' cannot be used: .*Python\.h: No such file.*\(Ubuntu: gcc python3-dev\), or use"),
+    (no_libcuda, r"device 'cuda' cannot be used: .*libcuda.*let `/sbin/ldconfig -p` list the driver's libcuda\.so\.1"),
+    (a_busy_gpu, r"device 'cuda' cannot be used: CUDA error: CUDA-capable device\(s\) is/are busy or unavailable$"),
+    (an_old_driver, r"device 'cuda' was asked for, .* built for CUDA 13\.0 and says: The NVIDIA driver .* is too old"),
+    (no_fabric, r"device 'cuda' was asked for, but .* Error 802: system not yet initialized; use 'cpu' or 'auto'$"),
+    (a_build_without_cuda, r"device 'cuda' was asked for, but torch sees no CUDA device: torch .* built without CUDA"),
+    (a_hidden_gpu, r"device 'cuda' was asked for, but torch sees no CUDA device: CUDA_VISIBLE_DEVICES is ''"),
+]
+machines = pytest.mark.parametrize(
+    ("machine", "sentence"),
+    [pytest.param(*each, id=each[0].__name__, marks=needs_triton) for each in MACHINES],
+)
+
+
+@machines
+def test_what_a_machine_lacks_is_said_in_one_sentence_before_weights_are_read(
+    machine: Machine, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Group, "load", no_weights)
+    machine(monkeypatch, tmp_path)
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        Engine.from_pretrained("bundled", EngineConfig(device="cuda"))
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 450
+    assert capfd.readouterr().err == ""  # not a page of a compiler's
+
+
+@machines
+def test_generate_refuses_with_that_sentence_alone_and_code_2(
+    machine: Machine, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Group, "load", no_weights)
+    machine(monkeypatch, tmp_path)
+    with pytest.raises(SystemExit) as end:
+        generate.main(["--device", "cuda", "--prompt", "hi"])
+    assert end.value.code == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and re.search(f"^generate.py: {sentence}", said)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu"])
+@pytest.mark.parametrize("program", [generate, batch, benchmark])
+def test_programs_refuse_a_device_that_is_not_there_with_code_2(
+    program: Any, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Group, "load", no_weights)
+    a_build_without_cuda(monkeypatch, tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hi"}\n', encoding="utf-8")
+    files = [str(prompts), str(tmp_path / "out.jsonl")] if program is batch else []
+    with pytest.raises(SystemExit) as end:
+        program.main([*files, "--device", device])
+    assert end.value.code == 2
+    said = capfd.readouterr().err
+    wanted = f"device must be one of auto, cpu, cuda, got {device!r}"
+    if device == "cuda":
+        wanted = "device 'cuda' was asked for, but torch sees no CUDA device"
+    assert said.count("\n") == 1 and wanted in said
+
+
+# ---- a GPU that serves -----------------------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_a_gpu_with_all_that_kernels_need_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.gpuless.driver import stand_in
+
+    gpu(monkeypatch)
+    with stand_in(90):
+        require_kernels(CUDA)
+    require_kernels(CPU)
+
+
+BUILDS = """
+import ctypes, re, subprocess, sys, torch
+from pathlib import Path
+import triton.backends.nvidia.driver as nvidia
+from gpt_fast_sd.devices import require_kernels
+
+called = re.findall(r"\\b(cu[A-Z]\\w*)\\s*\\(", Path(nvidia.dirname, "driver.c").read_text())
+source, library = Path(sys.argv[1], "cuda.c"), Path(sys.argv[1], "libcuda.so.1")
+source.write_text("".join(f"int {name}(void) {{ return 0; }}\\n" for name in sorted(set(called))))
+subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+ctypes.CDLL(str(library))
+answers = {"is_available": True, "current_device": 0, "get_device_capability": (9, 0), "get_device_name": "H100"}
+for name, answer in answers.items():
+    setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+nvidia.make_launcher = None  # as Triton 3.6, which builds one for each kernel
+require_kernels(torch.device("cuda"))
+require_kernels(torch.device("cuda"))
+print("built", len(list(Path(sys.argv[1], "cache").rglob("cuda_utils*"))))
+"""
+
+
+@needs_triton
+@pytest.mark.skipif(subprocess.run("gcc --version", shell=True, capture_output=True).returncode != 0, reason="no gcc")
+def test_what_triton_launches_with_is_built_where_compiler_headers_and_libcuda_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", BUILDS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "built 1\n"
+
+
+@needs_triton
+def test_a_kernel_s_own_launcher_needs_a_compiler_though_the_rest_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton 3.6 finds what it built before in its cache, and meets the missing compiler at the first new kernel."""
+    from tests.gpuless.driver import stand_in
+
+    gpu(monkeypatch)
+    triton_before_its_first_launch(monkeypatch, tmp_path)
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_launcher", None, raising=False)
+    with stand_in(90):
+        require_kernels(CUDA)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(ValueError, match=r"Ubuntu: gcc python3-dev"):
+            require_kernels(CUDA)
+
+
+# ---- which device ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def warned() -> Iterator[list[str]]:
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said.extend(str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(
+    ("machine", "why"),
+    [(an_old_driver, r"CUDA 13\.0 and says: The NVIDIA driver on your system is too old \(found version 12020\)"),
+     (a_build_without_cuda, r"torch \S+ is built without CUDA")],
+)  # fmt: skip
+def test_auto_says_once_why_a_gpu_that_is_there_is_not_used(
+    machine: Machine, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(monkeypatch, tmp_path)
+    driver = tmp_path / "nvidia0"
+    with warned() as said:
+        assert take_device("auto", [driver]) == CPU
+    assert said == []
+    driver.touch()
+    with warned() as said:
+        assert take_device("auto", [tmp_path / "none", driver]) == CPU
+    assert len(said) == 1
+    assert re.search(f"this machine has an NVIDIA driver, but torch sees no CUDA device: .*{why}", said[0])
+    with warned() as said:
+        assert take_device("cpu", [driver]) == CPU
+    assert said == []
+
+
+def test_an_engine_asked_for_any_device_gives_that_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    an_old_driver(monkeypatch, tmp_path)
+    monkeypatch.setattr(take_device, "__defaults__", ([tmp_path],))
+    with pytest.warns(UserWarning, match="has an NVIDIA driver, but torch sees no CUDA device"):
+        engine = Engine.from_pretrained("bundled", EngineConfig(max_seq_len=512, batch_size=1, compile=False))
+    assert engine.device == CPU
+    with pytest.warns(UserWarning, match="has an NVIDIA driver, but torch sees no CUDA device"):
+        assert start().device == CPU
+
+
+def test_who_hides_the_gpus_is_not_told_that_they_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    a_hidden_gpu(monkeypatch, tmp_path)
+    with warned() as said:
+        assert take_device("auto", [tmp_path]) == CPU
+    assert said == []
+
+
+def test_torch_s_own_warning_is_not_said_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    an_old_driver(monkeypatch, tmp_path)
+
+    def is_available() -> bool:
+        warnings.warn(f"CUDA initialization: {TOO_OLD}", stacklevel=2)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    with warned() as said:
+        take_device("auto", [tmp_path])
+    assert len(said) == 1
+
+
+def test_devices_that_only_the_driver_counts_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before CUDA begins, torch counts by the driver's library, which also knows GPUs that torch cannot use."""
+    an_old_driver(monkeypatch, tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert take_device("auto", []) == CPU
+
+
+def test_processes_of_a_machine_take_a_device_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = gpu(monkeypatch, n=2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert take_device("auto") == CUDA and current == [0]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert take_device("cuda") == torch.device("cuda", 1) and current == [0, 1]
+    assert start().device == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="process 2 of this machine needs a CUDA device of its own, and there are 2"):
+        take_device("auto")
+
+
+# ---- the current device ----------------------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_a_model_on_another_device_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.gpuless.driver import stand_in
+
+    current = gpu(monkeypatch, n=2)
+    with stand_in(90):
+        wrong = r"is on cuda:1, but the current device is cuda:0, .*: call torch\.cuda\.set_device\(1\) first"
+        with pytest.raises(ValueError, match=wrong):
+            require_kernels(torch.device("cuda", 1))
+        current.append(1)
+        require_kernels(torch.device("cuda", 1))
+    require_current(CUDA)
+
+
+def test_an_engine_is_not_called_while_another_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = gpu(monkeypatch, n=2)
+    config = EngineConfig(batch_size=1, max_seq_len=512, compile=False, device="cpu")
+    engine = Engine(tiny_model(), None, config, DraftConfig(policy="lookup", gamma=2))
+    monkeypatch.setattr(engine, "device", torch.device("cuda", 1))
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.generate([[1, 2]]), lambda: list(engine.stream([[1, 2]])), lambda: engine.logits([1, 2]),
+        lambda: engine.redraft(DraftConfig()),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match="the current device is cuda:0"):
+            call()
+    monkeypatch.setattr(engine, "device", CPU)
+    assert len(engine.generate([[1, 2]])) == 1 and current == [0]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_torch_has_kept_is_given_back_before_it_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch)
+    kept = [10 << 30]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((79 << 30) - sum(kept), 80 << 30))
+    assert free_memory(CUDA) == 79 << 30
+    assert free_memory(CUDA, held=1 << 30) == 79 << 30  # what is held is not free there anyway
+
+
+def test_of_a_cpu_all_memory_counts_but_what_is_held() -> None:
+    whole = free_memory(CPU)
+    assert whole is None or free_memory(CPU, held=2**20) == whole - 2**20
