@@ -81,6 +81,8 @@ class Engine:
         self.parallel = parallel or Parallel(self.device)
         self._agreement, group = self.parallel.agreement(), self.parallel.group
         group.check_part(model)
+        if self.config.exact:
+            group.sum_in_order(model)
         require_kernels(self.device)
         self._check_fit()
         cfg, kv_dtype = self.config, TORCH_DTYPES[self.config.kv_dtype] if self.config.kv_dtype else self.dtype
@@ -91,7 +93,7 @@ class Engine:
         if cfg.quantize:
             quantize(model, cfg.quantize)
         self.cache = KVCache(own, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
-        self.vocabulary = Vocabulary(group.mesh)
+        self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         if self.device.type == "cuda":
             hold_still(*self.cache.k, *self.cache.v)
         self.rows = Rows(
@@ -132,7 +134,8 @@ class Engine:
         if draft_model:
             theirs.check_part(draft_model)
         policy = build_policy(draft, self.target, draft_model, theirs)
-        return Rounds(self.target, self.rows, policy, draft, width=width, capture=self._capture)
+        wait = self.parallel.wait_for
+        return Rounds(self.target, self.rows, policy, draft, width=width, capture=self._capture, wait=wait)
 
     @classmethod
     def from_pretrained(
@@ -330,7 +333,7 @@ class Engine:
         self._require_idle()
         self._running = True
         try:
-            self._agreement.note("prompts and parameters", [(r.prompt, r.params) for r in requests])
+            self._agreement.note("prompts and parameters", [r.params for r in requests], [r.prompt for r in requests])
             self.warm_up()
             if self.rounds.capture:  # a capture may build nothing, so all that may come is called once before
                 self.rounds.warm_up(self._gammas, _kinds([request.params for request in requests]))
@@ -399,7 +402,8 @@ class Engine:
     def _land(self) -> list[TokenEvent]:
         """Read a round's result: every live request emits a token at least, finished ones leave their slot."""
         started, flight = time.perf_counter(), self._flights.popleft()
-        gamma, policy, events, read = flight.gamma, self.policy, [], flight.read()  # the one host read of a round
+        gamma, policy, events = flight.gamma, self.policy, []
+        read = flight.read(self.rounds.wait)  # the one host read of a round
         landed = time.perf_counter()
         for slot, request in flight.live:
             if request.finish_reason:  # known only since the round was launched

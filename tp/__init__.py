@@ -7,7 +7,7 @@ they do the same.
 
 from .agree import Agreement, Disagreement
 from .collectives import broadcast
-from .mesh import TIMEOUT, Parallel, start
+from .mesh import TIMEOUT, Landing, Parallel, start
 from .plan import ALONE, PLAN, Group, collectives_per_step, local_config
 from .vocab import Vocabulary
 
@@ -18,6 +18,7 @@ __all__ = [
     "Agreement",
     "Disagreement",
     "Group",
+    "Landing",
     "Parallel",
     "Vocabulary",
     "broadcast",

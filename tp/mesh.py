@@ -11,11 +11,12 @@ import contextlib
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,23 @@ from .plan import ALONE, Group
 
 Item = TypeVar("Item")
 
-TIMEOUT = 600.0  # seconds that a rank waits for the others: one that compiles may be minutes behind
+# seconds that a rank waits for the others: 80 layers may take 20 minutes to compile, and where the caches of compiled
+# code differ, one rank does so while the others wait
+TIMEOUT = 1800.0
+POLL = 5e-5  # seconds between two looks at a device
 LOST = ("connection", "peer", "timed out", "timeout", "socket", "gloo", "nccl")  # what a lost rank's errors speak of
+
+
+class Landing(Protocol):
+    """A place among what a device was given to do, as a torch.cuda.Event is."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,28 @@ class Parallel:
         dist.broadcast(box, group=self.host, group_src=0)
         return int(box)
 
+    def meet(self) -> None:
+        """Wait until every rank of every replica is here: on the host, a device need not hold a group for it."""
+        if self.mesh is not None:
+            dist.barrier(self.peers)  # this shard's ranks of all replicas,
+            dist.barrier(self.host)  # and this replica's: each has met its own peers
+
+    def wait_for(self, landing: Landing) -> None:
+        """Return when the device has come to the landing; end this process where that takes longer than the timeout.
+
+        Nobody watches a collective in a captured graph: where another rank is gone the device stays in it, and so would
+        whoever waits for the device, such as all that tidies up behind an error.
+        """
+        if self.tp == 1:
+            landing.synchronize()
+            return
+        until = time.monotonic() + self.timeout
+        while not landing.query():
+            if time.monotonic() > until:
+                self._say_lost("a step that they share does not end")
+                self.leave(1)
+            time.sleep(POLL)
+
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Close at the end of the block; where this rank fails in it, or another one is lost, end the process at once.
@@ -126,18 +164,22 @@ class Parallel:
         except BaseException as error:
             if self.mesh is None:
                 raise
-            who, text = f"rank {self.rank} of {self.dp * self.tp} stops", str(error)
+            text = str(error)
             lost = isinstance(error, RuntimeError) and any(word in text.lower() for word in LOST)
             if isinstance(error, Disagreement):
-                print(f"{who}: {text}", file=sys.stderr)
+                self._say(text)
             elif isinstance(error, dist.DistError) or lost:
-                reason = re.sub(r"^(\[[^]]*\]:? *)*", "", text.partition("\n")[0])[:200]
-                waited = f"did not answer within {self.timeout:g} s"
-                print(f"{who}: another rank is gone, or {waited} ({reason})", file=sys.stderr)
+                self._say_lost(re.sub(r"^(\[[^]]*\]:? *)*", "", text.partition("\n")[0])[:200])
             elif not isinstance(error, (SystemExit, KeyboardInterrupt)):
                 traceback.print_exc()
             code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
             self.leave(code if isinstance(code, int) else 1 if code else 0)
+
+    def _say(self, why: str) -> None:
+        print(f"rank {self.rank} of {self.dp * self.tp} stops: {why}", file=sys.stderr)
+
+    def _say_lost(self, reason: str) -> None:
+        self._say(f"another rank is gone, or did not answer within {self.timeout:g} s ({reason})")
 
     def leave(self, code: int) -> NoReturn:
         """End this process with an exit code, at once where there are others: taking leave may wait for a lost one."""
@@ -150,8 +192,7 @@ class Parallel:
     def close(self) -> None:
         """Wait until every rank is done, and leave the group that start made: one that leaves early upsets others."""
         if self.mesh is not None and dist.is_initialized():
-            dist.barrier(self.peers)
-            dist.barrier(self.host)
+            self.meet()
             if self.owned:
                 dist.destroy_process_group()
 
