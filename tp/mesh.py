@@ -198,7 +198,7 @@ class Parallel:
 
 
 def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT) -> Parallel:
-    """Join the other processes that torchrun started; ValueError, in one sentence, where tp does not fit them.
+    """Join the other processes that torchrun started; ValueError where tp does not fit them or they are out of reach.
 
     tp: ranks that hold one model together (None: all of them), the rest are replicas. device: "cpu" (gloo), "cuda"
     (nccl, one device a process) or "auto". timeout: seconds that a rank waits for the others.
@@ -242,7 +242,14 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
 
 def _own_group(rows: Tensor, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
     """One group for each row of ranks -> the one that this process is in. Every process makes all of them."""
-    made = [dist.new_group(row, timeout=timeout, backend=backend) for row in rows.tolist()]
+    try:
+        made = [dist.new_group(row, timeout=timeout, backend=backend) for row in rows.tolist()]
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise ValueError(
+            f"the processes met, but cannot reach one another ({reason}): across machines GLOO_SOCKET_IFNAME must name "
+            "the network interface that they share, unless each machine's name stands for its address there"
+        ) from error
     own: dist.ProcessGroup = next(
         group for row, group in zip(rows.tolist(), made, strict=True) if dist.get_rank() in row
     )

@@ -106,6 +106,19 @@ def test_ranks_meet_on_the_host_and_never_by_the_default_group(
     assert met == []
 
 
+def test_processes_that_cannot_reach_one_another_are_told_which_setting_is_missing(
+    two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo binds to what the machine's name resolves to, and that may be an address that nobody else can reach."""
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed: Connection refused, remote=[127.0.1.1]:5\nframes")
+
+    monkeypatch.setattr(dist, "new_group", refused)
+    with pytest.raises(ValueError, match=r"cannot reach one another \(Gloo .*:5\): .* GLOO_SOCKET_IFNAME must name"):
+        start(device="cpu")
+
+
 # ---- what ranks compare ----------------------------------------------------------------------------------------------
 
 
