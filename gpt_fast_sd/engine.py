@@ -91,6 +91,8 @@ class Engine:
         self.parallel = parallel or Parallel(self.device)
         self._agreement, group = self.parallel.agreement(), self.parallel.group
         group.check_part(model)
+        if self.config.exact:
+            group.sum_in_order(model)
         require_kernels(self.device)
         self._check_fit()
         cfg, self._plan = self.config, plan or self._plan_of(self.draft, draft_model)
@@ -100,7 +102,7 @@ class Engine:
             quantize(model, cfg.quantize)
         own, kv_dtype = local_config(model.config, group.size), kv_dtype_of(cfg, self.dtype)
         self.cache = KVCache(own, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
-        self.vocabulary = Vocabulary(group.mesh)
+        self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         self.rows = Rows(
             self.cache.seq_len,
             self.cache.capacity + SPLIT,
@@ -178,7 +180,8 @@ class Engine:
         if draft_model:
             theirs.check_part(draft_model)
         policy = build_policy(draft, self.target, draft_model, theirs)
-        return Rounds(self.target, self.rows, policy, draft, width=width, capture=self._capture)
+        wait = self.parallel.wait_for
+        return Rounds(self.target, self.rows, policy, draft, width=width, capture=self._capture, wait=wait)
 
     @classmethod
     def from_pretrained(
@@ -458,7 +461,8 @@ class Engine:
         with torch.inference_mode(False):  # whoever yields prompts is no part of the engine
             request = waiting.take()
         # looked at before the ranks go ways of different lengths
-        self._agreement.note("prompts and parameters", (request.prompt, request.params) if request else waiting.over)
+        params, texts = (request.params, [request.prompt]) if request else (waiting.over, [])
+        self._agreement.note("prompts and parameters", params, texts)
         self._agreement.settle()
         return request
 
@@ -539,7 +543,8 @@ class Engine:
     def _land(self) -> list[TokenEvent]:
         """Read a round's result: every live request emits a token at least, finished ones leave their slot."""
         started, flight = time.perf_counter(), self._flights.popleft()
-        gamma, policy, events, read = flight.gamma, self.policy, [], flight.read()  # the one host read of a round
+        gamma, policy, events = flight.gamma, self.policy, []
+        read = flight.read(self.rounds.wait)  # the one host read of a round
         landed = time.perf_counter()
         for slot, request in flight.live:
             if request.finish_reason:  # known only since the round was launched

@@ -9,6 +9,7 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamm
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, Transformer
+from gpt_fast_sd.tp import Landing
 
 from .attending import DenseKV, MassKV
 from .compiling import CompiledStep, span, varying
@@ -32,6 +34,7 @@ from .sampling import ACCEPT_STREAM, TARGET_STREAM
 
 Result = TypeVar("Result")
 Lap = Callable[[], None]
+Wait = Callable[[Landing], None]
 
 
 def decode_step(
@@ -75,10 +78,10 @@ class Flight:
     landed: torch.cuda.Event | None = None  # recorded behind the copy; None: it is there
     laps: list[float] = field(default_factory=list)  # clock at the beginning, after the draft, after the target's step
 
-    def read(self) -> list[list[int]]:
+    def read(self, wait: Wait) -> list[list[int]]:
         """Wait for the result and read it."""
         if self.landed is not None:
-            self.landed.synchronize()
+            wait(self.landed)
         rows: list[list[int]] = self.result.tolist()
         return rows
 
@@ -95,13 +98,15 @@ class Rounds:
         *,
         width: int = 0,
         capture: Capture | None = None,
+        wait: Wait = operator.methodcaller("synchronize"),
     ) -> None:
         """width: tokens that every step of the target feeds (0: as many as needed); capture: how a round is captured.
 
+        wait: how to wait for the device, which a lost rank may keep in a round for ever (see Parallel.wait_for).
         A width also fixes the view to all of the cache: then no sum hangs on what else is in the batch.
         """
         self.target, self.rows, self.policy, self.draft, self.width = target, rows, policy, draft, width
-        self.capture = capture
+        self.capture, self.wait = capture, wait
         self.replay: Replay | None = None
         self.decode = CompiledStep(decode_step, compiled=target.compiled)  # one token a slot
         self.verify = CompiledStep(decode_step, compiled=target.compiled)  # several
@@ -289,6 +294,7 @@ class Rounds:
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
         if ways_of(self.target.device).captures:
+            self.wait(torch.cuda.current_stream(self.target.device).record_event())
             torch.cuda.synchronize(self.target.device)
 
 

@@ -106,12 +106,14 @@ class Rows:
     ) -> tuple[Tensor, Tensor | None]:
         """A token a row after position pos [B]: logits [B, V] -> tokens [B], and q [B, V] where any row samples.
 
-        vocabulary: who has these logits, of the target or of a draft model, of which tokens.
+        vocabulary: who has these logits, of the target or of a draft model, of which tokens. Of ranks that hold a model
+        together the first one's draw counts, and so does its q, which need not be the others' to the last bit.
         """
         if not self.sampled:
             return vocabulary.argmax(logits), None
         q = self.probabilities(vocabulary.whole(logits))
-        return draw(q, self.uniform(pos, stream)), q
+        (token,) = vocabulary.decided(draw(q, self.uniform(pos, stream)))
+        return token, q
 
     def judge(
         self, logits: Tensor, pos: Tensor, drafted: Tensor, q: Tensor | None, cap: Tensor, *, accept: int, own: int
@@ -119,7 +121,8 @@ class Rows:
         """Which of drafted [B, T - 1] ~ q [B, T - 1, V] stay, at most cap [B], by logits [B, T, V] after pos [B, T].
 
         q None: drafted without chance. accept and own are the streams that decide on drafts and draw the next token.
-        -> the verdict, and p [B, T, V] where any row samples
+        -> the verdict, and p [B, T, V] where any row samples. As in choose, the first rank's verdict counts, by its p
+        and q: those of the others decide nothing.
         """
         if not self.sampled:
             return verify_greedy(logits, drafted, cap, self.vocabulary), None
@@ -127,7 +130,8 @@ class Rows:
         if q is None:
             q = F.one_hot(drafted, p.shape[-1]).to(p.dtype)
         accept_u, next_u = self.uniform(pos[:, :-1], accept), self.uniform(pos, own)
-        return verify_sampled(p, q, drafted, cap, accept_u, next_u), p
+        verdict = verify_sampled(p, q, drafted, cap, accept_u, next_u)
+        return Verdict(*self.vocabulary.decided(verdict.n_accepted, verdict.next_token)), p
 
     def commit(self, drafted: Tensor, cap: Tensor, verdict: Verdict) -> Tensor:
         """Keep the accepted prefix and the next token: seq_len grows by n_accepted + 1, less what EOS or the end cuts.

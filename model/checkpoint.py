@@ -318,7 +318,10 @@ class Part(Protocol):
         ...
 
     def cut(self, model: Transformer) -> Mapping[str, tuple[int, int]]:
-        """Cut a model on the meta device down -> the first row and column of each parameter in the whole one."""
+        """Cut a model on the meta device down -> the first row and column of each parameter in the whole one.
+
+        A part may end behind the whole one: what it holds there is padding.
+        """
         ...
 
 
@@ -344,14 +347,19 @@ def load_model(
     laid_out = replace(config, n_kv_heads=config.n_kv_heads * kv_copies)
     with torch.device("meta"):
         model = Transformer(laid_out)
+    n_rows = {name: len(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     begins = part.cut(model) if part else {}
     state = {}
     for name, layout in name_table(laid_out, kv_copies).items():
+        first_row, first_column = begins.get(name, (0, 0))
         state[name] = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
-        weights.read_into(state[name], layout, *begins.get(name, (0, 0)))
+        stored, padding = state[name].tensor_split([max(0, n_rows[name] - first_row)])
+        padding.zero_()
+        if len(stored):
+            weights.read_into(stored, layout, first_row, first_column)
     if tied_twice:
-        first = begins.get("embedding.weight", (0, 0))[0]
-        rows = slice(first, first + len(state["embedding.weight"]))
+        first = min(begins.get("embedding.weight", (0, 0))[0], config.vocab_size)
+        rows = slice(first, min(first + len(state["embedding.weight"]), config.vocab_size))
         if not torch.equal(weights.read("lm_head.weight", rows), weights.read("model.embed_tokens.weight", rows)):
             raise CheckpointError(
                 f"{weights.file_of('lm_head.weight')}: lm_head.weight differs from the embedding, "

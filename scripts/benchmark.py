@@ -371,7 +371,7 @@ def account(point: Point, turns: Turns, engine: Engine, args: argparse.Namespace
             "kv_in_use_bytes": point.batch * (point.context + args.max_new_tokens) * engine.cache.bytes_per_token,
             "peak_bytes": peak_bytes(engine.device),
         },
-        "collectives_per_step": collectives_per_step(ceiling.config, ceiling.tp),
+        "collectives_per_step": collectives_per_step(ceiling.config, ceiling.tp, exact=engine.config.exact),
         "recompiles_while_timed": counts.recompiles + totals(turns.plain).recompiles,
         "compile_seconds": turns.prefill.compile_seconds,
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,

@@ -7,8 +7,8 @@ import json
 import os
 import platform
 import re
-import resource
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from gpt_fast_sd import Engine, EngineConfig, __version__
 from gpt_fast_sd.tp import Parallel, start
 
 Record = dict[str, Any]
+PATIENCE = 10.0  # seconds in which torchrun has ended the others after a process that refuses; each waits one longer
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
@@ -89,8 +90,7 @@ def join(args: argparse.Namespace) -> Parallel:
 
 def meet(parallel: Parallel) -> None:
     """Wait until every process is here."""
-    if parallel.mesh is not None:
-        torch.distributed.barrier()
+    parallel.meet()
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -144,12 +144,16 @@ def restart_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory in use at once: allocated on a CUDA device, else resident in this process."""
+    """The most memory in use at once: allocated on a CUDA device, else resident in this process; 0 where unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.is_file() and (line := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
         return int(line[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -165,7 +169,14 @@ def sentence(error: Exception) -> str:
 
 
 def refuse(error: Exception, program: str, *, code: int = 2) -> NoReturn:
-    """One sentence on stderr, from the first process of each machine, and the exit code."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{program}: {sentence(error)}", file=sys.stderr, flush=True)
+    """One sentence on stderr and the exit code; of several processes the first one speaks at once.
+
+    The others wait and name their rank: where the first of them refuses too, torchrun ends them before they repeat it,
+    and where it does not, one of them is heard.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        time.sleep(PATIENCE + int(os.environ.get("LOCAL_RANK", "0")))
+    who = f"{program}, rank {rank}" if rank else program
+    print(f"{who}: {sentence(error)}", file=sys.stderr, flush=True)
     raise SystemExit(code)

@@ -41,13 +41,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from tqdm import tqdm
 
+from common import refuse
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, __version__
 from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
 from gpt_fast_sd.engine import BUNDLED, locate
@@ -55,6 +57,7 @@ from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_confi
 from gpt_fast_sd.stats import EngineStats
 from gpt_fast_sd.tp import Parallel, start
 
+PROGRAM = "generate.py"
 DRAFT = "streaming"  # who drafts unless --draft says otherwise
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
@@ -601,7 +604,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         draft_config(args)  # refused before any file is read
         parallel = start(args.tp, args.device)
     except (ValueError, OSError) as error:
-        refuse(error)
+        refuse(error, PROGRAM)
     with parallel.guard(), alone_prints(parallel):
         generate(args, parallel)
 
@@ -615,7 +618,7 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
         engine = build(args, prompts, params, config, parallel)
         engine.check(prompts, params)
     except (ValueError, OSError) as error:
-        refuse(error)
+        refuse(error, PROGRAM)
     if engine.compiled and parallel.is_main:
         print("compiling (a minute or two the first time, cached afterwards) ...", file=sys.stderr, flush=True)
     engine.warm_up()
@@ -664,15 +667,6 @@ def alone_prints(parallel: Parallel) -> Iterator[None]:
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
-
-
-def refuse(error: Exception) -> NoReturn:
-    """One sentence on stderr and exit code 2."""
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(10)  # where the first process refuses too, torchrun ends this one before it repeats the sentence
-    print(f"generate.py: {text}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ do the same; and `take_device`, which finds the device of one of them.
 from .agree import Agreement, Disagreement
 from .collectives import broadcast
 from .devices import in_short, take_device
-from .mesh import TIMEOUT, Parallel, start
+from .mesh import TIMEOUT, Landing, Parallel, start
 from .plan import ALONE, PLAN, Group, collectives_per_step, local_config
 from .vocab import Vocabulary
 
@@ -19,6 +19,7 @@ __all__ = [
     "Agreement",
     "Disagreement",
     "Group",
+    "Landing",
     "Parallel",
     "Vocabulary",
     "broadcast",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from array import array
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,12 +25,17 @@ class Agreement:
         self.host = host
         self._sent: tuple[str, torch.Tensor, dist.Work] | None = None
 
-    def note(self, what: str, values: object) -> None:
-        """Send a checksum of values, told apart by how they print; Disagreement where the last one differed."""
+    def note(self, what: str, values: object, texts: Iterable[Sequence[int]] = ()) -> None:
+        """Send a checksum of values, told apart by how they print, and of texts of token ids, which may be long.
+
+        Disagreement where the last checksum differed.
+        """
         if self.host is None:
             return
         self.settle()
         checksum = zlib.crc32(repr(values).encode())
+        for ids in texts:  # as they lie in memory: to print them takes many times longer
+            checksum = zlib.crc32(array("q", [len(ids), *ids]), checksum)
         ends = torch.tensor([checksum, -checksum])
         work = dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.host, async_op=True)
         assert work is not None

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,10 @@ from .plan import ALONE, Group
 
 Item = TypeVar("Item")
 
-TIMEOUT = 600.0  # seconds that a rank waits for the others: one that compiles may be minutes behind
+# seconds that a rank waits for the others: 80 layers may take 20 minutes to compile, and where the caches of compiled
+# code differ, one rank does so while the others wait
+TIMEOUT = 1800.0
+POLL = 5e-5  # seconds between two looks at a device
 LOST = ("connection", "peer", "timed out", "timeout", "socket", "gloo", "nccl")  # what a lost rank's errors speak of
 
 
@@ -38,6 +42,18 @@ class Closes(Protocol):
 
     def close(self) -> None:
         """Let it go; it may be closed already."""
+        ...
+
+
+class Landing(Protocol):
+    """A place among what a device was given to do, as a torch.cuda.Event is."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
         ...
 
 
@@ -124,6 +140,28 @@ class Parallel:
         dist.broadcast(box, group=self.host, group_src=0)
         return int(box)
 
+    def meet(self) -> None:
+        """Wait until every rank of every replica is here: on the host, a device need not hold a group for it."""
+        if self.mesh is not None:
+            dist.barrier(self.peers)  # this shard's ranks of all replicas,
+            dist.barrier(self.host)  # and this replica's: each has met its own peers
+
+    def wait_for(self, landing: Landing) -> None:
+        """Return when the device has come to the landing; end this process where that takes longer than the timeout.
+
+        Nobody watches a collective in a captured graph: where another rank is gone the device stays in it, and so would
+        whoever waits for the device, such as all that tidies up behind an error.
+        """
+        if self.tp == 1:
+            landing.synchronize()
+            return
+        until = time.monotonic() + self.timeout
+        while not landing.query():
+            if time.monotonic() > until:
+                self._say_lost("a step that they share does not end")
+                self.leave(1)
+            time.sleep(POLL)
+
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Close at the end of the block; where this rank fails in it, or another one is lost, end the process at once.
@@ -137,18 +175,22 @@ class Parallel:
         except BaseException as error:
             if self.mesh is None:
                 raise
-            who, text = f"rank {self.rank} of {self.dp * self.tp} stops", str(error)
+            text = str(error)
             lost = isinstance(error, RuntimeError) and any(word in text.lower() for word in LOST)
             if isinstance(error, Disagreement):
-                print(f"{who}: {text}", file=sys.stderr)
+                self._say(text)
             elif isinstance(error, dist.DistError) or lost:
-                reason = re.sub(r"^(\[[^]]*\]:? *)*", "", text.partition("\n")[0])[:200]
-                waited = f"did not answer within {self.timeout:g} s"
-                print(f"{who}: another rank is gone, or {waited} ({reason})", file=sys.stderr)
+                self._say_lost(re.sub(r"^(\[[^]]*\]:? *)*", "", text.partition("\n")[0])[:200])
             elif not isinstance(error, (SystemExit, KeyboardInterrupt)):
                 traceback.print_exc()
             code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
             self.leave(code if isinstance(code, int) else 1 if code else 0)
+
+    def _say(self, why: str) -> None:
+        print(f"rank {self.rank} of {self.dp * self.tp} stops: {why}", file=sys.stderr)
+
+    def _say_lost(self, reason: str) -> None:
+        self._say(f"another rank is gone, or did not answer within {self.timeout:g} s ({reason})")
 
     def leave(self, code: int) -> NoReturn:
         """End this process with an exit code, at once where there are others: taking leave may wait for a lost one."""
@@ -170,14 +212,13 @@ class Parallel:
         for user in list(self._users):
             user.close()
         if self.mesh is not None and dist.is_initialized():
-            dist.barrier(self.peers)
-            dist.barrier(self.host)
+            self.meet()
             if self.owned:
                 dist.destroy_process_group()
 
 
 def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT) -> Parallel:
-    """Join the other processes that torchrun started; ValueError, in one sentence, where tp does not fit them.
+    """Join the other processes that torchrun started; ValueError where tp does not fit them or they are out of reach.
 
     tp: ranks that hold one model together (None: all of them), the rest are replicas. device: "cpu" (gloo), "cuda"
     (nccl, one device a process) or "auto". timeout: seconds that a rank waits for the others.
@@ -219,7 +260,14 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
 
 def _own_group(rows: Tensor, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
     """One group for each row of ranks -> the one that this process is in. Every process makes all of them."""
-    made = [dist.new_group(row, timeout=timeout, backend=backend) for row in rows.tolist()]
+    try:
+        made = [dist.new_group(row, timeout=timeout, backend=backend) for row in rows.tolist()]
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise ValueError(
+            f"the processes met, but cannot reach one another ({reason}): across machines GLOO_SOCKET_IFNAME must name "
+            "the network interface that they share, unless each machine's name stands for its address there"
+        ) from error
     own: dist.ProcessGroup = next(
         group for row, group in zip(rows.tolist(), made, strict=True) if dist.get_rank() in row
     )

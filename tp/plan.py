@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,15 @@ from torch.nn import functional as F
 
 from gpt_fast_sd.model import Attention, ModelConfig, Transformer, load_model
 
-from .collectives import all_reduce
+from .collectives import all_reduce, sum_in_order
+from .vocab import rows_held
 
 
 class Split(ParallelStyle):
-    """The module keeps this rank's part of every parameter: Shard(0) of its outputs, Shard(1) of its inputs."""
+    """The module keeps this rank's part of every parameter: Shard(0) of its outputs, Shard(1) of its inputs.
+
+    Parts are of one size: where it does not divide a vocabulary, zeros follow the last rows.
+    """
 
     def __init__(self, placement: Shard) -> None:
         self.dim = placement.dim
@@ -34,7 +39,13 @@ class Split(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         n, rank = device_mesh.size(), device_mesh.get_local_rank()
         for name, parameter in list(module.named_parameters(recurse=False)):
-            part = parameter.detach().chunk(n, self.dim)[rank].clone()
+            size = parameter.shape[self.dim]
+            own = rows_held(size, n)
+            begin, end = (min(place * own, size) for place in (rank, rank + 1))
+            part = parameter.detach().narrow(self.dim, begin, end - begin).clone()
+            if end - begin < own:
+                assert self.dim == 0, "check_split lets nothing but a vocabulary be uneven"
+                part = torch.cat([part, part.new_zeros(own - (end - begin), *part.shape[1:])])
             module.register_parameter(name, nn.Parameter(part, requires_grad=False))
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
@@ -64,8 +75,20 @@ class Summed(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(lambda module, args, output: all_reduce(output, device_mesh))
+        module.register_forward_hook(Sum(device_mesh))
         return module
+
+
+class Sum:
+    """What is called with such a part, as the module's forward hook."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.in_order = False  # see Group.sum_in_order
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """The sum of which output is this rank's part: any shape -> that shape."""
+        return sum_in_order(output, self.mesh) if self.in_order else all_reduce(output, self.mesh)
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -79,6 +102,7 @@ class VocabularyEmbedding(nn.Embedding):
         row, n_rows = tokens - self.first_row, self.weight.shape[0]
         held = (row >= 0) & (row < n_rows)
         found = F.embedding(row.clamp(0, n_rows - 1), self.weight)
+        # one part and zeros: the same bits in whatever order they are added
         return all_reduce(torch.where(held[..., None], found, 0.0), self.mesh)
 
 
@@ -90,7 +114,7 @@ PLAN: dict[str, ParallelStyle] = {
     "layers.*.feed_forward.w_in": Split(Shard(0)),  # [F, 2, D]
     "layers.*.feed_forward.w_out": Split(Shard(1)),  # [D, F]
     "layers.*.feed_forward": Summed(),
-    "output": Split(Shard(0)),  # [V, D]: its logits stay where they are, see Vocabulary
+    "output": Split(Shard(0)),  # [V, D]: its logits stay where they are, see Vocabulary, which also knows of padding
     # all else is whole on each rank: norms of D, and q_norm and k_norm, which every head shares
 }
 
@@ -123,11 +147,22 @@ class Group:
     def check_part(self, model: Transformer) -> None:
         """ValueError unless the model is the part of itself that this rank holds."""
         held, whole = model.embedding.weight.shape[0], model.config.vocab_size
-        if held * self.size != whole:
+        if held != rows_held(whole, self.size):
             raise ValueError(
                 f"the model holds {held:,} of {whole:,} embedding rows, but {self.size} processes are to share it: "
                 "load or shard it with the group of these processes"
             )
+
+    def sum_in_order(self, model: Transformer) -> None:
+        """From now on a token's sums over the ranks come to the same bits wherever it stands in a step; slower.
+
+        A sum of two has no order, so that with two ranks nothing changes.
+        """
+        if self.size > 2:
+            for module in model.modules():
+                for hook in module._forward_hooks.values():
+                    if isinstance(hook, Sum):
+                        hook.in_order = True
 
     def _cut(self, model: Transformer) -> None:
         assert self.mesh is not None
@@ -162,8 +197,11 @@ class Part:
 
 
 def check_split(config: ModelConfig, tp: int) -> None:
-    """ValueError, with the numbers that are in the way, where tp ranks cannot hold equal parts of a model."""
-    parts = {"n_heads": config.n_heads, "ffn_dim": config.ffn_dim, "vocab_size": config.vocab_size}
+    """ValueError, with the numbers that are in the way, where tp ranks cannot hold equal parts of a model.
+
+    Any vocabulary will do: the last rows of it are padded.
+    """
+    parts = {"n_heads": config.n_heads, "ffn_dim": config.ffn_dim}
     wrong = [f"{name} {size:,}" for name, size in parts.items() if size % tp]
     if config.n_kv_heads % tp and tp % config.n_kv_heads:
         wrong.append(f"n_kv_heads {config.n_kv_heads} (which may also divide it)")
@@ -202,6 +240,12 @@ def repeat_kv_heads(model: Transformer, copies: int) -> None:
         attention.group_size = group
 
 
-def collectives_per_step(config: ModelConfig, tp: int) -> dict[str, int]:
-    """Collectives of one greedy step: two sums a layer and the embedding's; the best token of all parts."""
-    return {"all_reduce": 2 * config.n_layers + 1, "all_gather": 1} if tp > 1 else {}
+def collectives_per_step(config: ModelConfig, tp: int, *, exact: bool = False) -> dict[str, int]:
+    """Collectives of one greedy step: two sums a layer and the embedding's; the best token of all parts.
+
+    exact: the sums of the layers are added in order. (A step that samples has a broadcast more, of what was drawn.)
+    """
+    if tp == 1:
+        return {}
+    in_order = 2 * config.n_layers if exact and tp > 2 else 0
+    return {"all_reduce": 2 * config.n_layers + 1 - in_order, "all_gather": 1 + in_order}

@@ -1,6 +1,7 @@
 """Logits whose vocabulary is split among ranks: the best token by a word a rank, or all of them where a step samples.
 
-Shapes: V vocabulary, V / tp of it on each rank, in the order of the ranks.
+Shapes: V vocabulary, R = rows_held(V, ranks) rows of it on each rank, in the order of the ranks; those past V are
+padding.
 """
 
 from __future__ import annotations
@@ -9,29 +10,48 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import all_gather
+from .collectives import all_gather, broadcast
+
+
+def rows_held(vocab_size: int, n_ranks: int) -> int:
+    """Rows of the vocabulary on each of so many ranks: as many on all, so that the last may hold some that pad it."""
+    return -(-vocab_size // n_ranks)
 
 
 class Vocabulary:
     """What the ranks of a mesh know of the logits together; every rank gets the same bits."""
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        """mesh None: this process has the whole vocabulary."""
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh | None = None, size: int | None = None) -> None:
+        """mesh None: this process has the whole vocabulary. size: V, where some ranks' rows may be padding."""
+        self.mesh, self.size = mesh, size
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The best token, of equals the lowest id: fp32 [..., V / tp] -> int64 [...]."""
-        token = logits.argmax(-1)
+        """The best token, of equals the lowest id: fp32 [..., R] -> int64 [...]."""
         if self.mesh is None:
-            return token
+            return logits.argmax(-1)
+        n_rows = logits.shape[-1]
+        first = self.mesh.get_local_rank() * n_rows
+        if self.size is not None and first + n_rows > self.size:  # rows of padding are never the best
+            padding = torch.arange(first, first + n_rows, device=logits.device) >= self.size  # [R]
+            logits = logits.masked_fill(padding, float("-inf"))
+        token = logits.argmax(-1)
         best = logits.gather(-1, token[..., None])[..., 0]
         # an id below 2**24 is exact in fp32; the first rank of equals has the lowest ids
-        pairs = torch.stack([best, (token + self.mesh.get_local_rank() * logits.shape[-1]).float()])  # [2, ...]
-        values, ids = all_gather(pairs, self.mesh).unbind(1)  # [tp, ...] each
+        pairs = torch.stack([best, (token + first).float()])  # [2, ...]
+        values, ids = all_gather(pairs, self.mesh).unbind(1)  # [ranks, ...] each
         return ids.gather(0, values.argmax(0, keepdim=True))[0].long()
 
     def whole(self, logits: Tensor) -> Tensor:
-        """All logits: [..., V / tp] -> [..., V]."""
+        """All logits: [..., R] -> [..., V]."""
         if self.mesh is None:
             return logits
-        return all_gather(logits, self.mesh).movedim(0, -2).flatten(-2)
+        together = all_gather(logits, self.mesh).movedim(0, -2).flatten(-2)  # [..., ranks * R]
+        return together if self.size is None else together[..., : self.size]
+
+    def decided(self, *drawn: Tensor) -> tuple[Tensor, ...]:
+        """What the first rank drew, for all of them: tensors of one shape and dtype -> as many of that shape.
+
+        The logits are the same bits on every rank, but a softmax and its running sum are each rank's own kernels, tuned
+        on its own clock: where a number falls between two sums whose last bits differ, ranks would go different ways.
+        """
+        return drawn if self.mesh is None else broadcast(torch.stack(drawn), self.mesh).unbind(0)

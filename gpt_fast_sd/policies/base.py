@@ -200,7 +200,7 @@ class ModelDraft:
         self.proposers: tuple[str, ...] = (name,)
         self.wants_mass = view.wants_mass
         self.stream = DRAFT_STREAM  # what its tokens are drawn with
-        self.vocabulary = Vocabulary(reader.group.mesh)
+        self.vocabulary = Vocabulary(reader.group.mesh, reader.model.config.vocab_size)
         compiles_sampling = ways_of(reader.device).compiles_sampling
         self._choose = CompiledStep(Rows.choose, compiled=reader.compiled if compiles_sampling else None)
         self._step = CompiledStep(draft_step, compiled=reader.compiled)

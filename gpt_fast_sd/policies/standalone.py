@@ -106,8 +106,7 @@ class StandaloneDraft(ModelDraft):
         draft, mesh = super().propose(rows, gamma), self.listeners.mesh
         if mesh is None or self.reader.group.size == self.listeners.size:
             return draft
-        q = None if draft.q is None else broadcast(draft.q, mesh)
-        return replace(draft, tokens=broadcast(draft.tokens, mesh), q=q)
+        return replace(draft, tokens=broadcast(draft.tokens, mesh))  # by the first one's q they are judged, see Rows
 
     def begin(self, rows: Rows) -> None:
         """Let the view slide to the end of what is in the cache."""

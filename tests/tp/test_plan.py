@@ -1,10 +1,12 @@
 """The plan on paper: one process that takes itself for one of many ranks, whose collectives come to nothing."""
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -62,9 +64,9 @@ def test_a_tp_that_does_not_divide_the_processes_is_refused(monkeypatch: pytest.
     ("changes", "tp", "wrong"),
     [
         ({"n_heads": 12, "n_kv_heads": 4}, 8, "n_heads 12"),
-        ({"n_heads": 12, "n_kv_heads": 4}, 3, r"vocab_size 258|n_kv_heads 4"),
+        ({"n_heads": 12, "n_kv_heads": 4}, 3, "n_kv_heads 4"),
         ({"ffn_dim": 50, "vocab_size": 260}, 4, "ffn_dim 50"),
-        ({"vocab_size": 258}, 4, "vocab_size 258"),
+        ({"n_heads": 28, "n_kv_heads": 4}, 8, "n_heads 28"),  # Qwen2.5-7B
         ({"n_heads": 12, "n_kv_heads": 4, "vocab_size": 264}, 6, "n_kv_heads 4"),
     ],
 )
@@ -73,13 +75,32 @@ def test_what_cannot_be_split_evenly_is_refused_with_its_numbers(changes: dict[s
         local_config(tiny_config(**changes), tp)
 
 
+@pytest.mark.parametrize("as_one_of", [8], indirect=True)
+def test_a_vocabulary_is_padded_where_the_ranks_do_not_divide_it(as_one_of: Parallel) -> None:
+    """32,001 ids: a fine-tune with one for padding."""
+    config = tiny_config(vocab_size=32001, n_heads=8, ffn_dim=48)
+    whole = tiny_model(config)
+    rows = whole.output.weight.clone()
+    assert local_config(config, 8).vocab_size == 32001
+    model = as_one_of.group.shard(whole)
+    as_one_of.group.check_part(model)
+    assert model.embedding.weight.shape == model.output.weight.shape == (4001, 32)
+    assert model.embedding.first_row == 4001 and torch.equal(model.output.weight, rows[4001:8002])
+    with mock.patch.object(DeviceMesh, "get_local_rank", lambda mesh: 7):
+        last = as_one_of.group.shard(tiny_model(config))
+    assert last.output.out_features == 4001 and 7 * 4001 == 32001 - 3994
+    assert torch.equal(last.output.weight[:3994], rows[-3994:]) and not last.output.weight[3994:].any()
+    with pytest.raises(ValueError, match="the model holds 32,001 of 32,001 embedding rows, but 8 processes"):
+        as_one_of.group.check_part(tiny_model(config))
+
+
 def test_every_preset_splits_among_eight_ranks_or_says_why_not() -> None:
     for name in PRESETS:
         config = preset(name)
         try:
             own = local_config(config, 8)
         except ValueError as error:
-            numbers = (config.n_heads, config.ffn_dim, config.vocab_size)
+            numbers = (config.n_heads, config.ffn_dim)
             assert any(number % 8 for number in numbers) or config.n_kv_heads % 8, (name, error)
             continue
         assert own.n_heads == config.n_heads // 8
@@ -94,6 +115,8 @@ def test_a_step_has_two_sums_a_layer_one_for_the_embedding_and_one_gather(as_one
     model, vocabulary = as_one_of.group.shard(tiny_model(config)), Vocabulary(as_one_of.group.mesh)
     expected = collectives_per_step(config, as_one_of.tp)
     assert expected == {"all_reduce": 2 * n_layers + 1, "all_gather": 1}
+    exact = collectives_per_step(config, as_one_of.tp, exact=True)
+    assert exact == (expected if as_one_of.tp == 2 else {"all_reduce": 1, "all_gather": 2 * n_layers + 1})
     with CommDebugMode() as seen, torch.inference_mode():
         model(torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64), CausalSelf())
     assert counts(seen) == {"all_reduce": 2 * n_layers + 1}
@@ -103,6 +126,29 @@ def test_a_step_has_two_sums_a_layer_one_for_the_embedding_and_one_gather(as_one
     with CommDebugMode() as seen, torch.inference_mode():
         vocabulary.whole(torch.zeros(2, 264 // as_one_of.tp))
     assert counts(seen) == {"all_gather_into_tensor": 1}
+    with CommDebugMode() as seen, torch.inference_mode():
+        assert len(vocabulary.decided(torch.zeros(2), torch.ones(2))) == 2
+    assert counts(seen) == {"broadcast": 1}
+    as_one_of.group.sum_in_order(model)
+    with CommDebugMode() as seen, torch.inference_mode():
+        model(torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64), CausalSelf())
+    gathers = exact["all_gather"] - 1  # the last one is argmax's
+    assert counts(seen) == {"all_reduce": exact["all_reduce"]} | (
+        {"all_gather_into_tensor": gathers} if gathers else {}
+    )
+
+
+@pytest.mark.parametrize("as_one_of", [4], indirect=True)
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_exact_engine_lets_its_ranks_sum_in_order(as_one_of: Parallel, exact: bool) -> None:
+    model = as_one_of.group.shard(tiny_model(tiny_config(vocab_size=260)))
+    config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False, exact=exact)
+    engine = Engine(model, None, config, DraftConfig(policy="lookup", gamma=2), parallel=as_one_of)
+    with CommDebugMode() as seen, torch.inference_mode():
+        logits, _ = engine.rounds.feed(torch.zeros(1, 1, dtype=torch.int64), 1)
+        engine.vocabulary.argmax(logits)
+    expected = collectives_per_step(model.config, 4, exact=exact)
+    assert counts(seen) == {"all_reduce": expected["all_reduce"], "all_gather_into_tensor": expected["all_gather"]}
 
 
 def test_one_rank_needs_no_collective() -> None:

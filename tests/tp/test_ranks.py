@@ -14,6 +14,7 @@ SAME = "give_the_tokens_of_one_rank"
 MODEL = [
     "a_sharded_model_says_what_the_whole_one_says",
     "of_equal_logits_the_lowest_id_wins",
+    "rows_that_pad_a_vocabulary_are_never_chosen",
     "a_rank_reads_its_own_slices_and_nothing_else",
     "a_step_has_the_collectives_that_the_plan_says",
     "a_step_with_its_collectives_is_one_graph",
@@ -32,6 +33,15 @@ ENGINE = [
     "a_model_that_is_not_split_is_refused",
     "other_prompts_on_a_rank_are_noticed",
     "other_tokens_on_a_rank_are_noticed_in_that_round",
+    "the_first_ranks_draws_are_everyones",
+    "draws_stay_together_where_the_last_bits_of_probabilities_differ",
+    "a_vocabulary_that_ranks_do_not_divide_gives_the_tokens_of_one_rank",
+]
+FOUR = [  # which two ranks could not fail
+    "exact_decoding_gives_the_same_bits_though_sums_hang_on_the_place",
+    "sums_in_order_are_the_first_ranks_and_then_the_others",
+    "a_rank_reads_its_own_slices_and_nothing_else",
+    "rows_that_pad_a_vocabulary_are_never_chosen",
 ]
 MORE = [
     *(f"drafts_by_{name}_{SAME}" for name in ("full", "streaming", "quest", "lookup", "early_exit")),
@@ -42,6 +52,7 @@ MORE = [
     f"drafts_by_streaming_where_kv_heads_are_few_{SAME}",
     "gamma_auto_and_fresh_seeds_are_the_first_ranks",
     "exact_decoding_stays_exact",
+    "the_first_ranks_draws_are_everyones_whoever_drafts",
     "weights_are_quantized_after_they_are_split",
     "a_folder_is_loaded_and_decoded_by_all_ranks",
 ]
@@ -65,6 +76,7 @@ def spawned(n: int, tp: int, names: Sequence[str]) -> Callable[[pytest.TempPathF
 two_ranks = spawned(2, 2, [*MODEL, *ENGINE])
 two_ranks_more = spawned(2, 2, MORE)
 two_ranks_compiled = spawned(2, 2, COMPILED)
+four_ranks_alone = spawned(4, 4, FOUR)
 four_ranks = spawned(4, 4, [*MODEL, *ENGINE, *MORE])
 two_replicas = spawned(4, 2, [*MODEL, *ENGINE])
 
@@ -72,6 +84,11 @@ two_replicas = spawned(4, 2, [*MODEL, *ENGINE])
 @pytest.mark.parametrize("name", [*MODEL, *ENGINE])
 def test_on_two_ranks(name: str, two_ranks: Complaints) -> None:
     assert not two_ranks[name], "\n".join(two_ranks[name])
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_on_no_less_than_four_ranks(name: str, four_ranks_alone: Complaints) -> None:
+    assert not four_ranks_alone[name], "\n".join(four_ranks_alone[name])
 
 
 @pytest.mark.slow
@@ -101,4 +118,4 @@ def test_on_two_replicas_of_two_ranks(name: str, two_replicas: Complaints) -> No
 def test_every_check_is_run_somewhere() -> None:
     from tests.tp.workers.checks import CHECKS
 
-    assert {*MODEL, *ENGINE, *MORE, *COMPILED} == {*CHECKS}
+    assert {*MODEL, *ENGINE, *FOUR, *MORE, *COMPILED} == {*CHECKS}

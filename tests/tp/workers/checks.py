@@ -5,26 +5,39 @@ Every rank computes the truth itself, with the whole model, and holds what the r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import rows as rows_module
 from gpt_fast_sd.compiling import CompiledStep
 from gpt_fast_sd.engine import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Weights, load_model, save_hugging_face
 from gpt_fast_sd.rounds import judge_step
-from gpt_fast_sd.tp import Agreement, Disagreement, Parallel, Vocabulary, broadcast, collectives_per_step, start
+from gpt_fast_sd.tp import (
+    Agreement,
+    Disagreement,
+    Parallel,
+    Vocabulary,
+    broadcast,
+    collectives,
+    collectives_per_step,
+    start,
+)
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
 Check = Callable[[Parallel, Path], None]
@@ -49,16 +62,27 @@ FAMILIES = {
     "normed": wide_config(qk_norm=True),  # as Qwen3
     "two_kv_heads": wide_config(n_kv_heads=2, qkv_bias=True),
     "one_kv_head": wide_config(n_kv_heads=1),
+    # ids that no number of ranks here divides, and so few that of four ranks the last one has none
+    "odd_vocabulary": wide_config(vocab_size=257),
+    "tied_odd_vocabulary": wide_config(vocab_size=257, tie_embeddings=True),
+    "few_ids": wide_config(vocab_size=9, tie_embeddings=True),
 }
+
+
+def rows_of(parallel: Parallel, vocab_size: int) -> tuple[int, int]:
+    """Rows of a vocabulary on each rank, as many on all, and how many of this rank's are no padding."""
+    n = -(-vocab_size // parallel.tp)
+    return n, min(n, max(0, vocab_size - parallel.tp_rank * n))
 
 
 @check
 def a_sharded_model_says_what_the_whole_one_says(parallel: Parallel, folder: Path) -> None:
-    vocabulary, ids = Vocabulary(parallel.group.mesh), random_ids(20)
     for name, config in FAMILIES.items():
+        vocabulary, ids = Vocabulary(parallel.group.mesh, config.vocab_size), random_ids(20)
+        ids = [token % config.vocab_size for token in ids]
         whole = whole_text_logits(tiny_model(config), ids)  # [T, V]
         own = whole_text_logits(parallel.group.shard(tiny_model(config)), ids)
-        assert own.shape == (20, 260 // parallel.tp), name
+        assert own.shape == (20, rows_of(parallel, config.vocab_size)[0]), name
         together = vocabulary.whole(own)
         assert (together - whole).abs().max() < 2e-5, name  # fp32: logits up to 60, summed in another order
         assert torch.equal(vocabulary.argmax(own), whole.argmax(-1)), name
@@ -71,6 +95,18 @@ def of_equal_logits_the_lowest_id_wins(parallel: Parallel, folder: Path) -> None
     logits[0, [7, 39]] = logits[1, [10, 30]] = 2.0  # row 2: all are equal
     own = logits.chunk(parallel.tp, -1)[parallel.tp_rank]
     assert Vocabulary(parallel.group.mesh).argmax(own).tolist() == [7, 10, 0]
+
+
+@check
+def rows_that_pad_a_vocabulary_are_never_chosen(parallel: Parallel, folder: Path) -> None:
+    for size in (41, 5):
+        n, held = rows_of(parallel, size)
+        whole = -1 - torch.rand(3, 2, size, generator=torch.Generator().manual_seed(size))
+        own = torch.zeros(3, 2, n)  # what padding says is better than anything real
+        own[..., :held] = whole[..., parallel.tp_rank * n :][..., :held]
+        vocabulary = Vocabulary(parallel.group.mesh, size)
+        assert torch.equal(vocabulary.whole(own), whole)
+        assert torch.equal(vocabulary.argmax(own), whole.argmax(-1))
 
 
 @check
@@ -89,11 +125,14 @@ def a_rank_reads_its_own_slices_and_nothing_else(parallel: Parallel, folder: Pat
         loaded = parallel.group.load(place)
         Weights.read = read  # type: ignore[method-assign]
         held = dict(loaded.named_parameters())
-        assert read_bytes[0] == sum(p.nbytes for p in held.values()), name
+        n, real = rows_of(parallel, config.vocab_size)
+        padding = (n - real) * config.dim * 4 * (1 if config.tie_embeddings else 2)
+        assert read_bytes[0] == sum(p.nbytes for p in held.values()) - padding, name
         replicated = sum(p.nbytes for key, p in held.items() if "norm" in key)
         copies = sum(p.nbytes for key, p in held.items() if "wqkv" in key) if config.n_kv_heads < parallel.tp else 0
         total = sum(p.nbytes for p in model.parameters())
-        assert read_bytes[0] <= (total - replicated) / parallel.tp + replicated + copies, name
+        rounding = config.dim * 4 * 2 * (config.vocab_size % parallel.tp > 0)
+        assert read_bytes[0] <= (total - replicated) / parallel.tp + replicated + copies + rounding, name
         sharded = parallel.group.shard(tiny_model(config))
         for key, parameter in sharded.named_parameters():
             assert torch.equal(parameter, held[key]), (name, key)
@@ -111,6 +150,13 @@ def a_step_has_the_collectives_that_the_plan_says(parallel: Parallel, folder: Pa
     expected = collectives_per_step(config, parallel.tp)
     assert counts == {"all_reduce": expected["all_reduce"], "all_gather_into_tensor": expected["all_gather"]}
     assert expected["all_reduce"] == 2 * config.n_layers + 1
+    parallel.group.sum_in_order(model)
+    with CommDebugMode() as seen, torch.inference_mode():
+        vocabulary.argmax(model(tokens, torch.arange(5)[None], CausalSelf()))
+    counts = {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
+    expected = collectives_per_step(config, parallel.tp, exact=True)
+    assert counts == {"all_reduce": expected["all_reduce"], "all_gather_into_tensor": expected["all_gather"]}
+    assert expected["all_reduce"] == (1 if parallel.tp > 2 else 2 * config.n_layers + 1)
 
 
 @check
@@ -170,7 +216,8 @@ def engine_of(
     """
     draft = draft or DraftConfig()
     engine_config = EngineConfig(**{"batch_size": 2, "max_seq_len": 400, "device": "cpu", "compile": False} | settings)
-    model, small = tiny_model(config or wide_config()), None
+    dtype = {"bf16": torch.bfloat16}.get(engine_config.dtype, torch.float32)
+    model, small = tiny_model(config or wide_config(), dtype=dtype), None
     if draft.draft_model is not None:
         small = tiny_model(draft_shape or wide_config(n_layers=1), seed=0)
     if parallel is not None:
@@ -307,6 +354,143 @@ def exact_decoding_stays_exact(parallel: Parallel, folder: Path) -> None:
     assert [c.tokens for c in spoken] == [c.tokens for c in plain]
 
 
+def ring_all_reduce(x: Tensor, op: str, mesh: Any) -> Tensor:
+    """A sum as a ring of ranks makes it: chunk c of the buffer is added up in x's dtype from rank c on."""
+    parts = collectives.all_gather(x, mesh).flatten(1)  # [ranks, elements]
+    n, n_elements = parts.shape
+    chunk = torch.arange(n_elements) * n // n_elements
+    sums = []
+    for c in range(n):
+        total = parts[c]
+        for i in range(1, n):
+            total = total + parts[(c + i) % n]
+        sums.append(total)
+    return torch.stack(sums).gather(0, chunk[None])[0].view_as(x)
+
+
+def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[tuple[int, ...], Tensor]]:
+    """The greedy texts, and the target's logits [V] after each text that it was fed."""
+    bits, feed = {}, engine.rounds.feed
+
+    def listening(tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        logits, mass = feed(tokens, n_keys)
+        whole = engine.vocabulary.whole(logits)
+        for slot, request in enumerate(engine._slots):
+            if request is not None:
+                text = [*request.prompt, *request.tokens]
+                for i in range(tokens.shape[1]):
+                    bits[(*text, *tokens[slot, 1 : 1 + i].tolist())] = whole[slot, i].clone()
+        return logits, mass
+
+    with mock.patch.object(engine.rounds, "feed", listening):
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        completions = engine.generate(PROMPTS[1:], params, speculate=speculate)
+    return [c.tokens for c in completions], bits
+
+
+@check
+def exact_decoding_gives_the_same_bits_though_sums_hang_on_the_place(parallel: Parallel, folder: Path) -> None:
+    draft = DraftConfig(policy="streaming", budget=40, gamma=3)
+    for dtype in ("fp32", "bf16"):
+        with mock.patch.object(collectives.functional, "all_reduce", ring_all_reduce):
+            engine = engine_of(parallel, draft, exact=True, dtype=dtype)
+            texts, plain = bits_of(engine, speculate=False)
+            assert len(plain) == sum(map(len, texts)) == 24
+            spoken, speculative = bits_of(engine, speculate=True)
+        assert engine.stats.accepted > 0
+        other = sum(not torch.equal(speculative.get(text, bits.new_zeros(1)), bits) for text, bits in plain.items())
+        assert not other, f"{dtype}: of {len(plain)} texts {other} have other logits in speculative decoding"
+        assert spoken == texts
+
+
+@check
+def sums_in_order_are_the_first_ranks_and_then_the_others(parallel: Parallel, folder: Path) -> None:
+    mesh = parallel.group.mesh
+    assert mesh is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = torch.randn(parallel.tp, 5, 7, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
+        expected = torch.zeros(5, 7, 33)
+        for part in parts:
+            expected = expected + part.float()
+        assert torch.equal(collectives.sum_in_order(parts[parallel.tp_rank], mesh), expected.to(dtype))
+
+
+@contextlib.contextmanager
+def other_probabilities(parallel: Parallel, harshly: bool) -> Iterator[None]:
+    """On each rank but the first every probability is another one: in its last bit, or by up to a third.
+
+    In the last bit it matters where a draw falls on the edge between two tokens, and here each draw does: of 256 tokens
+    that are all as likely. What is impossible stays so.
+    """
+    true, place, rank = rows_module.probabilities, rows_module.uniform, parallel.tp_rank
+
+    def probabilities(*args: Any, **kwargs: Any) -> Tensor:
+        p = true(*args, **kwargs)
+        if rank and harshly:
+            return p * (1 + (torch.arange(p.shape[-1]) * (7 + rank) % 11 - 5) / 15)
+        return torch.where(p > 0, torch.nextafter(p, torch.tensor(0.0)), p) if rank else p
+
+    def uniform(*args: Any) -> Tensor:
+        return (place(*args) * 256).floor() / 256
+
+    with (
+        mock.patch.object(rows_module, "probabilities", probabilities),
+        mock.patch.object(rows_module, "uniform", place if harshly else uniform),
+    ):
+        yield
+
+
+def drawn_together(parallel: Parallel, *drafts: DraftConfig) -> None:
+    """What is drawn by each of these is what the first rank draws, though the others know other probabilities."""
+    prompts, params = PROMPTS[1:], [dataclasses.replace(p, max_tokens=16) for p in SAMPLED[1:]]
+    for draft in drafts:
+        together, alone = engine_of(parallel, draft), engine_of(None, draft_alone(draft))
+        with other_probabilities(parallel, harshly=True):
+            theirs = together.generate(prompts, params)  # the engine itself notices tokens that differ
+        assert [c.tokens for c in theirs] == [c.tokens for c in alone.generate(prompts, params)], draft
+
+
+@check
+def the_first_ranks_draws_are_everyones(parallel: Parallel, folder: Path) -> None:
+    drawn_together(
+        parallel,
+        DraftConfig(),
+        DraftConfig(policy="streaming", budget=40, gamma=3),
+        DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=1, **SMALL),
+    )
+
+
+@check
+def the_first_ranks_draws_are_everyones_whoever_drafts(parallel: Parallel, folder: Path) -> None:
+    drawn_together(
+        parallel,
+        DraftConfig(policy="lookup", gamma=3),
+        DraftConfig(policy="hierarchy", budget=40, gamma=4),
+        DraftConfig(policy="standalone", budget=40, gamma=3, **SMALL),
+        DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=2, **SMALL),
+        DraftConfig(policy="hierarchy", cheap="standalone", budget=40, gamma=4, draft_tp=1, **SMALL),
+    )
+
+
+@check
+def draws_stay_together_where_the_last_bits_of_probabilities_differ(parallel: Parallel, folder: Path) -> None:
+    for draft in (DraftConfig(), DraftConfig(policy="streaming", budget=40, gamma=3)):
+        engine = engine_of(parallel, draft, config=wide_config(vocab_size=256))
+        engine.model.output.weight.zero_()  # all tokens are as likely
+        with other_probabilities(parallel, harshly=False):
+            completions = engine.generate(PROMPTS[1:], SAMPLED[0])
+        assert len({token for c in completions for token in c.tokens}) > 24
+
+
+@check
+def a_vocabulary_that_ranks_do_not_divide_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
+    odd = wide_config(vocab_size=257, tie_embeddings=True)
+    small = dataclasses.replace(odd, n_layers=1)
+    draft = DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=parallel.tp // 2, **SMALL)
+    compare(parallel, draft, config=odd, draft_shape=small)
+    assert engine_of(parallel, config=odd).logits([1, 2, 3]).shape == (3, 257)
+
+
 @check
 def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path) -> None:
     together, alone = engine_of(parallel, quantize="int8"), engine_of(None, quantize="int8")
@@ -351,17 +535,22 @@ def _noticed(parallel: Parallel, go_astray: Callable[[Engine], object], what: st
 def a_step_with_its_collectives_is_one_graph(parallel: Parallel, folder: Path) -> None:
     mesh = parallel.group.mesh
     assert mesh is not None
-    vocabulary, model = Vocabulary(mesh), parallel.group.shard(tiny_model(wide_config()))
+    config = wide_config(vocab_size=257)
+    vocabulary, model = Vocabulary(mesh, 257), parallel.group.shard(tiny_model(config))
 
     def step(tokens: torch.Tensor, pos: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = model(tokens, pos, CausalSelf())
-        return vocabulary.argmax(logits), vocabulary.whole(logits), broadcast(tokens, mesh)
+        best = vocabulary.argmax(logits)
+        return best, vocabulary.whole(logits), broadcast(tokens, mesh), *vocabulary.decided(best, tokens)
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
     tokens, pos = torch.tensor([random_ids(4)]), torch.arange(4)[None]
-    with torch.inference_mode():
-        for ours, theirs in zip(compiled(tokens, pos), step(tokens, pos), strict=True):
-            assert torch.equal(ours, theirs)
+    for in_order in (False, True):
+        if in_order:
+            parallel.group.sum_in_order(model)
+        compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
+        with torch.inference_mode():
+            for ours, theirs in zip(compiled(tokens, pos), step(tokens, pos), strict=True):
+                assert torch.equal(ours, theirs)
 
 
 @check

@@ -1,0 +1,214 @@
+"""What ranks wait for, and how long: a device that stays in a round, one another, the word of one that refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.rounds import Flight
+from gpt_fast_sd.tp import TIMEOUT, Agreement, Parallel, start
+from tests.helpers import random_ids, tiny_model
+from tests.tp.spawn import ROOT, WORKERS, run, torchrun
+
+
+class Left(Exception):
+    """The process ended."""
+
+
+class Round:
+    """A stand-in for the event behind a round: the device comes to it when it was asked so many times, or never."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def synchronize(self) -> None:
+        assert self.looks < float("inf"), "the host waits for ever"
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parallel]:
+    """Rank 1 of two, whose collectives come to nothing, and whose end is an exception."""
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    monkeypatch.setattr(os, "_exit", leave)
+    yield start(device="cpu", timeout=0.05)
+    dist.destroy_process_group()
+
+
+def flight(landed: Round) -> Flight:
+    """A round of one row under way."""
+    return Flight(0, 1, [], False, 0.0, torch.tensor([[1, 0, 0, 7]]), landed)  # type: ignore[arg-type]
+
+
+def test_a_round_that_a_lost_rank_never_ends_ends_the_process_with_one_sentence(
+    two_ranks: Parallel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(Left, match="1"):
+        flight(Round(looks=float("inf"))).read(two_ranks.wait_for)
+    assert 0.05 <= time.monotonic() - began < 5
+    out, err = capfd.readouterr()
+    why = "another rank is gone, or did not answer within 0.05 s (a step that they share does not end)"
+    assert (out, err) == ("", f"rank 1 of 2 stops: {why}\n")
+
+
+def test_a_round_that_ends_is_read_however_often_the_host_has_to_look(two_ranks: Parallel) -> None:
+    for looks in (0, 1, 20):
+        assert flight(Round(looks)).read(two_ranks.wait_for) == [[1, 0, 0, 7]]
+    alone = Parallel(torch.device("cpu"))
+    asleep = Round(looks=3)
+    assert flight(asleep).read(alone.wait_for) == [[1, 0, 0, 7]]
+    assert asleep.looks == 3  # nobody can be lost: the driver waits
+
+
+def test_an_engines_rounds_wait_as_its_ranks_do(two_ranks: Parallel) -> None:
+    config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
+    engine = Engine(two_ranks.group.shard(tiny_model()), None, config, parallel=two_ranks)
+    assert engine.rounds.wait == two_ranks.wait_for
+
+
+def test_a_rank_waits_for_half_an_hour_unless_told_otherwise() -> None:
+    assert TIMEOUT == Parallel(torch.device("cpu")).timeout == 1800
+
+
+def test_ranks_meet_on_the_host_and_never_by_the_default_group(
+    two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the default group is NCCL's: its first use would take device memory that nothing else needs."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import common
+
+    met: list[Any] = []
+    monkeypatch.setattr(dist, "barrier", lambda group=None, **kwargs: met.append(group))
+    common.meet(two_ranks)
+    assert set(met) == {two_ranks.host, two_ranks.peers} and None not in met
+    met.clear()
+    common.meet(Parallel(torch.device("cpu")))
+    assert met == []
+
+
+def test_processes_that_cannot_reach_one_another_are_told_which_setting_is_missing(
+    two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo binds to what the machine's name resolves to, and that may be an address that nobody else can reach."""
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed: Connection refused, remote=[127.0.1.1]:5\nframes")
+
+    monkeypatch.setattr(dist, "new_group", refused)
+    with pytest.raises(ValueError, match=r"cannot reach one another \(Gloo .*:5\): .* GLOO_SOCKET_IFNAME must name"):
+        start(device="cpu")
+
+
+# ---- what ranks compare ----------------------------------------------------------------------------------------------
+
+
+class Silent(list[int]):
+    """Token ids that must not be printed."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("a whole prompt was printed, to be compared")
+
+
+def checksum_of(two_ranks: Parallel, *noted: Any) -> int:
+    """What the rank sends."""
+    agreement = Agreement(two_ranks.host)
+    agreement.note("prompts", *noted)
+    assert agreement._sent
+    return int(agreement._sent[1][0])
+
+
+def test_texts_are_compared_as_they_lie_in_memory_and_not_as_they_print(two_ranks: Parallel) -> None:
+    texts = [Silent([1, 2]), Silent([3])]
+    ours = checksum_of(two_ranks, "greedy", texts)
+    assert ours == checksum_of(two_ranks, "greedy", [[1, 2], [3]])
+    for other in ([[1], [2, 3]], [[1, 2, 3]], [[3], [1, 2]], [[1, 2], [4]], [[1, 2], [3], []], [[1, 2], [3 + 2**40]]):
+        assert checksum_of(two_ranks, "greedy", other) != ours
+    assert checksum_of(two_ranks, "sampled", texts) != ours
+
+
+def test_an_engine_prints_no_prompt_to_compare_it(two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, printed = random_ids(40), []
+    note = Agreement.note
+
+    def listening(self: Agreement, what: str, values: object, *texts: Any) -> None:
+        printed.append(repr(values))
+        note(self, what, values, *texts)
+
+    monkeypatch.setattr(Agreement, "note", listening)
+    config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
+    engine = Engine(two_ranks.group.shard(tiny_model()), None, config, parallel=two_ranks)
+    next(engine.stream([prompt], SamplingParams(max_tokens=4, ignore_eos=True)))
+    assert "max_tokens=4" in printed[0] and str(prompt)[1:-1] not in printed[0]
+
+
+# ---- who says why ----------------------------------------------------------------------------------------------------
+
+
+def common_anew() -> ModuleType:
+    """scripts/common.py as a program that begins sees it."""
+    spec = importlib.util.spec_from_file_location("common_anew", ROOT / "scripts" / "common.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "said", "after"),
+    [
+        (None, None, "batch.py: GPU 3 is full\n", 0),
+        (0, 0, "batch.py: GPU 3 is full\n", 0),
+        (3, 3, "batch.py, rank 3: GPU 3 is full\n", 13),
+        (8, 0, "batch.py, rank 8: GPU 3 is full\n", 10),  # the first of a second machine
+    ],
+)
+def test_every_rank_that_refuses_says_so_the_first_at_once_and_others_after_it(
+    rank: int | None, local: int | None, said: str, after: float,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local)):
+        monkeypatch.setenv(name, str(value)) if value is not None else monkeypatch.delenv(name, raising=False)
+    waited = [0.0]
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as stopped:
+        common_anew().refuse(ValueError("GPU 3\nis full"), "batch.py")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == said
+    assert sum(waited) == after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("who", "said"), [("1", "refuses.py, rank 1: no room"), ("0,1", "refuses.py: no room")])
+def test_a_refusal_is_heard_once_whoever_refuses(who: str, said: str) -> None:
+    done = run(torchrun(2, WORKERS / "refuses.py", who), timeout=120)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("refuses.py")]
+    assert lines == [said], done.stderr
+
+
+def test_scripts_begin_where_the_system_counts_no_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows there is no module resource."""
+    monkeypatch.setitem(sys.modules, "resource", None)
+    common = common_anew()
+    monkeypatch.setattr(Path, "is_file", lambda self: False)  # nor /proc
+    assert common.peak_bytes(torch.device("cpu")) == 0
