@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
+from .kernels import likeliest
 
 # What a random number decides; each (seed, position, stream) has its own.
 TARGET_STREAM = 0  # the target's own token: plain decoding, and the one after the accepted drafts
@@ -32,8 +33,8 @@ class SamplingTable:
 
     temperature: Tensor  # fp32 [B], 0 is greedy
     top_k: Tensor  # int64 [B]
-    top_p: Tensor  # fp32 [B]
-    min_p: Tensor  # fp32 [B]
+    top_p: Tensor  # fp64 [B], as asked: 0.3 of ten equal tokens is three, of which an fp32 0.3 is a little more
+    min_p: Tensor  # fp64 [B]
     seed: Tensor  # int64 [B]
 
     @staticmethod
@@ -42,8 +43,8 @@ class SamplingTable:
         return SamplingTable(
             temperature=torch.zeros(batch_size, device=device),
             top_k=torch.full((batch_size,), vocab_size, dtype=torch.int64, device=device),
-            top_p=torch.ones(batch_size, device=device),
-            min_p=torch.zeros(batch_size, device=device),
+            top_p=torch.ones(batch_size, dtype=torch.float64, device=device),
+            min_p=torch.zeros(batch_size, dtype=torch.float64, device=device),
             seed=torch.zeros(batch_size, dtype=torch.int64, device=device),
         )
 
@@ -62,7 +63,7 @@ class SamplingTable:
 
 
 def filters_anything(params: Sequence[SamplingParams]) -> bool:
-    """Whether any of these requests needs the sorted filters (known on the host, so that the others skip the sort)."""
+    """Whether any of these requests filters (known on the host, so that the others skip the search for the cut)."""
     return any(p.temperature > 0 and (p.top_k or p.top_p not in (None, 1.0) or p.min_p) for p in params)
 
 
@@ -70,9 +71,10 @@ def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True
     """The distributions each row samples from: logits [B, V] or [B, T, V] -> fp32 of that shape, sums over V are 1.
 
     Temperature, then top-k (ties with the k-th stay), then top-p (the smallest set of most likely tokens whose mass
-    reaches p), then min-p (tokens at least min_p times as likely as the best): the order of Hugging Face generate.
-    A greedy row is one-hot at its argmax (the lowest id of equals). filtered=False skips the sort; allowed only when
-    every filter is off.
+    reaches p; of equally likely ones the lowest ids), then min-p (tokens at least min_p times as likely as the best):
+    the order of Hugging Face generate. What a filter keeps is decided by exp in fp64, in units of 2**-44 of the best
+    token's, so by exact sums: it hangs neither on the device nor on the batch. A greedy row is one-hot at its argmax
+    (the lowest id of equals). filtered=False skips the filters; allowed only when every one is off.
     """
     if logits.dim() == 3:
         each = probabilities(logits.flatten(0, 1), table.repeated(logits.shape[1]), filtered=filtered)  # [B * T, V]
@@ -82,14 +84,12 @@ def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True
     # the best logit is 0 before the division, so that no temperature, however small, makes an infinity
     scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, table.temperature)[:, None]
     if filtered:
-        ordered, index = scaled.sort(dim=-1, descending=True, stable=True)  # [B, V]
-        kth = ordered.gather(-1, table.top_k[:, None] - 1)  # [B, 1]
-        keep = ordered >= kth
-        p = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
-        before = p.cumsum(-1) - p  # mass of strictly better tokens
-        keep &= (before < table.top_p[:, None]) | (table.top_p[:, None] >= 1.0)
-        keep &= p >= table.min_p[:, None] * p[:, :1]
-        kept = torch.zeros_like(keep).scatter(-1, index, keep)  # back to token order
+        # a greedy row, or a slot that nobody has, is not worth a search
+        top_k = torch.where(greedy, logits.shape[-1], table.top_k)
+        cut, last = (x[:, None] for x in likeliest(scaled, top_k, torch.where(greedy, 1.0, table.top_p)))  # [B, 1]
+        place = torch.arange(logits.shape[-1], device=logits.device)
+        kept = (scaled > cut) | ((scaled == cut) & (place <= last))
+        kept &= scaled >= table.min_p.log()[:, None]  # in fp64
         scaled = scaled.masked_fill(~kept, float("-inf"))
     p = scaled.softmax(-1)
     best = torch.zeros_like(p).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)

@@ -38,7 +38,7 @@ PACKAGES = ("model", "tp", "gpt_fast_sd/kernels", "gpt_fast_sd")
 ROOMS = (  # a room stands before the room around it
     Room(folder="model", door="gpt_fast_sd.model", libraries=BASE | LOADERS),
     Room(folder="tp", door="gpt_fast_sd.tp", below=("model",), libraries=BASE),
-    Room(folder="gpt_fast_sd/kernels", door="gpt_fast_sd.kernels", libraries=frozenset({"torch", "triton"})),
+    Room(folder="gpt_fast_sd/kernels", door="gpt_fast_sd.kernels", libraries=BASE | {"triton"}),
     Room(folder="gpt_fast_sd", door="gpt_fast_sd", below=PACKAGES, libraries=BASE | {"torchao", "tqdm"}),
     Room(folder="scripts", door="scripts", below=PACKAGES),
     Room(folder="benchmarks", door="benchmarks", below=PACKAGES),

@@ -141,12 +141,49 @@ def test_a_reused_slot_forgets_the_parameters_of_its_last_request() -> None:
     assert table.seed.tolist() == [4]
 
 
-def test_skipping_the_sort_changes_no_bit_where_every_filter_is_off() -> None:
+def test_skipping_the_filters_changes_no_bit_where_every_filter_is_off() -> None:
     cases = [(0.0, None), (0.5, 90), (2.0, 50)]
     params = [SamplingParams(temperature=t, top_p=1.0, min_p=0.0, top_k=k) for t, k in cases]
     logits = torch.randn(3, 50)
     table = table_of(params, 50)
     assert torch.equal(probabilities(logits, table, filtered=False), probabilities(logits, table))
+
+
+def test_the_nucleus_of_a_large_vocabulary_is_not_lost_to_rounding() -> None:
+    """One likely token, and 130,000 of which each is less than what the mass before it can show in fp32."""
+    weight = np.full(130_001, 1e-9)
+    weight[0] = 1 - 130_000 * 1e-9
+    logits = torch.from_numpy(np.log(weight).astype(np.float32))[None]
+    for top_p in (0.99989, 0.9999, 0.99995, 0.99999):
+        params = SamplingParams(temperature=1, top_p=top_p)
+        p = probabilities(logits, table_of([params], weight.size))
+        expected = slow_probabilities(logits[0].numpy(), params)
+        wrong = np.abs((p[0].numpy() > 0) * weight - (expected > 0) * weight).sum()
+        assert wrong <= weight.size * 2.0**-45, (top_p, wrong)  # each weight is rounded to units of 2**-44
+
+
+@pytest.mark.parametrize("n", [3, 7, 10, 20, 100])
+def test_as_many_of_equal_tokens_stay_as_top_p_says(n: int) -> None:
+    """Three of ten are 0.3, not four because the nearest fp32 is a little more."""
+    params = [SamplingParams(temperature=1, top_p=i / n) for i in range(1, n + 1)]
+    p = probabilities(torch.full((n, n), -2.5), table_of(params, n))
+    assert [row.nonzero()[:, 0].tolist() for row in p] == [list(range(i)) for i in range(1, n + 1)]
+
+
+def test_ties_with_the_kth_are_cut_by_top_p_from_the_highest_id_on() -> None:
+    logits = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0, 1.0]]).log()
+    for top_p, ids in [(0.4, [1]), (0.45, [0, 1]), (0.6, [0, 1, 2]), (0.8, [0, 1, 2, 4]), (0.9, [0, 1, 2, 4, 5])]:
+        p = probabilities(logits, table_of([SamplingParams(temperature=1, top_k=3, top_p=top_p)], 6))
+        assert p[0].nonzero()[:, 0].tolist() == ids, top_p
+
+
+def test_a_row_without_a_distribution_is_nan_and_alone_in_it() -> None:
+    params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
+    logits = torch.randn(5, 40)
+    expected = probabilities(logits, table_of([params] * 5, 40))
+    logits[1, 3], logits[2], logits[4, 0] = math.nan, -math.inf, math.inf
+    p = probabilities(logits, table_of([params] * 5, 40))
+    assert p[[1, 2, 4]].isnan().all() and torch.equal(p[[0, 3]], expected[[0, 3]])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +197,7 @@ def test_skipping_the_sort_changes_no_bit_where_every_filter_is_off() -> None:
         ({"temperature": 0.7, "min_p": 0.01}, True),
     ],
 )
-def test_the_sort_is_run_where_a_sampled_row_filters(params: dict[str, float], filters: bool) -> None:
+def test_filters_are_run_where_a_sampled_row_filters(params: dict[str, float], filters: bool) -> None:
     assert filters_anything([SamplingParams(), SamplingParams(**params)]) is filters
 
 

@@ -71,6 +71,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "page_bounds": lambda: (entries(), bounds(), torch.tensor([4, 19]), 3, 16),
     "quest_pages": lambda: (queries(), bounds(), torch.tensor([6, 2]), 3),
+    "likeliest": lambda: (-torch.rand(B, 50), torch.tensor([5, 50]), torch.tensor([0.9, 0.5], dtype=torch.float64)),
 }  # fmt: skip
 
 

@@ -1,0 +1,62 @@
+"""Rows of scores of every kind, and what plain Python keeps of them; what every search for the cut is compared with.
+
+Shapes: B rows of scores, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+Body = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def kept(scores: Sequence[float], top_k: int, top_p: str) -> list[int]:
+    """The places that stay, ascending; exp in fp64, all else in fractions, top_p as it is written."""
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    order = [i for i in order if scores[i] >= scores[order[top_k - 1]]]
+    weight = {i: Fraction(math.exp(scores[i])) for i in order}
+    taken, mass, nucleus = Fraction(top_p) * sum(weight.values()), Fraction(0), []
+    for i in order:
+        if mass >= taken and nucleus and Fraction(top_p) < 1:
+            break
+        nucleus.append(i)
+        mass += weight[i]
+    return sorted(nucleus)
+
+
+def found(body: Body, scores: Tensor, top_k: Sequence[int], top_p: Sequence[str]) -> list[list[int]]:
+    """The places that a search keeps of each row [B, V]."""
+    p = torch.tensor([float(x) for x in top_p], dtype=torch.float64)
+    cut, last = body(scores, torch.tensor(top_k), p)
+    place = torch.arange(scores.shape[1])
+    stays = (scores > cut[:, None]) | ((scores == cut[:, None]) & (place <= last[:, None]))
+    return [row.nonzero()[:, 0].tolist() for row in stays]
+
+
+def expected(scores: Tensor, top_k: Sequence[int], top_p: Sequence[str]) -> list[list[int]]:
+    return [kept(*row) for row in zip(scores.tolist(), top_k, top_p, strict=True)]
+
+
+def rows_of_every_kind(n: int) -> Tensor:
+    """Scores [12, n], the best of each 0."""
+    normal, pick = torch.randn(n), torch.rand(n)
+    rows = torch.stack([
+        normal,
+        normal * 4,
+        normal * 1e-3,  # a large temperature
+        normal * 1e4,  # a small one
+        torch.zeros(n),
+        torch.randint(-3, 1, (n,)).float(),
+        torch.where(pick < 0.3, normal.round(), -math.inf),
+        torch.full((n,), -math.inf).index_fill(0, torch.tensor([n // 2]), 1.0),  # one possible token
+        torch.where(pick < 0.5, -1e-45, torch.where(pick < 0.8, -3e38, -0.0)),  # the smallest, the largest, both zeros
+        torch.randint(0, 5, (n,)) * -(2.0**-23),  # close together
+        (normal * 3).bfloat16().float(),
+        torch.where(pick < 0.5, -31.0, -31.3),  # about half a unit of weight
+    ])  # fmt: skip
+    return rows - rows.amax(-1, keepdim=True)
