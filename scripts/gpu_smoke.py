@@ -109,8 +109,8 @@ def smoke(setup: Setup) -> Record:
     def document_greedy() -> str:
         text = (BUNDLED / "document.txt").read_text(encoding="utf-8")
         text = text[:700] if setup.tiny else text
-        kinds: list[Record] = [{}, {"temperature": 0.7, "seed": 0}, FILTERS, {}]
-        lines = [{"prompt": text if i < 3 else SHORT, **kind} for i, kind in enumerate(kinds)]
+        sampled = {"prompt": SHORT, "temperature": 0.7, "seed": 0}
+        lines: list[Record] = [{"prompt": text}, sampled, {"prompt": text, **FILTERS}]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "prompts.jsonl")
             path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -27,6 +27,7 @@ from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies.sparse import SparseKV, positions_of
 from gpt_fast_sd.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.roofline import CHIPS
+from gpt_fast_sd.rows import Rows
 from gpu_bench import Bench
 from gpu_checks import best_places, shortfall
 from gpu_forecast import AIMS, ARMS, FULL, Cell, cell_for, planned, tables
@@ -157,7 +158,7 @@ def test_the_exit_code_tells_done_left_and_failed_apart(
     [
         (["--tiny"], "torch sees no CUDA device here: run this on a GPU, or dry with --device cpu --tiny"),
         (["--device", "cpu"], "--device cpu is for a dry run: give --tiny too"),
-        ([*DRY, "--stages", "machine,lunch"], "--stages names 'lunch'; there are machine,"),
+        ([*DRY, "--stages", "machine,lunch"], "--stages names 'lunch'; there are smoke,"),
         ([*DRY, "--budget-seconds", "0"], "--budget-seconds must be positive, got 0"),
         (["--device", "cpu", "--tiny", "--pairs", "0"], "--pairs must be at least 1, got 0"),
         ([*DRY, "--texts", "nowhere.txt"], "there is no text file nowhere.txt"),
@@ -530,7 +531,7 @@ def test_the_smoke_stage_tries_what_users_type_first_and_says_how_each_step_went
     assert [step["step"] for step in result["steps"] if not step["ok"]] == [] and result["ok"]
     assert len(result["steps"]) == 8 and all(step["seconds"] > 0 for step in result["steps"])
     said = {step["step"]: step["said"] for step in result["steps"]}
-    assert "cache of 256 positions" in said["short prompt, greedy"]
+    assert "cache of 512 positions" in said["short prompt, greedy"]
     assert "cache of 512 positions" in said["document in a second engine, greedy"]  # of a dry run's part of it
     for name in ("redrafted", "another policy set"):
         assert said[name].count("gamma 4") == 2 and " of 0 drafts" not in said[name]
@@ -544,16 +545,35 @@ def test_the_smoke_stages_engines_are_those_of_generate_but_for_compiling() -> N
     assert config.max_seq_len == len(made.prompts[0]) + 200
 
 
-def test_a_smoke_step_that_fails_is_not_ok_and_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Engine, draft: Any, draft_model: Any = None) -> None:
-        raise ValueError("no such draft")
+def test_a_smoke_step_that_fails_is_not_ok_and_loses_no_other() -> None:
+    def broken() -> str:
+        raise ValueError("no such\ndraft")
 
-    monkeypatch.setattr(Engine, "redraft", broken)
-    result = dry_run("smoke")
-    assert not result["ok"]
-    (failed,) = [step for step in result["steps"] if not step["ok"]]
-    assert (failed["step"], failed["said"]) == ("redrafted", "ValueError: no such draft")
-    assert result["steps"][-1]["ok"]
+    steps = gpu_smoke.Steps()
+    steps.take("redrafted", broken)
+    steps.take("the first again", lambda: "as before")
+    result = steps.record()
+    assert [step["ok"] for step in result["steps"]] == [False, True] and not result["ok"]
+    assert [step["said"] for step in result["steps"]] == ["ValueError: no such draft", "as before"]
+
+
+def test_the_smoke_stage_finds_rows_that_are_short_and_text_that_drafting_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = gpu_smoke.make(dry_setup(), "--prompt", "Once upon a time", "--max-new-tokens", "6", "--gamma", "2")
+    with pytest.raises(RuntimeError, match="plain decoding took 6 rounds for 9 tokens a row"):
+        gpu_smoke.greedy(made, 9)
+    with pytest.raises(RuntimeError, match=r"rows have \[6\] tokens, not 9 each"):
+        gpu_smoke.drawn(made.engine, made.prompts, made.params, 9)
+    right = Rows.judge
+
+    def all_kept(self: Rows, logits: Tensor, pos: Tensor, drafted: Tensor, *args: Any, **kwargs: Any) -> Any:
+        verdict, p = right(self, logits, pos, drafted, *args, **kwargs)
+        return (Verdict(verdict.n_accepted, torch.full_like(verdict.next_token, 7)) if drafted.shape[1] else verdict), p
+
+    monkeypatch.setattr(Rows, "judge", all_kept)
+    with pytest.raises(RuntimeError, match="speculation says something else: row 0 at"):
+        gpu_smoke.greedy(made, 6)
 
 
 def test_a_round_that_is_watched_for_host_waits_has_rows_that_decode() -> None:
