@@ -9,6 +9,9 @@ one counts (Williams et al. 2009, "Roofline"; for speculation MagicDec, arXiv 24
     F_lin = 2 P B T / tp                         F_att = 4 L N H context B T / tp
     T(T, context) = max(W / bandwidth, F_lin / peak) + max(KV / bandwidth, F_att / peak) + fixed costs
 
+Three sets of rates and fixed costs: the ideal, what good public kernels reach, and what is expected of ours. None of
+them was measured with this code on a chip.
+
 Shapes: B batch rows, T tokens of each in this step, L layers, D width, F feed-forward width, N query heads, K kv heads,
         H head dim, V vocabulary, gamma tokens drafted a round, alpha the chance that a draft is accepted.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,8 +68,12 @@ class Efficiency:
     attention_bandwidth: float = 1.0
     attention_peak: float = 1.0
     layer_seconds: float = 0.0  # gaps between the kernels of a layer
+    kernel_seconds: float = 0.0  # of every kernel: the gap before it, and what a small one takes beside it
+    attention_seconds: float = 0.0  # latency of a layer's attention, whatever it reads
     step_seconds: float = 0.0  # sampling, judging, launching
+    judge_seconds: float = 0.0  # judging, commit and selection of a round
     all_reduce_seconds: float = 0.0  # two of them a layer where tp > 1
+    split: int = 0  # keys of one program of flash-decoding, whose sums are written and read again; 0: not counted
 
 
 IDEAL = Efficiency()
@@ -76,6 +83,37 @@ PRACTICAL = Efficiency(
     linear_bandwidth=0.85, linear_peak=0.70, attention_bandwidth=0.80, attention_peak=0.45,
     layer_seconds=6e-6, step_seconds=60e-6, all_reduce_seconds=9e-6,
 )  # fmt: skip
+# What is expected of the kernels as they are compiled, an estimate each:
+# - four thin products a layer, the shortest of 7 us: 0.75 to 0.80 of the bandwidth;
+# - flash-decoding that takes its weights through shared memory every 64 keys: 0.68 to 0.76, where others reach 0.80 to
+#   0.88 with memory copied by descriptors; and what its splits hand to the merge is written and read;
+# - an attention that reads little waits for its list before its keys, and for its merge: 10 us beside its bytes;
+# - each kernel in a graph 1.5 to 2.5 us of gap and small work (norms, rope, SwiGLU);
+# - judging: logits of every drafted token in fp32 written and read, 12 to 19 small kernels, one that selects.
+EXPECTED = Efficiency(
+    linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.72, attention_peak=0.40, kernel_seconds=2e-6,
+    attention_seconds=10e-6, judge_seconds=0.27e-3, all_reduce_seconds=9e-6, split=2048,
+)  # fmt: skip
+SLOWER = replace(
+    EXPECTED, linear_bandwidth=0.75, attention_bandwidth=0.68, kernel_seconds=2.5e-6, attention_seconds=13e-6,
+    judge_seconds=0.40e-3,
+)  # fmt: skip
+FASTER = replace(
+    EXPECTED, linear_bandwidth=0.80, attention_bandwidth=0.76, kernel_seconds=1.5e-6, attention_seconds=7e-6,
+    judge_seconds=0.15e-3,
+)  # fmt: skip
+
+# Kernels that a step launches. Beside its attention a layer has nine: the products wqkv, wo, w_in and w_out, two norms,
+# rope of the queries, rope of the keys with the cache writes, SwiGLU. Flash-decoding is two, splits and their merge;
+# with the mass of pages three; over a list two; before that quest scores, weighs and cuts pages, notes and lists them.
+BESIDE_ATTENTION = 9
+ATTENTION_KERNELS = {"dense": 2, "mass": 3, "sparse": 2, "quest": 2 + 3 + 2}
+HEAD_KERNELS = 3  # the last norm, the product with the vocabulary, logits to fp32
+
+
+def kernels(config: ModelConfig, attention: str = "dense") -> int:
+    """Kernels of one step, attention being one of ATTENTION_KERNELS."""
+    return config.n_layers * (BESIDE_ATTENTION + ATTENTION_KERNELS[attention]) + HEAD_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,18 +177,82 @@ def step_seconds(
     kv_bytes: float = 2.0,
     tp: int = 1,
     efficiency: Efficiency = IDEAL,
+    mass_page: int = 0,
 ) -> float:
-    """Seconds of such a step: plain decoding with n_tokens 1, verification with gamma + 1, a draft with its budget."""
+    """Seconds of such a step: plain decoding with n_tokens 1, verification with gamma + 1, a draft with its budget.
+
+    mass_page: keys of a page whose attention mass comes too, 0 where it does not.
+    """
     cost = step_cost(config, batch, n_tokens, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp)
     e = efficiency
+    handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / tp if e.split else 0.0
     linear = max(
         cost.weight_bytes / (chip.bandwidth * e.linear_bandwidth), cost.linear_flops / (chip.peak * e.linear_peak)
     )
     attention = max(
-        cost.kv_bytes / (chip.bandwidth * e.attention_bandwidth), cost.attention_flops / (chip.peak * e.attention_peak)
+        (cost.kv_bytes + handed_on) / (chip.bandwidth * e.attention_bandwidth),
+        cost.attention_flops / (chip.peak * e.attention_peak),
     )
     reduces = 2 * config.n_layers * e.all_reduce_seconds if tp > 1 else 0.0
-    return linear + attention + config.n_layers * e.layer_seconds + e.step_seconds + reduces
+    gaps = kernels(config, "mass" if mass_page else "dense") * e.kernel_seconds
+    fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
+    return linear + attention + gaps + fixed + reduces
+
+
+def merged_bytes(
+    config: ModelConfig, batch: int, n_tokens: int, context: float, split: int, mass_page: int = 0, block: int = 64
+) -> float:
+    """Bytes that flash-decoding writes and reads again beside keys and values: what splits hand to their merge.
+
+    A split hands on an fp32 row and its sum for each query. With the mass of pages also, for each query, the sum of
+    every page and the maximum of every block of keys.
+    """
+    queries = config.n_layers * config.n_heads * n_tokens * batch
+    numbers = (config.head_dim + 1) * context / split
+    if mass_page:
+        numbers += context / min(mass_page, block) + context / block
+    return 2 * 4 * queries * numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """A selection that grows old as rows grow: the last `window` tokens of a row are fed again to look anew.
+
+    every: tokens a row grows by meanwhile. reads: of keys and of values together; keys twice and values once are 1.5.
+    at_once: rows whose windows are fed as one batch, so that they share one reading of the weights.
+    """
+
+    every: int = 64
+    window: int = 32
+    reads: float = 1.5
+    at_once: int = 1
+
+
+def refresh_seconds(
+    config: ModelConfig,
+    chip: Chip,
+    batch: int,
+    context: int,
+    tokens: float,
+    refresh: Refresh,
+    *,
+    weight_bytes: float = 2.0,
+    kv_bytes: float = 2.0,
+    tp: int = 1,
+    efficiency: Efficiency = IDEAL,
+) -> float:
+    """Seconds that refreshing costs a round in which each of batch rows grows by so many tokens."""
+    rows, e = min(refresh.at_once, batch), efficiency
+    cost = step_cost(config, rows, refresh.window, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp)
+    linear = max(
+        cost.weight_bytes / (chip.bandwidth * e.linear_bandwidth), cost.linear_flops / (chip.peak * e.linear_peak)
+    )
+    attention = refresh.reads * max(
+        cost.kv_bytes / (chip.bandwidth * e.attention_bandwidth), cost.attention_flops / (chip.peak * e.attention_peak)
+    )
+    gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
+    passes = batch * tokens / refresh.every / rows  # a round
+    return passes * (linear + attention + gaps + e.step_seconds)
 
 
 def omega(gamma: int, alpha: float | Sequence[float]) -> float:
@@ -187,7 +289,7 @@ class Forecast:
     target_seconds: float  # T_T, a step of plain decoding
     draft_seconds: float  # T_D, one draft step
     verify_seconds: float  # T_V, the target's step over gamma + 1 tokens
-    select_seconds: float  # what choosing what to read costs a round
+    select_seconds: float  # what judging, and choosing what to read, cost a round
 
     @property
     def round_seconds(self) -> float:
@@ -215,12 +317,15 @@ def speedup(
     draft_weight_bytes: float | None = None,
     draft_kv_bytes: float | None = None,
     select_seconds: float = 0.0,
+    mass_page: int = 0,
     tp: int = 1,
     efficiency: Efficiency = IDEAL,
 ) -> Forecast:
     """Forecast rounds of gamma drafts that read `budget` entries each, gamma 0 being plain decoding.
 
     draft: another model's shape, None for a self-draft; draft_weight_bytes, draft_kv_bytes: None for the target's.
+    select_seconds: what choosing what to read costs a round, beside its judging. mass_page: see step_seconds, of the
+    verification.
     """
     target = step_seconds(
         config, chip, batch, 1, context,
@@ -232,12 +337,12 @@ def speedup(
         kv_bytes=kv_bytes if draft_kv_bytes is None else draft_kv_bytes, tp=tp, efficiency=efficiency,
     )  # fmt: skip
     verifying = step_seconds(
-        config, chip, batch, gamma + 1, context,
-        weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp, efficiency=efficiency,
+        config, chip, batch, gamma + 1, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp,
+        efficiency=efficiency, mass_page=mass_page if gamma else 0,
     )  # fmt: skip
     return Forecast(
         gamma=gamma, tokens=omega(gamma, alpha), target_seconds=target, draft_seconds=drafting,
-        verify_seconds=verifying, select_seconds=select_seconds if gamma else 0.0,
+        verify_seconds=verifying, select_seconds=select_seconds + efficiency.judge_seconds if gamma else 0.0,
     )  # fmt: skip
 
 

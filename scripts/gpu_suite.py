@@ -19,7 +19,6 @@ STAGES
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -28,24 +27,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 
-from gpt_fast_sd.roofline import IDEAL, PRACTICAL
-from gpu_stages import ARMS, CELLS, STAGES, Setup, Stage, planned, predict
+from gpu_setup import Record, Setup
+from gpu_stages import STAGES, Stage
+from gpu_summary import DONE, FAILED, LEFT, Ledger, draw, summary, write_whole
 
 PROGRAM = "gpu_suite.py"
-DONE, FAILED, LEFT = "done", "failed", "left"
 ALL_FINE, SOMETHING_WRONG, REFUSED, STAGES_LEFT = 0, 1, 2, 3
 TAIL = 4000  # characters of a failed stage's output that are kept
 SPARE = 5.0  # seconds of the budget kept for the summary
-Record = dict[str, Any]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -117,60 +114,16 @@ def settings_of(args: argparse.Namespace) -> Record:
 
 
 def setup_of(args: argparse.Namespace, known: Mapping[str, Record]) -> Setup:
-    """What a stage gets to know."""
+    """What a stage gets to know.
+
+    Only the process of a stage asks for free memory: that opens the device, which takes some of it for as long as the
+    process lives.
+    """
     return Setup(
         device=torch.device(args.device), tiny=args.tiny, pairs=args.pairs, max_autotune=args.max_autotune,
         texts=tuple(args.texts), known=known,
+        free=torch.cuda.mem_get_info()[0] if args.device == "cuda" and args.only else None,
     )  # fmt: skip
-
-
-# ---- results that outlast a call -------------------------------------------------------------------------------------
-
-
-class Ledger:
-    """OUT/results.json, whole after each stage."""
-
-    def __init__(self, out: Path, settings: Record, *, fresh: bool) -> None:
-        """ValueError where OUT holds results of other settings, or a results.json that is none of ours."""
-        self.path = out / "results.json"
-        self.document: Record = {"suite": "gpt_fast_sd gpu_suite", "settings": settings, "stages": {}}
-        if fresh:
-            self.path.unlink(missing_ok=True)
-        if self.path.exists():
-            advice = "name another folder, or forget them with --fresh"
-            try:
-                old = json.loads(self.path.read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                raise ValueError(f"{self.path} is not JSON: {advice}") from None
-            if not isinstance(old, dict) or old.get("suite") != self.document["suite"]:
-                raise ValueError(f"{self.path} holds no results of this suite: {advice}")
-            for name, value in settings.items():
-                before = old["settings"].get(name)
-                if before != value:
-                    raise ValueError(f"{self.path} was measured with {name} {before}, not {value}: {advice}")
-            self.document = old
-        self.stages: dict[str, Record] = self.document["stages"]
-
-    @property
-    def results(self) -> dict[str, Record]:
-        """What the stages that are done have found, by stage."""
-        return {name: entry["result"] for name, entry in self.stages.items() if entry["status"] == DONE}
-
-    def put(self, name: str, entry: Record) -> None:
-        """One more stage, on the disk when this returns."""
-        self.stages[name] = entry
-        write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
-
-    def is_done(self, name: str) -> bool:
-        """Whether there is a result: a stage that failed is tried again."""
-        return name in self.results
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 # ---- one stage after the other ---------------------------------------------------------------------------------------
@@ -266,297 +219,6 @@ def run_stage(args: argparse.Namespace) -> None:
     known = Ledger(args.out, settings_of(args), fresh=False).results
     result = STAGES[args.only].run(setup_of(args, known))
     write_whole(args.into, json.dumps(result))
-
-
-# ---- the summary -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """A figure that was aimed at: what it is, the bound, and what was measured and is predicted, None if unknown."""
-
-    name: str
-    aim: str
-    measured: float | None
-    predicted: float | None
-    met: bool | None
-    unit: str = ""
-    where: str = ""
-
-    def cell(self, value: float | None, missing: str) -> str:
-        """A figure in words."""
-        if value is None:
-            return missing
-        return f"{value:.1%}" if self.unit == "%" else f"{value:.3g}{self.unit}"
-
-
-def worst(values: Sequence[tuple[float, str]], *, least: bool) -> tuple[float | None, str]:
-    """The least or the greatest, and where it was found."""
-    if not values:
-        return None, ""
-    value, where = min(values) if least else max(values)
-    return value, where
-
-
-def targets(results: Mapping[str, Record], setup: Setup) -> list[Target]:
-    """Every target beside what the stages found."""
-    cells = [result for name, result in results.items() if name.startswith("cell-")]
-    plain, draft, verify, judge = [], [], [], []
-    for result in cells:
-        where, steps, floor = f"{result['cell']} {result['arm']}", result["steps"], result["roofline"]
-        plain.append((floor["target"] / steps["target"], where))
-        draft += [(floor["draft"][g] / seconds, where) for g, seconds in steps["draft"].items()]
-        verify += [(seconds / steps["target"], where) for g, seconds in steps["verify"].items() if g == "5"]
-        judge += [(seconds * 1e3, where) for seconds in steps["judge"].values()]
-    found = []
-    cell, arm = next(iter(CELLS)), ARMS["streaming"]
-    ideal, practical = (predict(setup, cell, arm, arm.profiles[0], 5, efficiency) for efficiency in (IDEAL, PRACTICAL))
-    shares = (
-        ("plain step, share of the roofline", 0.80, plain, ideal.target_seconds / practical.target_seconds),
-        ("draft step, share of the roofline", 0.70, draft, ideal.draft_seconds / practical.draft_seconds),
-    )
-    for name, bound, values, predicted in shares:
-        value, where = worst(values, least=True)
-        found.append(
-            Target(
-                name=name, aim=f"at least {bound:.0%}", measured=value, predicted=predicted, where=where, unit="%",
-                met=None if value is None else value >= bound,
-            )
-        )  # fmt: skip
-    value, where = worst(verify, least=False)
-    found.append(
-        Target(
-            name="T_V / T_T at gamma 5", aim="at most 1.10", measured=value, where=where,
-            predicted=practical.verify_seconds / practical.target_seconds, met=None if value is None else value <= 1.10,
-        )
-    )  # fmt: skip
-    value, where = worst(judge, least=False)
-    found.append(
-        Target(
-            name="judging, commit and sampling", aim="at most 0.1 ms", measured=value, predicted=None, where=where,
-            unit=" ms", met=None if value is None else value <= 0.1,
-        )
-    )  # fmt: skip
-    aims = (
-        ("32x28672", "streaming", "streaming", 1.9),
-        ("16x57344", "snapkv", "snapkv", 2.4),
-        ("16x57344", "guided", "guided", 3.0),
-    )
-    for cell, policy, profile, bound in aims:
-        row = next(
-            (r for r in results.get(f"cell-{cell}-{policy}", {}).get("replay", []) if r["profile"] == profile), None
-        )
-        value = row["ratio"]["median"] if row else None
-        found.append(
-            Target(
-                name=f"replay: speed over plain decoding, {cell}, {policy}",
-                aim=f"at least {bound:g}x" + (", the moonshot" if bound == 3.0 else ""), measured=value, unit="x",
-                predicted=planned(setup, cell, ARMS[policy], profile).ratio,
-                met=None if value is None else value >= bound,
-            )
-        )  # fmt: skip
-    return found
-
-
-def summary(ledger: Ledger, setup: Setup, stages: Sequence[Stage], plots: Sequence[Path]) -> str:
-    """One page: targets, what is right and what is not, speeds, what is missing."""
-    results, settings = ledger.results, ledger.document["settings"]
-    dry = setup.tiny
-    lines = ["# GPU suite", ""]
-    if dry:
-        what = "cpu dry run" if setup.device.type == "cpu" else "dry run"
-        lines += [f"**This is a {what}: tiny shapes, which say that the suite works and nothing about speed.**", ""]
-    where = results.get("machine", {}).get("environment", {})
-    rates = results.get("machine", {}).get("rates")
-    lines.append(f"Device: {settings['device']}; torch {where.get('torch', '-')}, triton {where.get('triton', '-')}.")
-    if rates:
-        lines.append(
-            f"Measured ceilings: copy {rates['copy'] / 1e9:,.0f} GB/s, read {rates['read'] / 1e9:,.0f} GB/s, "
-            f"matrix products {rates['matmul'] / 1e12:,.1f} TFLOP/s."
-        )
-    lines += [
-        f"The roofline and the predictions are those of {setup.chip.name}: {setup.chip.bandwidth / 1e12:.3g} TB/s, "
-        f"{setup.chip.peak / 1e12:.3g} TFLOP/s. Weights of the 8 B model are random, and how many drafts a row keeps "
-        "is replayed from published acceptance: a replay says how fast rounds are, not how good drafts are.",
-        "", "## Targets", "", "| target | aim | measured | cost model | met |", "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for one in targets(results, setup):
-        measured = "not measured" if dry else one.cell(one.measured, "not measured")
-        met = "-" if dry or one.met is None else "yes" if one.met else "no"
-        at = f" ({one.where})" if one.where and not dry else ""
-        lines.append(f"| {one.name} | {one.aim} | {measured}{at} | {one.cell(one.predicted, '-')} | {met} |")
-    lines += ["", *correctness_lines(results), *replay_lines(results), *bundled_lines(results)]
-    lines += kernel_lines(results)
-    missing = [stage.name for stage in stages if not ledger.is_done(stage.name)]
-    if missing:
-        lines += ["## Missing", ""]
-        for name in missing:
-            entry = ledger.stages.get(name)
-            lines.append(f"- {name}: " + (f"failed, {why(entry)}" if entry else "not run yet"))
-        lines.append("")
-    lines += [f"![{path.stem}]({path.name})" for path in plots]
-    if not plots:
-        lines.append("No plots: " + ("nothing to draw yet." if importlib.util.find_spec("matplotlib") else NO_PLOTS))
-    return "\n".join(lines) + "\n"
-
-
-def why(entry: Record) -> str:
-    """Why a stage failed: how it ended, and the last thing it said."""
-    said = [line.strip() for line in entry["output"].splitlines() if line.strip()]
-    return f"{entry['error']}: `{said[-1][:200]}`" if said else str(entry["error"])
-
-
-NO_PLOTS = 'matplotlib is not installed (pip install "gpt_fast_sd[plot]").'
-
-
-def correctness_lines(results: Mapping[str, Record]) -> list[str]:
-    """What was compared, and the worst of each."""
-    rows = [(name, worst) for name, result in results.items() for worst in result.get("worst", [])]
-    if not rows:
-        return []
-    lines = ["## Is it right?", "", "| stage | what | worst | allowed | right |", "|---|---|---|---|---|"]
-    for name, row in rows:
-        right = "yes" if row["ok"] else "**no**"
-        lines.append(f"| {name} | {row['op']}: {row['what']} | {row['error']:.2g} | {row['tolerance']:.2g} | {right} |")
-    return [*lines, ""]
-
-
-def replay_lines(results: Mapping[str, Record]) -> list[str]:
-    """Rounds with replayed acceptance, all profiles."""
-    rows = [(result, row) for result in results.values() for row in result.get("replay", [])]
-    if not rows:
-        return []
-    lines = [
-        "## Rounds of the 8 B shape, acceptance replayed", "",
-        "Median of the ratios of pairs run in turns, with least and greatest; tokens/s of all rows, host included.", "",
-        "| cell | draft | profile | gamma | tokens/round | plain tok/s | replay tok/s | replay speed | cost model "
-        "ideal / practical | to the end |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for result, row in rows:
-        ratio = row["ratio"]
-        lines.append(
-            f"| {result['cell']} | {result['policy']} {result['budget']:,} | replay of {row['profile']} "
-            f"| {row['gamma']} | {row['tokens_per_round']:.2f} | {row['plain_tokens_per_second']:,.0f} "
-            f"| {row['replayed_tokens_per_second']:,.0f} | {ratio['median']:.2f}x ({ratio['min']:.2f} to "
-            f"{ratio['max']:.2f}) | {row['predicted_ideal']:.2f}x / {row['predicted_practical']:.2f}x "
-            f"| {row['to_the_end_ratio']:.2f}x |"
-        )
-    steps = [
-        "",
-        "| cell | draft | T_T ms (roofline) | T_D ms (roofline) | T_V ms (roofline) | judge ms |",
-        "|---|---|---|---|---|---|",
-    ]
-    for result in results.values():
-        if "replay" not in result:
-            continue
-        s, floor = result["steps"], result["roofline"]
-        drafts = ", ".join(f"{t * 1e3:.2f} ({floor['draft'][g] * 1e3:.2f})" for g, t in s["draft"].items())
-        verify = ", ".join(f"gamma {g}: {t * 1e3:.2f} ({floor['verify'][g] * 1e3:.2f})" for g, t in s["verify"].items())
-        judge = ", ".join(f"{t * 1e3:.3f}" for t in s["judge"].values())
-        target = f"{s['target'] * 1e3:.2f} ({floor['target'] * 1e3:.2f})"
-        draft = f"{result['policy']} {result['budget']:,}"
-        steps.append(f"| {result['cell']} | {draft} | {target} | {drafts} | {verify} | {judge} |")
-    return [*lines, *steps, ""]
-
-
-def bundled_lines(results: Mapping[str, Record]) -> list[str]:
-    """The bundled model, with acceptance of its own."""
-    found = {name: result for name, result in results.items() if name.startswith("bundled-")}
-    if not found:
-        return []
-    lines = [
-        "## The bundled model, its own acceptance (no replay)", "",
-        "| rows x context | draft | acceptance | tokens/round | plain tok/s | speculative tok/s | speed |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for result in found.values():
-        for row in result["results"]:
-            ratio = row["ratio"]
-            lines.append(
-                f"| {result['batch']} x {result['context']:,} | {row['policy']} {row['budget']} "
-                f"| {row['acceptance_rate']:.1%} | {row['tokens_per_round']:.2f} "
-                f"| {row['plain_tokens_per_second']:,.0f} | {row['speculative_tokens_per_second']:,.0f} "
-                f"| {ratio['median']:.2f}x ({ratio['min']:.2f} to "
-                f"{ratio['max']:.2f}) |"
-            )
-    return [*lines, ""]
-
-
-def kernel_lines(results: Mapping[str, Record]) -> list[str]:
-    """Kernels by time, with their share of the roofline and of what was measured of the chip."""
-    rows = [row for name, result in results.items() if name.startswith("time-") for row in result["rows"]]
-    if not rows:
-        return []
-    lines = [
-        "## Kernels", "",
-        "| kernel | shape | us | GB/s | TFLOP/s | of the roofline | of the measured ceilings |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for row in rows:
-        if "failed" in row:
-            lines.append(f"| {row['op']} | {row['what']} | not run: {row['failed']} | | | | |")
-            continue
-        measured = "-" if row["share_of_measured"] is None else f"{row['share_of_measured']:.0%}"
-        lines.append(
-            f"| {row['op']} | {row['what']} | {row['seconds'] * 1e6:,.1f} | {row['gb_per_second']:,.0f} "
-            f"| {row['tflops']:.1f} | {row['share']:.0%} | {measured} |"
-        )
-    return [*lines, ""]
-
-
-def draw(results: Mapping[str, Record], out: Path, *, dry: bool) -> list[Path]:
-    """The plots that the results allow; none without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return []
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    mark = "dry run, no measurement: " if dry else ""
-    drawn = []
-    timed = [
-        row for name, result in results.items() if name.startswith("time-") for row in result["rows"] if "share" in row
-    ]
-    if timed:
-        figure, axes = pyplot.subplots(figsize=(9, 1 + 0.24 * len(timed)), layout="constrained")
-        names = [f"{row['op']}, {row['what']}" for row in timed]
-        colors = ["tab:gray" if row["peer"] else "tab:blue" for row in timed]
-        axes.barh(names, [row["share"] for row in timed], color=colors)
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.invert_yaxis()
-        axes.tick_params(axis="y", labelsize=7)
-        axes.set_xlabel("share of the roofline (bytes that must move, or operations)")
-        figure.suptitle(f"{mark}kernels (blue) and others' (gray)")
-        drawn.append(out / "kernels.png")
-        figure.savefig(drawn[-1], dpi=120)
-        pyplot.close(figure)
-    rows = [(result, row) for result in results.values() for row in result.get("replay", [])]
-    if rows:
-        figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.36 * len(rows)), layout="constrained")
-        names = [f"{result['cell']}, {result['policy']}, replay of {row['profile']}" for result, row in rows]
-        ratios = [row["ratio"] for _, row in rows]
-        low = [ratio["median"] - ratio["min"] for ratio in ratios]
-        high = [ratio["max"] - ratio["median"] for ratio in ratios]
-        axes.barh(names, [ratio["median"] for ratio in ratios], xerr=[low, high], color="tab:blue", label="replay")
-        for key, marker, label in (("predicted_practical", "D", "cost model"), ("predicted_ideal", "x", "its ideal")):
-            axes.plot(
-                [row[key] for _, row in rows],
-                names,
-                marker,
-                color="tab:orange" if marker == "D" else "black",
-                label=label,
-            )
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.invert_yaxis()
-        axes.legend()
-        axes.set_xlabel("speed over plain decoding")
-        figure.suptitle(f"{mark}rounds of the 8 B shape, acceptance replayed")
-        drawn.append(out / "replay.png")
-        figure.savefig(drawn[-1], dpi=120)
-        pyplot.close(figure)
-    return drawn
 
 
 # ---- all together ----------------------------------------------------------------------------------------------------

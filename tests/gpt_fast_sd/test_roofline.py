@@ -7,17 +7,27 @@ import torch
 
 from gpt_fast_sd.model import preset
 from gpt_fast_sd.roofline import (
+    ATTENTION_KERNELS,
+    BESIDE_ATTENTION,
     CHIPS,
+    EXPECTED,
+    FASTER,
+    HEAD_KERNELS,
     IDEAL,
     PRACTICAL,
+    SLOWER,
     Chip,
     Efficiency,
     Forecast,
+    Refresh,
     alpha_of,
     best_gamma,
+    kernels,
     linear_params,
     measure,
+    merged_bytes,
     omega,
+    refresh_seconds,
     speedup,
     step_cost,
     step_seconds,
@@ -132,3 +142,77 @@ def test_measured_rates_make_a_chip_and_nonsense_makes_none() -> None:
     assert chip.bandwidth == max(rates.copy, rates.read)
     with pytest.raises(ValueError, match="bandwidth of none must be positive, got 0"):
         Chip(name="none", bandwidth=0, peak=1)
+
+
+def test_expected_steps_of_a_full_h200_lie_where_their_parts_were_reckoned_to() -> None:
+    """Worked out apart from the model: milliseconds of parts, and the ranges that they add up to."""
+    steps = {
+        e: speedup(LLAMA, H200, 16, 57344, 8, 0.9, budget=1024, mass_page=16, efficiency=e)
+        for e in (IDEAL, PRACTICAL, SLOWER, EXPECTED, FASTER)
+    }
+    for name, low, high in (("target_seconds", 36, 43), ("draft_seconds", 5.2, 6.2), ("verify_seconds", 38, 46)):
+        inside = [getattr(steps[e], name) * 1e3 for e in (FASTER, EXPECTED, SLOWER)]
+        assert inside == sorted(inside) and low < inside[0] and inside[-1] < high
+        assert getattr(steps[IDEAL], name) < getattr(steps[PRACTICAL], name) < getattr(steps[EXPECTED], name)
+    judging = [steps[e].select_seconds for e in (FASTER, EXPECTED, SLOWER)]
+    assert 0.15e-3 <= judging[0] <= judging[1] <= judging[2] <= 0.4e-3
+    assert steps[PRACTICAL].select_seconds == 0.0
+
+
+def test_what_splits_hand_on_and_mass_are_the_shares_that_the_kernel_names() -> None:
+    cost = step_cost(LLAMA, 16, 6, 57344)  # 24 queries share a kv head
+    plain, mass = (merged_bytes(LLAMA, 16, 6, 57344, 2048, page) for page in (0, 16))
+    assert plain / cost.kv_bytes == pytest.approx(0.0235, abs=2e-4)  # 2 * R / split, and the sums
+    assert (mass - plain) / cost.kv_bytes == pytest.approx(0.0293, abs=2e-4)  # 240 bytes beside 8192
+    less = merged_bytes(LLAMA, 16, 6, 57344, 2048, 32) - plain
+    assert less / cost.kv_bytes == pytest.approx(0.0176, abs=2e-4)
+
+
+def test_a_refresh_of_all_rows_at_once_reads_the_weights_once() -> None:
+    def seconds(at_once: int, efficiency: Efficiency = IDEAL, batch: int = 16) -> float:
+        refresh = Refresh(every=64, window=32, reads=1.5, at_once=at_once)
+        return refresh_seconds(LLAMA, H200, batch, 57344, 6.0, refresh, efficiency=efficiency)
+
+    rows, weights = 16 * 6.0 / 64, step_cost(LLAMA, 1, 1, 57344).weight_bytes / 4.8e12  # rows that come due a round
+    keys = 1.5 * step_cost(LLAMA, 1, 1, 57344).kv_bytes / 4.8e12
+    assert seconds(1) == pytest.approx(rows * (weights + keys))
+    assert rows * keys < seconds(16) < rows * (weights / 2 + keys)  # 512 tokens are bound by arithmetic, not by weights
+    assert seconds(16) == seconds(99)  # there are no more rows
+    assert seconds(1, EXPECTED) > seconds(1)
+    # row by row about 10 ms each, and so some 13 to 15 ms a round
+    assert 0.008 < seconds(1, EXPECTED) / rows < 0.010
+
+
+def test_kernels_of_a_layer_are_counted_as_they_are_launched() -> None:
+    """By the code that Inductor generates for a layer, and what operators launch on a driver that is not there."""
+    pytest.importorskip("triton")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from gpt_fast_sd.kernels import decode_triton, select_triton, sparse_triton
+    from tests.gpt_fast_sd.cuda import test_codegen
+    from tests.gpuless.driver import stand_in
+
+    assert test_codegen.LAYER == BESIDE_ATTENTION + 1 and test_codegen.HEAD == HEAD_KERNELS  # an operator is one there
+    found = {}
+    for name in ("dense", "mass", "sparse", "quest"):
+        with stand_in(90) as launches, FakeTensorMode():
+
+            def ints(*shape: int) -> torch.Tensor:
+                return torch.empty(shape, device="cuda", dtype=torch.int64)
+
+            q = torch.empty(2, 1, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            k, v = (torch.empty(2, 8, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            if name == "dense":
+                decode_triton.attend(q, k, v, ints(2, 1), 8192, 512, arch=90)
+            elif name == "mass":
+                decode_triton.attend_with_mass(q, k, v, ints(2, 1), 8192, 512, 16, arch=90)
+            else:
+                if name == "quest":
+                    bounds = torch.empty(2, 8, 512, 256, device="cuda", dtype=torch.bfloat16)
+                    select_triton.quest_pages(q, bounds, ints(2), 48)
+                sparse_triton.attend(q, k, v, ints(2, 8, 768), ints(2), 265, ints(2, 1), 8192, 16, arch=90)
+        found[name] = len(launches)
+    of_layers = test_codegen.STEPS["draft quest"][0] - test_codegen.HEAD - 1
+    found["quest"] += of_layers // test_codegen.LAYERS - test_codegen.LAYER - 1  # beside the operator that chooses
+    assert found == ATTENTION_KERNELS
+    assert kernels(LLAMA) == 32 * 11 + 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,26 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import gpu_stages
+import gpu_checks
+import gpu_forecast
+import gpu_smoke
 import gpu_suite
-from gpt_fast_sd import kernels
-from gpt_fast_sd.replay import PROFILES, replay_table
+import gpu_timings
+from gpt_fast_sd import Engine, kernels
+from gpt_fast_sd.attending import DenseKV, MassKV
+from gpt_fast_sd.judging import Verdict
+from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.policies.sparse import SparseKV, positions_of
+from gpt_fast_sd.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.roofline import CHIPS
-from gpu_stages import ARMS, STAGES, Bench, Findings, Setup, Stage, best_places, difference, planned, shortfall
-from gpu_suite import DONE, FAILED, LEFT, Ledger, conduct, draw, run_process, summary, targets
+from gpt_fast_sd.rows import Rows
+from gpu_bench import Bench
+from gpu_checks import best_places, shortfall
+from gpu_forecast import AIMS, ARMS, FULL, Cell, cell_for, planned, tables
+from gpu_setup import Findings, Setup, Stopwatch, difference
+from gpu_stages import STAGES, Stage
+from gpu_suite import conduct, run_process
+from gpu_summary import DONE, FAILED, LEFT, Ledger, draw, summary, targets
 
 Record = dict[str, Any]
 DRY = ["--device", "cpu", "--tiny", "--pairs", "1"]
@@ -144,7 +158,7 @@ def test_the_exit_code_tells_done_left_and_failed_apart(
     [
         (["--tiny"], "torch sees no CUDA device here: run this on a GPU, or dry with --device cpu --tiny"),
         (["--device", "cpu"], "--device cpu is for a dry run: give --tiny too"),
-        ([*DRY, "--stages", "machine,lunch"], "--stages names 'lunch'; there are machine,"),
+        ([*DRY, "--stages", "machine,lunch"], "--stages names 'lunch'; there are smoke,"),
         ([*DRY, "--budget-seconds", "0"], "--budget-seconds must be positive, got 0"),
         (["--device", "cpu", "--tiny", "--pairs", "0"], "--pairs must be at least 1, got 0"),
         ([*DRY, "--texts", "nowhere.txt"], "there is no text file nowhere.txt"),
@@ -228,7 +242,7 @@ def test_the_truth_of_selections_breaks_ties_downwards_and_takes_nan_last() -> N
 
 @pytest.mark.parametrize("stage", ["time-decode", "time-sparse", "time-prefill", "time-select"])
 def test_every_timed_kernel_has_its_bytes_and_its_share_of_both_ceilings(stage: str) -> None:
-    rates = {"rates": {"copy": 1e10, "read": 2e10, "matmul": 1e11}}
+    rates = {"environment": {}, "rates": {"copy": 1e10, "read": 2e10, "matmul": 1e11}}
     for row in dry_run(stage, machine=rates)["rows"]:
         assert row["bytes"] > 0 and row["seconds"] > 0
         floor = {name: max(row["bytes"] / rate, row["flops"] / peak) for name, rate, peak in
@@ -238,25 +252,64 @@ def test_every_timed_kernel_has_its_bytes_and_its_share_of_both_ceilings(stage: 
 
 
 def test_a_peer_that_cannot_run_is_a_row_that_says_why_and_a_kernel_of_ours_stops_the_stage() -> None:
-    timings = gpu_stages.Timings(dry_setup())
+    timings, does = gpu_timings.Timings(dry_setup()), {"rows_active": 1, "tokens_fed": 1, "keys_in_view": [1, 1]}
 
     def broken() -> None:
         raise RuntimeError("no kernel for this chip")
 
-    timings.time("theirs", "shape", broken, 1.0, peer=True)
+    timings.time("theirs", "shape", broken, 1.0, does=does, peer=True)
     assert timings.rows[0]["failed"] == "RuntimeError: no kernel for this chip"
     with pytest.raises(RuntimeError, match="no kernel"):
-        timings.time("ours", "shape", broken, 1.0)
+        timings.time("ours", "shape", broken, 1.0, does=does)
 
 
-@pytest.mark.parametrize(
-    "stage", ["cell-32x28672-streaming", "cell-32x28672-low", "cell-16x57344-guided", "cell-8x100000-snapkv"]
-)
+@pytest.mark.parametrize("stage", ["time-decode-57344", "time-decode", "time-sparse", "time-prefill", "time-select"])
+def test_every_timed_kernel_reads_the_keys_whose_bytes_it_is_charged_for_and_peers_compute_the_same(stage: str) -> None:
+    heads = gpu_timings.dense_heads(dry_setup(), 57344)[0]
+    of_a_key = 2 * 2 * heads.n_kv * heads.head_dim  # bytes of a key and a value
+    for row in dry_run(stage)["rows"]:
+        assert "failed" not in row, row
+        assert row["rows_active"] > 0
+        if "keys_in_view" not in row:
+            assert row["chosen"] > 0
+            continue
+        least, most = row["keys_in_view"]
+        assert 0 < least == most
+        read = row["rows_active"] * most * of_a_key
+        lists = row["bytes"] - read if row["op"] == "sparse_attention" else 0  # half of the entries, int64 each
+        assert lists == (row["rows_active"] * heads.n_kv * most / 2 * 8 if lists else 0)
+        assert row["bytes"] == (read / 2 if row["op"] == "key_mass" else read + lists)
+        # the mask that others lack leaves them a few more of hundreds of keys; of one query they compute the very same
+        assert row.get("off_by", 0.0) < (0.02 if row["tokens_fed"] == 1 or stage == "time-prefill" else 0.3)
+
+
+def test_a_kernel_that_lets_rows_idle_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels.decode_attention
+
+    def half(q: Tensor, *rest: Any) -> Tensor:
+        out = right(q, *rest)
+        return out * (torch.arange(len(out)) % 2 == 0)[:, None, None, None]
+
+    monkeypatch.setattr(kernels, "decode_attention", half)
+    with pytest.raises(RuntimeError, match="decode_attention, 2 x 512, T 1, is not timed, as rows idle"):
+        dry_run("time-decode-57344")
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        gpu_timings, "queries", lambda setup, heads, n: (torch.randn(2, 4, n, 16), torch.full((2, n), heads.context))
+    )
+    with pytest.raises(RuntimeError, match=r"rows idle: {'rows_active': 0, 'tokens_fed': 1, 'keys_in_view': \[0, 0\]}"):
+        dry_run("time-decode-57344")
+
+
+@pytest.mark.parametrize("stage", ["cell-28672-streaming", "cell-28672-low", "cell-57344-guided", "cell-100000-snapkv"])
 def test_a_cell_gives_steps_and_a_replay_of_every_profile_of_its_policy(stage: str) -> None:
     result = dry_run(stage)
     arm = ARMS[result["arm"]]
     assert [row["profile"] for row in result["replay"]] == list(arm.profiles)
     for row in result["replay"]:
+        assert row["rows_active"] == result["batch"] and row["keys_in_view"][0] == result["context"] + 1
+        table = replay_table(PROFILES[row["profile"]], 12, result["batch"], row["gamma"], 0, torch.device("cpu"))
+        assert row["tokens_per_round"] == float((table[: row["rounds_of_a_run"]] + 1).double().mean())
         assert row["replayed"] is True
         assert row["ratio"]["min"] <= row["ratio"]["median"] <= row["ratio"]["max"]
         assert row["predicted_practical"] <= row["predicted_ideal"]
@@ -266,9 +319,140 @@ def test_a_cell_gives_steps_and_a_replay_of_every_profile_of_its_policy(stage: s
     assert ("5" in result["steps"]["verify"]) == (arm.name == "streaming")  # what a target is about
 
 
+def a_bench(arm: str, gammas: dict[str, int]) -> Bench:
+    return Bench(dry_setup(), Cell(batch=16, context=57344), ARMS[arm], gammas)
+
+
+@pytest.mark.parametrize(
+    ("arm", "gammas"),
+    [("streaming", {"streaming": 2}), ("guided", {"guided": 2, "guided_all": 1}), ("snapkv", {"snapkv": 2})],
+)
+def test_every_repeat_of_every_timed_call_finds_all_rows_in_the_middle_of_decoding(
+    arm: str, gammas: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What calls do is counted where attention, judging and selecting happen, apart from what the records say."""
+    bench, read, calls = a_bench(arm, gammas), list[tuple[str, int, int]](), list[list[Any]]()
+    for kind in (DenseKV, MassKV):
+
+        def attend(self: Any, layer: int, *args: Any, right: Any = kind.attend) -> Tensor:
+            pos, n_keys = args[-1], self.n_splits * SPLIT
+            n = torch.where(pos < n_keys, pos + 1, 0).amax(1)
+            if layer == 0:
+                read.append((f"target T {pos.shape[1]}", int(n.min()), int(n.max())))
+            out: Tensor = right(self, layer, *args)
+            return out
+
+        monkeypatch.setattr(kind, "attend", attend)
+
+    def sparse(self: Any, layer: int, *args: Any, right: Any = SparseKV.attend) -> Tensor:
+        n = positions_of(self.slots, self.tail_start, self.tail_width, args[-1][:, 0], self.k[0].shape[2]).sum(-1)
+        if layer == 0:
+            read.append(("draft", int(n.min()), int(n.max())))
+        out: Tensor = right(self, layer, *args)
+        return out
+
+    monkeypatch.setattr(SparseKV, "attend", sparse)
+
+    def watch(self: Stopwatch, call: Callable[[], Any], before: Callable[[], object]) -> float:
+        repeats = []
+        for _ in range(4):
+            before()
+            read.clear()
+            rows, slots = bench.engine.rows, bench.engine.policy.view.slots.clone()  # type: ignore[union-attr]
+            active, seq_len = int(rows.active.sum()), rows.seq_len.tolist()
+            out = call()
+            judged = out[:, :3].tolist() if isinstance(out, Tensor) and out.dtype == torch.int64 else None
+            changed = (slots != bench.engine.policy.view.slots).any(-1).any(-1).any(0)  # type: ignore[union-attr]
+            repeats.append([active, seq_len, list(read), judged, changed.tolist()])
+        calls.append(repeats)
+        return 1.0
+
+    monkeypatch.setattr(Stopwatch, "__call__", watch)
+    steps, n, context = bench.steps(), bench.batch, bench.context
+    figures = [steps["target"]]
+    for gamma in map(str, bench.timed):
+        figures += [steps[name][gamma] for name in ("draft", "verify", "judge", "select") if gamma in steps[name]]
+    assert len(figures) == len(calls)  # the plain step is timed once, the others for every gamma
+    for figure, repeats in zip(figures, calls, strict=True):
+        assert all(repeat == repeats[0] for repeat in repeats)
+        active, seq_len, fed, judged, changed = repeats[0]
+        assert (active, seq_len, figure["rows_active"]) == (n, [context] * n, n)
+        if "keys_in_view" in figure:
+            assert [min(least for _, least, _ in fed), max(most for *_, most in fed)] == figure["keys_in_view"]
+        gamma = figure["gamma"]
+        if figure is steps["target"]:
+            assert fed == [("target T 1", context + 1, context + 1)]
+        elif figure is steps["verify"].get(str(gamma)):
+            assert fed == [(f"target T {gamma + 1}", context + gamma + 1, context + gamma + 1)]
+        elif figure is steps["draft"].get(str(gamma)):
+            assert [what for what, *_ in fed] == ["draft"] * gamma
+            assert all(0.7 * bench.budget < least <= most <= bench.budget + gamma for _, least, most in fed)
+        elif figure is steps["judge"].get(str(gamma)):
+            kept = (gamma + 1) // 2  # what the table says
+            assert (fed, judged) == ([], [[kept + 1, gamma, kept]] * n)
+        else:
+            assert (fed, changed) == ([], [True] * n)
+
+
+def row_idles(bench: Bench, gamma: int) -> None:
+    bench.engine.rows.active[0] = False
+
+
+def rows_end(bench: Bench, gamma: int) -> None:
+    bench.engine.rows.remaining.zero_()
+
+
+def rows_are_short(bench: Bench, gamma: int) -> None:
+    bench.engine.rows.seq_len.fill_(9)
+
+
+def nothing_is_due(bench: Bench, gamma: int) -> None:
+    bench.engine.policy.view.selected_at.copy_(bench.engine.rows.seq_len)  # type: ignore[union-attr]
+
+
+def nothing_is_listed(bench: Bench, gamma: int) -> None:
+    view: Any = bench.engine.policy.view  # type: ignore[union-attr]
+    view.slots.fill_(-1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (row_idles, "target at gamma 0 is not timed: of 2 rows only 1 are active"),
+        (rows_are_short, "target at gamma 0 is not timed: rows read 10 to 10 keys, not 321 to 321"),
+        (nothing_is_listed, "draft at gamma 2 is not timed: rows read .* keys, not 89 to 130"),
+        (rows_end, r"judge at gamma 2 is not timed: {'tokens_judged': \[0, 0\]"),
+        (nothing_is_due, "select at gamma 2 is not timed: {'rows_selected': 0} should be {'rows_selected': 2}"),
+    ],
+)
+def test_a_call_that_does_not_do_what_it_is_timed_for_is_an_error_and_has_no_seconds(
+    wrong: Callable[[Bench, int], None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Bench.pose
+
+    def pose(self: Bench, gamma: int) -> None:
+        right(self, gamma)
+        wrong(self, gamma)
+
+    monkeypatch.setattr(Bench, "pose", pose)
+    with pytest.raises(RuntimeError, match=said):
+        a_bench("guided", {"guided": 2, "guided_all": 2}).steps()
+
+
+def test_a_replay_whose_rounds_do_not_keep_what_the_table_says_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_kept(self: Replay, verdict: Verdict, drafted: Tensor, cap: Tensor) -> Verdict:
+        return Verdict(cap.clone(), verdict.next_token)
+
+    bench = a_bench("streaming", {"streaming": 2})
+    bench.replay("streaming")
+    monkeypatch.setattr(Replay, "apply", all_kept)
+    with pytest.raises(RuntimeError, match=r"gave 18 tokens in 6 rounds of a row, but they owe 1\d, as the table"):
+        bench.run(True, rounds=3)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_token_a_row(captured: bool) -> None:
-    bench = Bench(dry_setup(), "32x28672", ARMS["streaming"], {"streaming": 2, "low": 1})
+    bench = a_bench("streaming", {"streaming": 2, "low": 1})
     if captured:  # results are read one round late, as those of captured rounds are
         bench.engine.rounds.capture = lambda part: part
     for profile, gamma in bench.gammas.items():
@@ -283,8 +467,8 @@ def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_tok
 
 def test_gamma_is_the_cost_models_and_its_forecasts_pass_the_targets() -> None:
     chosen = {
-        (cell, profile): planned(dry_setup(), cell, arm, profile)
-        for cell in ("32x28672", "16x57344")
+        (cell.name, profile): planned(CHIPS["h200"], cell, arm, profile)
+        for cell in (Cell(batch=32, context=28672), Cell(batch=16, context=57344))
         for arm in ARMS.values()
         for profile in arm.profiles
     }
@@ -306,6 +490,102 @@ def test_the_roofline_is_the_data_sheets_of_a_known_chip_and_measured_of_another
     name = "NVIDIA GeForce RTX 4090"
     assert (setup.chip.bandwidth, setup.chip.peak) == (8e11, 1e14)
     assert dry_setup(**known).chip.bandwidth == CHIPS["h200"].bandwidth
+
+
+def test_cells_are_as_large_as_the_memory_of_the_card_allows() -> None:
+    def batches(memory: float) -> list[int]:
+        return [cell_for(context, memory).batch for context in (57344, 28672, 100_000)]
+
+    assert batches(CHIPS["h200"].memory) == [FULL[context] for context in (57344, 28672, 100_000)] == [16, 32, 8]
+    assert batches(CHIPS["h100"].memory) == [8, 16, 4]
+    assert batches(40 * 2**30) == [2, 4, 1]
+    with pytest.raises(ValueError, match="not even one slot fits"):
+        cell_for(100_000, 20 * 2**30)
+
+
+def test_a_stage_goes_by_the_memory_that_is_free_the_page_by_what_the_first_look_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
+    setup = replace(dry_setup(), device=torch.device("cuda"))
+    assert setup.cell(57344).batch == 8  # by the data sheet
+    assert replace(setup, known={"machine": {"environment": {"free_bytes": 40 * 2**30}}}).cell(57344).batch == 2
+    assert (
+        replace(setup, known={"machine": {"environment": {"free_bytes": None}}}, free=139 * 2**30).cell(57344).batch
+        == 16
+    )
+
+
+def test_what_runs_at_all_is_tried_first_then_the_headline_kernel_and_guided_before_snapkv() -> None:
+    order = list(STAGES)
+    assert order[:2] == ["smoke", "time-decode-57344"]
+    cells = [name for name in order if name.startswith("cell-")]
+    assert cells[:3] == ["cell-57344-guided", "cell-57344-snapkv", "cell-28672-streaming"]
+    assert len(cells) == len(FULL) * len(ARMS)
+    assert all(order.index(f"correct-{what}") < order.index(cells[0]) for what in ("decode", "sparse", "select"))
+    assert STAGES["smoke"].seconds <= 90
+
+
+def test_the_smoke_stage_tries_what_users_type_first_and_says_how_each_step_went() -> None:
+    result = dry_run("smoke")
+    assert [step["step"] for step in result["steps"] if not step["ok"]] == [] and result["ok"]
+    assert len(result["steps"]) == 8 and all(step["seconds"] > 0 for step in result["steps"])
+    said = {step["step"]: step["said"] for step in result["steps"]}
+    assert "cache of 512 positions" in said["short prompt, greedy"]
+    assert "cache of 512 positions" in said["document in a second engine, greedy"]  # of a dry run's part of it
+    for name in ("redrafted", "another policy set"):
+        assert said[name].count("gamma 4") == 2 and " of 0 drafts" not in said[name]
+
+
+def test_the_smoke_stages_engines_are_those_of_generate_but_for_compiling() -> None:
+    made = gpu_smoke.make(dry_setup(), "--prompt", "Once upon a time")
+    config, draft = made.engine.config, made.engine.draft
+    assert (draft.policy, draft.gamma, draft.budget) == ("streaming", "auto", 256)
+    assert (config.cuda_graphs, config.exact, config.dtype) == ("round", False, "auto")
+    assert config.max_seq_len == len(made.prompts[0]) + 200
+
+
+def test_a_smoke_step_that_fails_is_not_ok_and_loses_no_other() -> None:
+    def broken() -> str:
+        raise ValueError("no such\ndraft")
+
+    steps = gpu_smoke.Steps()
+    steps.take("redrafted", broken)
+    steps.take("the first again", lambda: "as before")
+    result = steps.record()
+    assert [step["ok"] for step in result["steps"]] == [False, True] and not result["ok"]
+    assert [step["said"] for step in result["steps"]] == ["ValueError: no such draft", "as before"]
+
+
+def test_the_smoke_stage_finds_rows_that_are_short_and_text_that_drafting_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = gpu_smoke.make(dry_setup(), "--prompt", "Once upon a time", "--max-new-tokens", "6", "--gamma", "2")
+    with pytest.raises(RuntimeError, match="plain decoding took 6 rounds for 9 tokens a row"):
+        gpu_smoke.greedy(made, 9)
+    with pytest.raises(RuntimeError, match=r"rows have \[6\] tokens, not 9 each"):
+        gpu_smoke.drawn(made.engine, made.prompts, made.params, 9)
+    right = Rows.judge
+
+    def all_kept(self: Rows, logits: Tensor, pos: Tensor, drafted: Tensor, *args: Any, **kwargs: Any) -> Any:
+        verdict, p = right(self, logits, pos, drafted, *args, **kwargs)
+        return (Verdict(verdict.n_accepted, torch.full_like(verdict.next_token, 7)) if drafted.shape[1] else verdict), p
+
+    monkeypatch.setattr(Rows, "judge", all_kept)
+    with pytest.raises(RuntimeError, match="speculation says something else: row 0 at"):
+        gpu_smoke.greedy(made, 6)
+
+
+def test_a_round_that_is_watched_for_host_waits_has_rows_that_decode() -> None:
+    setup = dry_setup()
+    engine = Engine(
+        gpu_checks.random_model(gpu_checks.SMALL, setup.device, torch.float32), None,
+        gpu_checks.settings_of(setup, cuda_graphs="off"), gpu_checks.DRAFTS[0],
+    )  # fmt: skip
+    engine.warm_up()
+    with torch.inference_mode():
+        assert gpu_checks.syncs(setup, engine, 4, sampled=False) == (0, 0)
+        assert gpu_checks.syncs(setup, engine, 4, sampled=True) == (0, 0)
 
 
 def test_the_bundled_model_runs_end_to_end_with_acceptance_of_its_own() -> None:
@@ -332,23 +612,32 @@ def test_the_whole_suite_runs_dry(tmp_path: Path) -> None:
 # ---- the summary -----------------------------------------------------------------------------------------------------
 
 
-def cell_result(cell: str, policy: str, profile: str, ratio: float) -> Record:
+def figure(seconds: float) -> Record:
+    return {"seconds": seconds, "gamma": 5, "rows_active": 16, "tokens_fed": 1, "keys_in_view": [57345, 57345]}
+
+
+def cell_result(batch: int, context: int, policy: str, ratio: float) -> Record:
     """A cell as if it had been measured: the steps at 0.9 and 0.6 of the roofline."""
     row = {
-        "profile": profile, "replayed": True, "gamma": 5, "predicted_ideal": 3.0, "predicted_practical": 2.9,
+        "profile": policy, "replayed": True, "gamma": 5, "predicted_ideal": 3.0, "predicted_practical": 2.9,
+        "predicted_expected": 2.8,
         "ratio": {"median": ratio, "min": ratio - 0.1, "max": ratio + 0.1}, "plain_tokens_per_second": 900.0,
         "replayed_tokens_per_second": 900.0 * ratio, "tokens_per_round": 4.0, "to_the_end_ratio": ratio - 0.3,
     }  # fmt: skip
     return {
-        "cell": cell, "arm": policy, "policy": policy, "budget": 512, "replay": [row],
-        "steps": {"target": 0.030, "draft": {"5": 0.005}, "verify": {"5": 0.036}, "judge": {"5": 5e-5}, "select": {}},
+        "cell": f"{batch}x{context}", "planned_batch": batch, "arm": policy, "policy": policy, "budget": 512,
+        "replay": [row],
+        "steps": {
+            "target": figure(0.030), "draft": {"5": figure(0.005)}, "verify": {"5": figure(0.036)},
+            "judge": {"5": {"seconds": 5e-5, "gamma": 5, "rows_active": 16}}, "select": {},
+        },
         "roofline": {"target": 0.027, "draft": {"5": 0.003}, "verify": {"5": 0.027}},
     }  # fmt: skip
 
 
 MEASURED = {
-    "cell-32x28672-streaming": cell_result("32x28672", "streaming", "streaming", 2.0),
-    "cell-16x57344-snapkv": cell_result("16x57344", "snapkv", "snapkv", 2.2),
+    "cell-28672-streaming": cell_result(32, 28672, "streaming", 2.0),
+    "cell-57344-snapkv": cell_result(16, 57344, "snapkv", 2.2),
 }
 
 
@@ -358,9 +647,22 @@ def test_every_target_stands_beside_what_was_measured_and_predicted() -> None:
     assert met == {
         "plain step": True, "draft step": False, "T_V / T_T at gamma 5": False, "judging": True,
     }  # fmt: skip
-    assert [one.met for name, one in found.items() if name.startswith("replay")] == [True, False, None]
+    replays = [one for name, one in found.items() if name.startswith("replay")]
+    assert [(one.aim.key, one.met) for one in replays] == [("guided", None), ("snapkv", False), ("streaming", True)]
     assert found["plain step, share of the roofline"].measured == pytest.approx(0.9)
-    assert all(one.predicted for one in found.values() if not one.name.startswith("judging"))
+    assert all(one.good for one in found.values() if not one.name.startswith("judging"))
+    assert all(one.expected for one in found.values())
+
+
+def test_targets_follow_the_cells_that_were_run_and_need_no_memory_where_none_was() -> None:
+    on_80_gb = {"cell-57344-guided": cell_result(8, 57344, "guided", 2.5)}
+    found = {one.aim.key: one for one in targets(on_80_gb, dry_setup())}
+    assert found["guided"].name == "replay: speed over plain decoding, guided 1024, 8x57344"
+    assert (found["guided"].measured, found["guided"].met) == (2.5, False)
+    aim = next(aim for aim in AIMS if aim.key == "guided")
+    assert found["guided"].expected < aim.forecast(CHIPS["h200"], Cell(batch=16, context=57344), gpu_forecast.EXPECTED)
+    small = {one.aim.key: one.name for one in targets({}, replace(dry_setup(), free=16 * 2**30))}
+    assert small["guided"].endswith("guided 1024, 1x57344")
 
 
 def test_the_summary_says_what_is_replayed_and_what_was_not_measured(tmp_path: Path) -> None:
@@ -385,7 +687,7 @@ def test_a_dry_run_claims_nothing(tmp_path: Path) -> None:
         ledger.put(name, {"status": DONE, "result": result, "seconds": 1.0})
     page = summary(ledger, replace(dry_setup(), known=ledger.results), [], [])
     table = page[page.index("## Targets") : page.index("## Rounds")]
-    assert table.count("not measured") == 7 and "yes" not in table
+    assert table.count("not measured") == len(AIMS) == 7 and "yes" not in table
     assert page.index("cpu dry run") < page.index("## Targets")
 
 
@@ -396,3 +698,31 @@ def test_plots_show_kernels_and_replays(tmp_path: Path) -> None:
     assert [path.name for path in drawn] == ["kernels.png", "replay.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert draw({}, tmp_path, dry=False) == []
+
+
+def test_a_kernel_that_was_timed_before_the_chip_has_its_share_of_the_measured_ceilings_all_the_same(
+    tmp_path: Path,
+) -> None:
+    ledger = Ledger(tmp_path, SETTINGS, fresh=False)
+    ledger.put("time-decode-57344", {"status": DONE, "result": dry_run("time-decode-57344"), "seconds": 1.0})
+    rates = {"copy": 1e3, "read": 1e3, "matmul": 1e3}
+    for known, share in ({}, "| - |"), ({"environment": {}, "rates": rates}, "% |"):
+        if known:
+            ledger.put("machine", {"status": DONE, "result": known, "seconds": 1.0})
+        lines = summary(ledger, replace(dry_setup(), known=ledger.results), [], []).splitlines()
+        row = next(line for line in lines if line.startswith("| decode_attention |"))
+        assert f"{share} 2 x 512 |" in row
+
+
+def test_the_page_says_what_the_smoke_stage_saw(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, SETTINGS, fresh=False)
+    steps = [{"step": "redrafted", "ok": False, "said": "RuntimeError: a | b", "seconds": 1.0}]
+    ledger.put("smoke", {"status": DONE, "result": {"ok": False, "steps": steps, "seconds": 9.0, "seconds_meant": 90}})
+    assert "| redrafted | 1.0 | **no** | RuntimeError: a / b |" in summary(ledger, dry_setup(), [], []).splitlines()
+
+
+def test_the_readme_holds_the_tables_that_the_cost_model_gives_now() -> None:
+    """python scripts/gpu_forecast.py prints them."""
+    readme = Path(__file__).resolve().parents[2] / "benchmarks" / "h200" / "README.md"
+    written = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert written == [line for line in tables() if line]
