@@ -107,7 +107,7 @@ class Rounds:
         self.verify = CompiledStep(decode_step, compiled=target.compiled)  # several
         compiles_sampling = ways_of(target.device).compiles_sampling
         self.judge = CompiledStep(judge_step, compiled=target.compiled if compiles_sampling else None)
-        self._captured: dict[tuple[object, ...], Callable[[], Tensor]] = {}
+        self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
         self._warm: set[tuple[object, ...]] = set()
         self._landing: list[Tensor] = []  # pinned, taken in turns by the flights in the air
         self._launched = 0
@@ -202,6 +202,8 @@ class Rounds:
             for gamma in gammas:
                 if (gamma, *kind) not in self._warm:
                     rows.n_keys, (rows.sampled, rows.filtered) = 1, kind
+                    if self.policy and gamma:
+                        self.policy.refresh(rows, 1)
                     self.device_round(gamma)
                     self._warm.add((gamma, *kind))
         self.synchronize()
@@ -212,15 +214,42 @@ class Rounds:
         self.synchronize()
         return self.capture(part) if self.capture else part
 
+    def refresh(self) -> list[int]:
+        """Let the policy select anew before a round that drafts -> keys in view at each pass that this took."""
+        rows, policy, taken = self.rows, self.policy, []
+        for n_keys in policy.refreshes(rows) if policy else []:
+            taken.append(self._refresh(n_keys))
+        return taken
+
+    def _refresh(self, n_keys: int) -> int:
+        """One pass with at least n_keys in view -> how many: captured, they are the next doubling."""
+        rows, policy = self.rows, self.policy
+        assert policy
+        if not self.capture:
+            policy.refresh(rows, n_keys)
+            return n_keys
+        in_view = self._doubling(n_keys)
+        key = ("refresh", in_view)
+        if key not in self._captured:
+            with rows.capturing(in_view):
+                self._captured[key] = self.capture(lambda: policy.refresh(rows, in_view))
+        self._captured[key]()
+        return in_view
+
+    def _doubling(self, n_keys: int) -> int:
+        """Keys in view of the smallest captured graph that has n_keys of them."""
+        in_view = 2 * SPLIT
+        while in_view < n_keys:
+            in_view *= 2
+        return min(in_view, self.target.cache.capacity)
+
     def _captured_round(self, gamma: int) -> Callable[[], Tensor]:
         """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view."""
         assert self.capture
-        rows, capacity, in_view = self.rows, self.target.cache.capacity, 2 * SPLIT
-        while in_view < min(rows.n_keys + gamma, capacity):
-            in_view *= 2
+        rows, in_view = self.rows, self._doubling(self.rows.n_keys + gamma)
         key = (gamma, in_view, rows.sampled, rows.filtered, self.replay)
         if key not in self._captured:
-            with rows.capturing(min(in_view, capacity) - gamma):
+            with rows.capturing(in_view - gamma):
                 self._captured[key] = self.capture(lambda: self.device_round(gamma))
         return self._captured[key]
 

@@ -55,7 +55,7 @@ class Script:
     Only the first count[slot] are offered, all where it is None. Slots beyond the lists repeat the last entry.
     """
 
-    wants_mass, graphs = False, 0
+    wants_mass, refresh_every, graphs = False, 0, 0
 
     def __init__(self, right: Sequence[int], count: Sequence[int] | None = None, *, turns: bool = False) -> None:
         self.right, self.count, self.calls = right, count, list[str]()
@@ -66,6 +66,13 @@ class Script:
 
     def renew(self, rows: Rows) -> None:
         self.calls.append("renew")
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        self.calls.append("refreshes")
+        return [rows.n_keys] * 2
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        self.calls.append(f"refresh {n_keys}")
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         self.calls.append(f"propose {gamma}")
