@@ -214,27 +214,26 @@ class Rounds:
         self.synchronize()
         return self.capture(part) if self.capture else part
 
-    def refresh(self) -> list[int]:
-        """Let the policy select anew before a round that drafts -> keys in view at each pass that this took."""
-        rows, policy, taken = self.rows, self.policy, []
-        for n_keys in policy.refreshes(rows) if policy else []:
-            taken.append(self._refresh(n_keys))
-        return taken
+    def refresh(self) -> int:
+        """Let the policy select anew before a round that drafts -> passes that this took."""
+        passes = self.policy.refreshes(self.rows) if self.policy else []
+        for n_keys in passes:
+            self._refresh(n_keys)
+        return len(passes)
 
-    def _refresh(self, n_keys: int) -> int:
-        """One pass with at least n_keys in view -> how many: captured, they are the next doubling."""
+    def _refresh(self, n_keys: int) -> None:
+        """One pass with at least n_keys in view; captured, it is a graph for each doubling of the view."""
         rows, policy = self.rows, self.policy
         assert policy
         if not self.capture:
             policy.refresh(rows, n_keys)
-            return n_keys
+            return
         in_view = self._doubling(n_keys)
         key = ("refresh", in_view)
         if key not in self._captured:
             with rows.capturing(in_view):
                 self._captured[key] = self.capture(lambda: policy.refresh(rows, in_view))
         self._captured[key]()
-        return in_view
 
     def _doubling(self, n_keys: int) -> int:
         """Keys in view of the smallest captured graph that has n_keys of them."""

@@ -977,6 +977,7 @@ class Bench:
         for slot, prompt in enumerate(self.prompts):
             policy.admit(slot, prompt)
         rows.lengths = dict.fromkeys(range(self.batch), self.context)
+        rounds.refresh()  # a view that lists by a pass of its own has no list before
         rows.remaining.zero_()  # judging commits nothing, whatever it judges
         found: Record = {"verify": {}, "judge": {}, "draft": {}, "select": {}}
         for gamma in self.timed:

@@ -154,7 +154,9 @@ class SnapKVView(SlotView):
         self._asked_in = rows.round
         longest = [high for _, high in self._asked.values()]
         passes = [longest[i : i + self.together] for i in range(0, len(longest), self.together)]
-        return [max(longest if rows.ahead else some) for some in passes]
+        # which rows a pass finds is certain where all are due that were asked for
+        certain = rows.ahead == 0 and all(low == high for low, high in map(self._bounds.__getitem__, self._asked))
+        return [max(some if certain else longest) for some in passes]
 
     def refresh(self, rows: Rows, n_keys: int) -> None:
         """Select for the first W of the rows whose tail is full, by the windows at the end of what is committed.

@@ -53,8 +53,8 @@ def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         tokens = rig.tokens(CHUNK, slots=1)
         return prefill_step, (rig.model, tokens, tokens.clone(), *cache.row(2), in_view)
     if kind == "observe":
-        tokens = rig.tokens(WINDOW, slots=1)
-        return observe_step, (rig.model, tokens, tokens.clone(), *cache.row(2), in_view)
+        tokens, slots = rig.tokens(WINDOW, slots=2), rig.tokens(1, slots=2)[:, 0]
+        return observe_step, (rig.model, tokens, tokens.clone(), slots, cache.k, cache.v, in_view, 96)
     tokens = rig.tokens(6 if kind == "verify" else 1)
     common = (rig.model, tokens, tokens.clone(), cache.k, cache.v, in_view)
     if kind == "draft":

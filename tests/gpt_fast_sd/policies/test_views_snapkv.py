@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -245,8 +246,8 @@ def windows_fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-LONG = [random_ids(n, seed=n) for n in (150, 1, 300, 700, 90, 420)]  # more than slots
-SAMPLED = [SamplingParams(max_tokens=60, ignore_eos=True, temperature=i % 2, seed=i) for i in range(len(LONG))]
+LONG = [random_ids(n, seed=n) for n in (150, 300, 1, 420)]  # more than slots
+SAMPLED = [SamplingParams(max_tokens=32, ignore_eos=True, temperature=i % 2, seed=i) for i in range(len(LONG))]
 DRAFTS: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 64, "refresh": 4},
     "standalone": {"view": "snapkv", "budget": 72, "refresh": 20},
@@ -254,8 +255,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-def drafting(name: str, *, slots: int = 3, captured: bool = True, gamma: int | str = 3) -> Engine:
-    config = EngineConfig(batch_size=slots, max_seq_len=800, device="cpu", dtype="fp32", compile=False)
+def drafting(name: str, *, slots: int = 2, captured: bool = True, gamma: int | str = 3) -> Engine:
+    config = EngineConfig(batch_size=slots, max_seq_len=500, device="cpu", dtype="fp32", compile=False)
     draft = DraftConfig(policy=name, gamma=gamma, **DRAFTS[name], draft_model="given" if name == "standalone" else None)
     theirs = tiny_model(tiny_config(n_layers=1), seed=1) if name == "standalone" else None
     one = Engine(tiny_model(), None, config, draft, theirs)
@@ -297,8 +298,7 @@ def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
     assert windows_fed == []
 
 
-@pytest.mark.parametrize("windows", [1, 2, 3])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(("name", "windows"), [("snapkv", 1), ("snapkv", 2), ("standalone", 2), ("hierarchy", 1)])
 def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
     name: str, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,7 +309,7 @@ def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
 @pytest.mark.usefixtures("four_together")
 def test_what_a_row_drafts_does_not_hang_on_its_neighbours() -> None:
     together = told(drafting("snapkv", slots=4).generate(LONG, SAMPLED))
-    for i in (2, 3, 5):
+    for i in (1, 3):
         assert told(drafting("snapkv", slots=4).generate([LONG[i]], SAMPLED[i])) == [together[i]]
 
 
@@ -321,17 +321,17 @@ def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pyt
     view = policy.view = SnapKVView(policy.reader, budget=160, refresh=40, room=6)
     asked, starts, refresh = [], [], one.rounds.refresh
 
-    def noted() -> list[int]:
+    def noted() -> int:
         before = int(view.tail_start[0])
         passes = refresh()
-        asked.append(len(passes))
+        asked.append(passes)
         starts.append(int(view.tail_start[0]) != before)
         return passes
 
     monkeypatch.setattr(one.rounds, "refresh", noted)
-    one.generate([random_ids(200)], SamplingParams(max_tokens=500, ignore_eos=True))
+    one.generate([random_ids(200)], SamplingParams(max_tokens=280, ignore_eos=True))
     selections = sum(starts)
-    assert selections >= 500 // 45 - 1
+    assert selections >= 280 // 45
     assert all(n for n, selected in zip(asked, starts, strict=True) if selected)  # every one was asked for
     assert sum(asked) <= 3 * selections
 
@@ -346,9 +346,9 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
         view: Any = one.policy.view  # type: ignore[union-attr]
         refresh = one.rounds.refresh
 
-        def checked(view: Any = view, refresh: Any = refresh, rows: Rows = one.rows, name: str = name) -> list[int]:
-            passes: list[int] = refresh()
-            seq_len = (rows.seq_len - (name == "standalone")).tolist()
+        def checked(view: Any = view, refresh: Any = refresh, rows: Rows = one.rows, name: str = name) -> int:
+            passes: int = refresh()
+            seq_len = (rows.seq_len - int(name == "standalone")).tolist()
             starts = view.tail_start.tolist()
             for slot in rows.lengths:
                 assert not view._full(seq_len[slot], starts[slot]) or not rows.active[slot]
@@ -358,7 +358,7 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
             return passes
 
         monkeypatch.setattr(one.rounds, "refresh", checked)
-        got = one.generate(LONG, SamplingParams(max_tokens=60, ignore_eos=True))
+        got = one.generate(LONG, SamplingParams(max_tokens=32, ignore_eos=True))
         tokens.append([c.tokens for c in got])
     assert tokens[0] == tokens[1] == tokens[2]
 
@@ -389,3 +389,21 @@ def test_cudas_operators_list_the_same_entries(together: int, monkeypatch: pytes
         assert rig.view.tail_start.tolist() == [688, 58, 288, 188]
         lists.append(rig.view.slots.sort(-1).values)
     assert torch.equal(*lists)
+
+
+def test_the_planner_counts_what_selecting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = snapkv.observe_step
+
+    def slow(*args: Any) -> Tensor:
+        time.sleep(0.02)
+        return step(*args)
+
+    monkeypatch.setattr(snapkv, "observe_step", slow)
+    one = drafting("snapkv", gamma="auto", captured=False)
+    one.warm_up()
+    plan, n_keys = one.planner, one.cache.capacity
+    assert plan.draft is not None
+    steps = 8 * plan.draft(n_keys) + plan.verify[8](n_keys)
+    # two rows, each selected for after 4 tokens in a pass of its own
+    assert plan.seconds(8, n_keys) - steps >= plan.tokens(8) * 2 * 0.02 / 4
+    assert plan.seconds(0, n_keys) == plan.verify[0](n_keys)
