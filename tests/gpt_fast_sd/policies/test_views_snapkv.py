@@ -318,7 +318,7 @@ def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pyt
     """It counts rounds by the most that they may add, so it asks early, once or twice; else it asks for nothing."""
     one = drafting("snapkv", slots=1, gamma=4)
     policy: Any = one.policy
-    view = policy.view = SnapKVView(policy.reader, budget=160, refresh=40, room=6)
+    view = policy.view = SnapKVView(policy.reader, budget=160, refresh=20, room=6)
     asked, starts, refresh = [], [], one.rounds.refresh
 
     def noted() -> int:
@@ -329,9 +329,9 @@ def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pyt
         return passes
 
     monkeypatch.setattr(one.rounds, "refresh", noted)
-    one.generate([random_ids(200)], SamplingParams(max_tokens=280, ignore_eos=True))
+    one.generate([random_ids(200)], SamplingParams(max_tokens=150, ignore_eos=True))
     selections = sum(starts)
-    assert selections >= 280 // 45
+    assert selections >= 150 // 25
     assert all(n for n, selected in zip(asked, starts, strict=True) if selected)  # every one was asked for
     assert sum(asked) <= 3 * selections
 
@@ -339,7 +339,7 @@ def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pyt
 def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = (3, 0, 3, 3, 0, 0, 0, 2, 4)
     tokens = []
-    for name in DRAFTS:
+    for name in ("snapkv", "standalone"):
         one, turns = drafting(name, gamma="auto"), itertools.cycle(tiers)
         monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
         monkeypatch.setattr(one.planner, "choose", lambda n_keys, turns=turns: next(turns))
@@ -358,9 +358,9 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
             return passes
 
         monkeypatch.setattr(one.rounds, "refresh", checked)
-        got = one.generate(LONG, SamplingParams(max_tokens=32, ignore_eos=True))
+        got = one.generate(LONG, SamplingParams(max_tokens=24, ignore_eos=True))
         tokens.append([c.tokens for c in got])
-    assert tokens[0] == tokens[1] == tokens[2]
+    assert tokens[0] == tokens[1]
 
 
 def test_the_entries_of_most_mass_are_those_before_each_rows_own_end_whatever_is_in_view() -> None:
