@@ -61,8 +61,8 @@ class ObservingKV:
             mass = key_mass(all_q, keys, lse, all_pos, self.n_keys, page=1)[self.slots]  # [W, K, S]
             out = out[self.slots]
         else:
-            mine = [x.narrow(2, 0, self.n_keys)[self.slots] for x in (keys, values)]  # [W, K, S, H] each
-            out, mass = attend_with_mass(q, *mine, pos, page=1)
+            keys, values = (x.narrow(2, 0, self.n_keys)[self.slots] for x in (keys, values))  # [W, K, S, H] each
+            out, mass = attend_with_mass(q, keys, values, pos, page=1)
         first = torch.where(pos[:, 0] < self.n_keys, pos[:, 0], 0)  # [W]
         self.listed.append(best_entries(mass, first, self.n_listed))
         return out.to(out_dtype)
