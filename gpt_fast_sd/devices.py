@@ -33,18 +33,20 @@ class Ways:
     compiles_sampling: whether judging and choosing, many small operators, are compiled: each is a launch on CUDA, while
     on a CPU compiling them takes longer than it saves.
     captures: whether rounds are captured, and their results read one round late.
+    windows: rows whose observation windows SnapKV feeds together.
     """
 
     chunks: tuple[int, ...]
     operators: bool
     compiles_sampling: bool
     captures: bool
+    windows: int
 
 
 WAYS = {
-    "cpu": Ways(chunks=(SPLIT,), operators=False, compiles_sampling=False, captures=False),
-    # a GPU needs many tokens to be busy
-    "cuda": Ways(chunks=(8 * SPLIT, SPLIT), operators=True, compiles_sampling=True, captures=True),
+    "cpu": Ways(chunks=(SPLIT,), operators=False, compiles_sampling=False, captures=False, windows=1),
+    # a GPU needs many tokens to be busy: about as many as four windows have are multiplied while the weights are read
+    "cuda": Ways(chunks=(8 * SPLIT, SPLIT), operators=True, compiles_sampling=True, captures=True, windows=4),
 }
 
 

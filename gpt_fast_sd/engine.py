@@ -347,7 +347,8 @@ class Engine:
             self.policy.warm_up()
         self.rounds.warm_up(self._gammas, [(False, False)])
         if self.policy:
-            self.planner.calibrate(self._time_steps, few=2 * SPLIT, many=self.cache.capacity)
+            selecting = self._time_selecting if self.policy.refresh_every else None
+            self.planner.calibrate(self._time_steps, 2 * SPLIT, self.cache.capacity, selecting)
         for slot in range(len(self._slots)):
             self._release(slot)
         self._warm = True
@@ -380,6 +381,26 @@ class Engine:
             for slot in range(len(self._slots)):
                 self._release(slot)
         return min(s for s, _ in seconds), min(s for _, s in seconds)
+
+    def _time_selecting(self, n_keys: int) -> float:
+        """Seconds of selecting anew for a token that every row emits, rows of n_keys: the best of three."""
+        assert self.policy
+        rows, policy, seconds = self.rows, self.policy, []
+        slots = range(len(self._slots))
+        rows.seq_len.fill_(n_keys - 1)
+        rows.active.fill_(True)
+        for _ in range(4):  # the first one may compile
+            for slot in slots:
+                policy.vacate(slot)
+            rows.look(dict.fromkeys(slots, n_keys - 1), [])
+            self.rounds.synchronize()
+            started = time.perf_counter()
+            self.rounds.refresh()
+            self.rounds.synchronize()
+            seconds.append(time.perf_counter() - started)
+        for slot in slots:
+            self._release(slot)
+        return min(seconds) / policy.refresh_every
 
     @property
     def _gammas(self) -> list[int]:
@@ -522,6 +543,7 @@ class Engine:
             gamma = min(gamma, longest)
         if policy and gamma:
             policy.renew(rows)
+            self.rounds.refresh()
             self.stats.kv_bytes += policy.kv_bytes(rows, gamma)
         n_splits = span(self.cache, self.rounds.in_view(rows.n_keys + gamma)).shape[0]
         self.stats.kv_bytes += self.config.batch_size * n_splits * SPLIT * self.cache.bytes_per_token

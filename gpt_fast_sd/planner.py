@@ -1,8 +1,9 @@
 """How many tokens to draft a round: measured step times and the run's own acceptance, over a few tiers.
 
-A round of gamma drafts costs gamma * T_D + T_V(gamma) and emits 1 + r_1 + r_1 r_2 + ... tokens a row, r_i how often the
-i-th draft was accepted where the one before it was (Leviathan et al. 2023, arXiv 2211.17192, with a measured r_i where
-they have alpha). The tier with the most tokens a second wins; 0 is plain decoding.
+A round of gamma drafts costs gamma * T_D + T_V(gamma), and T_S for every token that it emits a row, the share of a pass
+that selects anew what drafts read, where such passes are made. It emits 1 + r_1 + r_1 r_2 + ... tokens a row, r_i
+how often the i-th draft was accepted where the one before it was (Leviathan et al. 2023, arXiv 2211.17192, with a
+measured r_i where they have alpha). The tier with the most tokens a second wins; 0 is plain decoding.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Sequence
 Measure = Callable[
     [int, int], tuple[float, float]
 ]  # (gamma, n_keys) -> seconds of a draft step, seconds of the target's
+
+Selecting = Callable[[int], float]  # n_keys -> seconds of selecting for a token that every row emits
 
 PRIOR = 0.7  # chance that a draft is accepted, until the run has shown its own; later ones are expected as the last
 PRIOR_WEIGHT = 2.0  # drafts that such an expectation counts as
@@ -47,6 +50,7 @@ class GammaPlanner:
         self.tiers = tuple(tiers)
         self.draft: StepTimes | None = None  # one draft step
         self.verify: dict[int, StepTimes] = {}  # the target's step, by gamma
+        self.select: StepTimes | None = None  # selecting, for a token that every row emits
         self._last = 0
         self._plain_rounds = self._drafting_rounds = 0  # since drafting was last tried again
         self._probe_after = FIRST_PROBE
@@ -54,8 +58,8 @@ class GammaPlanner:
         self._trials = [0.0] * max(self.tiers, default=0)
         self._accepted = [0.0] * len(self._trials)
 
-    def calibrate(self, measure: Measure, few: int, many: int) -> None:
-        """Time the steps with few and with many keys in view."""
+    def calibrate(self, measure: Measure, few: int, many: int, selecting: Selecting | None = None) -> None:
+        """Time the steps, and selecting where there is any, with few and with many keys in view."""
         if self.fixed is not None:
             return
         lowest, highest = min(g for g in self.tiers if g), max(self.tiers)
@@ -68,6 +72,8 @@ class GammaPlanner:
                 for n in (few, many)
             )
             self.verify[g] = StepTimes((few, small), (many, large))
+        if selecting:
+            self.select = StepTimes((few, selecting(few)), (many, selecting(many)))
 
     def begin(self) -> None:
         """A new run: what earlier ones accepted counts as little as the prior."""
@@ -120,7 +126,7 @@ class GammaPlanner:
             return
         tier = self._tier(gamma)
         drafting, verifying = gamma * self.draft(n_keys), self.verify[tier](n_keys)
-        scale = 1.0 if seconds is None else seconds / (drafting + verifying)
+        scale = 1.0 if seconds is None else seconds / (drafting + verifying + self.selecting(gamma, n_keys))
         self.record(gamma, n_keys, drafting * scale, verifying * scale, accepted)
 
     def tokens(self, gamma: int) -> float:
@@ -135,7 +141,11 @@ class GammaPlanner:
     def seconds(self, gamma: int, n_keys: int) -> float:
         """What a round of gamma drafts is expected to take."""
         assert self.draft is not None
-        return gamma * self.draft(n_keys) + self.verify[gamma](n_keys)
+        return gamma * self.draft(n_keys) + self.verify[gamma](n_keys) + self.selecting(gamma, n_keys)
+
+    def selecting(self, gamma: int, n_keys: int) -> float:
+        """What a round of gamma drafts is expected to add to the passes that select anew: they come by tokens."""
+        return self.tokens(gamma) * self.select(n_keys) if gamma and self.select else 0.0
 
     def _tier(self, gamma: int) -> int:
         """The tier whose step a round of gamma drafts ran nearly: rounds at a text's end draft less than was chosen."""

@@ -13,7 +13,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class Rounds:
         self.verify = CompiledStep(decode_step, compiled=target.compiled)  # several
         compiles_sampling = ways_of(target.device).compiles_sampling
         self.judge = CompiledStep(judge_step, compiled=target.compiled if compiles_sampling else None)
-        self._captured: dict[tuple[object, ...], Callable[[], Tensor]] = {}
+        self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
         self._baked: tuple[object, ...] = ()
         self.capture_seconds = 0.0  # that captures have taken so far
         self._warm: set[tuple[object, ...]] = set()
@@ -227,6 +227,8 @@ class Rounds:
             for gamma in gammas:
                 if (gamma, *kind) not in self._warm:
                     rows.n_keys, (rows.sampled, rows.filtered) = 1, kind
+                    if self.policy and gamma:
+                        self.policy.refresh(rows, 1)
                     self.device_round(gamma)
                     self._warm.add((gamma, *kind))
         self.synchronize()
@@ -238,32 +240,60 @@ class Rounds:
         capture = self.capture.passing if isinstance(self.capture, GraphPool) else self.capture
         return capture(part) if capture else part
 
+    def refresh(self) -> int:
+        """Let the policy select anew before a round that drafts -> passes that this took."""
+        passes = self.policy.refreshes(self.rows) if self.policy else []
+        for n_keys in passes:
+            self._refresh(n_keys)
+        return len(passes)
+
+    def _refresh(self, n_keys: int) -> None:
+        """One pass with at least n_keys in view; captured, it is a graph for each doubling of the view."""
+        rows, policy = self.rows, self.policy
+        assert policy
+        if not self.capture or ("refresh",) not in self._warm:  # as in a round: what is captured was called before
+            policy.refresh(rows, n_keys)
+            self._warm.add(("refresh",))
+            return
+        in_view = self._doubling(n_keys)
+        self._graph(("refresh", in_view), in_view, lambda: policy.refresh(rows, in_view))()
+
+    def _doubling(self, n_keys: int) -> int:
+        """Keys in view of the smallest captured graph that has n_keys of them."""
+        in_view = 2 * SPLIT
+        while in_view < n_keys:
+            in_view *= 2
+        return min(in_view, self.target.cache.capacity)
+
     def _captured_round(self, gamma: int) -> Callable[[], Tensor]:
-        """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view.
+        """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view."""
+        rows = self.rows
+        if (gamma, rows.sampled, rows.filtered) not in self._warm:  # the first request of its kind in a stream
+            self._warm.add((gamma, rows.sampled, rows.filtered))
+            return lambda: self.device_round(gamma)  # so that all is built when the next one is captured
+        in_view = self._doubling(rows.n_keys + gamma)
+        key = (gamma, in_view, rows.sampled, rows.filtered, self.width, self.replay)
+        return self._graph(key, in_view - gamma, lambda: self.device_round(gamma))
+
+    def _graph(self, key: tuple[object, ...], n_keys: int, part: Callable[[], Result]) -> Callable[[], Result]:
+        """What replays a part of a round for rows of up to n_keys keys; captured now, unless there is one of this key.
 
         With another policy, configuration or way to capture all graphs go. These and what is in the key are all that a
         round reads on the host, but for what never changes.
         """
         assert self.capture
-        rows, capacity, in_view = self.rows, self.target.cache.capacity, 2 * SPLIT
-        if (gamma, rows.sampled, rows.filtered) not in self._warm:  # the first request of its kind in a stream
-            self._warm.add((gamma, rows.sampled, rows.filtered))
-            return lambda: self.device_round(gamma)  # so that all is built when the next one is captured
-        while in_view < min(rows.n_keys + gamma, capacity):
-            in_view *= 2
         baked = self.policy, self.draft, self.capture
         if len(self._baked) != len(baked) or any(a is not b for a, b in zip(self._baked, baked, strict=True)):
             self.forget()
             self._baked = baked
-        key = (gamma, in_view, rows.sampled, rows.filtered, self.width, self.replay)
         if key not in self._captured:
             self.synchronize()  # a round under way is no part of the capture's time
             started = time.perf_counter()
             try:
                 if len(self._captured) >= MOST_GRAPHS:
                     self.forget()  # all of them, see GraphPool
-                with rows.capturing(min(in_view, capacity) - gamma):
-                    self._captured[key] = self.capture(lambda: self.device_round(gamma))
+                with self.rows.capturing(n_keys):
+                    self._captured[key] = self.capture(part)
             except BaseException:
                 self.forget()  # those captured before may have lost memory that they shared with this one
                 raise

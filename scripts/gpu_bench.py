@@ -182,6 +182,7 @@ class Bench:
             policy.admit(slot, prompt)
             rows.pending[slot] = prompt[-1]
         rows.lengths = dict.fromkeys(range(self.batch), self.context)
+        engine.rounds.refresh()  # a view that lists by a pass of its own has no list before
         owners = (rows, engine.replay, self._view())
         tensors = {id(x): x for owner in owners for x in vars(owner).values() if isinstance(x, Tensor)}
         self._struck = [(x, x.clone()) for x in tensors.values()]

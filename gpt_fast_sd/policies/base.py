@@ -40,6 +40,7 @@ class DraftPolicy(Protocol):
 
     proposers: tuple[str, ...]
     wants_mass: bool  # whether observe is to be given the attention mass of the verification
+    refresh_every: int  # tokens that a row commits from one refresh to the next; 0: it needs none
 
     def warm_up(self) -> None:
         """Compile what is called between rounds. A round over idle slots follows, which compiles what rounds call.
@@ -58,6 +59,14 @@ class DraftPolicy(Protocol):
 
     def renew(self, rows: Rows) -> None:
         """A round that drafts will follow: do on the host what a captured round cannot, see View.renew."""
+        ...
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        """Keys to have in view for each call of refresh that is wanted after renew, see View.refreshes."""
+        ...
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Select anew for rows that are due, n_keys in view. All on the device: the host decides nothing by values."""
         ...
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
@@ -122,6 +131,7 @@ class View(Protocol):
     """Which committed entries of a reader's cache a query reads: at most `budget` in each layer and kv head."""
 
     wants_mass: bool
+    refresh_every: int  # see DraftPolicy
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """(make, args): a compiled step calls make(k, v, span, *args); the tensors of args never move."""
@@ -144,6 +154,21 @@ class View(Protocol):
 
     def renew(self, rows: Rows) -> None:
         """Before a round that drafts, on the host: what needs a decision or a step of its own (see due)."""
+        ...
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        """Keys to have in view for each call of refresh that is wanted before a round that drafts.
+
+        Told on the host from rows.lengths, of which each may have grown by up to rows.ahead: enough for all rows that
+        may be due.
+        """
+        ...
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Select anew for rows that are due, which only the device tells: this may be captured.
+
+        n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
+        """
         ...
 
     def begin(self, rows: Rows) -> None:
@@ -198,7 +223,7 @@ class ModelDraft:
     def __init__(self, reader: Reader, view: View, name: str) -> None:
         self.reader, self.view = reader, view
         self.proposers: tuple[str, ...] = (name,)
-        self.wants_mass = view.wants_mass
+        self.wants_mass, self.refresh_every = view.wants_mass, view.refresh_every
         self.stream = DRAFT_STREAM  # what its tokens are drawn with
         self.vocabulary = Vocabulary(reader.group.mesh, reader.model.config.vocab_size)
         compiles_sampling = ways_of(reader.device).compiles_sampling
@@ -225,6 +250,14 @@ class ModelDraft:
     def renew(self, rows: Rows) -> None:
         """Let the view renew itself."""
         self.view.renew(rows)
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        """The refreshes of the view."""
+        return self.view.refreshes(rows)
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Let the view select anew for rows that are due."""
+        self.view.refresh(rows, n_keys)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma steps, each feeding the token of the one before."""

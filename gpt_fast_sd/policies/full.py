@@ -24,6 +24,7 @@ class FullView:
     """Everything at or before the query."""
 
     wants_mass = False
+    refresh_every = 0
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -49,6 +50,13 @@ class FullView:
 
     def renew(self, rows: Rows) -> None:
         """Nothing to renew."""
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        """None."""
+        return []
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Nothing to refresh."""
 
     def begin(self, rows: Rows) -> None:
         """Nothing to slide."""

@@ -38,7 +38,7 @@ class GuidedView(SlotView):
         n_blocks = max(1, (budget - 2 * page - growth) // page)
         super().__init__(reader, n_listed=n_blocks * page, tail=budget - n_blocks * page, room=room)
         self.page = self.run = page
-        self.refresh = refresh
+        self.apart = refresh
         self.growth = min(growth, self.tail - 2 * page)  # so that a block and more are left of the tail
         self.selected_at = torch.full_like(self.tail_start, -refresh)  # [B] seq_len at the last selection
 
@@ -53,14 +53,14 @@ class GuidedView(SlotView):
     def vacate(self, slot: int) -> None:
         """Forget the slot's selection."""
         super().vacate(slot)
-        self.selected_at[slot] = -self.refresh
+        self.selected_at[slot] = -self.apart
 
     def observe(self, rows: Rows, mass: Tensor | None) -> None:
         """Select by mass [L, B, K, P] for each row that has grown by `refresh` tokens since, or whose tail is full."""
         if mass is None:
             return
         grown, full = rows.seq_len - self.selected_at, rows.seq_len - self.tail_start  # [B]
-        due = (grown >= self.refresh) | (full > self.tail)  # [B]
+        due = (grown >= self.apart) | (full > self.tail)  # [B]
         start = self._start(rows.seq_len)  # [B]
         if on_cuda(self.slots):
             guided_select(mass, self.slots, due, start // self.page, self.page)

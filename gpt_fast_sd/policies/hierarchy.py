@@ -9,6 +9,7 @@ Shapes: B slots, T = CHEAP_GAMMA + 1 tokens of a middle step, L layers, K kv hea
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -83,6 +84,7 @@ class HierarchyDraft:
         self.target, self.view, self.cheap = target, view, cheap
         self.proposers: tuple[str, ...] = (cheap.proposers[0], view_name)
         self.wants_mass = view.wants_mass
+        self.refresh_every = max(view.refresh_every, cheap.refresh_every)
         self._step = CompiledStep(middle_step, compiled=target.compiled)
 
     @property
@@ -112,6 +114,16 @@ class HierarchyDraft:
         """Let both levels renew themselves."""
         self.view.renew(rows)
         self.cheap.renew(rows)
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        """The refreshes that either level wants; one call serves both."""
+        both = itertools.zip_longest(self.view.refreshes(rows), self.cheap.refreshes(rows), fillvalue=0)
+        return [max(n_keys) for n_keys in both]
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Let both levels select anew."""
+        self.view.refresh(rows, n_keys)
+        self.cheap.refresh(rows, n_keys)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """Middle steps, each judging cheap drafts; a row that is full takes part and goes nowhere."""

@@ -46,6 +46,7 @@ class LookupDraft:
 
     proposers: tuple[str, ...] = ("lookup",)
     wants_mass = False
+    refresh_every = 0
     graphs = 0
 
     def __init__(self, target: Reader, ngram: int) -> None:
@@ -63,6 +64,13 @@ class LookupDraft:
 
     def renew(self, rows: Rows) -> None:
         """Nothing to renew."""
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        """None."""
+        return []
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Nothing to refresh."""
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma tokens where anything matched, else none; drawn without chance."""

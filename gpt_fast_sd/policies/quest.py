@@ -110,6 +110,7 @@ class QuestView:
     """
 
     wants_mass = False
+    refresh_every = 0
 
     def __init__(self, reader: Reader, *, budget: int, page: int, room: int) -> None:
         """room: the most tokens a round feeds beyond the committed ones."""
@@ -159,6 +160,13 @@ class QuestView:
         for slot, n in closed.items():
             self._bounded[slot] = n
         self._round = rows.round
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        """None."""
+        return []
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Nothing to refresh."""
 
     def begin(self, rows: Rows) -> None:
         """Take the bounds of the pages that the last round may have closed, and let the tail slide by whole pages.

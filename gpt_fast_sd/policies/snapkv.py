@@ -3,8 +3,11 @@
 Selecting costs one pass of the model over the observation window, which is fed again: its keys are in the cache, only
 its queries are not. Where a text goes on, the selection grows old, so it is renewed as the text grows.
 
-Shapes: B slots, T tokens of the observation window, S positions in view, L layers, N query heads, K kv heads,
-        G = N // K, H head dim, C listed entries.
+Which rows are due is told on the device, by their own lengths alone, and the windows of several are fed as one batch,
+so that the weights are read once for them. The host has only to know when some row may be due.
+
+Shapes: B slots, W of them whose windows are fed together, T tokens of the observation window, S positions in view,
+        L layers, N query heads, K kv heads, G = N // K, H head dim, C listed entries.
 """
 
 from __future__ import annotations
@@ -16,58 +19,90 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.kernels import key_mass, prefill_attention_with_lse
+from gpt_fast_sd.kernels import key_mass, prefill_attention_with_lse, top_pages
 from gpt_fast_sd.model import SPLIT, Transformer, attend_with_mass
 
 from ..attending import on_cuda
 from ..compiling import CompiledStep, span
+from ..devices import ways_of
 from ..rows import Rows
 from .base import Reader
 from .sparse import SlotView
 
 WINDOW = 32  # observation window, as in the paper
+LAST = torch.iinfo(torch.int64).min
 KERNEL = 5  # neighbours that a score is averaged over: a selection of stretches, not of lone tokens
 
 
 @dataclass(frozen=True)
 class ObservingKV:
-    """Attend to all at or before each query, store nothing, and note what the queries of a kv head attend to.
+    """Attend to all at or before each query, store nothing, and list what the queries of a kv head attend to most.
 
     The tokens fed must be committed: their keys are in the cache, and not a bit of it changes.
     """
 
     k: Sequence[Tensor]  # L of [B, K, capacity, H]
     v: Sequence[Tensor]
-    n_splits: int
-    mass: list[Tensor] = field(default_factory=list)  # fp32 [B, K, S] a layer: attention, summed over G * T queries
+    n_keys: int  # in view; queries at or past it are nobody's
+    slots: Tensor  # int64 [W], whose windows are fed: all different
+    n_listed: int
+    listed: list[Tensor] = field(default_factory=list)  # int64 [W, K, C] a layer; no layer's mass outlives it
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """Attend: q [B, N, T, H]; k, v [B, K, T, H] (unused: the cache holds them); pos [B, T] -> [B, N, T, H]."""
-        n_keys = self.n_splits * SPLIT
-        if on_cuda(self.k[layer]):
-            q, keys, out_dtype = q.to(self.k[layer].dtype), self.k[layer], q.dtype
-            out, lse = prefill_attention_with_lse(q, keys, self.v[layer], pos, n_keys)
-            self.mass.append(key_mass(q, keys, lse, pos, n_keys, page=1))
-            return out.to(out_dtype)
-        keys, values = (x[layer].narrow(2, 0, n_keys) for x in (self.k, self.v))
-        out, mass = attend_with_mass(q.to(keys.dtype), keys, values, pos, page=1)
-        self.mass.append(mass)
-        return out.to(q.dtype)
+        """Attend: q [W, N, T, H]; k, v [W, K, T, H] (unused: the cache holds them); pos [W, T] -> [W, N, T, H]."""
+        keys, values, q, out_dtype = self.k[layer], self.v[layer], q.to(self.k[layer].dtype), q.dtype
+        if on_cuda(keys):
+            # all slots take part, as copies of some slots' keys would cost more than queries that read nothing
+            all_q = q.new_zeros(keys.shape[0], *q.shape[1:]).index_copy(0, self.slots, q)  # [B, N, T, H]
+            all_pos = pos.new_full((keys.shape[0], pos.shape[1]), keys.shape[2]).index_copy(
+                0, self.slots, pos
+            )  # [B, T]
+            out, lse = prefill_attention_with_lse(all_q, keys, values, all_pos, self.n_keys)
+            mass = key_mass(all_q, keys, lse, all_pos, self.n_keys, page=1)[self.slots]  # [W, K, S]
+            out = out[self.slots]
+        else:
+            keys, values = (x.narrow(2, 0, self.n_keys)[self.slots] for x in (keys, values))  # [W, K, S, H] each
+            out, mass = attend_with_mass(q, keys, values, pos, page=1)
+        first = torch.where(pos[:, 0] < self.n_keys, pos[:, 0], 0)  # [W]
+        self.listed.append(best_entries(mass, first, self.n_listed))
+        return out.to(out_dtype)
 
 
 def observe_step(
-    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], in_view: Tensor
+    model: Transformer,
+    tokens: Tensor,
+    pos: Tensor,
+    slots: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    in_view: Tensor,
+    n_listed: int,
 ) -> Tensor:
-    """What committed tokens [1, T] at pos [1, T] attend to, summed over the queries of each kv head: fp32 [L, K, S]."""
-    kv = ObservingKV(k, v, in_view.shape[0])
+    """What the committed tokens [W, T] at pos [W, T] of slots [W] attend to most before them: int64 [L, W, K, C].
+
+    What is listed for a window at or past all keys in view means nothing.
+    """
+    kv = ObservingKV(k, v, in_view.shape[0] * SPLIT, slots, n_listed)
     model.hidden(tokens, pos, kv)
-    return torch.cat(kv.mass)
+    return torch.stack(kv.listed)
 
 
-def best_entries(mass: Tensor, start: int, n: int) -> Tensor:
-    """The n entries before start of most mass, averaged over their neighbours before start: [L, K, S] -> [L, K, n]."""
-    pooled = F.avg_pool1d(mass[..., :start], KERNEL, stride=1, padding=KERNEL // 2)  # [L, K, start]
-    return pooled.topk(n, -1).indices
+def best_entries(mass: Tensor, end: Tensor, n: int) -> Tensor:
+    """The n entries before end [W] of most mass, averaged over their neighbours before end: [W, K, S] -> [W, K, n].
+
+    Of equal ones the first: how much is in view, which hangs on other rows, decides nothing.
+    """
+    place = torch.arange(mass.shape[-1], device=mass.device)  # [S]
+    valid = (place < end[:, None])[:, None]  # [W, 1, S]
+    # zeros, as beyond the first entry: they count in the averages at both ends
+    pooled = F.avg_pool1d(torch.where(valid, mass, 0.0), KERNEL, stride=1, padding=KERNEL // 2)  # [W, K, S]
+    if on_cuda(mass):
+        listed: Tensor = top_pages(pooled, end[:, None], n)
+        return listed
+    # the bits of numbers that are not negative are ordered as they are, and the place is a second key
+    order = (pooled.view(torch.int32).long() << 32) - place  # [W, K, S]
+    order = F.pad(torch.where(valid, order, LAST), (0, n), value=LAST)  # never fewer than n
+    return order.topk(n, -1).indices
 
 
 class SnapKVView(SlotView):
@@ -81,8 +116,13 @@ class SnapKVView(SlotView):
         tail = min(window + refresh, max(budget // 2, window + window // 4))
         assert window < tail < budget, "the budget has no room for the window"
         super().__init__(reader, n_listed=budget - tail, tail=tail, room=room)
-        self.window = window
-        self.start = [0] * reader.shape[1]  # tail_start at the last selection, on the host
+        n_slots = reader.shape[1]
+        self.window, self.refresh_every = window, tail - window
+        self.together = min(n_slots, ways_of(reader.device).windows)  # W
+        # where the last selection of each slot let its tail begin, as far as the host knows: at least, and at most
+        self._bounds = [(0, 0)] * n_slots
+        self._asked: dict[int, tuple[int, int]] = {}  # slots that the device was asked for last, and bounds of lengths
+        self._asked_in = 0  # round
         self._step = CompiledStep(observe_step, compiled=reader.compiled)
 
     @property
@@ -90,52 +130,74 @@ class SnapKVView(SlotView):
         """Graphs compiled so far."""
         return self._step.graphs
 
-    def warm_up(self) -> None:
-        """Compile the pass over the window."""
-        self.scores(0, torch.zeros(self.window, dtype=torch.int64, device=self.slots.device), self.window)
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Select for a prompt that does not fit into the budget."""
-        super().admit(slot, prompt)
-        committed = prompt[:-1]
-        if len(committed) > self.budget:
-            window = torch.tensor(list(committed[-self.window :]), device=self.slots.device)
-            self.select(slot, window, len(committed))
-
     def due(self, rows: Rows) -> bool:
-        """Whether some row's tail may be full."""
-        return any(self._full(slot, length + rows.ahead) for slot, length in rows.lengths.items())
-
-    def renew(self, rows: Rows) -> None:
-        """Select anew for each row whose tail is full."""
-        for slot, length in rows.lengths.items():
-            if self._full(slot, length):
-                self.select(slot, rows.history[slot, length - self.window : length], length)
-
-    def _full(self, slot: int, length: int) -> bool:
-        return length > self.budget and length - self.start[slot] > self.tail
+        """Never: the device tells which rows are due. The host learns here what was decided in the round before."""
+        self._learn(rows)
+        return False
 
     def vacate(self, slot: int) -> None:
         """Forget the slot's selection."""
         super().vacate(slot)
-        self.start[slot] = 0
+        self._bounds[slot] = 0, 0
+        self._asked.pop(slot, None)
 
     def entries_read(self, n_keys: int) -> int:
-        """The list and the tail, and a step's share of a selection, which reads all entries once."""
-        selecting = n_keys // (self.tail - self.window) if n_keys > self.budget else 0
-        return super().entries_read(n_keys) + selecting
+        """The list and the tail, and a step's share of a selection, which reads all entries (on CUDA keys twice)."""
+        selecting = n_keys // self.refresh_every if n_keys > self.budget else 0
+        return super().entries_read(n_keys) + (3 * selecting // 2 if on_cuda(self.slots) else selecting)
 
-    def select(self, slot: int, window: Tensor, length: int) -> None:
-        """List what the window, the last T of `length` committed tokens, attends to most; the tail is the window."""
-        start = length - self.window
-        self.slots[:, slot] = best_entries(self.scores(slot, window, length), start, self.slots.shape[-1])
-        self.tail_start[slot] = self.start[slot] = start
+    def refreshes(self, rows: Rows) -> list[int]:
+        """A pass for every W rows that may be due; while a round is under way some passes may find fewer, or none."""
+        self._learn(rows)
+        spans = {slot: (length, length + rows.ahead) for slot, length in sorted(rows.lengths.items())}
+        self._asked = {slot: span for slot, span in spans.items() if self._full(span[1], self._bounds[slot][0])}
+        self._asked_in = rows.round
+        longest = [high for _, high in self._asked.values()]
+        passes = [longest[i : i + self.together] for i in range(0, len(longest), self.together)]
+        # which rows a pass finds is certain where all are due that were asked for
+        certain = rows.ahead == 0 and all(low == high for low, high in map(self._bounds.__getitem__, self._asked))
+        return [max(some if certain else longest) for some in passes]
 
-    def scores(self, slot: int, window: Tensor, length: int) -> Tensor:
-        """Feed the last T of `length` committed tokens of a slot again -> fp32 [L, K, S], see observe_step."""
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Select for the first W of the rows whose tail is full, by the windows at the end of what is committed.
+
+        The list is what a window attends to most before it, the tail is the window.
+        """
+        capacity = self.reader.cache.capacity
+        due = rows.active & (rows.seq_len > self.budget) & (rows.seq_len - self.tail_start > self.tail)  # [B]
+        slots = due.logical_not().long().argsort(stable=True)[: self.together]  # [W]
+        chosen = due[slots]  # [W]
+        # the others look from behind what can ever be in view, and so cost no reading of keys
+        start = torch.where(chosen, rows.seq_len[slots] - self.window, capacity)  # [W]
+        pos = start[:, None] + torch.arange(self.window, device=start.device)  # [W, T]
+        listed = self._observe(rows.history[slots[:, None], pos], pos, slots, n_keys)  # [L, W, K, C]
+        self.slots.index_copy_(1, slots, torch.where(chosen[:, None, None], listed, self.slots[:, slots]))
+        self.tail_start.index_copy_(0, slots, torch.where(chosen, start, self.tail_start[slots]))
+
+    def _observe(self, tokens: Tensor, pos: Tensor, slots: Tensor, n_keys: int) -> Tensor:
+        """See observe_step: tokens, pos [W, T], slots [W] -> int64 [L, W, K, C]."""
         cache = self.reader.cache
-        pos = torch.arange(length - self.window, length, device=window.device)  # [T]
-        out: Tensor = self._step(
-            self.reader.model, window.clone()[None], pos[None], *cache.row(slot), span(cache, length)
-        )
+        in_view, n_listed = span(cache, n_keys), self.slots.shape[-1]
+        out: Tensor = self._step(self.reader.model, tokens, pos, slots, cache.k, cache.v, in_view, n_listed)
         return out
+
+    def _full(self, length: int, start: int) -> bool:
+        """What refresh asks on the device, of a row whose tail begins at start."""
+        return length > self.budget and length - start > self.tail
+
+    def _learn(self, rows: Rows) -> None:
+        """Follow what the device decided for the slots it was asked for.
+
+        It went by lengths that the host knows when it looks next, if a round is still under way: the one it was asked
+        in. Else by lengths within the bounds that were known at the time, of which one is the other if none was.
+        """
+        known = rows.ahead > 0 and rows.round == self._asked_in + 1
+        for slot, (shortest, longest) in self._asked.items():
+            if known and slot in rows.lengths:
+                shortest = longest = rows.lengths[slot]
+            low, high = self._bounds[slot]
+            if self._full(shortest, high):
+                self._bounds[slot] = shortest - self.window, longest - self.window
+            elif self._full(longest, low):
+                self._bounds[slot] = low, longest - self.window
+        self._asked = {}

@@ -102,6 +102,7 @@ class SlotView:
     """
 
     wants_mass = False
+    refresh_every = 0
     run = 1  # listed entries come in runs of so many, each a page of the cache
 
     def __init__(self, reader: Reader, *, n_listed: int, tail: int, room: int, first_tail: int = 0) -> None:
@@ -135,6 +136,13 @@ class SlotView:
 
     def renew(self, rows: Rows) -> None:
         """Nothing that needs the host."""
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        """None."""
+        return []
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Nothing to refresh."""
 
     def begin(self, rows: Rows) -> None:
         """Slide the tail where it would be longer than W; what it leaves behind is listed while the list has room."""

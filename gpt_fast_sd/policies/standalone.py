@@ -89,7 +89,8 @@ class StandaloneDraft(ModelDraft):
 
     def due(self, rows: Rows) -> bool:
         """Whether rounds passed that drafted nothing, or the view is due."""
-        return rows.round > self._round + 1 or self.view.due(self._as_fed(rows))
+        view_is_due = self.view.due(self._as_fed(rows))  # it is asked each round: it may have to know of all
+        return rows.round > self._round + 1 or view_is_due
 
     def renew(self, rows: Rows) -> None:
         """Catch up, and let the view renew itself from the tokens that are in the cache."""
@@ -100,6 +101,14 @@ class StandaloneDraft(ModelDraft):
         self._round = rows.round
         self._fed = [rows.lengths.get(slot, fed - 1) + 1 for slot, fed in enumerate(self._fed)]  # the pending one too
         self.view.renew(self._as_fed(rows))
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        """The refreshes of the view, by the tokens that are in the cache."""
+        return self.view.refreshes(self._as_fed(rows))
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        """Let the view select anew from the tokens that are in the cache."""
+        self.view.refresh(self._as_fed(rows), n_keys)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma steps; where several groups of ranks draft with a copy each, what the first of them drafted counts."""

@@ -273,3 +273,20 @@ def test_a_round_cut_short_at_the_end_of_a_text_teaches_the_tier_it_is_next_to()
     assert plan.verify[4].correction != 1.0
     assert {g for g in GAMMA_TIERS if plan.verify[g].correction != 1.0} == {4}
     assert plan.draft is not None and plan.draft.correction == pytest.approx(1.0)
+
+
+def test_selecting_anew_is_part_of_what_a_round_costs() -> None:
+    world, free = World(0.1), planner(World(0.1))
+    plan = GammaPlanner("auto", GAMMA_TIERS)
+    plan.calibrate(world.measure, FEW, MANY, lambda n_keys: 1e-4 * n_keys)
+    for gamma in GAMMA_TIERS:
+        extra = 0.1 * plan.tokens(gamma) if gamma else 0.0
+        assert plan.seconds(gamma, 1000) == pytest.approx(free.seconds(gamma, 1000) + extra)
+    for gamma in (3, 8, 0):  # rounds that take as long as expected teach nothing new
+        plan.record_whole(gamma, 1000, plan.seconds(gamma, 1000), [gamma] * 4)
+        assert plan.verify[gamma].correction == pytest.approx(1.0)
+    assert plan.draft is not None and plan.draft.correction == pytest.approx(1.0)
+    assert free.choose(MANY) > 0
+    plan.begin()
+    plan.calibrate(world.measure, FEW, MANY, lambda n_keys: 1.0)  # a second for a token, as plain decoding takes
+    assert plan.choose(MANY) == 0

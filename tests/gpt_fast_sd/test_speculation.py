@@ -55,7 +55,7 @@ class Script:
     Only the first count[slot] are offered, all where it is None. Slots beyond the lists repeat the last entry.
     """
 
-    wants_mass, graphs = False, 0
+    wants_mass, refresh_every, graphs = False, 0, 0
 
     def __init__(self, right: Sequence[int], count: Sequence[int] | None = None, *, turns: bool = False) -> None:
         self.right, self.count, self.calls = right, count, list[str]()
@@ -66,6 +66,12 @@ class Script:
 
     def renew(self, rows: Rows) -> None:
         self.calls.append("renew")
+
+    def refreshes(self, rows: Rows) -> list[int]:
+        return [7]
+
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        self.calls.append(f"refresh {n_keys}")
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         self.calls.append(f"propose {gamma}")
@@ -198,12 +204,12 @@ def test_a_policy_is_told_of_everything_in_order() -> None:
     script = Script([1])
     one = counting(script, gamma=2, slots=2)
     one.warm_up()
-    assert script.calls == ["warm_up", "propose 2", "observe", "vacate 0", "vacate 1"]  # over empty slots
+    assert script.calls == ["warm_up", "refresh 1", "propose 2", "observe", "vacate 0", "vacate 1"]  # over empty slots
     script.calls.clear()
     one.generate([[10], [20], [30]], [SamplingParams(max_tokens=n) for n in (4, 2, 2)])
     assert script.calls == [
-        "admit 0", "admit 1", "renew", "propose 2", "observe", "vacate 1", "admit 1", "renew", "propose 1", "observe",
-        "vacate 0", "vacate 1",
+        "admit 0", "admit 1", "renew", "refresh 7", "propose 2", "observe", "vacate 1",
+        "admit 1", "renew", "refresh 7", "propose 1", "observe", "vacate 0", "vacate 1",
     ]  # fmt: skip
     script.calls.clear()
     one.generate([[10]], SamplingParams(max_tokens=2), speculate=False)

@@ -53,8 +53,8 @@ def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         tokens = rig.tokens(CHUNK, slots=1)
         return prefill_step, (rig.model, tokens, tokens.clone(), *cache.row(2), in_view)
     if kind == "observe":
-        tokens = rig.tokens(WINDOW, slots=1)
-        return observe_step, (rig.model, tokens, tokens.clone(), *cache.row(2), in_view)
+        tokens, slots = rig.tokens(WINDOW, slots=2), rig.tokens(1, slots=2)[:, 0]
+        return observe_step, (rig.model, tokens, tokens.clone(), slots, cache.k, cache.v, in_view, 96)
     tokens = rig.tokens(6 if kind == "verify" else 1)
     common = (rig.model, tokens, tokens.clone(), cache.k, cache.v, in_view)
     if kind == "draft":
@@ -102,9 +102,7 @@ def test_one_graph_serves_verifications_of_several_widths() -> None:
 # Some reductions over the vocabulary, and the writes of the rows; uncompiled they are 58 operators where all rows are
 # greedy, 268 where any samples, 288 where any filters. What filters sort nothing, however large the vocabulary.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sampled", "filtered", "launches"), [(False, False, 12), (True, False, 14), (True, True, 18)]
-)
+@pytest.mark.parametrize(("sampled", "filtered", "launches"), [(False, False, 12), (True, False, 14), (True, True, 18)])
 def test_judging_is_one_graph_of_few_launches(sampled: bool, filtered: bool, launches: int) -> None:
     with fake_cuda_tensors(), torch.inference_mode():
         rows, tokens = (rig := fake_rig()).rows, rig.tokens(5)

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.model import CausalSelf, KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Reader
-from gpt_fast_sd.policies.snapkv import SnapKVView, best_entries
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.model import SPLIT, CausalSelf, KVCache, ModelConfig, Transformer
+from gpt_fast_sd.policies import Reader, snapkv
+from gpt_fast_sd.policies.snapkv import WINDOW, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.rows import Rows
 from tests.gpt_fast_sd.policies.views_rig import Rig
+from tests.gpuless.recorder import capture
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 GROUPS, WINDOWS = [1, 2, 4, 5, 7, 8], [16, 32, 64]
@@ -67,6 +74,19 @@ def slow_scores(q: Tensor, k: Tensor, n: int, window: int, scale: float) -> Tens
     return scores
 
 
+def rows_of(model: Transformer, cache: KVCache) -> Rows:
+    return Rows(cache.seq_len, cache.capacity + SPLIT, model.config.vocab_size, ())
+
+
+def admit(view: SnapKVView, rows: Rows, slot: int, prompt: list[int]) -> None:
+    """Put a prompt into a slot, whose keys are there, and let a round begin."""
+    rows.put(slot, prompt, SamplingParams(), 0)
+    view.admit(slot, prompt)
+    rows.look({slot: len(prompt) - 1}, [])
+    for n_keys in view.refreshes(rows):
+        view.refresh(rows, n_keys)
+
+
 def are_best(listed: Tensor, scores: Tensor) -> bool:
     """Whether the listed entries [K, C] are different ones, and none left out has a clearly higher score [K, start]."""
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, listed, True)
@@ -81,13 +101,13 @@ def are_best(listed: Tensor, scores: Tensor) -> bool:
 def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(group: int, window: int) -> None:
     model, ids, cache, recording = text(group)
     view = SnapKVView(Reader(model, cache, compiled=False), budget=window + 40, refresh=8, room=6, window=window)
+    rows = rows_of(model, cache)
     n_listed = view.slots.shape[-1]
     for i, n in enumerate(
         [1, window - 1, window, window + 1, window + 39, window + 40, window + 41, 2 * window + 57, 330]
     ):
         slot = i % 3
-        cache.seq_len[slot] = n
-        view.admit(slot, ids[: n + 1])
+        admit(view, rows, slot, ids[: n + 1])
         if n <= window + 40:  # the tail, which slides when a round begins, and the list hold it all
             assert int(view.tail_start[slot]) == 0 and (view.slots[:, slot] == -1).all()
             continue
@@ -101,7 +121,7 @@ def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(gro
 def test_without_the_scale_by_the_head_dim_other_entries_would_be_listed() -> None:
     model, ids, cache, recording = text(4)
     view = SnapKVView(Reader(model, cache, compiled=False), budget=72, refresh=8, room=6)
-    view.admit(0, ids)
+    admit(view, rows_of(model, cache), 0, ids)
     q, k = recording.q[0], recording.k[0]
     assert are_best(view.slots[0, 0], slow_scores(q, k, LONGEST, 32, q.shape[-1] ** -0.5))
     assert not are_best(view.slots[0, 0], slow_scores(q, k, LONGEST, 32, 1.0))
@@ -110,14 +130,14 @@ def test_without_the_scale_by_the_head_dim_other_entries_would_be_listed() -> No
 def test_neighbours_of_an_attended_entry_are_listed_with_it_but_none_of_the_window_counts() -> None:
     mass = torch.zeros(1, 1, 50)
     mass[..., 20], mass[..., 40:] = 1.0, 100.0
-    assert sorted(best_entries(mass, 40, 5).flatten().tolist()) == [18, 19, 20, 21, 22]
+    assert sorted(best_entries(mass, torch.tensor([40]), 5).flatten().tolist()) == [18, 19, 20, 21, 22]
 
 
 def test_observing_changes_no_bit_of_the_cache() -> None:
     rig = Rig("snapkv", [700, 500, 300, 200], budget=80)
     before = [x.clone() for x in (*rig.cache.k, *rig.cache.v)]
-    for slot, n in rig.lengths.items():
-        rig.view.select(slot, torch.tensor(rig.prompts[slot][n - 32 : n]), n)
+    rig.begin()
+    assert rig.view.tail_start.tolist() == [668, 468, 268, 168]
     assert all(torch.equal(a, b) for a, b in zip((*rig.cache.k, *rig.cache.v), before, strict=True))
 
 
@@ -133,28 +153,38 @@ def test_a_selection_in_the_middle_of_an_output_is_that_of_a_prompt_of_the_same_
         assert grown.lengths[slot] - length <= 8  # at a budget of 80, room for 8 tokens
         fresh = Rig("snapkv", [0] * 4, budget=80, refresh=10)
         fresh.admit(slot, length)
+        fresh.begin()
         assert fresh.prompts[slot] is prompt
         assert torch.equal(fresh.view.slots[:, slot], grown.view.slots[:, slot])
 
 
 class Watched(SnapKVView):
-    """Counts selections, and looks at every round's beginning that nothing falls between list and tail."""
+    """Counts selections, and looks at every round's beginning that nothing falls between list and tail.
+
+    What the host knows of the device's decisions must be what they were, where no round is under way.
+    """
 
     def __init__(self, reader: Reader, **kwargs: Any) -> None:
         super().__init__(reader, **kwargs)
         self.selections: list[tuple[int, int]] = []  # slot, length
+        self.passes = 0
         self.selected_to = [0] * reader.shape[1]
 
-    def select(self, slot: int, window: Tensor, length: int) -> None:
-        super().select(slot, window, length)
-        self.selections.append((slot, length))
-        self.selected_to[slot] = length - self.window
+    def refresh(self, rows: Rows, n_keys: int) -> None:
+        before, self.passes = self.tail_start.tolist(), self.passes + 1
+        super().refresh(rows, n_keys)
+        for slot, (was, start) in enumerate(zip(before, self.tail_start.tolist(), strict=True)):
+            if start != was:
+                self.selections.append((slot, rows.lengths[slot]))
+                self.selected_to[slot] = rows.lengths[slot] - self.window
+                assert start == self.selected_to[slot]
 
-    def begin(self, rows: Any) -> None:
+    def begin(self, rows: Rows) -> None:
         super().begin(rows)
+        self._learn(rows)
         for slot, length in rows.lengths.items():
             start = int(self.tail_start[slot])
-            assert start == self.start[slot] or length <= self.budget
+            assert self._bounds[slot] == (start, start) or length <= self.budget
             assert length - start <= self.tail
             if length > self.budget:
                 assert start == self.selected_to[slot]
@@ -172,10 +202,13 @@ def watched_engine(config: ModelConfig, *, refresh: int, gamma: int) -> tuple[En
 @pytest.mark.parametrize(("refresh", "gamma"), [(1, 2), (16, 3), (48, 4), (1000, 4)])
 def test_long_outputs_are_selected_for_again_and_again(refresh: int, gamma: int) -> None:
     engine, view = watched_engine(tiny_config(), refresh=refresh, gamma=gamma)
+    engine.warm_up()
+    view.passes = 0
     lengths = {"long": 301, "short": 61}
     engine.generate([random_ids(n) for n in lengths.values()], SamplingParams(max_tokens=400))
     apart = min(refresh, 160 // 2 - 32)  # half of the budget is tail at most
-    assert view.tail == 32 + apart and view.tail + view.slots.shape[-1] == 160
+    assert view.tail == 32 + apart and view.tail + view.slots.shape[-1] == 160 and view.refresh_every == apart
+    assert view.passes == len(view.selections)  # none was in vain
     for slot, n in enumerate(lengths.values()):
         at = [length for selected, length in view.selections if selected == slot]
         steps = [b - a for a, b in itertools.pairwise(at)]
@@ -188,3 +221,189 @@ def test_a_row_that_fits_the_budget_is_never_selected_for() -> None:
     engine, view = watched_engine(tiny_config(), refresh=16, gamma=4)
     engine.generate([random_ids(n) for n in (1, 40, 90)], SamplingParams(max_tokens=70))
     assert view.selections == [] and engine.stats.acceptance_rate == 1.0
+
+
+# ---- what is read together, and when -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def four_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The windows of four rows are one batch, as on CUDA."""
+    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cpu"], windows=4))
+
+
+@pytest.fixture
+def windows_fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of all windows that the model is fed from now on."""
+    shapes, hidden = list[tuple[int, ...]](), Transformer.hidden
+
+    def noted(self: Transformer, tokens: Tensor, pos: Tensor, kv: Any) -> Tensor:
+        if tokens.shape[1] == WINDOW:
+            shapes.append(tuple(tokens.shape))
+        return hidden(self, tokens, pos, kv)
+
+    monkeypatch.setattr(Transformer, "hidden", noted)
+    return shapes
+
+
+LONG = [random_ids(n, seed=n) for n in (150, 300, 1, 420)]  # more than slots
+SAMPLED = [SamplingParams(max_tokens=32, ignore_eos=True, temperature=i % 2, seed=i) for i in range(len(LONG))]
+DRAFTS: dict[str, dict[str, Any]] = {
+    "snapkv": {"budget": 64, "refresh": 4},
+    "standalone": {"view": "snapkv", "budget": 72, "refresh": 20},
+    "hierarchy": {"view": "snapkv", "budget": 64},
+}
+
+
+def drafting(name: str, *, slots: int = 2, captured: bool = True, gamma: int | str = 3) -> Engine:
+    config = EngineConfig(batch_size=slots, max_seq_len=500, device="cpu", dtype="fp32", compile=False)
+    draft = DraftConfig(policy=name, gamma=gamma, **DRAFTS[name], draft_model="given" if name == "standalone" else None)
+    theirs = tiny_model(tiny_config(n_layers=1), seed=1) if name == "standalone" else None
+    one = Engine(tiny_model(), None, config, draft, theirs)
+    one.rounds.capture = capture if captured else None
+    return one
+
+
+def told(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
+    return [(c.tokens, c.stats.rounds, c.stats.accepted_by_position) for c in completions]
+
+
+@pytest.mark.usefixtures("four_together")
+def test_the_windows_of_all_rows_that_are_due_are_one_batch(windows_fed: list[tuple[int, ...]]) -> None:
+    rig = Rig("snapkv", [700, 500, 300, 200], budget=80)
+    rig.begin()
+    assert windows_fed == [(4, WINDOW)]
+    windows_fed.clear()
+    rig.grow([40, 40, 40, 40])
+    rig.begin()
+    assert windows_fed == [(4, WINDOW)]
+    rig.grow([1, 2, 3, 4])
+    rig.begin()
+    assert len(windows_fed) == 1
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.usefixtures("four_together")
+def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
+    name: str, windows_fed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, launched = drafting(name), list[bool]()
+    launch = one._launch
+    monkeypatch.setattr(one, "_launch", lambda speculate: launched.append(launch(speculate)) or launched[-1])
+    one.generate(LONG, SAMPLED)
+    assert set(launched) == {True}
+    assert windows_fed  # what is captured is called once
+    windows_fed.clear()
+    one.generate(LONG, SAMPLED)
+    assert windows_fed == []
+
+
+@pytest.mark.parametrize(("name", "windows"), [("snapkv", 1), ("snapkv", 2), ("standalone", 2), ("hierarchy", 1)])
+def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
+    name: str, windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cpu"], windows=windows))
+    assert told(drafting(name).generate(LONG, SAMPLED)) == told(drafting(name, captured=False).generate(LONG, SAMPLED))
+
+
+@pytest.mark.usefixtures("four_together")
+def test_what_a_row_drafts_does_not_hang_on_its_neighbours() -> None:
+    together = told(drafting("snapkv", slots=4).generate(LONG, SAMPLED))
+    for i in (1, 3):
+        assert told(drafting("snapkv", slots=4).generate([LONG[i]], SAMPLED[i])) == [together[i]]
+
+
+@pytest.mark.usefixtures("four_together")
+def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts rounds by the most that they may add, so it asks early, once or twice; else it asks for nothing."""
+    one = drafting("snapkv", slots=1, gamma=4)
+    policy: Any = one.policy
+    view = policy.view = SnapKVView(policy.reader, budget=160, refresh=20, room=6)
+    asked, starts, refresh = [], [], one.rounds.refresh
+
+    def noted() -> int:
+        before = int(view.tail_start[0])
+        passes = refresh()
+        asked.append(passes)
+        starts.append(int(view.tail_start[0]) != before)
+        return passes
+
+    monkeypatch.setattr(one.rounds, "refresh", noted)
+    one.generate([random_ids(200)], SamplingParams(max_tokens=150, ignore_eos=True))
+    selections = sum(starts)
+    assert selections >= 150 // 25
+    assert all(n for n, selected in zip(asked, starts, strict=True) if selected)  # every one was asked for
+    assert sum(asked) <= 3 * selections
+
+
+def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = (3, 0, 3, 3, 0, 0, 0, 2, 4)
+    tokens = []
+    for name in ("snapkv", "standalone"):
+        one, turns = drafting(name, gamma="auto"), itertools.cycle(tiers)
+        monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
+        monkeypatch.setattr(one.planner, "choose", lambda n_keys, turns=turns: next(turns))
+        view: Any = one.policy.view  # type: ignore[union-attr]
+        refresh = one.rounds.refresh
+
+        def checked(view: Any = view, refresh: Any = refresh, rows: Rows = one.rows, name: str = name) -> int:
+            passes: int = refresh()
+            seq_len = (rows.seq_len - int(name == "standalone")).tolist()
+            starts = view.tail_start.tolist()
+            for slot in rows.lengths:
+                assert not view._full(seq_len[slot], starts[slot]) or not rows.active[slot]
+                low, high = view._bounds[slot]
+                if view._full(seq_len[slot], 0) and slot not in view._asked:
+                    assert low <= starts[slot] <= high
+            return passes
+
+        monkeypatch.setattr(one.rounds, "refresh", checked)
+        got = one.generate(LONG, SamplingParams(max_tokens=24, ignore_eos=True))
+        tokens.append([c.tokens for c in got])
+    assert tokens[0] == tokens[1]
+
+
+def test_the_entries_of_most_mass_are_those_before_each_rows_own_end_whatever_is_in_view() -> None:
+    torch.manual_seed(0)
+    mass, ends = torch.rand(3, 2, 512), torch.tensor([100, 481, 33])
+    mass[0, 0, 10:60] = 0.5  # ties
+    listed = best_entries(mass, ends, 24)  # [W, K, n]
+    assert torch.equal(listed, best_entries(F.pad(mass, (0, 256), value=9.0), ends, 24))
+    for row, end in enumerate(ends.tolist()):
+        alone = F.avg_pool1d(mass[row, :, :end], 5, stride=1, padding=2)  # [K, end]
+        assert torch.equal(alone.gather(1, listed[row]), alone.topk(24, -1).values)
+    constant = best_entries(torch.full((1, 1, 300), 2.0), torch.tensor([300]), 5)
+    assert constant.flatten().tolist() == [2, 3, 4, 5, 6]  # of equals the first, but the edges are averaged with zeros
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_cudas_operators_list_the_same_entries(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = []
+    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cpu"], windows=together))
+    for operators in (False, True):
+        monkeypatch.setattr(snapkv, "on_cuda", lambda keys, there=operators: there)
+        rig = Rig("snapkv", [700, 70, 300, 200], budget=80)
+        rig.begin()
+        rig.grow([20, 20, 20, 20])
+        rig.begin()
+        assert rig.view.tail_start.tolist() == [688, 58, 288, 188]
+        lists.append(rig.view.slots.sort(-1).values)
+    assert torch.equal(*lists)
+
+
+def test_the_planner_counts_what_selecting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = snapkv.observe_step
+
+    def slow(*args: Any) -> Tensor:
+        time.sleep(0.02)
+        return step(*args)
+
+    monkeypatch.setattr(snapkv, "observe_step", slow)
+    one = drafting("snapkv", gamma="auto", captured=False)
+    one.warm_up()
+    plan, n_keys = one.planner, one.cache.capacity
+    assert plan.draft is not None
+    steps = 8 * plan.draft(n_keys) + plan.verify[8](n_keys)
+    # two rows, each selected for after 4 tokens in a pass of its own
+    assert plan.seconds(8, n_keys) - steps >= plan.tokens(8) * 2 * 0.02 / 4
+    assert plan.seconds(0, n_keys) == plan.verify[0](n_keys)

@@ -70,6 +70,8 @@ class Rig:
     def begin(self) -> None:
         self.rows.look(self.lengths, [SamplingParams()] * len(self.lengths))
         self.policy.renew(self.rows)
+        for n_keys in self.policy.refreshes(self.rows):
+            self.policy.refresh(self.rows, n_keys)
         self.policy.begin(self.rows)
 
     def grow(self, by: Sequence[int], *, observed: bool = True) -> None:
