@@ -149,7 +149,7 @@ class Bench:
                 parts: dict[str, Callable[[], object]] = {
                     "draft": partial(policy.propose, rows, gamma),
                     "verify": partial(rounds.feed, tokens, rows.n_keys + gamma),
-                    "judge": partial(rounds.judge, rows, logits, draft, self.engine.replay),
+                    "judge": partial(rounds.judged, logits, draft),
                 }
                 if policy.wants_mass:
                     parts["select"] = partial(policy.observe, rows, mass)

@@ -145,6 +145,11 @@ class Stream:
     def __hash__(self) -> int:
         return self.cuda_stream
 
+    def record_event(self) -> Event:
+        event = Event(self.cuda)
+        event.record()
+        return event
+
 
 class Current:
     """torch.cuda.stream: a stream is the current one meanwhile."""
