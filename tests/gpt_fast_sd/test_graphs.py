@@ -120,7 +120,7 @@ def test_many_pools_one_after_another_leave_alone_the_streams_of_one_that_stays(
 @ONE_RULE
 def test_an_engine_is_refused_where_others_have_all_streams(cuda: Cuda) -> None:
     pools = [GraphPool(torch.device("cpu")) for _ in range(16)]
-    with pytest.raises(RuntimeError, match="^all 32 CUDA streams of cpu belong to other engines: close one of them$"):
+    with pytest.raises(RuntimeError, match=r"^all 32 CUDA streams of cpu belong to other engines: close one of them$"):
         engine()
     pools[3].close()
     engine()
