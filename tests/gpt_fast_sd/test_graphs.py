@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.graphs import GraphPool
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.replay import Replay
@@ -38,6 +39,8 @@ PROMPTS = [random_ids(n, seed=n) for n in (100, 1, 300, 40)]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, seed=3)
 FILTERED = SamplingParams(max_tokens=6, temperature=0.9, seed=3, top_k=20)
+
+ONE_RULE = pytest.mark.parametrize("rule", ["2.13"])  # for what hangs on no version
 
 
 @pytest.fixture(params=RULES)
@@ -102,16 +105,25 @@ def test_an_engine_that_goes_takes_nothing_along_that_another_needs(cuda: Cuda, 
     assert tokens(one) == expected
 
 
-def test_many_engines_one_after_another_leave_the_streams_of_one_that_stays_alone(
+def test_many_pools_one_after_another_leave_alone_the_streams_of_one_that_stays(
     cuda: Cuda, expected: list[list[int]]
 ) -> None:
     one = engine()
     assert tokens(one) == expected
     for _ in range(20):  # torch deals 32 streams round and round
-        other = engine("off", max_seq_len=16)
-        other.generate([[1, 2]], SamplingParams(max_tokens=3))
-        del other
+        pool = GraphPool(one.device)
+        pool(lambda: torch.ones(2, 2) @ torch.ones(2, 2))()
+        del pool
     assert tokens(one) == expected
+
+
+@ONE_RULE
+def test_an_engine_is_refused_where_others_have_all_streams(cuda: Cuda) -> None:
+    pools = [GraphPool(torch.device("cpu")) for _ in range(16)]
+    with pytest.raises(RuntimeError, match=r"^all 32 CUDA streams of cpu belong to other engines: close one of them$"):
+        engine()
+    pools[3].close()
+    engine()
 
 
 def test_the_graphs_of_others_on_torchs_own_capture_stream_are_no_matter(cuda: Cuda, expected: list[list[int]]) -> None:
@@ -124,6 +136,7 @@ def test_the_graphs_of_others_on_torchs_own_capture_stream_are_no_matter(cuda: C
     assert tokens(one) == expected
 
 
+@ONE_RULE
 def test_a_capture_lets_other_threads_call_cuda(cuda: Cuda) -> None:
     tokens(engine())
     assert cuda.captures and {capture["mode"] for capture in cuda.captures} == {"thread_local"}
@@ -155,6 +168,7 @@ def test_no_more_graphs_are_held_than_the_bound(
     assert max(held) == 2 and len(cuda.graphs) <= 3  # and the pool's own
 
 
+@ONE_RULE
 def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cuda: Cuda) -> None:
     one = engine()
     tokens(one)
@@ -165,6 +179,7 @@ def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cu
 # ---- what a graph has baked in ---------------------------------------------------------------------------------------
 
 
+@ONE_RULE
 def test_a_policy_that_is_set_drafts_in_captured_rounds(cuda: Cuda, expected: list[list[int]]) -> None:
     one = engine(gamma=3)
     assert tokens(one) == expected and one.stats.acceptance_rate < 0.9
@@ -210,6 +225,7 @@ CHANGES: dict[str, tuple[Callable[[Engine], None], dict[str, Any]]] = {
 }
 
 
+@ONE_RULE
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_round_reads_on_the_host_asks_for_another_graph(name: str, cuda: Cuda) -> None:
     change, how = CHANGES[name][0], dict(CHANGES[name][1])
@@ -223,6 +239,7 @@ def test_what_a_round_reads_on_the_host_asks_for_another_graph(name: str, cuda: 
     assert len(cuda.captures) > before
 
 
+@ONE_RULE
 def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None:
     one = engine(max_seq_len=2000)
     counts = []
@@ -239,6 +256,7 @@ FOR_GOOD = {"target", "rows", "decode", "verify", "judge", "vocab_size", "vocabu
 BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
 
 
+@ONE_RULE
 @pytest.mark.parametrize("policy", ["streaming", "guided", "quest", "snapkv", "lookup", "hierarchy"])
 def test_whatever_a_captured_round_reads_on_the_host_is_accounted_for(
     policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
@@ -265,6 +283,7 @@ def test_whatever_a_captured_round_reads_on_the_host_is_accounted_for(
 CLOSED = "the engine is closed: build a new one"
 
 
+@ONE_RULE
 def test_a_closed_engine_holds_no_graph_and_refuses_calls_in_one_sentence(cuda: Cuda) -> None:
     one = engine(gamma="auto")
     tokens(one)
@@ -286,6 +305,7 @@ def test_a_closed_engine_holds_no_graph_and_refuses_calls_in_one_sentence(cuda: 
             call()
 
 
+@ONE_RULE
 def test_an_engine_closes_at_the_end_of_its_block_and_streams_end_there(cuda: Cuda) -> None:
     with engine() as one:
         stream = one.stream(PROMPTS, GREEDY)
@@ -349,6 +369,7 @@ def test_a_batch_job_ends_its_group_when_it_is_done(
 # ---- the clock -------------------------------------------------------------------------------------------------------
 
 
+@ONE_RULE
 def test_seconds_of_captures_are_counted_apart_and_teach_the_planner_nothing(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,6 +493,7 @@ def test_an_engine_whose_device_failed_says_so_and_why(at: str, cuda: Cuda) -> N
     one.close()
 
 
+@ONE_RULE
 def test_a_device_that_fails_after_the_last_token_is_told(cuda: Cuda) -> None:
     """Rounds that were launched ahead fail when nobody reads them any more."""
     one = engine()
