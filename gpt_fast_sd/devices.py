@@ -14,12 +14,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import in_short
+
+from .kernels import prepare_launches
 
 CAPABILITY = (8, 0)  # the least that the kernels' tables are made for: tiles of 163 KiB, products of bf16
 
@@ -98,7 +99,7 @@ def _require_launches() -> None:
     """ValueError unless Triton has, or can build, the C module that it launches kernels with."""
     with _stderr_of_children() as said:
         try:
-            _prepare_launches()
+            prepare_launches()
             return
         except Exception as error:  # no compiler, what a compiler refuses, no libcuda, no place to write, ...
             failed, why = error, in_short(error)
@@ -114,21 +115,6 @@ def _require_launches() -> None:
         f"device 'cuda' cannot be used: Triton cannot build the module that launches its kernels ({why}); "
         f"{advice}use device 'cpu'"
     ) from failed
-
-
-def _prepare_launches() -> None:
-    """What Triton does at its first launch; it raises what it raises."""
-    import triton.backends.nvidia.driver as nvidia
-    import triton.runtime.build as build
-    from triton.runtime import driver
-
-    # the module is built, unless Triton's cache has it, and loaded
-    assert driver.active.utils is not None and driver.active.get_current_target().backend == "cuda"
-    if hasattr(nvidia, "make_launcher"):  # until Triton 3.6 each kernel has a launcher of its own: can one be built?
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder, "launcher.c")
-            source.write_text("#include <Python.h>\n", encoding="utf-8")
-            build._build("launcher", str(source), folder, [], [], [], [])
 
 
 @contextlib.contextmanager
