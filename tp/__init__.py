@@ -6,7 +6,7 @@ they do the same.
 """
 
 from .agree import Agreement, Disagreement
-from .collectives import broadcast
+from .collectives import broadcast, sum_in_order
 from .mesh import TIMEOUT, Landing, Parallel, start
 from .plan import ALONE, PLAN, Group, collectives_per_step, local_config
 from .vocab import Vocabulary
@@ -25,4 +25,5 @@ __all__ = [
     "collectives_per_step",
     "local_config",
     "start",
+    "sum_in_order",
 ]
