@@ -420,7 +420,7 @@ def sums_in_order_are_the_first_ranks_and_then_the_others(parallel: Parallel, fo
 
 @contextlib.contextmanager
 def other_probabilities(parallel: Parallel, harshly: bool) -> Iterator[None]:
-    """On each rank but the first every probability is another one: in its last bit, or by up to a third.
+    """On each rank but the first probabilities are other ones: every second in its last bit, or all by up to a third.
 
     In the last bit it matters where a draw falls on the edge between two tokens, and here each draw does: of 256 tokens
     that are all as likely. What is impossible stays so.
@@ -429,9 +429,12 @@ def other_probabilities(parallel: Parallel, harshly: bool) -> Iterator[None]:
 
     def probabilities(*args: Any, **kwargs: Any) -> Tensor:
         p = true(*args, **kwargs)
-        if rank and harshly:
-            return p * (1 + (torch.arange(p.shape[-1]) * (7 + rank) % 11 - 5) / 15)
-        return torch.where(p > 0, torch.nextafter(p, torch.tensor(0.0)), p) if rank else p
+        if not rank:
+            return p
+        token = torch.arange(p.shape[-1])  # [V]
+        if harshly:
+            return p * (1 + (token * (7 + rank) % 11 - 5) / 15)
+        return torch.where((p > 0) & (token % 2 == 1), torch.nextafter(p, torch.tensor(0.0)), p)
 
     def uniform(*args: Any) -> Tensor:
         return (place(*args) * 256).floor() / 256
