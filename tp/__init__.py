@@ -6,7 +6,7 @@ do the same; and `take_device`, which finds the device of one of them.
 """
 
 from .agree import Agreement, Disagreement
-from .collectives import broadcast
+from .collectives import broadcast, sum_in_order
 from .devices import in_short, take_device
 from .mesh import TIMEOUT, Landing, Parallel, start
 from .plan import ALONE, PLAN, Group, collectives_per_step, local_config
@@ -27,5 +27,6 @@ __all__ = [
     "in_short",
     "local_config",
     "start",
+    "sum_in_order",
     "take_device",
 ]
