@@ -102,9 +102,7 @@ def test_one_graph_serves_verifications_of_several_widths() -> None:
 # Some reductions over the vocabulary, and the writes of the rows; uncompiled they are 58 operators where all rows are
 # greedy, 268 where any samples, 288 where any filters. What filters sort nothing, however large the vocabulary.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sampled", "filtered", "launches"), [(False, False, 12), (True, False, 14), (True, True, 18)]
-)
+@pytest.mark.parametrize(("sampled", "filtered", "launches"), [(False, False, 12), (True, False, 14), (True, True, 18)])
 def test_judging_is_one_graph_of_few_launches(sampled: bool, filtered: bool, launches: int) -> None:
     with fake_cuda_tensors(), torch.inference_mode():
         rows, tokens = (rig := fake_rig()).rows, rig.tokens(5)

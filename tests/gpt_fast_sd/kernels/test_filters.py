@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast_sd.kernels import likeliest
-
 from tests.gpt_fast_sd.kernels.rows import expected, found, rows_of_every_kind
 
 PS = ["1e-12", "0.1", "0.5", "0.73", "0.9", "0.999", "1"]
