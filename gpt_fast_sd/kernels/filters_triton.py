@@ -3,8 +3,9 @@
 
 A key is the bits of -score, 31 of them: the better a token, the smaller. Each step reads all rows once, many programs a
 row, and sums for each of the 16 values of a digit what the keys weigh that begin with the digits found so far; the next
-step adds up what the programs of its row found, and so knows one digit more. Eight steps count tokens (top-k), eight add
-weights (top-p); a row that has no such filter leaves at once. Nothing is read by the host, no order of sums matters.
+step adds up what the programs of its row found, and so knows one digit more. Eight steps count tokens (top-k), eight
+add weights (top-p); a row that has no such filter leaves at once. Nothing is read by the host, and as whole numbers are
+added no order of sums matters.
 
 Shapes: B rows of scores, V vocabulary, N tiles of a row, 16 values of a digit.
 """
@@ -95,10 +96,7 @@ def step_kernel(
         tl.store(p_sums + tl.arange(0, 16), tl.zeros([16], tl.int64))
     else:
         b_digit = tl.where(m_here, (b_key >> shift) & 15, 16)
-        if WEIGHS:
-            b_weight = weight_of(b_key)
-        else:
-            b_weight = tl.full([BLOCK], 1, tl.int32)
+        b_weight = weight_of(b_key) if WEIGHS else tl.full([BLOCK], 1, tl.int32)
         for i in tl.static_range(16):
             tl.store(p_sums + i, tl.sum(tl.where(b_digit == i, b_weight, 0), 0).to(tl.int64))
 

@@ -159,7 +159,8 @@ def test_the_nucleus_of_a_large_vocabulary_is_not_lost_to_rounding() -> None:
         p = probabilities(logits, table_of([params], weight.size))
         expected = slow_probabilities(logits[0].numpy(), params)
         wrong = np.abs((p[0].numpy() > 0) * weight - (expected > 0) * weight).sum()
-        assert wrong <= weight.size * 2.0**-45, (top_p, wrong)  # each weight is rounded to units of 2**-44
+        # each weight is rounded to units of 2**-44, and the sums end within a token
+        assert wrong <= weight.size * 2.0**-45 + 2e-9, (top_p, wrong)
 
 
 @pytest.mark.parametrize("n", [3, 7, 10, 20, 100])

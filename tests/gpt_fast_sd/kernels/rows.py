@@ -29,13 +29,17 @@ def kept(scores: Sequence[float], top_k: int, top_p: str) -> list[int]:
     return sorted(nucleus)
 
 
-def found(body: Body, scores: Tensor, top_k: Sequence[int], top_p: Sequence[str]) -> list[list[int]]:
-    """The places that a search keeps of each row [B, V]."""
-    p = torch.tensor([float(x) for x in top_p], dtype=torch.float64)
-    cut, last = body(scores, torch.tensor(top_k), p)
+def places(scores: Tensor, cut: Tensor, last: Tensor) -> list[list[int]]:
+    """The places that a cut keeps of each row [B, V]."""
     place = torch.arange(scores.shape[1])
     stays = (scores > cut[:, None]) | ((scores == cut[:, None]) & (place <= last[:, None]))
     return [row.nonzero()[:, 0].tolist() for row in stays]
+
+
+def found(body: Body, scores: Tensor, top_k: Sequence[int], top_p: Sequence[str]) -> list[list[int]]:
+    """The places that a search keeps of each row [B, V]."""
+    p = torch.tensor([float(x) for x in top_p], dtype=torch.float64)
+    return places(scores, *body(scores, torch.tensor(top_k), p))
 
 
 def expected(scores: Tensor, top_k: Sequence[int], top_p: Sequence[str]) -> list[list[int]]:
@@ -59,4 +63,5 @@ def rows_of_every_kind(n: int) -> Tensor:
         (normal * 3).bfloat16().float(),
         torch.where(pick < 0.5, -31.0, -31.3),  # about half a unit of weight
     ])  # fmt: skip
+    rows[6, -1] = 0.0  # something is possible
     return rows - rows.amax(-1, keepdim=True)

@@ -12,13 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpt_fast_sd.kernels.rows import expected, found, rows_of_every_kind
+from tests.gpt_fast_sd.kernels.rows import expected, found, places, rows_of_every_kind
 
 reference = importlib.import_module("gpt_fast_sd.kernels.filters")  # what is tested lies behind the door
 filters_triton = importlib.import_module("gpt_fast_sd.kernels.filters_triton")
-
-KS = {1: [1], 17: [17, 5, 17, 1, 16, 9], 300: [300, 40, 7, 1, 300, 299]}
-PS = ["0.9", "0.5", "1", "0.999", "1e-12"]
 
 
 @pytest.fixture(autouse=True)
@@ -33,45 +30,44 @@ def nothing_is_right_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", full)
 
 
-def same(scores: Tensor, top_k: list[int], top_p: list[str]) -> None:
-    """Both bodies cut at the same score, and at the same place."""
-    p = torch.tensor([float(x) for x in top_p], dtype=torch.float64)
-    pairs = [body.likeliest(scores, torch.tensor(top_k), p) for body in (filters_triton, reference)]
-    assert all(mine.equal(theirs) for mine, theirs in zip(*pairs, strict=True))
+def check(scores: Tensor, top_k: list[int], top_p: list[str]) -> None:
+    """The kernels keep what plain Python keeps, and cut at the very score and place of the reference."""
+    args = scores, torch.tensor(top_k), torch.tensor([float(x) for x in top_p], dtype=torch.float64)
+    (cut, last), theirs = filters_triton.likeliest(*args), reference.likeliest(*args)
+    assert cut.equal(theirs[0]) and last.equal(theirs[1])
+    assert places(scores, cut, last) == expected(scores, top_k, top_p)
 
 
-@pytest.mark.parametrize("n_vocab", KS)
+@pytest.mark.parametrize(
+    "n_vocab", [17, pytest.param(1, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.slow)]
+)
 def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
     scores = rows_of_every_kind(n_vocab)
-    for turn in range(1 if n_vocab == 1 else 2):
-        top_k = [KS[n_vocab][(i + turn) % len(KS[n_vocab])] for i in range(len(scores))]
-        top_p = [PS[(i + 2 * turn) % len(PS)] for i in range(len(scores))]
-        assert found(filters_triton.likeliest, scores, top_k, top_p) == expected(scores, top_k, top_p)
-        same(scores, top_k, top_p)
+    ks = [min(k, n_vocab) for k in (n_vocab, 5, n_vocab, 1, 40, n_vocab - 1 or 1)]
+    check(scores, ks * 2, ["0.9", "1", "0.5", "1", "0.999", "1e-12"] * 2)
 
 
-def test_ties_are_cut_as_plain_python_cuts_them() -> None:
-    scores = torch.randint(0, 4, (30, 12)) * -0.7
+@pytest.mark.parametrize("n_rows", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_ties_are_cut_as_plain_python_cuts_them(n_rows: int) -> None:
+    scores = torch.randint(0, 4, (n_rows, 12)) * -0.7
     scores -= scores.amax(-1, keepdim=True)
-    top_k = torch.randint(1, 13, (30,)).tolist()
-    top_p = [f"0.{i:02}" for i in torch.randint(1, 100, (30,)).tolist()]
-    assert found(filters_triton.likeliest, scores, top_k, top_p) == expected(scores, top_k, top_p)
-    same(scores, top_k, top_p)
+    top_k = torch.randint(1, 13, (n_rows,)).tolist()
+    check(scores, top_k, [f"0.{i:02}" for i in torch.randint(1, 100, (n_rows,)).tolist()])
 
 
 def test_a_row_may_be_longer_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filters_triton, "BLOCK", 128)
-    scores = rows_of_every_kind(3 * 128 - 27)
-    same(scores, [357, 40, 357, 1, 200, 357] * 2, ["0.9", "0.95", "1", "1", "0.6", "0.3"] * 2)
+    n_vocab = 2 * 128 + 27
+    scores = rows_of_every_kind(n_vocab)[[0, 4, 5, 10]]  # no ties, nothing but ties, many, some
+    check(scores, [n_vocab, n_vocab, 200, 40], ["0.9", "0.7", "0.6", "1"])
 
 
 def test_a_row_that_holds_nan_neither_hangs_nor_troubles_the_others() -> None:
-    scores = rows_of_every_kind(100)[:4]
+    scores = rows_of_every_kind(100)[:3]
     bad = scores.clone()
-    bad[1], bad[3, ::2] = math.nan, math.nan
+    bad[0], bad[2, 1::2] = math.nan, math.nan
     for body in (filters_triton.likeliest, reference.likeliest):
-        good, got = (found(body, each, [30] * 4, ["0.9"] * 4) for each in (scores, bad))
-        assert got[::2] == good[::2]
+        assert found(body, bad, [30] * 3, ["0.9"] * 3)[1] == expected(scores[1:2], [30], ["0.9"])[0]
 
 
 def test_no_rows_are_no_trouble() -> None:
