@@ -34,7 +34,7 @@ from gpt_fast_sd.model import (
 from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config
 
 from .compiling import can_compile, hold_still, inductor_options, require_kernels, span
-from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
+from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import ways_of
 from .memory import MemoryPlan
 from .planner import GammaPlanner
@@ -110,7 +110,7 @@ class Engine:
         self._landed_at: float | None = None  # clock at the last landing, None: something else came since
         self._running = False
         self.rounds = self._rounds_of(self.draft, draft_model)
-        self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
+        self.planner = GammaPlanner(self.draft.gamma, self._tiers)
         self._warm, self._compile_seconds = False, 0.0
 
     def redraft(self, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
@@ -121,13 +121,13 @@ class Engine:
         self._require_idle()
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
         rounds.decode, rounds.verify, rounds.replay = before.decode, before.verify, before.replay
-        self.draft, self.rounds, self.planner = draft, rounds, GammaPlanner(draft.gamma, GAMMA_TIERS)
+        self.draft, self.rounds, self.planner = draft, rounds, GammaPlanner(draft.gamma, self._tiers)
         self._warm, self._compile_seconds = False, 0.0
 
     def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
         # exact: plain and speculative decoding run the target through one width, over one number of keys
         gamma = draft.gamma  # without a policy, too
-        width = 1 + (GAMMA_TIERS[-1] if isinstance(gamma, str) else gamma) if self.config.exact else 0
+        width = 1 + (self._tiers[-1] if isinstance(gamma, str) else gamma) if self.config.exact else 0
         theirs = draft_group(draft, self.parallel)
         if draft_model:
             theirs.check_part(draft_model)
@@ -316,11 +316,15 @@ class Engine:
         return min(s for s, _ in seconds), min(s for _, s in seconds)
 
     @property
+    def _tiers(self) -> tuple[int, ...]:
+        return gamma_tiers(self.target.model.config.group_size)
+
+    @property
     def _gammas(self) -> list[int]:
         """What a round may draft."""
         if not self.policy:
             return [0]
-        return list(GAMMA_TIERS) if isinstance(self.draft.gamma, str) else [0, self.draft.gamma]
+        return list(self._tiers) if isinstance(self.draft.gamma, str) else [0, self.draft.gamma]
 
     # ---------------------------------------------------------------- the path
 
