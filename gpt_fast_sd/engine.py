@@ -36,7 +36,7 @@ from gpt_fast_sd.model import (
 from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config, take_device
 
 from .compiling import can_compile, inductor_options, span
-from .config import GAMMA_TIERS, DraftConfig, EngineConfig, SamplingParams
+from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, natural_dtype, require_current, require_kernels, ways_of, whole_memory
 from .graphs import GraphPool
 from .memory import MemoryPlan
@@ -121,7 +121,7 @@ class Engine:
         self._running = self._closed = False
         self._failure: str | None = None  # what the device failed with
         self.rounds = self._rounds_of(self.draft, draft_model)
-        self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
+        self.planner = GammaPlanner(self.draft.gamma, self._tiers)
         self._warm, self._compile_seconds = False, 0.0
         self._graphs_before = 0  # the call that runs
         self.parallel.close_before(self)
@@ -164,7 +164,7 @@ class Engine:
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
         before.forget()  # whoever else may know them
         rounds.keep_steps(before)
-        self.draft, self.rounds, self.planner = draft, rounds, GammaPlanner(draft.gamma, GAMMA_TIERS)
+        self.draft, self.rounds, self.planner = draft, rounds, GammaPlanner(draft.gamma, self._tiers)
         self._plan = replace(plan, weights=self._plan.weights)
         self._warm, self._compile_seconds = False, 0.0
 
@@ -175,7 +175,7 @@ class Engine:
     def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
         # exact: plain and speculative decoding run the target through one width, over one number of keys
         gamma = draft.gamma  # without a policy, too
-        width = 1 + (GAMMA_TIERS[-1] if isinstance(gamma, str) else gamma) if self.config.exact else 0
+        width = 1 + (self._tiers[-1] if isinstance(gamma, str) else gamma) if self.config.exact else 0
         theirs = draft_group(draft, self.parallel)
         if draft_model:
             theirs.check_part(draft_model)
@@ -242,7 +242,7 @@ class Engine:
         """Let this one draft from now on; its steps are compiled and timed as those of the first one were."""
         self._require_idle()
         self.rounds.set_policy(policy)
-        self.planner = GammaPlanner(self.draft.gamma, GAMMA_TIERS)
+        self.planner = GammaPlanner(self.draft.gamma, self._tiers)
         self._warm, self._compile_seconds = False, 0.0
 
     @property
@@ -403,12 +403,16 @@ class Engine:
         return min(seconds) / policy.refresh_every
 
     @property
+    def _tiers(self) -> tuple[int, ...]:
+        return gamma_tiers(self.target.model.config.group_size)
+
+    @property
     def _gammas(self) -> list[int]:
         """What a round may draft."""
         if not self.policy:
             return [0]
         # the most first: what a step of varying width is built for is what its first call brings
-        return list(GAMMA_TIERS[::-1]) if isinstance(self.draft.gamma, str) else [self.draft.gamma, 0]
+        return list(self._tiers[::-1]) if isinstance(self.draft.gamma, str) else [self.draft.gamma, 0]
 
     # ---------------------------------------------------------------- the path
 

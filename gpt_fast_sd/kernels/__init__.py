@@ -4,12 +4,14 @@ For CPUs with AVX-512 bf16 dot products `cpu_attention`: flash-decoding, dense, 
 over listed entries; `cpu_attention_fits` says whether it can be used. For CUDA, in Triton: `decode_attention` (and with
 the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`, and what selects: `top_pages`,
 `guided_select`, `page_bounds`, `quest_pages`, and of tokens `likeliest`. On CPU tensors these are references with the
-same results, most of them slow. `prepare_launches` does beforehand what Triton needs for launching any of them.
+same results, most of them slow. `prepare_launches` does beforehand what Triton needs for launching any of them, and
+`launches` says how many kernels a call of one launches.
 """
 
 from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
+from .launches import launches
 from .launching import prepare_launches
 from .prefill import key_mass, prefill_attention, prefill_attention_with_lse
 from .select import guided_select, page_bounds, quest_pages, top_pages
@@ -25,6 +27,7 @@ __all__ = [
     "decode_attention_with_mass",
     "guided_select",
     "key_mass",
+    "launches",
     "likeliest",
     "page_bounds",
     "prefill_attention",

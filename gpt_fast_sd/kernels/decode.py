@@ -81,7 +81,7 @@ def scores_reference(q: Tensor, k: Tensor, pos: Tensor, n_keys: int) -> tuple[Te
 def page_sums(mass: Tensor, page: int) -> Tensor:
     """Sums over whole pages: [B, K, n_keys] -> [B, K, n_keys // page]."""
     n_pages = mass.shape[-1] // page
-    sums: Tensor = mass[..., : n_pages * page].unflatten(-1, (n_pages, page)).sum(-1)
+    sums: Tensor = mass.narrow(-1, 0, n_pages * page).unflatten(-1, (n_pages, page)).sum(-1)
     return sums
 
 

@@ -37,44 +37,60 @@ class Config(NamedTuple):
     block_n: int  # keys of a block
     num_warps: int
     num_stages: int
+    per_sm: int  # blocks of threads that an SM is meant to hold at a time; the launch does not need it, tests do
 
 
-def architecture() -> int:
-    """The compute capability that kernels are built for, 90 for Hopper."""
-    arch: int = triton.runtime.driver.active.get_current_target().arch
+def architecture() -> int | str:
+    """The compute capability that kernels are built for, 90 for Hopper; a text where that is no NVIDIA GPU."""
+    arch: int | str = triton.runtime.driver.active.get_current_target().arch
     return arch
 
 
-def family(arch: int) -> int:
-    """Whose row of the tables serves: 90 where a block of threads may take 227 KiB of shared memory, else 80."""
+def family(arch: int | str) -> int:
+    """Whose row of the tables serves: 90 where a block of threads may take 227 KiB of shared memory, else 80.
+
+    ValueError for what no row was reckoned for: a capability below 8.0, and GPUs of other makers ("gfx942").
+    """
+    if not isinstance(arch, int) or arch < 80:
+        raise ValueError(f"the kernels are for NVIDIA GPUs of compute capability 8.0 and later, not for {arch!r}")
     return 90 if arch in (90, 100, 103) else 80
 
 
-# (family, bytes of an entry, padded head dim) -> keys of a block, {rows of a tile: (warps, stages)}. The keys of a
-# block must not depend on the rows of a tile: the order of sums follows from them.
+# (family, bytes of an entry, padded head dim) -> keys of a block, {rows of a tile: (warps, stages, blocks an SM)}. The
+# keys of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
 # Reckoned, not timed on a chip. A block of threads has stages - 1 blocks of keys and of values on their way from memory
 # while it computes: 64 keys of 128 bf16 are 16 KiB, keys and values 32 KiB. By Little's law an SM needs 36 KB on their
 # way for 4.8 TB/s (H200: 132 SMs, 1 us), 19 KB for 2 TB/s (A100: 108 SMs). Two blocks of threads an SM are wanted, one
-# to compute while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere.
+# to compute while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere. 64 rows
+# of 128 dims take 112, and with mass half a KiB more, through which the sums of pages pass on their way to be stored: a
+# whole KiB would be the limit to the byte, and on sm_100 past it. Where eight warps take a tile, two groups of four
+# wait for each other's products, and one such block is all that the registers of an SM hold. On SMs of 100 KiB (sm_86,
+# 89, 120) one block is enough: it has 32 KiB and more on their way, and 1 TB/s over 128 SMs needs 8.
+#
+# What 65 to 128 rows cost: one block of eight warps an SM, so that products and exps of all 128 rows wait for bytes and
+# are waited for, whatever part of the tile is empty. A tile of 64 + 16 rows, two products on the same keys, would serve
+# 72 rows: compiled for sm_90 it takes 255 registers (205 without the 16), with mass it spills, on sm_80 it spills with
+# four warps. So drafts of a length that fills a tile are drawn instead (config.gamma_tiers).
+#
 # fp32 products take no tensor cores, and larger tiles do not fit the registers; with one tile, bits depend on no T.
 CONFIGS = {
-    (90, 2, 64): (64, {16: (4, 4), 32: (4, 4), 64: (4, 4), 128: (8, 3)}),
-    (90, 2, 128): (64, {16: (4, 3), 32: (4, 3), 64: (4, 3), 128: (8, 3)}),
-    (90, 2, 256): (32, {16: (4, 2), 32: (4, 3), 64: (8, 3)}),
-    (90, 4, 64): (32, {16: (8, 3)}),
-    (90, 4, 128): (32, {16: (8, 3)}),
-    (90, 4, 256): (16, {16: (8, 3)}),
-    (80, 2, 64): (64, {16: (4, 3), 32: (4, 3), 64: (4, 3), 128: (8, 3)}),
-    (80, 2, 128): (64, {16: (4, 3), 32: (4, 3), 64: (4, 2), 128: (8, 2)}),
-    (80, 2, 256): (32, {16: (4, 3), 32: (4, 3), 64: (8, 2)}),
-    (80, 4, 64): (32, {16: (4, 3)}),
-    (80, 4, 128): (32, {16: (4, 3)}),
-    (80, 4, 256): (16, {16: (4, 3)}),
+    (90, 2, 64): (64, {16: (4, 4, 2), 32: (4, 4, 2), 64: (4, 4, 2), 128: (8, 3, 1)}),
+    (90, 2, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (90, 2, 256): (32, {16: (4, 2, 2), 32: (4, 3, 2), 64: (8, 3, 1)}),
+    (90, 4, 64): (32, {16: (8, 3, 2)}),
+    (90, 4, 128): (32, {16: (8, 3, 2)}),
+    (90, 4, 256): (16, {16: (8, 3, 2)}),
+    (80, 2, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (80, 2, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 2, 2), 128: (8, 2, 1)}),
+    (80, 2, 256): (32, {16: (4, 3, 2), 32: (4, 2, 2), 64: (8, 2, 1)}),
+    (80, 4, 64): (32, {16: (4, 3, 2)}),
+    (80, 4, 128): (32, {16: (8, 3, 2)}),
+    (80, 4, 256): (16, {16: (4, 3, 1)}),
 }
 
 
-def config(arch: int, itemsize: int, block_h: int, n_rows: int) -> Config:
+def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
     """How to read for n_rows rows of block_h dims of itemsize bytes: in one tile if there is one so large."""
     block_n, tiles = CONFIGS[family(arch), itemsize, max(block_h, 64)]
     block_r = next((block_r for block_r in tiles if block_r >= n_rows), max(tiles))
@@ -152,7 +168,14 @@ def split_kernel(
             o_unit = i_bk * n_units + (start + j) // UNIT + tl.arange(0, BLOCK_N // UNIT)
             # [BLOCK_R, BLOCK_N // UNIT]
             b_sum = tl.sum(tl.reshape(b_w, [BLOCK_R, BLOCK_N // UNIT, UNIT]), 2)
-            tl.store(p_sum + o_unit[None, :] * n_rows + o_r[:, None], b_sum, mask=m_r[:, None])
+            if BLOCK_R == 64 and BLOCK_N // UNIT == 4:  # in halves, so that half as much shared memory will do
+                b_even, b_odd = tl.split(tl.reshape(b_sum, [BLOCK_R, 2, 2]))
+                o_even = i_bk * n_units + (start + j) // UNIT + 2 * tl.arange(0, 2)
+                p_even = p_sum + o_even[None, :] * n_rows + o_r[:, None]
+                tl.store(p_even, b_even, mask=m_r[:, None])
+                tl.store(p_even + n_rows, b_odd, mask=m_r[:, None])
+            else:
+                tl.store(p_sum + o_unit[None, :] * n_rows + o_r[:, None], b_sum, mask=m_r[:, None])
             i_block = i_bk * (n_units // (BLOCK_N // UNIT)) + (start + j) // BLOCK_N
             tl.store(p_max + i_block * n_rows + o_r, b_max, mask=m_r)
         # [BLOCK_N, BLOCK_H]
@@ -247,14 +270,15 @@ def mass_kernel(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, row_lse: Tensor | None = None, *, arch: int
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, row_lse: Tensor | None = None, *,
+    arch: int | str,
+) -> Tensor:  # fmt: skip
     """See decode.decode_attention. row_lse: where to put the base-2 lse, fp32 [B, K, T, G]."""
     return _attend(q, k, v, pos, n_keys, split, None, row_lse, arch)[0]
 
 
 def attend_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int | str
 ) -> tuple[Tensor, Tensor]:
     """See decode.decode_attention_with_mass."""
     assert page in PAGES
@@ -265,7 +289,7 @@ def attend_with_mass(
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int | None, row_lse: Tensor | None,
-    arch: int,
+    arch: int | str,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv = k.shape[1]
@@ -274,7 +298,7 @@ def _attend(
     assert q.dtype == k.dtype == v.dtype and q.stride(3) == 1 and 0 < n_keys <= k.shape[2]
     assert k.stride()[2:] == v.stride()[2:] == (head_dim, 1)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages = config(arch, q.element_size(), block_h, n_rows)
+    block_r, block_n, num_warps, num_stages, _ = config(arch, q.element_size(), block_h, n_rows)
     assert split % block_n == 0
     n_splits = triton.cdiv(n_keys, split)
     unit = 0 if page is None else min(page, block_n)

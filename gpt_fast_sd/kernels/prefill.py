@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .decode import attention_reference, page_sums, scores_reference
 
+FEW_ROWS = 256  # so few rows a kv head are too few tiles for a GPU: their keys are split as in decoding
+
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.

@@ -18,24 +18,39 @@ from torch import Tensor
 from . import decode_triton
 from .decode import page_sums
 from .decode_triton import LOG2_E, family, row_limits, strides
+from .prefill import FEW_ROWS
 
-FEW_ROWS, SPLIT = 256, 1024  # so few rows a kv head are too few tiles for a GPU: their keys are split as in decoding
+SPLIT = 1024  # keys that one program reads of few rows
 
-# (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages. Reckoned, not timed on
-# a chip: the largest tiles that fit the registers, as such tiles use keys most often. On Hopper 64 rows for four warps
-# are what its wide products (HGMMA) take, and those want 128 keys, lest they wait for shared memory.
+# (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks an SM (see
+# decode_triton.CONFIGS). Reckoned, not timed on a chip: the largest tiles that fit the registers, as such tiles use
+# keys most often; of those of 16 bits an SM holds one. On Hopper 64 rows for four warps are what its wide products
+# (HGMMA) take, and those want 128 keys, lest they wait for shared memory.
+#
+# Keys and values could come through tensor descriptors (TMA). Compiled for sm_90 by Triton 3.6.0 and 3.7.1 that changes
+# neither registers nor blocks an SM, and little in the loop over blocks that need no mask (128 rows, 128 keys of 128):
+#
+#                             instructions   registers   shared      blocks an SM
+#   pointers                       510          255      160 KiB          1
+#   descriptors                    488          254      161 KiB          1
+#   64 rows, 64 keys, pointers     373          236       80 KiB          2   (before scale and subtraction were one)
+#   the same, descriptors          366          216       81 KiB          2   (likewise)
+#
+# warp_specialize=True builds the same binary with eight warps and does not build with four. What descriptors save is a
+# twentieth of the instructions; they cost a second body (blocks at a row's end still need masks: what is behind it may
+# be NaN) and two descriptors made on the host for every call.
 PREFILL = {
-    (90, 2, 64): (128, 128, 8, 3), (90, 2, 128): (128, 128, 8, 2), (90, 2, 256): (64, 32, 8, 3),
-    (90, 4, 64): (16, 32, 8, 3), (90, 4, 128): (16, 32, 8, 2), (90, 4, 256): (16, 16, 4, 3),
-    (80, 2, 64): (128, 64, 8, 3), (80, 2, 128): (128, 32, 8, 4), (80, 2, 256): (64, 32, 8, 2),
-    (80, 4, 64): (16, 32, 4, 3), (80, 4, 128): (16, 32, 4, 3), (80, 4, 256): (16, 16, 4, 3),
+    (90, 2, 64): (128, 128, 8, 3, 1), (90, 2, 128): (128, 128, 8, 2, 1), (90, 2, 256): (64, 32, 8, 3, 1),
+    (90, 4, 64): (16, 32, 8, 3, 2), (90, 4, 128): (16, 32, 8, 2, 2), (90, 4, 256): (16, 16, 4, 3, 2),
+    (80, 2, 64): (128, 64, 8, 3, 1), (80, 2, 128): (128, 32, 8, 4, 1), (80, 2, 256): (64, 32, 8, 2, 1),
+    (80, 4, 64): (16, 32, 4, 3, 2), (80, 4, 128): (16, 32, 8, 3, 2), (80, 4, 256): (16, 16, 4, 3, 1),
 }  # fmt: skip
-# likewise -> keys of a program, rows of a tile, warps, stages
+# likewise -> keys of a program, rows of a tile, warps, stages, blocks an SM
 KEY_MASS = {
-    (90, 2, 64): (128, 64, 8, 3), (90, 2, 128): (128, 64, 8, 3), (90, 2, 256): (128, 32, 8, 2),
-    (90, 4, 64): (32, 16, 8, 2), (90, 4, 128): (32, 16, 8, 2), (90, 4, 256): (32, 16, 8, 2),
-    (80, 2, 64): (128, 64, 8, 3), (80, 2, 128): (128, 64, 8, 2), (80, 2, 256): (128, 32, 8, 2),
-    (80, 4, 64): (32, 16, 8, 2), (80, 4, 128): (32, 16, 8, 2), (80, 4, 256): (32, 16, 8, 2),
+    (90, 2, 64): (128, 64, 8, 3, 2), (90, 2, 128): (128, 64, 8, 3, 2), (90, 2, 256): (128, 32, 8, 2, 2),
+    (90, 4, 64): (32, 16, 8, 2, 2), (90, 4, 128): (32, 16, 8, 2, 2), (90, 4, 256): (32, 16, 8, 2, 2),
+    (80, 2, 64): (128, 64, 8, 3, 2), (80, 2, 128): (128, 64, 8, 2, 2), (80, 2, 256): (128, 32, 8, 2, 2),
+    (80, 4, 64): (32, 16, 8, 2, 2), (80, 4, 128): (32, 16, 8, 2, 2), (80, 4, 256): (32, 16, 8, 2, 2),
 }  # fmt: skip
 
 
@@ -58,11 +73,12 @@ def read_block(
     else:
         b_k = tl.load(p_k + o_block, mask=(o_h < H)[None, :], other=0.0)
     # [BLOCK_R, BLOCK_N]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * SCALE
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if MASKED:
         b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, 1))
-    b_w = tl.exp2(b_s - b_new[:, None])
+    # The scale is positive: only a row's largest score needs it by itself, all others get it as they are subtracted.
+    b_new = tl.maximum(b_max, tl.max(b_s, 1) * SCALE)
+    b_w = tl.exp2(b_s * SCALE - b_new[:, None])
     # [BLOCK_R]
     b_shrink = tl.exp2(b_max - b_new)
     b_total = b_total * b_shrink + tl.sum(b_w, 1)
@@ -174,14 +190,16 @@ def mass_kernel(
     tl.store(p_mass + i_bk.to(tl.int64) * n_units + o_u, b_unit, mask=o_u < n_units)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int | str) -> Tensor:
     """See prefill.prefill_attention."""
     if q.shape[1] // k.shape[1] * q.shape[2] <= FEW_ROWS:
         return decode_triton.attend(q, k, v, pos, n_keys, SPLIT, arch=arch)
     return _attend(q, k, v, pos, n_keys, None, arch)
 
 
-def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int) -> tuple[Tensor, Tensor]:
+def attend_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int | str
+) -> tuple[Tensor, Tensor]:
     """See prefill.prefill_attention_with_lse."""
     n_batch, n_heads, n_tokens, _ = q.shape
     n_kv = k.shape[1]
@@ -194,14 +212,14 @@ def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *
     return out, lse
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, lse: Tensor | None, arch: int) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, lse: Tensor | None, arch: int | str) -> Tensor:
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv = k.shape[1]
     group = n_heads // n_kv
     assert q.dtype == k.dtype == v.dtype and q.stride(3) == 1 and 0 < n_keys <= k.shape[2]
     assert k.stride()[2:] == v.stride()[2:] == (head_dim, 1) and n_keys * head_dim < 2**31
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages = PREFILL[family(arch), q.element_size(), max(block_h, 64)]
+    block_r, block_n, num_warps, num_stages, _ = PREFILL[family(arch), q.element_size(), max(block_h, 64)]
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     prefill_kernel[triton.cdiv(group * n_tokens, block_r), n_batch * n_kv](
         q, k, v, pos, out, lse, n_tokens, n_keys, *strides(q, 3), *strides(k, 2), *strides(v, 2), *pos.stride(),
@@ -211,13 +229,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, lse: Tens
     return out.transpose(1, 2)
 
 
-def key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, *, arch: int) -> Tensor:
+def key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, *, arch: int | str) -> Tensor:
     """See prefill.key_mass."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv = k.shape[1]
     assert q.dtype == k.dtype and q.stride(3) == 1 and k.stride()[2:] == (head_dim, 1) and 0 < n_keys <= k.shape[2]
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_n, block_r, num_warps, num_stages = KEY_MASS[family(arch), q.element_size(), max(block_h, 64)]
+    block_n, block_r, num_warps, num_stages, _ = KEY_MASS[family(arch), q.element_size(), max(block_h, 64)]
     unit = min(page, block_n)
     assert block_n % unit == page % unit == 0 and lse.is_contiguous()
     mass = torch.empty((n_batch, n_kv, n_keys // unit), dtype=torch.float32, device=q.device)

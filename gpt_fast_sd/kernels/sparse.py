@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ONE_CHUNK = 192  # entries that one program reads, so that nothing is merged
+
 
 @torch.library.custom_op("gpt_fast_sd::sparse_attention", mutates_args=())
 def sparse_attention(

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .decode_triton import LOG2_E, family, strides
+from .sparse import ONE_CHUNK
 
 MOST_CHUNKS = 16  # that the merge reads at once
 LARGEST_TILE = 64  # rows of a program
@@ -32,30 +33,32 @@ class Config(NamedTuple):
     block_n: int  # entries of a block
     num_warps: int
     num_stages: int
+    per_sm: int  # blocks of threads that an SM is meant to hold at a time; the launch does not need it, tests do
 
 
-# (family, bytes of a number, padded head dim) -> entries of a block, stages. The entries of a block must not depend on
-# the rows of a tile: the order of sums follows from them.
+# (family, bytes of a number, padded head dim) -> entries of a block, stages, blocks an SM with 16, 32 and 64 rows. The
+# entries of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
 # Reckoned, not timed on a chip. Entries wait for their list, so of s stages (s - 1) // 2 blocks of keys and values are
 # on their way while a program computes: 64 entries of 128 bf16 are 32 KiB, keys and values. Hopper takes two of them,
 # all of a chunk of 128 entries at once, and has shared memory for three such programs an SM, 192 KiB on their way; by
-# Little's law 36 KB serve for 4.8 TB/s (132 SMs, 1 us). Ampere takes one, in four programs an SM.
+# Little's law 36 KB serve for 4.8 TB/s (132 SMs, 1 us). Ampere takes one, in four programs an SM. Tiles of 64 rows are
+# for many tokens a row, which no draft step has: eight warps, and the registers of an SM for one of them.
 LOADS = {
-    (90, 2, 64): (64, 3), (90, 2, 128): (64, 5), (90, 2, 256): (32, 3),
-    (90, 4, 64): (32, 3), (90, 4, 128): (16, 3), (90, 4, 256): (16, 3),
-    (80, 2, 64): (64, 3), (80, 2, 128): (64, 3), (80, 2, 256): (32, 3),
-    (80, 4, 64): (32, 3), (80, 4, 128): (16, 3), (80, 4, 256): (16, 3),
+    (90, 2, 64): (64, 3, (3, 3, 1)), (90, 2, 128): (64, 5, (3, 2, 1)), (90, 2, 256): (32, 3, (2, 2, 1)),
+    (90, 4, 64): (32, 3, (3,)), (90, 4, 128): (16, 3, (3,)), (90, 4, 256): (16, 3, (3,)),
+    (80, 2, 64): (64, 3, (4, 4, 1)), (80, 2, 128): (64, 3, (4, 2, 1)), (80, 2, 256): (32, 3, (2, 2, 1)),
+    (80, 4, 64): (32, 3, (3,)), (80, 4, 128): (16, 3, (3,)), (80, 4, 256): (16, 3, (3,)),
 }  # fmt: skip
 
 
-def config(arch: int, itemsize: int, block_h: int, n_rows: int) -> Config:
+def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
     """How the kernel is built for n_rows queries of block_h dims of itemsize bytes."""
-    block_n, num_stages = LOADS[family(arch), itemsize, max(block_h, 64)]
+    block_n, num_stages, per_sm = LOADS[family(arch), itemsize, max(block_h, 64)]
     if itemsize == 4:  # without tensor cores a tile of more rows would spill
-        return Config(16, block_n, 4, num_stages)
+        return Config(16, block_n, 4, num_stages, *per_sm)
     block_r = min(max(16, triton.next_power_of_2(n_rows)), LARGEST_TILE)
-    return Config(block_r, block_n, 8 if block_r == LARGEST_TILE else 4, num_stages)
+    return Config(block_r, block_n, 8 if block_r == LARGEST_TILE else 4, num_stages, per_sm[block_r // 32])
 
 
 def chunk_for(n_entries: int) -> int:
@@ -64,8 +67,8 @@ def chunk_for(n_entries: int) -> int:
     Few entries are one chunk, which needs no merge: a second launch costs more than the bandwidth that half of a GPU
     leaves unused for so little. Eight kv heads in eight slots and 512 entries give 320 programs, two and more an SM.
     """
-    if n_entries <= 192:
-        return 192
+    if n_entries <= ONE_CHUNK:
+        return ONE_CHUNK
     if n_entries <= 1024:
         return 128
     if n_entries <= 2560:
@@ -182,7 +185,7 @@ def merge_kernel(
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor, tail_start: Tensor, tail_width: int, pos: Tensor, n_keys: int,
-    page: int, *, arch: int,
+    page: int, *, arch: int | str,
 ) -> Tensor:  # fmt: skip
     """See sparse.sparse_attention."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
@@ -193,7 +196,7 @@ def attend(
     assert k.stride()[2:] == v.stride()[2:] == (head_dim, 1)
     assert slots.stride(2) == 1 and n_listed % page == 0 and tail_start.is_contiguous() and n_entries > 0
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages = config(arch, q.element_size(), block_h, n_rows)
+    block_r, block_n, num_warps, num_stages, _ = config(arch, q.element_size(), block_h, n_rows)
     chunk = chunk_for(n_entries)
     n_chunks = triton.cdiv(n_entries, chunk)
 

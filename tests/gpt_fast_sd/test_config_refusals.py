@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
-from gpt_fast_sd.config import GAMMA_TIERS
+from gpt_fast_sd.config import GAMMA_TIERS, gamma_tiers
 
 REFUSED: list[tuple[type, dict[str, Any]]] = [
     *((EngineConfig, {"batch_size": value}) for value in (0, -1, 2.0, "8", True, None)),
@@ -151,3 +151,11 @@ def test_a_configuration_can_be_copied_with_a_change() -> None:
     assert (params.stop_strings, params.seed, params.max_tokens) == (("b",), 3, 5)
     with pytest.raises(ValueError, match="max_tokens"):
         dataclasses.replace(params, max_tokens=0)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_auto_never_asks_for_a_tile_that_one_token_less_would_halve(group: int) -> None:
+    """Attention serves up to 64 rows of a kv head in one tile, or up to 128: 9 tokens of 8 heads are 72."""
+    rows = group * (1 + max(gamma_tiers(group)))
+    assert rows <= (64 if group <= 8 else 128)
+    assert len(gamma_tiers(group)) == len(GAMMA_TIERS)  # as many graphs for every model

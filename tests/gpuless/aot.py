@@ -19,22 +19,55 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that one block may have (vendor's figures)
+# bytes of shared memory that one SM has (vendor's figures); each block on it takes a KiB more than it asked for
+SM_SHARED = {cap: kib << 10 for cap, kib in
+             {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}.items()}  # fmt: skip
+RESERVE = 1 << 10
+SHARED_LIMIT = {cap: shared - RESERVE for cap, shared in SM_SHARED.items()}  # bytes that one block may have
+SM_REGISTERS, SM_WARPS, SM_TENSOR_COLUMNS = 65_536, 48, 512  # warps: the fewest that any of them holds
 
 
 @dataclass(frozen=True)
 class Compiled:
     """What one kernel needs, and which instructions it has; ptx and sass are its text in full."""
 
+    warps: int  # per block
     registers: int  # per thread
     stack: int  # bytes per thread
     shared: int  # bytes of dynamic shared memory per block
     hmma: int  # tensor core products of a warp
     hgmma: int  # of four warps together (sm_90)
+    utcmma: int  # of a whole block, in tensor memory (sm_100)
+    tensor_columns: int  # of tensor memory per block (sm_100)
     ldgsts: int  # copies from global to shared memory that nobody waits for
     spills: int  # loads and stores of registers that did not fit
     ptx: str = field(repr=False)
     sass: str = field(repr=False)
+
+    @property
+    def loops(self) -> list[list[str]]:
+        """The instructions of each loop without a loop inside, in their order in the binary."""
+        code: list[str] = []
+        labels: dict[str, int] = {}
+        spans: list[tuple[int, int]] = []
+        for line in self.sass.splitlines():
+            if label := re.match(r"\s*(\.L_x_\d+):", line):
+                labels[label[1]] = len(code)
+            elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+                code.append(instruction[1])
+                jump = re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction[1])
+                if jump and labels.get(jump[1], len(code)) < len(code) - 1:  # backwards; to itself: the end's trap
+                    spans.append((labels[jump[1]], len(code)))
+        inner = [a for a in spans if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+        return [code[first:end] for first, end in inner]
+
+    def blocks(self, cap: int) -> int:
+        """How many blocks an SM of sm_<cap> holds at a time."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.warps
+        most = [SM_SHARED[cap] // (self.shared + RESERVE), SM_REGISTERS // registers, SM_WARPS // self.warps]
+        if self.tensor_columns:
+            most.append(SM_TENSOR_COLUMNS // self.tensor_columns)
+        return min(most)
 
 
 def compile_kernel(
@@ -78,11 +111,14 @@ def inspect_kernel(kernel: CompiledKernel) -> Compiled:
         return len(re.findall(rf"\b(?:{opcodes})\b", sass))
 
     return Compiled(
+        warps=kernel.metadata.num_warps,
         registers=int(used[1]),
         stack=int(used[2]),
         shared=kernel.metadata.shared,
         hmma=count("HMMA"),
         hgmma=count("HGMMA"),
+        utcmma=count(r"UTC\w*MMA"),
+        tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
         ldgsts=count("LDGSTS"),
         spills=count("LDL|STL"),
         ptx=kernel.asm["ptx"],
@@ -91,9 +127,21 @@ def inspect_kernel(kernel: CompiledKernel) -> Compiled:
 
 
 def assert_lean(compiled: Compiled, cap: int) -> None:
-    """No register is spilled, and the shared memory of a block suffices."""
+    """No register is spilled, and the memory of a block suffices, shared and that of tensor cores."""
     assert compiled.stack == compiled.spills == 0, compiled
+    assert_fits(compiled, cap)
+
+
+def assert_fits(compiled: Compiled, cap: int) -> None:
+    """A block finds as much shared memory as it asks for, and as many columns of tensor memory."""
     assert compiled.shared <= SHARED_LIMIT[cap], compiled
+    assert compiled.tensor_columns <= SM_TENSOR_COLUMNS, compiled
+
+
+def assert_occupancy(compiled: Compiled, cap: int, wanted: int) -> None:
+    """An SM holds as many blocks as the table says, of SMs with 100 KiB of shared memory one."""
+    wanted = min(wanted, 1) if SM_SHARED[cap] <= 100 << 10 else wanted
+    assert compiled.blocks(cap) >= wanted, f"{compiled.blocks(cap)} of {wanted} blocks an SM of sm_{cap}: {compiled}"
 
 
 def _run(tool: str, *arguments: str) -> str:

@@ -15,15 +15,16 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.gpuless.aot import SHARED_LIMIT, assert_lean
+from tests.gpuless.aot import assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
 
+decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
 prefill_triton = importlib.import_module("gpt_fast_sd.kernels.prefill_triton")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-LIMIT = SHARED_LIMIT | {80: 99 << 10}  # bytes a block: what sm_80 takes serves sm_86, 89 and 120 too
 SELDOM = [(96, BF16), (128, FP16), (256, BF16), (64, FP32), (128, FP32), (256, FP32)]
 SHAPES = [(64, BF16), (128, BF16), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SELDOM)]
+OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
 OPS = ("prefill_attention", "prefill_attention_with_lse", "key_mass")
 
 
@@ -50,15 +51,21 @@ def launched(
 
 
 def assert_built_well(cap: int, op: str, **shape: Any) -> None:
-    """The kernel is lean, copies 16 bytes at once, ahead, and takes the widest products there are."""
+    """The kernel is lean, copies 16 bytes at once, ahead, and takes the widest products there are.
+
+    As many of its blocks as the table says are on an SM together.
+    """
     [launch] = launched(cap, op, **shape)
-    built = launch.compiled
+    built, itemsize = launch.compiled, launch.kwargs["p_q"].element_size()
     if shape.get("dtype") == FP32:  # proof, not speed: ptxas gives up a few registers for one more block an SM
         assert built.stack <= 32, built
+        assert_fits(built, cap)
     else:
         assert_lean(built, cap)
-        assert (built.hgmma > 0) is (cap == 90) and (built.hmma > 0) is (cap == 80)
-    assert built.shared <= LIMIT[cap], built
+        products = {"hmma": built.hmma, "hgmma": built.hgmma, "utcmma": built.utcmma}
+        assert [kind for kind, n in products.items() if n > 0] == [{90: "hgmma", 100: "utcmma"}.get(cap, "hmma")]
+    table = prefill_triton.KEY_MASS if op == "key_mass" else prefill_triton.PREFILL
+    assert_occupancy(built, cap, table[decode_triton.family(cap), itemsize, max(launch.kwargs["BLOCK_H"], 64)][-1])
     assert built.ldgsts > 0 and built.ldgsts == built.sass.count("LDGSTS.E.BYPASS") == built.sass.count(".BYPASS.128")
 
 
@@ -68,9 +75,25 @@ def test_the_kernels_of_an_8b_model_are_built_well(cap: int, op: str) -> None:
     assert_built_well(cap, op)
 
 
+@pytest.mark.parametrize(("op", "cap"), [("prefill_attention", 89), ("prefill_attention", 100), ("key_mass", 120)])
+def test_they_are_built_well_for_devices_that_no_table_is_named_after(op: str, cap: int) -> None:
+    assert_built_well(cap, op)
+
+
+@pytest.mark.parametrize(("cap", "most"), [(80, 320), (90, 540)])
+def test_blocks_without_a_mask_take_few_instructions_and_scale_no_score_by_itself(cap: int, most: int) -> None:
+    """A score is scaled and made an exponent in one instruction: a multiplication each would be a ninth more."""
+    [launch] = launched(cap, "prefill_attention")
+    tile = launch.kwargs["BLOCK_R"] * launch.kwargs["BLOCK_N"] // (32 * launch.compiled.warps)
+    out = launch.kwargs["BLOCK_R"] * launch.kwargs["BLOCK_H"] // (32 * launch.compiled.warps)
+    plain = min(launch.compiled.loops, key=len)
+    assert len(plain) <= most
+    assert sum("FMUL" in code for code in plain) < tile // 4 + out  # what was summed shrinks, rows' maxima are scaled
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)
-@pytest.mark.parametrize("cap", [80, 90])
+@pytest.mark.parametrize("cap", [80, 90, *(pytest.param(cap, marks=pytest.mark.slow) for cap in OTHERS)])
 def test_every_entry_of_the_tables_is_built_well(cap: int, head_dim: int, dtype: torch.dtype, op: str) -> None:
     for page in (1, 16) if op == "key_mass" else (1,):
         assert_built_well(cap, op, head_dim=head_dim, dtype=dtype, page=page)

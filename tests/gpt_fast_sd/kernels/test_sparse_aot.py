@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.gpuless.aot import Compiled, assert_lean
+from tests.gpuless.aot import Compiled, assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
 
 sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")
@@ -28,6 +28,7 @@ def slow(value: object) -> object:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
+OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
 ONE_CHUNK, SEVERAL = (112, 42), (448, 74)  # listed entries, width of the tail
 
 
@@ -61,6 +62,7 @@ def assert_built_well(cap: int, entries: tuple[int, int], n_rows: int, **shape: 
         if shape.get("dtype") == FP32:
             # for the sake of one more block of threads an SM, the assembler may put two registers aside
             assert launch.compiled.stack <= 16
+            assert_fits(launch.compiled, cap)
         else:
             assert_lean(launch.compiled, cap)
     chunk, kwargs = launches[0].compiled, launches[0].kwargs
@@ -69,8 +71,11 @@ def assert_built_well(cap: int, entries: tuple[int, int], n_rows: int, **shape: 
     ahead = (kwargs["STAGES"] - 1) // 2
     assert wide_copies(chunk) == block * (1 + ahead) // (16 * 32 * kwargs["num_warps"])
     assert chunk.shared >= block * ahead
+    rows = kwargs["BLOCK_R"]
+    config = sparse_triton.config(cap, kwargs["p_k"].element_size(), kwargs["BLOCK_H"], rows)
+    assert_occupancy(chunk, cap, config.per_sm)
     if shape.get("dtype") != FP32:
-        products = chunk.hgmma if cap == 90 and kwargs["BLOCK_R"] == 64 else chunk.hmma
+        products = {90: chunk.hgmma, 100: chunk.utcmma}.get(cap, chunk.hmma) if rows == 64 else chunk.hmma
         assert products > 0
 
 
@@ -80,7 +85,12 @@ def test_the_kernels_of_an_8b_model_are_built_well(entries: tuple[int, int], n_r
     assert_built_well(cap, entries, n_rows, page=page)
 
 
-@pytest.mark.parametrize("cap", [80, 90])
+@pytest.mark.parametrize("cap", OTHERS)
+def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) -> None:
+    assert_built_well(cap, ONE_CHUNK, 4, page=16)
+
+
+@pytest.mark.parametrize("cap", [80, 90, *map(slow, OTHERS)])
 @pytest.mark.parametrize("dtype", [slow(FP32), slow(FP16), BF16])
 @pytest.mark.parametrize("head_dim", [64, slow(96), 128, slow(256)])
 @pytest.mark.parametrize("n_rows", [4, 32, 136])

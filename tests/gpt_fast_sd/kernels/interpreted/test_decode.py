@@ -137,7 +137,10 @@ def test_the_keys_of_a_block_follow_from_no_number_of_rows_and_divide_a_split(ar
             assert decode.SMALLEST_SPLIT % config.block_n == 0
 
 
-MASS = [(1, 1, 16, FP32), (4, 3, 16, FP16), (4, 3, 32, BF16), (3, 5, 64, BF16), (3, 5, 64, FP32), (2, 1, 128, BF16)]
+MASS = [
+    (1, 1, 16, FP32), (4, 3, 16, FP16), (4, 3, 32, BF16), (3, 5, 64, BF16), (3, 5, 64, FP32), (2, 1, 128, BF16),
+    (8, 5, 16, BF16), (8, 8, 16, FP16), (8, 9, 16, BF16),  # tiles of 64, full and not, and of 128
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("group", "n_tokens", "page", "dtype"), MASS)
