@@ -39,7 +39,7 @@ STEPS = {
     "draft quest": (LAYERS * (LAYER + 3) + HEAD + 1, {"quest_pages": LAYERS, "sparse_attention": LAYERS}),
     # of the last layer nothing is wanted but its keys: norm, wqkv, rope with the cache writes
     "prefill": ((LAYERS - 1) * LAYER + 3, {"prefill_attention": LAYERS - 1}),
-    # no keys are written; of the last layer the norm, wqkv, rope of the queries, attention, its mass, the best entries; a
+    # no keys are written; of the last layer norm, wqkv, rope of the queries, attention, its mass, the best entries; a
     # layer spreads queries and positions over all slots, picks outputs and mass of its own, averages them; one tensor
     "observe": (
         (LAYERS - 1) * LAYER + LAYERS * 6 + 7,
