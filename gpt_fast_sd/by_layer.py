@@ -70,10 +70,14 @@ class ByLayer:
         nodes = list(graph.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         self._names = [node.name for node in placeholders]
-        self._sizes = [node for node in placeholders if isinstance(node.meta["example_value"], torch.SymInt)]
         place = {id(tensor): i for i, tensor in enumerate(layers[0])}
-        pairs = zip(placeholders, inputs, strict=True)
+        pairs = list(zip(placeholders, inputs, strict=True))
         self._own = {node.name: place[id(value)] for node, value in pairs if id(value) in place}
+        # A size that a tensor has must be an input of its part, too; and with it a buffer, read or not: Inductor keeps
+        # the range of a size with what it has built, and finds that again by the shapes of inputs, which tell caches of
+        # one capacity from others.
+        self._sizes = [node for node in placeholders if isinstance(node.meta["example_value"], torch.SymInt)]
+        self._sizes += [n for n, x in pairs if id(x) in place and not isinstance(x, torch.nn.Parameter)][:1]
 
         output, within = nodes[-1], [node for node in nodes if node.op != "placeholder" and _in_a_layer(node)]
         assert output.op == "output" and within, "a step over layers has a layer"
@@ -137,7 +141,9 @@ class ByLayer:
             return node
 
         read = [source for node in nodes for source in node.all_input_nodes]
-        for source in dict.fromkeys([*self._sizes, *read]):  # a size that a tensor has must be an input, too
+        if any(_has_size(source) for source in read if source not in nodes):
+            read = [*self._sizes, *read]
+        for source in dict.fromkeys(read):
             if source not in nodes and source.op != "get_attr":
                 names = many.get(source)
                 env[source] = (
@@ -181,6 +187,13 @@ def _in_a_layer(node: fx.Node) -> bool:
     """Whether a node was traced inside a Block; its class stands in the node's stack of modules, as such or by name."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
     return any(kind is Block or str(kind).rpartition(".")[2] == Block.__name__ for _, kind in stack)
+
+
+def _has_size(node: fx.Node) -> bool:
+    """Whether what a node gives is a size that may vary, or has such a one."""
+    value = node.meta.get("example_value")
+    sizes = value.shape if isinstance(value, Tensor) else [value]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:

@@ -11,7 +11,7 @@ same results, most of them slow. `prepare_launches` does beforehand what Triton 
 from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
-from .launches import launches
+from .launch_counts import launches
 from .launching import prepare_launches
 from .prefill import key_mass, prefill_attention, prefill_attention_with_lse
 from .select import guided_select, page_bounds, quest_pages, top_pages

@@ -164,15 +164,15 @@ def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: p
     """What compiled steps run, but for the code generator: attention by the CPU kernel where there is one."""
 
     def as_traced(self: CompiledStep, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.graphs += 1
         kernels.append(sum("cpu_attention" in str(node.target) for node in graph.graph.nodes))
         return graph
 
     kernels: list[int] = []
-    monkeypatch.setattr(CompiledStep, "_backend", as_traced)
+    monkeypatch.setattr(CompiledStep, "_inductor", as_traced)
     compiled_bits_are_the_same(name, "bf16", WIDE)
     q, k = torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16)
-    assert (set(kernels) == {2}) is cpu_attention_fits(q, k)  # every step, once a layer
+    # once in what runs for each layer, and not before or after them
+    assert (set(kernels) == {0, 1}) is cpu_attention_fits(q, k)
 
 
 @pytest.mark.slow

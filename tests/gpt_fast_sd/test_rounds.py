@@ -125,9 +125,9 @@ def test_a_result_is_read_when_the_next_round_is_under_way() -> None:
         order.append("launch")
         flight = launch(*args, **kwargs)
 
-        def noted() -> list[list[int]]:
+        def noted(wait: Any) -> list[list[int]]:
             order.append("read")
-            return read(flight)
+            return read(flight, wait)
 
         flight.read = noted  # type: ignore[method-assign]
         return flight
