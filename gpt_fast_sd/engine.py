@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ class Engine:
 
     The last prompt token is not prefilled but decoded, so every emitted token comes out of the same compiled step.
 
-    on_progress, where it is set, is told how far something is that may take long: what ("prefill": tokens of a prompt),
-    how much is done, and of how much. The engine itself prints nothing.
+    on_progress, where it is set, is told how far something is that may take long: what ("compile": steps, "prefill":
+    tokens of a prompt), how much is done, and of how much. The engine itself prints nothing.
     """
 
     on_progress: Callable[[str, int, int], None] | None = None
@@ -341,14 +342,20 @@ class Engine:
         if not self._running:
             with self._at_work():
                 return self.warm_up()
-        started = time.perf_counter()
-        self._prefill.warm_up()
-        if self.policy:
-            self.policy.warm_up()
-        self.rounds.warm_up(self._gammas, [(False, False)])
-        if self.policy:
-            selecting = self._time_selecting if self.policy.refresh_every else None
-            self.planner.calibrate(self._time_steps, 2 * SPLIT, self.cache.capacity, selecting)
+        started, policy = time.perf_counter(), self.policy
+        parts: list[Callable[[], object]] = [self._prefill.warm_up]
+        if policy:
+            parts.append(policy.warm_up)
+        parts += [partial(self.rounds.warm_up, [gamma], [(False, False)]) for gamma in self._gammas]
+        if policy:
+            selecting = self._time_selecting if policy.refresh_every else None
+            parts.append(partial(self.planner.calibrate, self._time_steps, 2 * SPLIT, self.cache.capacity, selecting))
+        for done, part in enumerate(parts):
+            if self.on_progress:
+                self.on_progress("compile" if self.compiled else "warm up", done, len(parts))
+            part()
+        if self.on_progress:
+            self.on_progress("compile" if self.compiled else "warm up", len(parts), len(parts))
         for slot in range(len(self._slots)):
             self._release(slot)
         self._warm = True

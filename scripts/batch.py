@@ -637,9 +637,9 @@ def work(job: Job, engine: Engine, writer: Writer) -> int:
     """Continue this replica's lines, with a progress bar; return how many tokens that gave."""
     if engine.compiled and job.parallel.is_main:
         print("compiling (a minute or two the first time, cached afterwards) ...", file=sys.stderr, flush=True)
-    engine.warm_up()
     if job.parallel.is_main:
         engine.on_progress = ProgressLine()
+    engine.warm_up()
     n_done = len(job.done)
     name = "prompts" if job.parallel.dp == 1 else f"prompts of replica 1 of {job.parallel.dp}"
     disable = None if job.parallel.is_main else True

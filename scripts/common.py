@@ -65,8 +65,13 @@ def add_model_flags(add: Callable[..., argparse.Action]) -> None:
     add("--no-compile", action="store_true", help="run eagerly: starts at once, decodes slower")
     add(
         "--cuda-graphs", metavar="NAME", default="round",
-        help="on CUDA: round (each round one graph), step (each step one) or off (default: round)",
+        help="on CUDA: round (each round one graph) or off (default: round)",
     )  # fmt: skip
+    add(
+        "--max-autotune",
+        action="store_true",
+        help="on CUDA: time choices of kernels for products; minutes at the start",
+    )
     add(
         "--threads", metavar="N", type=positive, default=torch.get_num_threads(),
         help=f"of torch on a CPU (default: {torch.get_num_threads()}, see OMP_NUM_THREADS)",
@@ -78,7 +83,7 @@ def engine_config(args: argparse.Namespace, batch_size: int, max_seq_len: int) -
     return EngineConfig(
         batch_size=batch_size, max_seq_len=max_seq_len, device=args.device, dtype=args.dtype,
         compile=not args.no_compile, exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype,
-        cuda_graphs=args.cuda_graphs,
+        cuda_graphs=args.cuda_graphs, max_autotune=args.max_autotune,
     )  # fmt: skip
 
 

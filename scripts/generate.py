@@ -114,8 +114,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no-compile", action="store_true", help="run eagerly: starts at once, decodes slower")
     add(
         "--cuda-graphs", metavar="NAME", default="round",
-        help="on CUDA: round (each round one graph), step (each step one) or off (default: round)",
+        help="on CUDA: round (each round one graph) or off (default: round)",
     )  # fmt: skip
+    add(
+        "--max-autotune",
+        action="store_true",
+        help="on CUDA: time choices of kernels for products; minutes at the start",
+    )
     add("--json", metavar="FILE|-", help="write completions, stats, config and environment as one JSON document")
     add("--output", metavar="F.jsonl", type=Path, help="write one JSON object a completion")
     add("--profile", metavar="F.json", type=Path, help="write a Chrome trace of the run")
@@ -238,6 +243,7 @@ def build(
         batch_size=args.batch_size if args.batch_size is not None else min(8, -(-len(prompts) // parallel.dp)),
         max_seq_len=min(room, limit), device=args.device, dtype=args.dtype, compile=not args.no_compile,
         exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype, cuda_graphs=args.cuda_graphs,
+        max_autotune=args.max_autotune,
     )  # fmt: skip
     return Engine.from_pretrained(args.model, engine_config, draft_config(args), parallel=parallel)
 
@@ -621,13 +627,13 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
         refuse(error, PROGRAM)
     if engine.compiled and parallel.is_main:
         print("compiling (a minute or two the first time, cached afterwards) ...", file=sys.stderr, flush=True)
+    progress = ProgressLine()
+    if parallel.is_main:
+        engine.on_progress = progress
     engine.warm_up()
     colors = colors_of(engine, args.color)
     if colors:
         print(legend(colors))
-    progress = ProgressLine()
-    if parallel.is_main:
-        engine.on_progress = progress
     live = len(prompts) == 1 and not args.no_stream
     mine = [index for index, _ in parallel.share(prompts)]
     prompts, params = [prompts[index] for index in mine], [params[index] for index in mine]

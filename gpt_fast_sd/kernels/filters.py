@@ -9,7 +9,6 @@ Shapes: B rows of scores, V vocabulary.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +32,8 @@ def likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Ten
     cut, last = everything, torch.full_like(top_k[:, None], scores.shape[1] - 1)  # [B, 1]
     by_k, by_p = bool((top_k < scores.shape[1]).any()), bool((top_p < 1).any())
     if by_k or by_p:
-        ordered = torch.from_numpy(np.sort(keys.numpy(), axis=-1))  # far quicker than torch's, which sorts places too
+        ordered = keys.clone()
+        ordered.numpy().sort(-1)  # far quicker than torch's, which sorts places too
         cut = ordered.gather(-1, top_k[:, None] - 1)
     if by_p:
         mass = torch.where(ordered <= cut, weights(ordered), 0).cumsum(-1)  # [B, V]

@@ -1,5 +1,6 @@
 """The cost model against figures worked out apart from it: H200, Llama-3.1-8B in bf16, drafts reading 512 entries."""
 
+import importlib
 import math
 
 import pytest
