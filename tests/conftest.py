@@ -12,7 +12,10 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers and subprocesses inhe
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="gpt_fast_sd_inductor_")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
-if "OMP_NUM_THREADS" not in os.environ:  # tiny tensors: more threads only wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores
+    os.environ["OMP_NUM_THREADS"] = "1"  # of what they start
+    torch.set_num_threads(1)
+elif "OMP_NUM_THREADS" not in os.environ:  # tiny tensors: more threads only wait for each other
     torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
