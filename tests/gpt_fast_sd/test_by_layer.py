@@ -1,0 +1,152 @@
+"""A step compiled for one layer gives what the step over all layers gives, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.compiling import CompiledStep, span, varying
+from gpt_fast_sd.model import KVCache, Transformer
+from gpt_fast_sd.policies import build_policy
+from gpt_fast_sd.policies.base import Reader, draft_step
+from gpt_fast_sd.prefill import prefill_step
+from gpt_fast_sd.quantize import quantize
+from gpt_fast_sd.rounds import decode_step
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+SLOTS, CAPACITY = 2, 600
+CPU = torch.device("cpu")
+Parts = list[torch.fx.GraphModule]
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
+    """The graphs that Inductor would be given; they run as they were traced."""
+    found: Parts = []
+
+    def as_traced(self: CompiledStep, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(CompiledStep, "_inductor", as_traced)
+    yield found
+
+
+def filled_cache(model: Transformer) -> KVCache:
+    cache = KVCache(model.config, SLOTS, CAPACITY, dtype=torch.float32, device=CPU)
+    generator = torch.Generator().manual_seed(1)
+    for buffer in (*cache.k, *cache.v):
+        buffer.normal_(generator=generator)
+    return cache
+
+
+def tokens_at(start: int, n: int, slots: int = SLOTS) -> tuple[Tensor, Tensor]:
+    tokens = torch.tensor([random_ids(n, seed=slot) for slot in range(slots)])
+    return tokens, torch.arange(start, start + n).expand(slots, -1).clone()
+
+
+def arguments(name: str, model: Transformer, cache: KVCache) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A step of the engine, with its arguments."""
+    kind, _, detail = name.partition(" ")
+    if kind == "prefill":
+        return prefill_step, (model, *tokens_at(256, 256, 1), *cache.row(1), span(cache, 512))
+    if kind == "draft":
+        policy: Any = build_policy(DraftConfig(policy=detail, budget=64, gamma=3), Reader(model, cache, None), None)
+        for slot in range(SLOTS):
+            policy.admit(slot, random_ids(400, seed=slot))
+        return draft_step, (model, *tokens_at(399, 1), cache.k, cache.v, span(cache, 400), *policy.view.kv())
+    n, page = (1, 0) if kind == "decode" else (4, 16 if detail else 0)
+    tokens, pos = tokens_at(300, n)
+    if n > 1:
+        varying(tokens, pos)
+    return decode_step, (model, tokens, pos, cache.k, cache.v, span(cache, 400), page)
+
+
+STEPS = ("decode", "verify", "verify mass", "prefill", "draft full", "draft streaming", "draft quest", "draft guided")
+
+
+def check_equal(name: str, model: Transformer, tolerance: float = 1e-4) -> CompiledStep:
+    results = []
+    with torch.inference_mode():
+        for compiled in (False, True):
+            cache = filled_cache(model)
+            step, args = arguments(name, model, cache)
+            one = CompiledStep(step, compiled=compiled)
+            out = one(*args)
+            outs = out if isinstance(out, tuple) else (out,)
+            results.append((*(x for x in outs if x is not None), *cache.k, *cache.v))
+    for expected, got in zip(*results, strict=True):
+        assert expected.shape == got.shape
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    return one
+
+
+@pytest.mark.parametrize(("name", "n_layers"), [*((name, 3) for name in STEPS), ("decode", 1), ("prefill", 1)])
+def test_a_step_gives_what_the_step_over_all_layers_gives(name: str, n_layers: int, parts: Parts) -> None:
+    model = tiny_model(tiny_config(n_layers=n_layers))
+    assert check_equal(name, model).graphs == 1
+    # what comes before the layers, one of them, what comes after; of a prompt nothing does, but the last layer does less
+    assert len(parts) == 3
+
+
+@pytest.mark.parametrize("name", ["verify mass", "prefill", "draft quest"])
+def test_what_is_compiled_does_not_grow_with_the_layers(name: str, parts: Parts) -> None:
+    counts = []
+    for n_layers in (2, 9):
+        check_equal(name, tiny_model(tiny_config(n_layers=n_layers)), tolerance=1e-2)
+        counts.append([sum(node.op.startswith("call") for node in part.graph.nodes) for part in parts])
+        parts.clear()
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": True}])
+def test_other_families_of_models_are_cut_at_the_same_places(changes: dict[str, Any], parts: Parts) -> None:
+    for name in ("decode", "prefill"):
+        check_equal(name, tiny_model(tiny_config(n_layers=3, **changes)))
+
+
+def test_quantized_weights_are_those_of_each_layer(parts: Parts) -> None:
+    model = tiny_model(tiny_config(n_layers=3))
+    quantize(model, "int8")
+    check_equal("decode", model, tolerance=1e-3)
+
+
+def test_a_step_serves_one_model_after_another(parts: Parts) -> None:
+    """The layers of the call count, not those of the first one."""
+    step, cache = CompiledStep(decode_step, compiled=True), filled_cache(tiny_model())
+    with torch.inference_mode():
+        for seed in (0, 1):
+            model = tiny_model(seed=seed)
+            tokens, pos = tokens_at(300, 1)
+            args = (tokens, pos, cache.k, cache.v, span(cache, 400), 0)
+            expected = decode_step(model, *args)[0]
+            torch.testing.assert_close(step(model, *args)[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_steps_are_warmed_up_with_the_most_drafts_first() -> None:
+    """What serves several widths is built for the first that it meets."""
+    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
+    one, seen = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24)), list[int]()
+    feed = one.rounds.feed
+
+    def noting(tokens: Tensor, n_keys: int) -> Any:
+        seen.append(tokens.shape[1])
+        return feed(tokens, n_keys)
+
+    one.rounds.feed = noting  # type: ignore[method-assign]
+    one.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    assert seen[0] == max(seen) == 9
+
+
+def test_what_compiles_is_told_step_by_step() -> None:
+    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
+    one, told = Engine(tiny_model(), None, config), list[tuple[str, int, int]]()
+    one.on_progress = lambda *what: told.append(what)
+    one.warm_up()
+    assert told[0][1] == 0 and told[-1][1] == told[-1][2] == len(told) - 1
+    assert {what for what, *_ in told} == {"warm up"}
