@@ -90,7 +90,7 @@ def check_equal(name: str, model: Transformer, tolerance: float = 1e-4) -> Compi
 def test_a_step_gives_what_the_step_over_all_layers_gives(name: str, n_layers: int, parts: Parts) -> None:
     model = tiny_model(tiny_config(n_layers=n_layers))
     assert check_equal(name, model).graphs == 1
-    # what comes before the layers, one of them, what comes after; of a prompt nothing does, but the last layer does less
+    # before the layers, one of them, after them; of a prompt nothing comes after, but the last layer does less
     assert len(parts) == 3
 
 
