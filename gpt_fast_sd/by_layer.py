@@ -29,6 +29,10 @@ class LayeredModel:
         self.model, self.first = model, model.first_layers(1)
         self.own = [(*layer.parameters(), *layer.buffers()) for layer in model.layers]
 
+    def is_of(self, model: Transformer) -> bool:
+        """Whether it is of this model with these weights: others may have taken their place."""
+        return self.model is model and next(model.layers[0].parameters()) is self.own[0][0]
+
     def split(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Layer]]:
         """A step's arguments -> those of the same step over one layer, and what each layer has for itself.
 
@@ -98,12 +102,17 @@ class ByLayer:
         beside = [node for node in wanted if node is not taken]  # what each layer gives besides, put into lists
         self._beside = [node.name for node in beside]
         self._before = self._part(before, _read_elsewhere(before, alive))
-        self._layer = self._part(within, [*beside, taken])
+        weights = {node.name for node, value in pairs if isinstance(value, torch.nn.Parameter)}
+        strange = [n.name for node in within for n in node.all_input_nodes if n.name in weights - set(self._own)]
+        assert not strange, f"weights that are none of this layer's: {strange}"
         # where nobody wants what the last layer gives it does no more than the rest
+        whole = n_layers > 1 or taken in wanted
+        self._layer = self._part(within, [*beside, taken]) if whole else None
         self._last = self._layer if taken in wanted else self._part(within, beside)
-        many = {node: [f"{node.name}_{i}" for i in range(n_layers)] for node in beside}
+        many = {node: [f"{node.name}@{i}" for i in range(n_layers)] for node in beside}
         self._after = self._part(after, _read_elsewhere(after, alive), many)
         self._results = [node.name if isinstance(node, fx.Node) else None for node in output.args[0]]
+        del self._graph, self._compile  # they hold the step, and what it was traced with
 
     def __call__(self, layers: Sequence[Layer], inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Run the step: the graph's inputs, and what each layer has for itself -> the graph's outputs."""
@@ -117,7 +126,7 @@ class ByLayer:
             assert part
             outputs = dict(zip(part.outputs, _call(part, known), strict=True))
             for name in self._beside:
-                known[f"{name}_{i}"] = outputs[name]
+                known[f"{name}@{i}"] = outputs[name]
             known[self._given] = known[self._taken] = outputs.get(self._taken)
         if self._after:
             known.update(zip(self._after.outputs, _call(self._after, known), strict=True))
@@ -134,7 +143,7 @@ class ByLayer:
         examples: list[Any] = []
 
         def placeholder(source: fx.Node, name: str) -> fx.Node:
-            node = part.placeholder(name)
+            node = part.placeholder(name.replace("@", "_of_layer_"))
             node.meta = dict(source.meta)
             inputs.append(name)
             examples.append(source.meta["example_value"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -33,6 +35,8 @@ class CompiledStep:
         self._variants: dict[Hashable, Callable[..., Any]] = {}
         self._layered: LayeredModel | None = None
         self._layers: list[Layer] = []  # of the call that is under way
+        # torch keeps every backend for good, and what it compiled with the code: neither may keep weights and caches
+        self._backend = functools.partial(_backend, weakref.ref(self))
 
     def __call__(self, *args: Any, variant: Hashable = None) -> Any:
         """Call the step. variant: names what of the arguments makes another graph, other than that they are traced.
@@ -47,23 +51,36 @@ class CompiledStep:
         model = next((arg for arg in args if isinstance(arg, Transformer)), None)
         if model is None:
             return self._variants[variant](*args)
-        if self._layered is None or self._layered.model is not model:
+        if self._layered is None or not self._layered.is_of(model):
             self._layered = LayeredModel(model)
         first, self._layers = self._layered.split(args)
-        return self._variants[variant](*first)
-
-    def _backend(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.graphs += 1
-        if not self._layers:
-            return self._inductor(graph, inputs)
-        by_layer = ByLayer(graph, inputs, self._layers, self._inductor)
-        return lambda *inputs: by_layer(self._layers, inputs)
+        try:
+            return self._variants[variant](*first)
+        finally:
+            self._layers = []
 
     def _inductor(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         step: Callable[..., Any] = compile_fx(graph, inputs, config_patches=self._options)  # type: ignore[assignment]
         return step
+
+
+def _backend(this: weakref.ref[CompiledStep], graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Compile what Dynamo traced of a step."""
+    step = this()
+    assert step is not None, "who calls it holds it"
+    step.graphs += 1
+    if not step._layers:
+        return step._inductor(graph, inputs)
+    by_layer = ByLayer(graph, inputs, step._layers, step._inductor)
+
+    def run(*inputs: Any) -> Any:
+        step = this()
+        assert step is not None
+        return by_layer(step._layers, inputs)
+
+    return run
 
 
 def inductor_options(config: EngineConfig, device: torch.device) -> Options:

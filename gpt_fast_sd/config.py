@@ -189,7 +189,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) and not (value is None and name != "temperature"):
                 raise ValueError(f"{name} must be a number, got {value!r}")
-        if not 0.0 <= self.temperature < float("inf"):
+        if not 0.0 <= self.temperature <= 3.4e38:  # fp32 holds no more
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if self.top_k is not None:
             _at_least_one("top_k", self.top_k)

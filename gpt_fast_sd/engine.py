@@ -37,7 +37,7 @@ from gpt_fast_sd.model import (
 from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config, take_device
 
 from .compiling import can_compile, inductor_options, span
-from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
+from .config import MAX_GAMMA, DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, natural_dtype, require_current, require_kernels, ways_of, whole_memory
 from .graphs import GraphPool
 from .memory import MemoryPlan
@@ -254,7 +254,8 @@ class Engine:
     @replay.setter
     def replay(self, replay: Replay | None) -> None:
         """Let it decide from now on."""
-        self.rounds.replay = replay
+        self._require_idle()
+        self.rounds.set_replay(replay)
 
     # ---------------------------------------------------------------- the public calls
 
@@ -364,7 +365,7 @@ class Engine:
     def _time_steps(self, gamma: int, n_keys: int) -> tuple[float, float]:
         """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three."""
         assert self.policy
-        rows, policy, seconds, fed = self.rows, self.policy, [], slice(n_keys - gamma - 1, n_keys)
+        rows, policy, seconds, fed = self.rows, self.policy, [], slice(n_keys - gamma - 1, n_keys + MAX_GAMMA)
         held = [(buffer, buffer[:, :, fed].clone()) for buffer in (*self.cache.k, *self.cache.v)]
         try:
             rows.seq_len.fill_(fed.start)
@@ -436,6 +437,7 @@ class Engine:
             while not waiting.over or self._arrival or any(self._slots):
                 self._require_open()  # whoever takes the events may have closed it
                 yield from self._refill(waiting)
+                self._require_open()
                 if any(self._slots):
                     airborne = self._launch(speculate)
                     yield from self._land_all_but(self.rounds.lateness if airborne else 0)

@@ -51,6 +51,7 @@ class GraphPool:
 
         Where part cannot be captured, all graphs of this pool are gone.
         """
+        assert self in self._alive, "the pool is closed"
         try:
             graph, result = _captured(part, self._stream, self._pool)
         except BaseException:

@@ -229,6 +229,7 @@ class Rounds:
                     rows.n_keys, (rows.sampled, rows.filtered) = 1, kind
                     if self.policy and gamma:
                         self.policy.refresh(rows, 1)
+                        self._warm.add(("refresh",))
                     self.device_round(gamma)
                     self._warm.add((gamma, *kind))
         self.synchronize()
@@ -306,6 +307,11 @@ class Rounds:
         self._captured.clear()
         if isinstance(self.capture, GraphPool):
             self.capture.clear()
+
+    def set_replay(self, replay: Replay | None) -> None:
+        """Let it decide how many drafts are kept; what judges by it is compiled before it is captured."""
+        self.replay = replay
+        self._warm.clear()
 
     def set_policy(self, policy: DraftPolicy | None) -> None:
         """Let another policy draft, of which nothing is compiled or captured yet."""
