@@ -345,7 +345,9 @@ def test_every_repeat_of_every_timed_call_finds_all_rows_in_the_middle_of_decodi
         monkeypatch.setattr(kind, "attend", attend)
 
     def sparse(self: Any, layer: int, *args: Any, right: Any = SparseKV.attend) -> Tensor:
-        n = positions_of(self.slots, self.tail_start, self.tail_width, args[-1][:, 0], self.k[0].shape[2]).sum(-1)
+        n = positions_of(
+            torch.stack(list(self.slots)), self.tail_start, self.tail_width, args[-1][:, 0], self.k[0].shape[2]
+        ).sum(-1)
         if layer == 0:
             read.append(("draft", int(n.min()), int(n.max())))
         out: Tensor = right(self, layer, *args)
