@@ -222,7 +222,7 @@ class Rounds:
 
         Whatever is built or allocated at a first call is then there: nothing of the kind may happen in a capture.
         """
-        rows = self.rows
+        rows, place = self.rows, self.replay.place.clone() if self.replay else None
         for kind in kinds:
             for gamma in gammas:
                 if (gamma, *kind) not in self._warm:
@@ -232,6 +232,8 @@ class Rounds:
                         self._warm.add(("refresh",))
                     self.device_round(gamma)
                     self._warm.add((gamma, *kind))
+        if self.replay and place is not None:  # these rounds are none of those that are replayed
+            self.replay.place.copy_(place)
         self.synchronize()
 
     def runner(self, part: Callable[[], Result]) -> Callable[[], Result]:

@@ -42,8 +42,9 @@ class Config(NamedTuple):
 # Reckoned, not timed on a chip. Entries wait for their list, so of s stages (s - 1) // 2 blocks of keys and values are
 # on their way while a program computes: 64 entries of 128 bf16 are 32 KiB, keys and values. Hopper takes two of them,
 # all of a chunk of 128 entries at once, and has shared memory for three such programs an SM, 192 KiB on their way; by
-# Little's law 36 KB serve for 4.8 TB/s (132 SMs, 1 us). Ampere takes one, in three programs an SM or four. Tiles of 64 rows are
-# for many tokens a row, which no draft step has: eight warps, and the registers of an SM for one of them.
+# Little's law 36 KB serve for 4.8 TB/s (132 SMs, 1 us). Ampere takes one, in three programs an SM or
+# four. Tiles of 64 rows are for many tokens a row, which no draft step has: eight warps, and the registers of an SM for
+# one of them.
 LOADS = {
     (90, 2, 64): (64, 3, (3, 3, 1)), (90, 2, 128): (64, 5, (3, 2, 1)), (90, 2, 256): (32, 3, (2, 2, 1)),
     (90, 4, 64): (32, 3, (3,)), (90, 4, 128): (16, 3, (3,)), (90, 4, 256): (16, 3, (3,)),
