@@ -26,7 +26,7 @@ pytestmark = needs_cuda_code
 @pytest.fixture
 def two_ranks() -> Iterator[Parallel]:
     """Rank 1 of two, whose collectives come to nothing."""
-    torch._dynamo.reset()  # after some other tests it takes fake weights for real ones of another device
+    torch._dynamo.reset()  # nothing of the tests before
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     yield start(device="cpu")
     dist.destroy_process_group()
