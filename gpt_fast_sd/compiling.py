@@ -16,6 +16,7 @@ from gpt_fast_sd.model import SPLIT, KVCache, Transformer
 
 from .by_layer import ByLayer, Layer, LayeredModel
 from .config import MAX_GAMMA, EngineConfig
+from .kernels.cpu import known_isa
 
 Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
 
@@ -85,7 +86,7 @@ def _backend(this: weakref.ref[CompiledStep], graph: torch.fx.GraphModule, input
 
 def inductor_options(config: EngineConfig, device: torch.device) -> Options:
     """Inductor's options for an engine's steps on a device: its own CUDA graphs stay off, as rounds are captured."""
-    return {"max_autotune": config.max_autotune} if device.type == "cuda" else {}
+    return {"max_autotune": config.max_autotune} if device.type == "cuda" else dict(known_isa())
 
 
 def span(cache: KVCache, n_keys: int) -> Tensor:

@@ -40,6 +40,7 @@ from .compiling import can_compile, inductor_options, span
 from .config import MAX_GAMMA, DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, natural_dtype, require_current, require_kernels, ways_of, whole_memory
 from .graphs import GraphPool
+from .kernels.cpu import begin_building
 from .memory import MemoryPlan
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill, Reader, build_policy
@@ -112,6 +113,8 @@ class Engine:
             self.vocabulary,
         )
         self.compiled = cfg.compile and can_compile(self.device)
+        if self.compiled and self.device.type == "cpu":
+            begin_building(model.config.head_dim)
         self.target = Reader(model, self.cache, inductor_options(cfg, self.device) if self.compiled else None, group)
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)

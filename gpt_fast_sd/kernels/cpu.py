@@ -5,14 +5,19 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 PAGE = 16  # keys whose attention mass is summed
+HEAD_DIMS = 64, 128
 SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 
 _library = torch.library.Library("gpt_fast_sd", "DEF")
@@ -23,24 +28,66 @@ _library.define("cpu_attention_with_mass(Tensor q, Tensor k, Tensor v, Tensor po
 def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
     """Whether the kernel serves such queries [B, N, T, H] and keys [B, K, S, H] on this machine."""
     alike = q.dtype == k.dtype == torch.bfloat16 and q.device.type == "cpu"
-    return alike and q.shape[-1] in (64, 128) and available()
+    return alike and q.shape[-1] in HEAD_DIMS and available(q.shape[-1])
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def available() -> bool:
-    """Whether this CPU has the instructions and there is a compiler to build the kernel with."""
-    return _built()
+def available(head_dim: int) -> bool:
+    """Whether this CPU has the instructions and there is a compiler that knows them, for the kernel of a head dim."""
+    return _buildable(head_dim)
+
+
+def known_isa() -> dict[str, bool]:
+    """Inductor's option not to build and load a program for each vector instruction set, 15 s where a CPU has AVX-512.
+
+    Those programs ask whether libtorch and the compiler know the sets. libtorch does, where its own kernels run with
+    them, and any compiler that builds its headers knows them. (What came later than AVX-512, Inductor asks for still.)
+    """
+    from torch._inductor import config
+
+    knows = torch.backends.cpu.get_cpu_capability() == "AVX512" and config.cpp.vec_isa_ok is None
+    return {"cpp.vec_isa_ok": True} if knows else {}
 
 
 @functools.cache
-def _built() -> bool:
+def begin_building(head_dim: int) -> None:
+    """Start a thread that builds what the first compiled step waits for, while Python traces that step.
+
+    That is the kernel, and Inductor's precompiled header, which takes 8 s at the first use of an Inductor on a machine
+    and is built for whatever is compiled first. Where building fails, it fails again where it is needed, and is told.
+    """
+
+    def build() -> None:
+        from torch._inductor import config
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+        with contextlib.suppress(Exception), config.patch(known_isa()):
+            nothing = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(const float* of) {}\n'
+            CppPythonBindingsCodeCache.load_pybinding(["const float*"], nothing)  # waited for first
+            if head_dim in HEAD_DIMS and available(head_dim):
+                _loader(head_dim)
+
+    threading.Thread(target=build, daemon=True).start()
+
+
+@functools.cache
+def _buildable(head_dim: int) -> bool:
+    """Whether this CPU and its compiler know the instructions; no more than read, as to build takes seconds."""
     if not torch.cpu._is_avx512_bf16_supported():
         return False
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    flags = "-std=c++20", "-fsyntax-only", *(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl", "bf16"))
     try:
-        _kernel()
-    except (ImportError, OSError, RuntimeError):  # no compiler, or one that does not know these instructions
+        command = (get_cpp_compiler(), *flags, "-x", "c++", "-")
+        return not subprocess.run(command, input=_source(head_dim), capture_output=True, text=True).returncode
+    except (InvalidCxxCompiler, OSError):
         return False
-    return True
+
+
+def _source(head_dim: int) -> str:
+    return f"#define HEAD_DIM {head_dim}\n{SOURCE.read_text(encoding='utf-8')}"
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
@@ -65,12 +112,23 @@ def cpu_attention_with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys
 
 
 @functools.cache
-def _kernel() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+def _loader(head_dim: int) -> Callable[[], ctypes.CDLL]:
+    """Begin to build the kernel of a head dim; what is called then waits for it."""
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppCodeCache
 
-    kernel = CppCodeCache.load(SOURCE.read_text(encoding="utf-8")).attend_cpu
+    loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(_source(head_dim), submit_fn=AsyncCompile.submit)
+    return loader
+
+
+@functools.cache
+def _kernel(head_dim: int) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    from torch._inductor import config
+
+    with config.patch(known_isa()):
+        kernel = _loader(head_dim)().attend_cpu
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = [pointer] * 7 + [size] * 12 + [ctypes.c_float, ctypes.c_int]
+    kernel.argtypes, kernel.restype = [pointer] * 7 + [size] * 11 + [ctypes.c_float, ctypes.c_int], None
     return kernel
 
 
@@ -83,13 +141,12 @@ def _attend(
     pos = pos.contiguous()
     index = None if index is None else index.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
-    failed = _kernel()(
+    _kernel(head_dim)(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), pos.data_ptr(), None if index is None else index.data_ptr(),
-        out.data_ptr(), None if mass is None else mass.data_ptr(), n_rows, n_kv, n_heads // n_kv, n_tokens, head_dim,
+        out.data_ptr(), None if mass is None else mass.data_ptr(), n_rows, n_kv, n_heads // n_kv, n_tokens,
         n_keys if index is None else index.shape[-1], capacity, *q.stride()[:3], *k.stride()[:2],
         head_dim**-0.5, torch.get_num_threads(),
     )  # fmt: skip
-    assert not failed, f"no kernel for head dim {head_dim}"
     return out
 
 

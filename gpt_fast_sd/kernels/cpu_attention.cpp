@@ -308,12 +308,10 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
 
 // q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k); pos [B, T]; index null or
 // [B, K, M], -1 is nothing -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received,
-// all rows of a kv head together. A query at or past M sees nothing: its output is 0, and it costs no reading. 1 for a head dim other than 64 and 128.
-extern "C" int attend_cpu(const bf16* q, const bf16* k, const bf16* v, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
-                          int64_t B, int64_t K, int64_t G, int64_t T, int64_t H, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
-                          int64_t q_t, int64_t kv_b, int64_t kv_k, float scale, int threads) {
-    if (H == 64) attend<64>(q, k, v, pos, index, out, mass, B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale, threads);
-    else if (H == 128) attend<128>(q, k, v, pos, index, out, mass, B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale, threads);
-    else return 1;
-    return 0;
+// all rows of a kv head together. A query at or past M sees nothing: its output is 0, and it costs no reading.
+// H is HEAD_DIM, 64 or 128: every head dim is a library of its own, as one takes seconds to build.
+extern "C" void attend_cpu(const bf16* q, const bf16* k, const bf16* v, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
+                           int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
+                           int64_t q_t, int64_t kv_b, int64_t kv_k, float scale, int threads) {
+    attend<HEAD_DIM>(q, k, v, pos, index, out, mass, B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale, threads);
 }

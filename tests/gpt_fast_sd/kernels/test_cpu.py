@@ -31,7 +31,7 @@ TILE = 64
 def why_not() -> str:
     if not torch.cpu._is_avx512_bf16_supported():
         return "this CPU has no AVX-512 bf16 dot products"
-    return "" if cpu.available() else "no compiler here builds the kernel"
+    return "" if cpu.available(64) else "no compiler here builds the kernel"
 
 
 needs_kernel = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -340,7 +340,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 @pytest.fixture
 def rebuilt() -> Iterator[None]:
     """Ask anew whether the kernel can be built, and again when the test is over."""
-    caches = (cpu._built, cpu._kernel)
+    caches = (cpu._buildable, cpu._loader, cpu._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -418,7 +418,7 @@ def test_what_attends_without_the_kernel_gives_the_same(
     step, graphs = traced(attend_all_ways)
     fast = step(*a_step(n_tokens), page)
     assert n_kernels(graphs[0]) == 3
-    monkeypatch.setattr(cpu, "available", lambda: False)
+    monkeypatch.setattr(cpu, "available", lambda head_dim: False)
     step, graphs = traced(attend_all_ways)
     compiled = step(*a_step(n_tokens), page)
     assert n_kernels(graphs[0]) == 0
@@ -432,7 +432,7 @@ def test_what_attends_without_the_kernel_gives_the_same(
 
 @needs_kernel
 def test_steps_that_run_eagerly_build_no_kernel(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def built() -> None:
+    def built(head_dim: int) -> None:
         raise AssertionError("built")
 
     monkeypatch.setattr(cpu, "_kernel", built)
@@ -446,30 +446,31 @@ def test_a_compiler_that_does_not_know_the_instructions_is_no_error(
     source = tmp_path / "cpu_attention.cpp"
     source.write_text("#error no such instructions\n")
     monkeypatch.setattr(cpu, "SOURCE", source)
-    assert not cpu.available()
+    assert not cpu.available(64)
     assert not cpu_attention_fits(*[torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)] * 2)
     step, graphs = traced(attend_all_ways)
     assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
 
 
 def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import codecache
+    from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
-    def none_found(source: str) -> None:
+    def none_found() -> None:
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(codecache.CppCodeCache, "load", none_found)
-    assert not cpu.available()
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    assert not cpu.available(64)
+    monkeypatch.undo()  # the rest of a step is compiled all the same
     step, graphs = traced(attend_all_ways)
     assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
 
 
 def test_a_cpu_without_the_instructions_builds_nothing(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def built() -> None:
+    def built(head_dim: int) -> str:
         raise AssertionError("built")
 
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(cpu, "_kernel", built)
-    assert not cpu._built()
+    monkeypatch.setattr(cpu, "_source", built)
+    assert not cpu.available(64)
     monkeypatch.undo()
