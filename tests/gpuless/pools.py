@@ -277,6 +277,7 @@ def stand_in(rule: str) -> Iterator[Cuda]:
         "synchronize": cuda.synchronize,
         "empty_cache": cuda.empty_cache,
     }
+    torch.utils._device._device_constructors()  # keeps for good what torch.empty is at the first call
     with contextlib.ExitStack() as patches:
         for name, what in replaced.items():
             patches.enter_context(mock.patch.object(torch.cuda, name, what))
