@@ -40,7 +40,8 @@ from .compiling import can_compile, inductor_options, span
 from .config import MAX_GAMMA, DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, natural_dtype, require_current, require_kernels, ways_of, whole_memory
 from .graphs import GraphPool
-from .kernels.cpu import begin_building
+from .kernels import cpu_kernels, pack_linears
+from .kernels.cpu_build import begin_building
 from .memory import MemoryPlan
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill, Reader, build_policy
@@ -114,7 +115,8 @@ class Engine:
         )
         self.compiled = cfg.compile and can_compile(self.device)
         if self.compiled and self.device.type == "cpu":
-            begin_building(model.config.head_dim)
+            begin_building(*cpu_kernels(model.config.head_dim))
+            pack_linears(model)
         self.target = Reader(model, self.cache, inductor_options(cfg, self.device) if self.compiled else None, group)
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
@@ -183,6 +185,8 @@ class Engine:
         theirs = draft_group(draft, self.parallel)
         if draft_model:
             theirs.check_part(draft_model)
+            if self.compiled and self.device.type == "cpu":
+                pack_linears(draft_model)
         policy = build_policy(draft, self.target, draft_model, theirs)
         wait = self.parallel.wait_for
         return Rounds(self.target, self.rows, policy, draft, width=width, capture=self._capture, wait=wait)

@@ -19,7 +19,7 @@ from .checkpoint import (
     save_hugging_face,
 )
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
-from .llama import Attention, Block, Transformer
+from .llama import Attention, Block, Linear, Transformer
 from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "FullKV",
     "KVCache",
+    "Linear",
     "ModelConfig",
     "RopeScaling",
     "StreamDecoder",

@@ -1,7 +1,8 @@
 """Kernels behind torch operators: what the compiled steps attend and select with where torch's own are slow.
 
 For CPUs with AVX-512 bf16 dot products `cpu_attention`: flash-decoding, dense, with the attention mass of each page, or
-over listed entries; `cpu_attention_fits` says whether it can be used. For CUDA, in Triton: `decode_attention` (and with
+over listed entries; `cpu_attention_fits` says whether it can be used; and products with weights that `pack_linears` has
+packed. For CUDA, in Triton: `decode_attention` (and with
 the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`, and what selects: `top_pages`,
 `guided_select`, `page_bounds`, `quest_pages`, and of tokens `likeliest`. On CPU tensors these are references with the
 same results, most of them slow. `prepare_launches` does beforehand what Triton needs for launching any of them, and
@@ -9,6 +10,7 @@ same results, most of them slow. `prepare_launches` does beforehand what Triton 
 """
 
 from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
+from .cpu_linear import cpu_kernels, pack_linears
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
 from .launch_counts import launches
@@ -23,12 +25,14 @@ __all__ = [
     "cpu_attention_at",
     "cpu_attention_fits",
     "cpu_attention_with_mass",
+    "cpu_kernels",
     "decode_attention",
     "decode_attention_with_mass",
     "guided_select",
     "key_mass",
     "launches",
     "likeliest",
+    "pack_linears",
     "page_bounds",
     "prefill_attention",
     "prefill_attention_with_lse",

@@ -1,20 +1,18 @@
-"""cpu_attention.cpp as torch operators: built once by the compiler that torch.compile uses, kept in its cache.
+"""cpu_attention.cpp as torch operators.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, H head dim, M entries listed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import subprocess
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from .cpu_build import builds, library
 
 PAGE = 16  # keys whose attention mass is summed
 HEAD_DIMS = 64, 128
@@ -34,60 +32,7 @@ def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def available(head_dim: int) -> bool:
     """Whether this CPU has the instructions and there is a compiler that knows them, for the kernel of a head dim."""
-    return _buildable(head_dim)
-
-
-def known_isa() -> dict[str, bool]:
-    """Inductor's option not to build and load a program for each vector instruction set, 15 s where a CPU has AVX-512.
-
-    Those programs ask whether libtorch and the compiler know the sets. libtorch does, where its own kernels run with
-    them, and any compiler that builds its headers knows them. (What came later than AVX-512, Inductor asks for still.)
-    """
-    from torch._inductor import config
-
-    knows = torch.backends.cpu.get_cpu_capability() == "AVX512" and config.cpp.vec_isa_ok is None
-    return {"cpp.vec_isa_ok": True} if knows else {}
-
-
-@functools.cache
-def begin_building(head_dim: int) -> None:
-    """Start a thread that builds what the first compiled step waits for, while Python traces that step.
-
-    That is the kernel, and Inductor's precompiled header, which takes 8 s at the first use of an Inductor on a machine
-    and is built for whatever is compiled first. Where building fails, it fails again where it is needed, and is told.
-    """
-
-    def build() -> None:
-        from torch._inductor import config
-        from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-        with contextlib.suppress(Exception), config.patch(known_isa()):
-            nothing = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(const float* of) {}\n'
-            CppPythonBindingsCodeCache.load_pybinding(["const float*"], nothing)  # waited for first
-            if head_dim in HEAD_DIMS and available(head_dim):
-                _loader(head_dim)
-
-    threading.Thread(target=build, daemon=True).start()
-
-
-@functools.cache
-def _buildable(head_dim: int) -> bool:
-    """Whether this CPU and its compiler know the instructions; no more than read, as to build takes seconds."""
-    if not torch.cpu._is_avx512_bf16_supported():
-        return False
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    flags = "-std=c++20", "-fsyntax-only", *(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl", "bf16"))
-    try:
-        command = (get_cpp_compiler(), *flags, "-x", "c++", "-")
-        return not subprocess.run(command, input=_source(head_dim), capture_output=True, text=True).returncode
-    except (InvalidCxxCompiler, OSError):
-        return False
-
-
-def _source(head_dim: int) -> str:
-    return f"#define HEAD_DIM {head_dim}\n{SOURCE.read_text(encoding='utf-8')}"
+    return builds(SOURCE, head_dim)
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
@@ -112,21 +57,8 @@ def cpu_attention_with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys
 
 
 @functools.cache
-def _loader(head_dim: int) -> Callable[[], ctypes.CDLL]:
-    """Begin to build the kernel of a head dim; what is called then waits for it."""
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import CppCodeCache
-
-    loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(_source(head_dim), submit_fn=AsyncCompile.submit)
-    return loader
-
-
-@functools.cache
 def _kernel(head_dim: int) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-    from torch._inductor import config
-
-    with config.patch(known_isa()):
-        kernel = _loader(head_dim)().attend_cpu
+    kernel = library(SOURCE, head_dim)().attend_cpu
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     kernel.argtypes, kernel.restype = [pointer] * 7 + [size] * 11 + [ctypes.c_float, ctypes.c_int], None
     return kernel

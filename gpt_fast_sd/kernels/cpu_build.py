@@ -1,0 +1,86 @@
+"""C++ kernels for a CPU: built once by the compiler that torch.compile uses, kept in its cache."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+
+def known_isa() -> dict[str, bool]:
+    """Inductor's option not to build and load a program for each vector instruction set, 15 s where a CPU has AVX-512.
+
+    Those programs ask whether libtorch and the compiler know the sets. libtorch does, where its own kernels run with
+    them, and any compiler that builds its headers knows them. (What came later than AVX-512, Inductor asks for still.)
+    """
+    from torch._inductor import config
+
+    knows = torch.backends.cpu.get_cpu_capability() == "AVX512" and config.cpp.vec_isa_ok is None
+    return {"cpp.vec_isa_ok": True} if knows else {}
+
+
+@functools.cache
+def builds(source: Path, head_dim: int = 0) -> bool:
+    """Whether this CPU and its compiler know the instructions; no more than read, as to build takes seconds."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        return False
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    flags = "-std=c++20", "-fsyntax-only", *(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl", "bf16"))
+    try:
+        command = (get_cpp_compiler(), *flags, "-x", "c++", "-")
+        return not subprocess.run(command, input=text(source, head_dim), capture_output=True, text=True).returncode
+    except (InvalidCxxCompiler, OSError):
+        return False
+
+
+@functools.cache
+def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
+    """Begin to build a source; what is called then waits for it.
+
+    A thread of its own: torch's AsyncCompile.submit does it at once where it has one thread, under a lock that the
+    building waits for.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import CppCodeCache
+
+    with config.patch(known_isa()):
+        beside = ThreadPoolExecutor(1).submit
+        loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(text(source, head_dim), submit_fn=beside)
+    return loader
+
+
+def text(source: Path, head_dim: int = 0) -> str:
+    """A source, for one head dim where it is written for any."""
+    return (f"#define HEAD_DIM {head_dim}\n" if head_dim else "") + source.read_text(encoding="utf-8")
+
+
+@functools.cache
+def begin_building(*sources: tuple[Path, int]) -> None:
+    """Start a thread that builds what the first compiled step waits for, while Python traces that step.
+
+    That is Inductor's precompiled header, which takes 8 s at the first use of an Inductor on a machine and is built for
+    whatever is compiled first, and the sources, each for a head dim. Where building fails, it fails again where it is
+    needed, and is told.
+    """
+
+    def build() -> None:
+        from torch._inductor import config
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+        with contextlib.suppress(Exception), config.patch(known_isa()):
+            nothing = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(const float* of) {}\n'
+            CppPythonBindingsCodeCache.load_pybinding(["const float*"], nothing)  # waited for first
+            for source, head_dim in sources:
+                if builds(source, head_dim):
+                    library(source, head_dim)
+
+    threading.Thread(target=build, daemon=True).start()

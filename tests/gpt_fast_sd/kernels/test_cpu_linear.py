@@ -1,0 +1,144 @@
+"""Products with packed weights beside fp64: right for any number of rows, and a row's bits hang on nothing but itself.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.kernels import pack_linears
+from gpt_fast_sd.model import Linear, Transformer, load_model, read_config, save_hugging_face
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+BF16 = torch.bfloat16
+ROWS = [1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130]
+
+
+def packed(n_out: int, n_in: int, *, bias: bool = False) -> tuple[nn.Linear, Tensor, Tensor | None]:
+    """A packed product, and its weight and bias in fp64."""
+    linear = Linear(n_in, n_out, bias=bias).to(BF16).requires_grad_(False)
+    weight, plus = linear.weight.double(), linear.bias.double() if bias else None
+    if not pack_linears(linear):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    return linear, weight, plus
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    n = torch.get_num_threads()
+    yield
+    torch.set_num_threads(n)
+
+
+@pytest.mark.parametrize(("n_out", "n_in"), [(32, 32), (96, 64), (64, 576), (1056, 96)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_those_of_fp64_for_any_number_of_rows(n_out: int, n_in: int, bias: bool) -> None:
+    linear, weight, plus = packed(n_out, n_in, bias=bias)
+    for n_rows in ROWS:
+        x = torch.randn(n_rows, n_in).to(BF16)
+        expected = nn.functional.linear(x.double(), weight, plus)
+        got = linear(x)
+        assert got.dtype == BF16 and got.is_contiguous()
+        # one rounding to bf16, and fp32 sums of n_in products that may cancel
+        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5 * n_in**0.5)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_threads: int) -> None:
+    linear, *_ = packed(160, 96)
+    x = torch.randn(130, 96).to(BF16)
+    torch.set_num_threads(1)
+    alone = torch.cat([linear(x[i : i + 1]) for i in range(len(x))])
+    torch.set_num_threads(n_threads)
+    for n_rows in ROWS:
+        assert linear(x[:n_rows]).equal(alone[:n_rows])
+        assert linear(x[-n_rows:]).equal(alone[-n_rows:])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_what_is_in_a_row_reaches_no_other(bad: float) -> None:
+    linear, *_ = packed(64, 64)
+    x = torch.randn(37, 64).to(BF16)
+    clean = linear(x)
+    x[[0, 16, 36]] = bad
+    got = linear(x)
+    others = [i for i in range(37) if i not in (0, 16, 36)]
+    assert got[others].equal(clean[others])
+    assert not got[0].isfinite().any()
+
+
+def test_rows_may_lie_apart_and_in_any_number_of_dimensions() -> None:
+    linear, *_ = packed(64, 96)
+    wide = torch.randn(2, 5, 200).to(BF16)
+    x = wide[..., 7:103]  # rows 200 apart that begin anywhere
+    expected = linear(x.clone())
+    assert linear(x).equal(expected) and expected.shape == (2, 5, 64)
+    assert linear(x[:, 2]).equal(expected[:, 2])
+    turned = torch.randn(96, 5).to(BF16).T
+    assert linear(turned).equal(linear(turned.contiguous()))
+    assert linear(x[:0]).shape == (0, 5, 64)
+
+
+def model_of(**changes: object) -> Transformer:
+    config = tiny_config(**{"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "ffn_dim": 96, **changes})
+    return tiny_model(config).to(BF16).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_is_the_model_to_whoever_asks_it(tied: bool, tmp_path: Path) -> None:
+    model = model_of(vocab_size=512, tie_embeddings=tied)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens = torch.randint(0, 512, (3, 7))
+    looked_up = model.embedding(tokens)
+    if not pack_linears(model):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    assert (model.output.weight is model.embedding.weight) is tied
+    assert not model.output.weight.equal(before["output.weight"])  # another order
+    assert model.embedding(tokens).equal(looked_up)
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(after[name].equal(before[name]) for name in before)
+    save_hugging_face(model, tmp_path, dtype=BF16)
+    again = load_model(tmp_path, read_config(tmp_path), dtype=BF16)
+    assert all(again.state_dict()[name].equal(before[name]) for name in before)
+
+
+def test_what_the_kernel_does_not_serve_is_left_as_it_is() -> None:
+    assert not pack_linears(model_of().float())
+    odd = Linear(40, 64, bias=False).to(BF16)
+    assert not pack_linears(odd) and type(odd) is Linear
+
+
+def test_packing_twice_packs_once() -> None:
+    linear, *_ = packed(64, 64)
+    weight = linear.weight.clone()
+    assert not pack_linears(linear) and linear.weight.equal(weight)
+
+
+def test_a_compiled_engine_packs_and_says_what_an_eager_one_says() -> None:
+    config = EngineConfig(batch_size=3, max_seq_len=300, device="cpu")
+    prompts = [random_ids(n, seed=n) for n in (40, 1, 7)]
+    how = SamplingParams(max_tokens=6, ignore_eos=True)
+    model = model_of(n_layers=1)
+    eager = Engine(model, None, EngineConfig(batch_size=3, max_seq_len=300, device="cpu", compile=False))
+    expected = eager.logits(prompts[0])
+    compiled = Engine(model, None, config)
+    assert {type(m).__name__ for m in model.modules()} >= {"PackedLinear"}
+    # bf16 activations are rounded at other places
+    torch.testing.assert_close(compiled.logits(prompts[0]), expected, rtol=0.05, atol=0.05)
+    assert len(list(compiled.generate(prompts, how))) == 3
+
+
+def test_quantizing_packed_weights_is_refused() -> None:
+    model = model_of(n_layers=1)
+    if not pack_linears(model):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    with pytest.raises(ValueError, match="packed"):
+        Engine(model, None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", quantize="int8"))
