@@ -11,6 +11,7 @@ import functools
 import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -113,11 +114,16 @@ def cpu_attention_with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys
 
 @functools.cache
 def _loader(head_dim: int) -> Callable[[], ctypes.CDLL]:
-    """Begin to build the kernel of a head dim; what is called then waits for it."""
-    from torch._inductor.async_compile import AsyncCompile
+    """Begin to build the kernel of a head dim; what is called then waits for it.
+
+    A thread of its own: torch's AsyncCompile.submit does it at once where it has one thread, under a lock that the
+    building waits for.
+    """
     from torch._inductor.codecache import CppCodeCache
 
-    loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(_source(head_dim), submit_fn=AsyncCompile.submit)
+    loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(
+        _source(head_dim), submit_fn=ThreadPoolExecutor(1).submit
+    )
     return loader
 
 

@@ -7,6 +7,9 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -450,6 +453,14 @@ def test_a_compiler_that_does_not_know_the_instructions_is_no_error(
     assert not cpu_attention_fits(*[torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)] * 2)
     step, graphs = traced(attend_all_ways)
     assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
+
+
+@needs_kernel
+def test_one_core_builds_the_kernel_too(tmp_path: Path) -> None:
+    """Torch compiles with as many threads as there are cores; with one, handing it the work once waited for itself."""
+    code = "from gpt_fast_sd.kernels import cpu; cpu.begin_building(64); assert cpu._kernel(64)"
+    env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
 
 
 def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
