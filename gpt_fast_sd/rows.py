@@ -79,6 +79,10 @@ class Rows:
         self.sampled = any(p.temperature > 0 for p in params)
         self.filtered = filters_anything(params)
 
+    def put_off(self) -> None:
+        """The round that was looked at has not begun: it will be looked at again."""
+        self.round -= 1
+
     def any_within(self, n: int) -> bool:
         """Whether some live row may have no more than n committed positions; in a captured round some row may."""
         return self.captured or any(length <= n for length in self.lengths.values())

@@ -54,7 +54,10 @@ class DraftPolicy(Protocol):
         ...
 
     def due(self, rows: Rows) -> bool:
-        """Whether renew has work that needs to know exactly how far the rows are, see View.due."""
+        """Whether renew has work that needs to know exactly how far the rows are, see View.due.
+
+        Asked before a round that drafts, which then waits for the one under way, and before one that does not.
+        """
         ...
 
     def renew(self, rows: Rows) -> None:

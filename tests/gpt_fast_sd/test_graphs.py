@@ -315,6 +315,21 @@ def test_an_engine_closes_at_the_end_of_its_block_and_streams_end_there(cuda: Cu
         list(stream)
 
 
+@ONE_RULE
+def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its two streams would be nobody's for as long as the engine is in scope."""
+    one = engine()
+    tokens(one)
+
+    def forget() -> None:
+        raise RuntimeError("something odd")
+
+    monkeypatch.setattr(one.rounds, "forget", forget)
+    with pytest.raises(RuntimeError, match="something odd"):
+        one.close()
+    assert one._capture not in GraphPool._alive and not cuda.graphs
+
+
 def test_an_engine_on_a_plain_cpu_closes_too(expected: list[list[int]]) -> None:
     with engine() as one:
         assert tokens(one) == expected
@@ -466,6 +481,19 @@ def test_a_warm_up_that_failed_is_made_again(
             tokens(one)
     assert not one._running and not one.rows.active.any()
     assert tokens(one) == expected
+
+
+@ONE_RULE
+@pytest.mark.parametrize("timed", ["_time_steps", "_time_selecting"])
+def test_timing_that_fails_puts_back_what_it_changed(timed: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("snapkv")
+    one.generate(PROMPTS[2:3], GREEDY)
+    before = one.cache.seq_len.clone()
+    with monkeypatch.context() as failing, torch.inference_mode():
+        failing_once(failing, one.rounds, "synchronize", out_of_memory(), 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            getattr(one, timed)(*([2] if timed == "_time_steps" else []), 500)
+    assert not one.rows.active.any() and torch.equal(one.cache.seq_len, before)
 
 
 def test_a_capture_that_failed_leaves_an_engine_that_works(cuda: Cuda, expected: list[list[int]]) -> None:
