@@ -110,6 +110,21 @@ def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:
     assert one.rounds.verify.graphs == 3  # without mass, and with it by pages of 16 and of 32 keys
 
 
+@pytest.mark.parametrize("name", ["streaming", "lookup", "hierarchy", "hierarchy over standalone"])
+def test_judging_is_one_graph_a_kind_whatever_is_drafted(name: str) -> None:
+    """Of a hierarchy q and who proposed what are cut from wider tensors: their strides hang on gamma, too."""
+    one = an_engine(name, "auto")
+    for params in (GREEDY, SAMPLED, FILTERED):
+        one.generate(PROMPTS, params)
+    assert len(one.rounds.judge._variants) == one.rounds.judge.graphs == 9  # three lengths of three kinds of sampling
+    for gamma in (16, 5, 2):
+        one.redraft(*config_of(name, gamma))
+        as_captured(one)
+        for params in (SAMPLED, FILTERED):
+            one.generate(PROMPTS, params)
+    assert one.rounds.judge.graphs == 9
+
+
 def test_rounds_that_are_not_captured_draft_less_at_a_text_s_end_without_another_graph() -> None:
     one = an_engine("streaming", 5)
     one.rounds.capture = None

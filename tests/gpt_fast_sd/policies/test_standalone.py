@@ -201,7 +201,7 @@ def test_a_prompt_that_was_prepared_is_not_filled_again(monkeypatch: pytest.Monk
 
 
 def test_a_policy_that_is_admitted_to_without_preparing_prefills_by_itself() -> None:
-    one, policy = standalone()
+    _, policy = standalone()
     prompt = random_ids(300, seed=9)
     with torch.inference_mode():
         for fillings in ([], policy.prepare(0, random_ids(300, seed=8)), policy.prepare(0, prompt)):
