@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch._dynamo.backends.registry import lookup_backend
 
 import gpt_fast_sd.engine
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
@@ -139,3 +140,22 @@ def test_exact_mode_has_one_width() -> None:
     for params in (GREEDY, MIXED):
         one.generate(PROMPTS, params)
     assert one.rounds.decode.graphs == 0 and one.rounds.verify.graphs == 1
+
+
+AOT = "aot_eager_decomp_partition"  # operators are taken apart as Inductor takes them apart, and then run
+
+
+@pytest.mark.parametrize("name", ["streaming", "lookup", "hierarchy"])
+def test_what_operators_are_taken_apart_into_asks_nothing_of_how_much_is_drafted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size that is asked for a value is no longer any size, and torch refuses to compile: torch.isin once did that."""
+    monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: lookup_backend(AOT)(graph, inputs))
+    draft, small = config_of(name, "auto")
+    for eos_ids in ((), (3, 5, 7)):
+        config = EngineConfig(batch_size=3, max_seq_len=400, device="cpu", dtype="fp32")
+        one = as_captured(Engine(tiny_model(tiny_config(n_layers=1, eos_ids=eos_ids)), None, config, draft, small))
+        for step in (one.rounds.decode, one.rounds.verify):
+            step._compiles = False
+        one.generate(PROMPTS, MIXED)
+        assert one.rounds.judge.graphs == 9
