@@ -450,6 +450,8 @@ def card(engine: Engine, prompts: list[list[int]], stats: EngineStats, compariso
         ("prefill", f"{stats.prefill_seconds:.2f} s, {stats.prefill_tokens_per_second:,.0f} tokens/s"),
         ("compiling", f"{stats.compile_seconds:.1f} s before the first token, {recompiles} recompiles since"),
     ]  # fmt: skip
+    if stats.capture_seconds:
+        rows.append(("capturing", f"{stats.capture_seconds:.1f} s of CUDA graphs, no part of decoding"))
     if parallel.dp * parallel.tp > 1:
         rows.insert(1, ("processes", f"{parallel.dp} replicas x {parallel.tp} that hold one together"))
     if engine.policy:

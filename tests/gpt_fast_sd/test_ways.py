@@ -137,9 +137,7 @@ def test_judging_is_one_graph_whatever_is_drafted(
     rows.sampled, rows.filtered = sampled, filtered
     with torch.inference_mode():
         for gamma in (8, 6, 4, 3, 2, 16):
-            for slot, params in enumerate(
-                (GREEDY, SAMPLED if sampled else GREEDY, FILTERED if filtered else GREEDY)
-            ):
+            for slot, params in enumerate((GREEDY, SAMPLED if sampled else GREEDY, FILTERED if filtered else GREEDY)):
                 rows.put(slot, [1, 2, 3], params, slot)
             for drawn, by_two in ((False, False), (sampled, True)):
                 rounds.judged(torch.randn(3, gamma + 1, 258), a_draft(gamma, drawn=drawn, by_two=by_two))
