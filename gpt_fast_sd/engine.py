@@ -246,8 +246,12 @@ class Engine:
 
     @policy.setter
     def policy(self, policy: DraftPolicy | None) -> None:
-        """Let this one draft from now on; its steps are compiled and timed as those of the first one were."""
+        """Let this one draft from now on; its steps are compiled and timed as those of the first one were.
+
+        ValueError for what is no policy, and for one that reads another engine's cache.
+        """
         self._require_idle()
+        self._check_policy(policy)
         self.rounds.set_policy(policy)
         self.planner = GammaPlanner(self.draft.gamma, self._tiers)
         self._warm, self._compile_seconds = False, 0.0
@@ -715,6 +719,14 @@ class Engine:
         if wrong is not None:
             raise ValueError(f"{name} holds token id {wrong}, the vocabulary goes from 0 to {vocab - 1}")
         return ids
+
+    def _check_policy(self, policy: DraftPolicy | None) -> None:
+        if policy is not None and not hasattr(policy, "propose"):
+            raise ValueError(f"a policy proposes tokens, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
+        for level in (policy, getattr(policy, "cheap", None)):
+            reader = getattr(level, "reader", None) or getattr(level, "target", None)
+            if isinstance(reader, Reader) and reader.cache.seq_len is not self.cache.seq_len:
+                raise ValueError("the policy was built for another engine: build it over this one's target")
 
     def _check_fit(self) -> None:
         cfg, model = self.config, self.model.config

@@ -197,6 +197,27 @@ def test_a_policy_may_be_taken_away_and_given_back(cuda: Cuda, expected: list[li
         assert drafting or not one.stats.drafted
 
 
+@ONE_RULE
+def test_a_policy_of_another_page_is_given_the_mass_by_its_own(cuda: Cuda, expected: list[list[int]]) -> None:
+    one, draft = engine("guided", gamma=3), DraftConfig(policy="guided", gamma=3, budget=96, page=32)
+    one.redraft(draft)
+    assert tokens(one) == expected
+    wanted = one.stats.accepted_by_position
+    one.redraft(dataclasses.replace(draft, page=16))
+    one.policy = build_policy(draft, one.target, None)
+    assert tokens(one) == expected and one.rounds.page == 32
+    assert one.stats.accepted_by_position == wanted
+
+
+@ONE_RULE
+def test_what_is_no_policy_of_this_engine_is_refused_where_it_is_set(cuda: Cuda, expected: list[list[int]]) -> None:
+    one, other = engine(), engine("hierarchy")
+    for policy, said in (("guided", "got 'guided': Engine.redraft takes a DraftConfig"), (other.policy, "another")):
+        with pytest.raises(ValueError, match=said):
+            one.policy = policy  # type: ignore[assignment]
+    assert tokens(one) == expected and one.stats.drafted
+
+
 def another_policy(one: Engine) -> None:
     one.policy = build_policy(DraftConfig(policy="guided", gamma=2, budget=96), one.target, None)
 
