@@ -176,6 +176,18 @@ def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cu
     assert all(type(place).__name__ == "Pinned" for place in one.rounds._landing)
 
 
+@ONE_RULE
+@pytest.mark.parametrize("policy", ["streaming", "lookup"])
+def test_rows_of_all_kinds_may_come_and_go_in_every_order(policy: str, cuda: Cuda) -> None:
+    """Each is what it is alone, whoever shares its rounds: some graphs sample and filter, and others do not."""
+    one, kinds = engine(policy, batch_size=2), (GREEDY, SAMPLED, FILTERED)
+    alone = {id(params): one.generate(PROMPTS[:1], params)[0].tokens for params in kinds}
+    for order in itertools.permutations(kinds):
+        params = [dataclasses.replace(p, max_tokens=n) for p, n in zip(order * 2, (2, 6, 3, 5, 1, 4), strict=True)]
+        got = [completion.tokens for completion in one.generate(PROMPTS[:1] * 6, params)]
+        assert got == [alone[id(p)][: q.max_tokens] for p, q in zip(order * 2, params, strict=True)]
+
+
 # ---- what a graph has baked in ---------------------------------------------------------------------------------------
 
 

@@ -129,7 +129,7 @@ def test_seconds_of_captures_are_told_apart_from_speeds(
         one.stats.capture_seconds = 1.5
         return one
 
-    flags = ["--batches", "1", "--contexts", "40", "--policies", "streaming", "--output", str(results)]
+    flags = ["--batch", "1", "--context", "40", "--draft", "streaming", "--json", str(results)]
     assert run(model, *flags) == 0
     assert "capturing" not in capsys.readouterr().out
     monkeypatch.setattr(benchmark, "run", capturing)
