@@ -181,11 +181,12 @@ def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cu
 def test_rows_of_all_kinds_may_come_and_go_in_every_order(policy: str, cuda: Cuda) -> None:
     """Each is what it is alone, whoever shares its rounds: some graphs sample and filter, and others do not."""
     one, kinds = engine(policy, batch_size=2), (GREEDY, SAMPLED, FILTERED)
-    alone = {id(params): one.generate(PROMPTS[:1], params)[0].tokens for params in kinds}
-    for order in itertools.permutations(kinds):
-        params = [dataclasses.replace(p, max_tokens=n) for p, n in zip(order * 2, (2, 6, 3, 5, 1, 4), strict=True)]
-        got = [completion.tokens for completion in one.generate(PROMPTS[:1] * 6, params)]
-        assert got == [alone[id(p)][: q.max_tokens] for p, q in zip(order * 2, params, strict=True)]
+    rows = [dataclasses.replace(p, max_tokens=n) for p, n in zip(kinds * 2, (2, 6, 3, 5, 1, 4), strict=True)]
+    alone = [one.generate(PROMPTS[:1], params)[0].tokens for params in rows]
+    for order in itertools.permutations(range(3)):
+        there = [*order, *(3 + i for i in reversed(order))]
+        got = one.generate(PROMPTS[:1] * 6, [rows[i] for i in there])
+        assert [completion.tokens for completion in got] == [alone[i] for i in there]
 
 
 # ---- what a graph has baked in ---------------------------------------------------------------------------------------
