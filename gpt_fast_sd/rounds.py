@@ -127,7 +127,8 @@ class Rounds:
     @property
     def page(self) -> int:
         """Keys whose attention mass the verification sums for the policy, 0 where it wants none."""
-        return self.draft.page if self.policy and self.policy.wants_mass else 0
+        own = getattr(self.policy, "page", None)  # of one that was set, and that selects by its own
+        return (own or self.draft.page) if self.policy and self.policy.wants_mass else 0
 
     @property
     def lateness(self) -> int:

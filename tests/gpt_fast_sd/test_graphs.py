@@ -176,6 +176,19 @@ def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cu
     assert all(type(place).__name__ == "Pinned" for place in one.rounds._landing)
 
 
+@ONE_RULE
+@pytest.mark.parametrize("policy", ["streaming", "lookup"])
+def test_rows_of_all_kinds_may_come_and_go_in_every_order(policy: str, cuda: Cuda) -> None:
+    """Each is what it is alone, whoever shares its rounds: some graphs sample and filter, and others do not."""
+    one, kinds = engine(policy, batch_size=2), (GREEDY, SAMPLED, FILTERED)
+    rows = [dataclasses.replace(p, max_tokens=n) for p, n in zip(kinds * 2, (2, 6, 3, 5, 1, 4), strict=True)]
+    alone = [one.generate(PROMPTS[:1], params)[0].tokens for params in rows]
+    for order in itertools.permutations(range(3)):
+        there = [*order, *(3 + i for i in reversed(order))]
+        got = one.generate(PROMPTS[:1] * 6, [rows[i] for i in there])
+        assert [completion.tokens for completion in got] == [alone[i] for i in there]
+
+
 # ---- what a graph has baked in ---------------------------------------------------------------------------------------
 
 
@@ -195,6 +208,27 @@ def test_a_policy_may_be_taken_away_and_given_back(cuda: Cuda, expected: list[li
         one.policy = drafting
         assert tokens(one) == expected
         assert drafting or not one.stats.drafted
+
+
+@ONE_RULE
+def test_a_policy_of_another_page_is_given_the_mass_by_its_own(cuda: Cuda, expected: list[list[int]]) -> None:
+    one, draft = engine("guided", gamma=3), DraftConfig(policy="guided", gamma=3, budget=96, page=32)
+    one.redraft(draft)
+    assert tokens(one) == expected
+    wanted = one.stats.accepted_by_position
+    one.redraft(dataclasses.replace(draft, page=16))
+    one.policy = build_policy(draft, one.target, None)
+    assert tokens(one) == expected and one.rounds.page == 32
+    assert one.stats.accepted_by_position == wanted
+
+
+@ONE_RULE
+def test_what_is_no_policy_of_this_engine_is_refused_where_it_is_set(cuda: Cuda, expected: list[list[int]]) -> None:
+    one, other = engine(), engine("hierarchy")
+    for policy, said in (("guided", "got 'guided': Engine.redraft takes a DraftConfig"), (other.policy, "another")):
+        with pytest.raises(ValueError, match=said):
+            one.policy = policy  # type: ignore[assignment]
+    assert tokens(one) == expected and one.stats.drafted
 
 
 def another_policy(one: Engine) -> None:
@@ -313,6 +347,21 @@ def test_an_engine_closes_at_the_end_of_its_block_and_streams_end_there(cuda: Cu
     assert not cuda.graphs
     with pytest.raises(RuntimeError, match=CLOSED):
         list(stream)
+
+
+@ONE_RULE
+def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its two streams would be nobody's for as long as the engine is in scope."""
+    one = engine()
+    tokens(one)
+
+    def forget() -> None:
+        raise RuntimeError("something odd")
+
+    monkeypatch.setattr(one.rounds, "forget", forget)
+    with pytest.raises(RuntimeError, match="something odd"):
+        one.close()
+    assert one._capture not in GraphPool._alive and not cuda.graphs
 
 
 def test_an_engine_on_a_plain_cpu_closes_too(expected: list[list[int]]) -> None:
@@ -466,6 +515,19 @@ def test_a_warm_up_that_failed_is_made_again(
             tokens(one)
     assert not one._running and not one.rows.active.any()
     assert tokens(one) == expected
+
+
+@ONE_RULE
+@pytest.mark.parametrize("timed", ["_time_steps", "_time_selecting"])
+def test_timing_that_fails_puts_back_what_it_changed(timed: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("snapkv")
+    one.generate(PROMPTS[2:3], GREEDY)
+    before = one.cache.seq_len.clone()
+    with monkeypatch.context() as failing, torch.inference_mode():
+        failing_once(failing, one.rounds, "synchronize", out_of_memory(), 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            getattr(one, timed)(*([2] if timed == "_time_steps" else []), 500)
+    assert not one.rows.active.any() and torch.equal(one.cache.seq_len, before)
 
 
 def test_a_capture_that_failed_leaves_an_engine_that_works(cuda: Cuda, expected: list[list[int]]) -> None:
