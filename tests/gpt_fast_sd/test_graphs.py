@@ -29,7 +29,7 @@ from gpt_fast_sd.replay import Replay
 from gpt_fast_sd.rounds import Rounds
 from gpt_fast_sd.rows import Rows
 from gpt_fast_sd.tp import Parallel
-from tests.gpuless.pools import RULES, Cuda, stand_in
+from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -181,6 +181,28 @@ def test_the_graphs_that_are_held_are_those_that_were_planned_for(cuda: Cuda) ->
     for i in range(steps):
         one.rounds._graph(("another", i), steps_of(one.draft, 3), 2 * SPLIT, lambda: torch.ones(1))()
         assert one.rounds.captured * (1 + 3) <= steps
+
+
+@ONE_RULE
+def test_a_result_is_waited_for_on_the_stream_that_its_round_is_replayed_on(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds are captured on a stream of the engine's pool, and replayed on the current one, where events stand."""
+    one, seen = engine(), list[tuple[str, int]]()
+    tokens(one)
+    for kind, name in ((Graph, "replay"), (Event, "record")):
+        right: Callable[..., None] = getattr(kind, name)
+
+        def noted(self: Any, *args: Any, right: Callable[..., None] = right, name: str = name) -> None:
+            seen.append((name, cuda.current.cuda_stream))
+            right(self, *args)
+
+        monkeypatch.setattr(kind, name, noted)
+    with torch.cuda.stream(cuda.stream_of_pool()):  # type: ignore[arg-type]
+        here = cuda.current.cuda_stream
+        tokens(one)
+    assert {capture["stream"] for capture in cuda.captures}.isdisjoint({here, 0})
+    assert [name for name, _ in seen].count("replay") > 3 and {stream for _, stream in seen} == {here}
 
 
 @ONE_RULE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from gpu_setup import Findings, Setup, Stopwatch, difference
 from gpu_stages import STAGES, Stage
 from gpu_suite import conduct, run_process
 from gpu_summary import DONE, FAILED, LEFT, Ledger, draw, summary, targets
+from tests.gpuless import pools
 
 Record = dict[str, Any]
 DRY = ["--device", "cpu", "--tiny", "--pairs", "1"]
@@ -283,6 +285,43 @@ def test_filters_are_checked_over_whole_vocabularies_and_a_wrong_cut_is_found(mo
     assert {"k 1 p 1", "k 50 p 1", "k 50 p 0.9"} <= no_k and not any("k all" in what for what in no_k)
     no_p = wrong_of(lambda scores, top_k, top_p: right(scores, top_k, torch.ones_like(top_p)))  # type: ignore[arg-type]
     assert {"k all p 0", "k 50 p 0.9"} <= no_p and not any("p 1" in what for what in no_p)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_graph_is_timed_by_events_on_the_stream_that_it_is_replayed_on(
+    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is captured on a stream of the watch's own; what it is replayed on is whoever's turn it is, here and there."""
+    seen: list[tuple[str, int]] = []
+    with pools.stand_in("2.13") as cuda, contextlib.ExitStack() as within:
+
+        class Noted:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:  # of the current stream, as in torch
+                seen.append(("event", cuda.current.cuda_stream))
+
+            def elapsed_time(self, end: Noted) -> float:
+                return 7.0
+
+        replay = pools.Graph.replay
+
+        def noted(self: pools.Graph) -> None:
+            seen.append(("replay", cuda.current.cuda_stream))
+            replay(self)
+
+        monkeypatch.setattr(torch.cuda, "Event", Noted)
+        monkeypatch.setattr(pools.Graph, "replay", noted)
+        watch, calls = Stopwatch(dry_setup()), torch.zeros(1)
+        watch.device, watch.stream = torch.device("cuda"), cuda.stream_of_pool()  # type: ignore[assignment]
+        if elsewhere:
+            within.enter_context(torch.cuda.stream(cuda.stream_of_pool()))  # type: ignore[arg-type]
+        here = cuda.current.cuda_stream
+        assert watch.times(lambda: calls.add_(1)) == [0.007] * 2
+        assert cuda.captures[0]["stream"] == watch.stream.cuda_stream != here  # type: ignore[union-attr]
+    assert seen == [("replay", here), *[("event", here), ("replay", here), ("event", here)] * 2]
+    assert int(calls) == 3 + 1 + 2  # before the capture, and replayed
 
 
 def test_what_is_not_finite_or_of_another_shape_is_never_within_a_tolerance() -> None:
