@@ -797,6 +797,7 @@ def plan_for(
         weights=weights,
         groups=len({size for size in (group.size, theirs.size) if size > 1}),
         whole=whole_memory(device),
+        ranks=group.size,
     )
 
 

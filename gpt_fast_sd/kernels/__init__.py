@@ -13,7 +13,7 @@ from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
 from .launch_counts import launches
 from .launching import prepare_launches
-from .prefill import key_mass, prefill_attention, prefill_attention_with_lse
+from .prefill import key_mass, prefill_attention, prefill_attention_with_lse, prefill_splits
 from .select import guided_select, page_bounds, quest_pages, top_pages
 from .sparse import sparse_attention
 
@@ -32,6 +32,7 @@ __all__ = [
     "page_bounds",
     "prefill_attention",
     "prefill_attention_with_lse",
+    "prefill_splits",
     "prepare_launches",
     "quest_pages",
     "sparse_attention",

@@ -21,14 +21,15 @@ import torch.distributed as dist
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
-from gpt_fast_sd.graphs import GraphPool
-from gpt_fast_sd.model import save_hugging_face
+from gpt_fast_sd.graphs import GraphPool, steps_of
+from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
+from gpt_fast_sd.model import SPLIT, save_hugging_face
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.replay import Replay
 from gpt_fast_sd.rounds import Rounds
 from gpt_fast_sd.rows import Rows
 from gpt_fast_sd.tp import Parallel
-from tests.gpuless.pools import RULES, Cuda, stand_in
+from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -151,21 +152,57 @@ def test_an_engine_that_is_dropped_leaves_no_graph(cuda: Cuda) -> None:
     assert gone() is None and not cuda.graphs  # at once, by counting references
 
 
-def test_no_more_graphs_are_held_than_the_bound(
+def test_no_more_steps_are_held_in_graphs_than_the_bound(
     cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go all together: one that went alone would take along what the others need."""
-    monkeypatch.setattr("gpt_fast_sd.rounds.MOST_GRAPHS", 2)
+    monkeypatch.setattr("gpt_fast_sd.rounds.MOST_STEPS", 6)
     one, gammas, held = engine(gamma="auto"), itertools.cycle([3, 1, 2, 3, 3, 1, 0]), list[int]()
+    steps: list[int] = []
     monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
 
     def choose(n_keys: int) -> int:
         held.append(one.rounds.captured)
+        steps.append(sum(1 + key[0] for key in one.rounds._captured))  # type: ignore[operator]
         return next(gammas)
 
     monkeypatch.setattr(one.planner, "choose", choose)
     assert tokens(one) == expected
     assert max(held) == 2 and len(cuda.graphs) <= 3  # and the pool's own
+    assert max(steps) == 6  # of 3 drafts and of 1, until one of 2 comes
+
+
+def test_the_graphs_that_are_held_are_those_that_were_planned_for(cuda: Cuda) -> None:
+    """What the driver keeps of a graph grows with its launches: rounds of many drafts count for more."""
+    one = engine(gamma=3)
+    tokens(one)
+    planned = one._plan.of_config(dataclasses.replace(one.config, max_seq_len=100_000)).graphs
+    steps = planned // (NODE * (LAYER_NODES * one.model.config.n_layers + STEP_NODES))
+    for i in range(steps):
+        one.rounds._graph(("another", i), steps_of(one.draft, 3), 2 * SPLIT, lambda: torch.ones(1))()
+        assert one.rounds.captured * (1 + 3) <= steps
+
+
+@ONE_RULE
+def test_a_result_is_waited_for_on_the_stream_that_its_round_is_replayed_on(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds are captured on a stream of the engine's pool, and replayed on the current one, where events stand."""
+    one, seen = engine(), list[tuple[str, int]]()
+    tokens(one)
+    for kind, name in ((Graph, "replay"), (Event, "record")):
+        right: Callable[..., None] = getattr(kind, name)
+
+        def noted(self: Any, *args: Any, right: Callable[..., None] = right, name: str = name) -> None:
+            seen.append((name, cuda.current.cuda_stream))
+            right(self, *args)
+
+        monkeypatch.setattr(kind, name, noted)
+    with torch.cuda.stream(cuda.stream_of_pool()):  # type: ignore[arg-type]
+        here = cuda.current.cuda_stream
+        tokens(one)
+    assert {capture["stream"] for capture in cuda.captures}.isdisjoint({here, 0})
+    assert [name for name, _ in seen].count("replay") > 3 and {stream for _, stream in seen} == {here}
 
 
 @ONE_RULE
