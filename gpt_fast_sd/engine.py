@@ -40,7 +40,7 @@ from .compiling import can_compile, inductor_options, span
 from .config import MAX_GAMMA, DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, natural_dtype, require_current, require_kernels, ways_of, whole_memory
 from .graphs import GraphPool
-from .kernels.cpu import begin_building
+from .kernels import begin_building
 from .memory import MemoryPlan
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill, Reader, build_policy

@@ -1,14 +1,23 @@
 """Kernels behind torch operators: what the compiled steps attend and select with where torch's own are slow.
 
 For CPUs with AVX-512 bf16 dot products `cpu_attention`: flash-decoding, dense, with the attention mass of each page, or
-over listed entries; `cpu_attention_fits` says whether it can be used. For CUDA, in Triton: `decode_attention` (and with
+over listed entries; `cpu_attention_fits` says whether it can be used, `begin_building` builds it beside whatever comes
+next, with `known_isa` among Inductor's options. For CUDA, in Triton: `decode_attention` (and with
 the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`, and what selects: `top_pages`,
 `guided_select`, `page_bounds`, `quest_pages`, and of tokens `likeliest`. On CPU tensors these are references with the
 same results, most of them slow. `prepare_launches` does beforehand what Triton needs for launching any of them, and
 `launches` says how many kernels a call of one launches.
 """
 
-from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
+from .cpu import (
+    PAGE,
+    begin_building,
+    cpu_attention,
+    cpu_attention_at,
+    cpu_attention_fits,
+    cpu_attention_with_mass,
+    known_isa,
+)
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
 from .launch_counts import launches
@@ -19,6 +28,7 @@ from .sparse import sparse_attention
 
 __all__ = [
     "PAGE",
+    "begin_building",
     "cpu_attention",
     "cpu_attention_at",
     "cpu_attention_fits",
@@ -27,6 +37,7 @@ __all__ = [
     "decode_attention_with_mass",
     "guided_select",
     "key_mass",
+    "known_isa",
     "launches",
     "likeliest",
     "page_bounds",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from gpt_fast_sd.model import PRESETS, SPLIT
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.rounds import judge_step
 from gpt_fast_sd.rows import Rows
-from gpt_fast_sd.tp import collectives
 from scripts import batch
 from tests.gpuless.live import LiveBytes
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -208,6 +208,7 @@ def test_observing_windows_holds_what_the_plan_says(
 def test_sums_in_the_order_of_ranks_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where exact is asked of more than two ranks, each is sent all parts of every sum."""
     ranks, n_tokens, dim = 8, 2_048, 64
+    collectives = importlib.import_module("gpt_fast_sd.tp.collectives")
     monkeypatch.setattr(collectives, "all_gather", lambda x, mesh: torch.stack([x] * ranks))
     part = torch.randn(1, n_tokens, dim)
     with torch.inference_mode(), LiveBytes() as live:

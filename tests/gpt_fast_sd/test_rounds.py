@@ -66,7 +66,7 @@ def told(completions: list[Completion]) -> list[tuple[list[int], str, int, int]]
     return [(c.tokens, c.finish_reason, c.stats.rounds, c.stats.accepted) for c in completions]
 
 
-@pytest.mark.parametrize("params", [GREEDY, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=pytest.mark.slow), MIXED], ids=["greedy", "mixed"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_captured_rounds_emit_what_eager_ones_do(name: str, params: list[SamplingParams]) -> None:
     eager, one = engine(name), captured(name)
