@@ -26,8 +26,16 @@ class LayeredModel:
     """A model as one layer and what each of all has."""
 
     def __init__(self, model: Transformer) -> None:
+        """ValueError where layers differ in more than values."""
         self.model, self.first = model, model.first_layers(1)
         self.own = [(*layer.parameters(), *layer.buffers()) for layer in model.layers]
+        kinds = [[(x.shape, x.dtype, x.stride(), x.device) for x in own] for own in self.own]
+        other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
+        if other is not None:  # code for the first one would read its weights wrongly
+            raise ValueError(
+                f"layer {other} differs from the first one in the shapes, dtypes, strides or device of its weights: "
+                "steps are compiled for one"
+            )
 
     def is_of(self, model: Transformer) -> bool:
         """Whether it is of this model with these weights: others may have taken their place."""
@@ -206,9 +214,12 @@ def _has_size(node: fx.Node) -> bool:
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes give tensors of one shape and dtype."""
+    """Whether two nodes give tensors of one shape, dtype and order in memory."""
     x, y = a.meta.get("example_value"), b.meta.get("example_value")
-    return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype):
+        return False
+    # of a size of 1 the stride is no matter
+    return all(n == 1 or i == j for n, i, j in zip(x.shape, x.stride(), y.stride(), strict=True))
 
 
 def _alive(nodes: Sequence[fx.Node]) -> set[fx.Node]:

@@ -16,7 +16,7 @@ from gpt_fast_sd.model import SPLIT, KVCache, Transformer
 
 from .by_layer import ByLayer, Layer, LayeredModel
 from .config import MAX_GAMMA, EngineConfig
-from .kernels.cpu_build import known_isa
+from .kernels import known_isa
 
 Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
 

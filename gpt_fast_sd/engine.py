@@ -40,8 +40,7 @@ from .compiling import can_compile, inductor_options, span
 from .config import MAX_GAMMA, DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, natural_dtype, require_current, require_kernels, ways_of, whole_memory
 from .graphs import GraphPool
-from .kernels import cpu_kernels, pack_linears
-from .kernels.cpu_build import begin_building
+from .kernels import begin_building, cpu_kernels, pack_linears
 from .memory import MemoryPlan
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill, Reader, build_policy
@@ -124,6 +123,7 @@ class Engine:
         self._arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
         self._flights: deque[Flight] = deque()
         self._landed_at: float | None = None  # clock at the last landing, None: something else came since
+        self._chosen: int | None = None  # gamma of the round that is next
         self._running = self._closed = False
         self._failure: str | None = None  # what the device failed with
         self.rounds = self._rounds_of(self.draft, draft_model)
@@ -155,9 +155,11 @@ class Engine:
                 self.rounds.synchronize()
         finally:
             self._flights.clear()
-            self.rounds.forget()
-            if self._capture:
-                self._capture.close()
+            try:
+                self.rounds.forget()
+            finally:
+                if self._capture:
+                    self._capture.close()
 
     def redraft(self, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
         """Let another policy draft from now on; ValueError where it does not fit, and nothing is changed then.
@@ -247,8 +249,12 @@ class Engine:
 
     @policy.setter
     def policy(self, policy: DraftPolicy | None) -> None:
-        """Let this one draft from now on; its steps are compiled and timed as those of the first one were."""
+        """Let this one draft from now on; its steps are compiled and timed as those of the first one were.
+
+        ValueError for what is no policy, and for one that reads another engine's cache.
+        """
         self._require_idle()
+        self._check_policy(policy)
         self.rounds.set_policy(policy)
         self.planner = GammaPlanner(self.draft.gamma, self._tiers)
         self._warm, self._compile_seconds = False, 0.0
@@ -402,19 +408,21 @@ class Engine:
         assert self.policy
         rows, policy, seconds = self.rows, self.policy, []
         slots = range(len(self._slots))
-        rows.seq_len.fill_(n_keys - 1)
-        rows.active.fill_(True)
-        for _ in range(4):  # the first one may compile
+        try:
+            rows.seq_len.fill_(n_keys - 1)
+            rows.active.fill_(True)
+            for _ in range(4):  # the first one may compile
+                for slot in slots:
+                    policy.vacate(slot)
+                rows.look(dict.fromkeys(slots, n_keys - 1), [])
+                self.rounds.synchronize()
+                started = time.perf_counter()
+                self.rounds.refresh()
+                self.rounds.synchronize()
+                seconds.append(time.perf_counter() - started)
+        finally:
             for slot in slots:
-                policy.vacate(slot)
-            rows.look(dict.fromkeys(slots, n_keys - 1), [])
-            self.rounds.synchronize()
-            started = time.perf_counter()
-            self.rounds.refresh()
-            self.rounds.synchronize()
-            seconds.append(time.perf_counter() - started)
-        for slot in slots:
-            self._release(slot)
+                self._release(slot)
         return min(seconds) / policy.refresh_every
 
     @property
@@ -440,7 +448,7 @@ class Engine:
                 self.rounds.warm_up(self._gammas, _kinds([request.params for request in waiting.known]))
             self.stats = EngineStats(compile_seconds=self._compile_seconds)
             self.planner.begin()
-            self._landed_at, self._graphs_before = None, self._graphs
+            self._landed_at, self._chosen, self._graphs_before = None, None, self._graphs
             while not waiting.over or self._arrival or any(self._slots):
                 self._require_open()  # whoever takes the events may have closed it
                 yield from self._refill(waiting)
@@ -553,11 +561,16 @@ class Engine:
         ahead = sum(flight.gamma + 1 for flight in self._flights)
         rows, policy = self.rows, self.policy if speculate else None
         rows.look({slot: request.length for slot, request in live}, [request.params for _, request in live], ahead)
-        if policy and self._flights and policy.due(rows):
+        if self._chosen is None:  # once a round, whenever that is launched: to try drafting again is decided only once
+            self._chosen = self.planner.choose(rows.n_keys) if policy else 0
+            if isinstance(self.draft.gamma, str):  # each process has its own clock
+                self._chosen = self.parallel.same(self._chosen)
+        gamma = self._chosen
+        # a policy is asked whatever is drafted, as it may have to follow every round
+        if policy and self._flights and policy.due(rows) and gamma:
+            rows.put_off()
             return False
-        gamma = self.planner.choose(rows.n_keys) if policy else 0
-        if isinstance(self.draft.gamma, str):  # each process has its own clock
-            gamma = self.parallel.same(gamma)
+        self._chosen = None
         if not self.rounds.capture:  # a captured round drafts as planned, and keeps what may still be emitted
             longest = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
             gamma = min(gamma, longest)
@@ -710,6 +723,14 @@ class Engine:
             raise ValueError(f"{name} holds token id {wrong}, the vocabulary goes from 0 to {vocab - 1}")
         return ids
 
+    def _check_policy(self, policy: DraftPolicy | None) -> None:
+        if policy is not None and not hasattr(policy, "propose"):
+            raise ValueError(f"a policy proposes tokens, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
+        for level in (policy, getattr(policy, "cheap", None)):
+            reader = getattr(level, "reader", None) or getattr(level, "target", None)
+            if isinstance(reader, Reader) and reader.cache.seq_len is not self.cache.seq_len:
+                raise ValueError("the policy was built for another engine: build it over this one's target")
+
     def _check_fit(self) -> None:
         cfg, model = self.config, self.model.config
         if cfg.max_seq_len > model.max_seq_len:
@@ -779,6 +800,7 @@ def plan_for(
         weights=weights,
         groups=len({size for size in (group.size, theirs.size) if size > 1}),
         whole=whole_memory(device),
+        ranks=group.size,
     )
 
 

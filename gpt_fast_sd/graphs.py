@@ -18,20 +18,62 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from gpt_fast_sd.model import SPLIT, KVCache
+
+from .config import MAX_GAMMA, DraftConfig, gamma_tiers
+from .policies.hierarchy import CHEAP_GAMMA, n_middle_steps
+
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 Result = TypeVar("Result")
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
-# Rounds held at a time. Long batches of one kind take two or three gammas and one or two views each; gamma "auto" with
-# rows of all kinds over every view of 128K tokens could come to 189. Each holds some MiB of the driver's memory.
-MOST_GRAPHS = 64
+# Steps, of the target and of who drafts, in all the rounds held at a time: each is some hundred launches, and what a
+# graph takes of the driver's memory grows with its launches, so steps are what a plan can pay for (see MemoryPlan).
+# Enough for the longest rounds in all three kinds of sampling, or for three tiers of gamma "auto", over one view: when
+# a batch grows into the next doubling of it those of the view before are of no use. Every tier, kind and view of 128K
+# tokens would be sixteen times as many.
+KINDS = 3
+MOST_STEPS = KINDS * (1 + MAX_GAMMA)
+REFRESH_STEPS = 2  # what a pass counts for that selects anew: it launches more than a step
 N_STREAMS = 32  # torch has so many streams a device, and deals them round and round
 
 
+def steps_of(draft: DraftConfig, gamma: int) -> int:
+    """Steps of a round that drafts gamma tokens, the target's own included, at most."""
+    if draft.policy == "hierarchy":
+        return n_middle_steps(gamma) * (1 + CHEAP_GAMMA) + 1
+    return gamma + 1
+
+
+def steps_held(max_seq_len: int, draft: DraftConfig, group: int) -> int:
+    """Steps of captured rounds that are held at most: MOST_STEPS, or all that there are.
+
+    group: query heads a kv head of the target.
+    """
+    gammas = [0] if draft.policy == "off" else gamma_tiers(group) if isinstance(draft.gamma, str) else [0, draft.gamma]
+    views = max(1, (KVCache.splits(max_seq_len) - 1).bit_length())  # doublings of two splits, see doubling
+    there_are = KINDS * sum(steps_of(draft, gamma) for gamma in gammas)
+    there_are += REFRESH_STEPS if draft.view_name == "snapkv" else 0
+    return min(MOST_STEPS, views * there_are)
+
+
+def doubling(n_keys: int, capacity: int) -> int:
+    """Keys in view of the smallest captured round that has n_keys of them."""
+    in_view = 2 * SPLIT
+    while in_view < n_keys:
+        in_view *= 2
+    return min(in_view, capacity)
+
+
 class GraphPool:
-    """Captures on CUDA; the graphs share one memory pool, as they never run at the same time."""
+    """Captures on CUDA; the graphs share one memory pool, as they never run at the same time.
+
+    What a part lets go while it is captured goes back to the pool, where the next capture finds it; so the pool is as
+    large as the largest part, and of each graph only what it gives stays taken. While a graph lives the pool gives
+    nothing back: what runs uncaptured has memory beside it.
+    """
 
     _alive: ClassVar[weakref.WeakSet[GraphPool]] = weakref.WeakSet()
 

@@ -11,22 +11,25 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
+from gpt_fast_sd.model import QUERY_BLOCK, SPLIT, KVCache, ModelConfig
 
-from .config import GAMMA_TIERS, DraftConfig, EngineConfig
+from .config import DraftConfig, EngineConfig
 from .devices import ways_of
-from .kernels import split_for
+from .graphs import steps_held
+from .kernels import prefill_splits, split_for
 from .policies.hierarchy import CHEAP_GAMMA
 from .policies.snapkv import WINDOW
 
 GIB = 2**30
 CPU = torch.device("cpu")
 
-# fp32 tensors as large as a step's logits [B, T, V] that drawing from them, or judging by them, holds at a time where
-# rows filter: the widest that its tests saw
-DRAWING = 9
-# as large as a mass of attention [L, B, K, S]: what the layers gave, the same as one tensor, and its averages
-MASSES = 3
+# fp32 tensors of a size that are there at a time where rows sample and filter, the most that tests count:
+FILTERING = 5  # as large as a step's logits [B, T, V], while distributions are made of them and judged by
+FILTERING_BY_SORT = 8  # the same where `likeliest` sorts, as its body for a CPU does
+DRAWING = 9  # as large as [B, V], while a token a row is drawn: in fp64, from what of p is left when q is taken off
+
+SCORES = 4  # as large as scores [B, N, T, S], with the weights that come of them
+LOOKUP = 20  # bytes of each token of the texts that are searched
 
 # On CUDA only. What is allocated beside torch, of which nobody tells beforehand:
 RESERVE, SHARE = GIB, 0.03  # bytes, and a share of the device: cuBLAS, Triton, tuning, blocks that do not quite fit
@@ -35,8 +38,6 @@ COMMUNICATOR = GIB  # NCCL's buffers of one group of ranks
 # to 2,000 launches (NVIDIA's developer forum, thread 244901); not measured here.
 NODE = 64 * 2**10
 LAYER_NODES, STEP_NODES = 12, 30  # launches of a layer, and of all else in a step
-# Kinds of sampling times doublings of the view that are captured for each gamma: as many as a usual run comes to.
-GRAPH_SETS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class MemoryPlan:
     text: int  # of every slot
     policy: int  # selections and bounds
     workspace: int  # the largest that a step needs meanwhile
+    captured: int = 0  # the same of captured rounds, whose memory nothing else can use
     graphs: int = 0  # records of captured launches
     reserve: int = 0  # what is allocated beside torch
     of_config: Callable[[EngineConfig], MemoryPlan] = field(repr=False, compare=False)  # the same plan for another one
@@ -65,16 +67,19 @@ class MemoryPlan:
         weights: int = 0,
         groups: int = 0,
         whole: int = 0,
+        ranks: int = 1,
     ) -> MemoryPlan:
         """The plan for a model of these sizes (under tensor parallelism, those of one rank).
 
-        groups: NCCL's groups of ranks; whole: bytes of the device, in use or not. Both count on CUDA only.
+        groups: NCCL's groups of ranks; whole: bytes of the device, in use or not. Both count on CUDA only. ranks: that
+        hold the target together.
         """
 
         def of_config(other: EngineConfig) -> MemoryPlan:
             return MemoryPlan.of(
-                other, draft, model, draft_model, kv_dtype, device=device, weights=weights, groups=groups, whole=whole
-            )
+                other, draft, model, draft_model, kv_dtype,
+                device=device, weights=weights, groups=groups, whole=whole, ranks=ranks,
+            )  # fmt: skip
 
         b, capacity = config.batch_size, KVCache.splits(config.max_seq_len) * SPLIT
         entries = b * (capacity + SPLIT)
@@ -83,6 +88,7 @@ class MemoryPlan:
         policy = n_lists * draft.budget * 8 if view in ("streaming", "snapkv", "guided") else 0
         if view == "quest":
             policy = kv // draft.page + n_lists * draft.budget // draft.page * 8
+        work = _Work(config, draft, model, capacity, device, ranks)
         captured = ways_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,
@@ -90,8 +96,9 @@ class MemoryPlan:
             draft_kv=entries * draft_model.kv_bytes_per_token(kv_dtype.itemsize) if draft_model else 0,
             text=8 * entries,
             policy=policy,
-            workspace=_workspace(config, draft, model, capacity, device),
-            graphs=_nodes(draft, model, draft_model) * NODE * GRAPH_SETS if captured else 0,
+            workspace=max(work.prefilling, work.round, work.observing),
+            captured=max(work.round, work.observing) if captured else 0,
+            graphs=_nodes(config, draft, model, draft_model) * NODE if captured else 0,
             reserve=RESERVE + int(SHARE * whole) + COMMUNICATOR * groups if device.type == "cuda" else 0,
             of_config=of_config,
         )
@@ -105,6 +112,7 @@ class MemoryPlan:
             "the draft model's KV cache": self.draft_kv,
             "selections and text": self.policy + self.text,
             "workspace": self.workspace,
+            "captured rounds": self.captured,
             "CUDA graphs": self.graphs,
             "reserve": self.reserve,
         }
@@ -153,6 +161,7 @@ class MemoryPlan:
             kv=0,
             text=0,
             workspace=max(0, self.workspace - other.workspace),
+            captured=max(0, self.captured - other.captured),
             graphs=max(0, self.graphs - other.graphs),
             reserve=0,
         )
@@ -179,40 +188,93 @@ def _most(fits: Callable[[int], bool], upper: int) -> int:
     return lower
 
 
-def _workspace(
-    config: EngineConfig, draft: DraftConfig, model: ModelConfig, capacity: int, device: torch.device
-) -> int:
-    """The largest of what prefilling, the target's widest step, judging and selecting hold at a time, roughly."""
-    b, width = config.batch_size, draft.max_gamma + 1
-    row = model.dim * 4 + (model.n_heads + 2 * model.n_kv_heads) * model.head_dim * 2 + model.ffn_dim * 3  # elements
-    lists = model.n_layers * b * model.n_kv_heads
-    prefill = max(ways_of(device).chunks) * row * 4
-    cheap = CHEAP_GAMMA if draft.policy == "hierarchy" else 0  # its middle steps judge, too, and may draft too much
-    logits = b * max(width, 1 + cheap) * model.vocab_size * 4  # fp32 [B, T, V]
-    # what drafts were drawn from, fp32 [B, gamma, V] and more
-    drafted = b * (width + cheap) * model.vocab_size * 4 if draft.max_gamma else 0
-    partials = 0
-    if ways_of(device).operators:  # of the attention of one layer, fp32
-        partials = b * model.n_heads * width * (model.head_dim + 2) * 4 * -(-capacity // split_for(capacity))
-    mass = 0
-    if draft.view_name == "guided":
-        # with the mass, a layer's sums of every block of keys and query
-        mass = 2 * lists * capacity // draft.page * 4 + 2 * b * model.n_heads * width * capacity // draft.page * 4
-    step = b * width * row * 4 + 2 * logits + partials  # as the model has them, and as fp32
-    observing = 0
-    if draft.view_name == "snapkv":
-        observing = b * WINDOW * row * 4 + MASSES * lists * capacity * 4
-    return max(prefill, drafted + mass + max(step, logits * (1 + DRAWING)), observing)
+@dataclass(frozen=True)
+class _Work:
+    """Bytes that a part of the work holds at a time beside weights, caches and selections, roughly."""
+
+    config: EngineConfig
+    draft: DraftConfig
+    model: ModelConfig
+    capacity: int
+    device: torch.device
+    ranks: int
+
+    @property
+    def prefilling(self) -> int:
+        """The largest chunk that a prompt may have."""
+        chunks = [n for n in ways_of(self.device).chunks if n <= max(self.config.max_seq_len, SPLIT)]
+        return max(n * self._token + self._parts(1, n) + self._scores(1, n) for n in chunks)
+
+    @property
+    def round(self) -> int:
+        """Drafting, the target's widest step, judging and selecting by its mass."""
+        draft, model, b, width = self.draft, self.model, self.config.batch_size, self.draft.max_gamma + 1
+        row = b * model.vocab_size * 4  # fp32 [B, V]
+        # a hierarchy's middle steps judge, too, and may draft too much
+        cheap = CHEAP_GAMMA if draft.policy == "hierarchy" else 0
+        judged = max(width, 1 + cheap)
+        logits = judged * row  # fp32 [B, T, V]
+        # what drafts were drawn from, fp32 [B, gamma, V] and more
+        drafted = (width + cheap) * row if draft.max_gamma else 0
+        wide = FILTERING if ways_of(self.device).operators else FILTERING_BY_SORT
+        # p of every place; q, too, one-hot where drafts are certain
+        judging = logits + max(wide * judged, 2 * (judged - 1) + DRAWING) * row
+        attending, mass = self._scores(b, judged), 0
+        if ways_of(self.device).operators:  # what splits hand on of one layer, fp32
+            split = split_for(self.capacity)
+            attending = b * model.n_heads * judged * (model.head_dim + 2) * 4 * -(-self.capacity // split)
+        if draft.view_name == "guided":
+            # with the mass, a layer's sums of every block of keys and query
+            pages = self.capacity // draft.page
+            mass = 2 * model.n_layers * b * model.n_kv_heads * pages * 4 + 2 * b * model.n_heads * width * pages * 4
+        step = b * judged * self._token + 2 * logits + attending  # logits as the model has them, and as fp32
+        # the text of each row, in windows that are compared with its end
+        searches = draft.policy == "lookup" or (draft.policy == "hierarchy" and draft.cheap == "lookup")
+        searched = LOOKUP * b * self.capacity if searches else 0
+        return drafted + mass + max(step, judging, searched)
+
+    @property
+    def observing(self) -> int:
+        """SnapKV's windows of several rows, and what they choose."""
+        model, b = self.model, self.config.batch_size
+        if self.draft.view_name != "snapkv":
+            return 0
+        w, n, k, h = min(b, ways_of(self.device).windows), model.n_heads, model.n_kv_heads, model.head_dim
+        chosen = 3 * model.n_layers * w * k * self.draft.budget * 8  # those before, those now, and what stays of both
+        # fp32 [W, K, S]: the mass, of it what is before the window, and its averages
+        scores = 3 * w * k * self.capacity * 4
+        if ways_of(self.device).operators:  # of one layer, whose queries are widened to all slots
+            attending = 3 * b * n * WINDOW * (h + 1) * 4 + self._parts(b, WINDOW) + b * k * self.capacity * 4
+        else:  # of one layer a copy of the keys and values, scores, and places to sort
+            attending = w * self.capacity * (2 * k * h * 4 + 2 * k * 8) + self._scores(w, WINDOW)
+        return w * WINDOW * self._token + attending + scores + chosen
+
+    def _parts(self, n_rows: int, n_tokens: int) -> int:
+        """Of the attention of chunks or windows over all keys where CUDA splits these."""
+        model = self.model
+        splits = prefill_splits(model.group_size * n_tokens, self.capacity) if ways_of(self.device).operators else 0
+        return n_rows * model.n_heads * n_tokens * (model.head_dim + 1) * 4 * splits
+
+    def _scores(self, n_rows: int, n_tokens: int) -> int:
+        """Of attention in plain PyTorch, which few queries at a time have with all keys: fp32 [B, N, T, S]."""
+        if ways_of(self.device).operators:
+            return 0
+        return SCORES * n_rows * self.model.n_heads * min(n_tokens, QUERY_BLOCK) * self.capacity * 4
+
+    @property
+    def _token(self) -> int:
+        """Of each token that is fed, in one layer."""
+        model = self.model
+        row = model.dim * 4 + (model.n_heads + 2 * model.n_kv_heads) * model.head_dim * 2 + model.ffn_dim * 3
+        # what every rank has to add, the sum, and the next one as fp32 with what it comes to
+        gathered = (self.ranks + 3) * model.dim if self.config.exact and self.ranks > 2 else 0
+        return (row + gathered) * 4
 
 
-def _nodes(draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None) -> int:
-    """Launches of one round of each gamma."""
-    target = LAYER_NODES * model.n_layers + STEP_NODES
-    drafting = LAYER_NODES * draft_model.n_layers + STEP_NODES if draft_model else target
-    gammas = GAMMA_TIERS if isinstance(draft.gamma, str) else (0, draft.gamma)
-    if draft.policy == "off":
-        return target
-    return sum(target + gamma * drafting for gamma in gammas)
+def _nodes(config: EngineConfig, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None) -> int:
+    """Launches of all captured rounds that are held at a time, the larger of target and draft model in each step."""
+    layers = max(model.n_layers, draft_model.n_layers if draft_model else 0)
+    return steps_held(config.max_seq_len, draft, model.group_size) * (LAYER_NODES * layers + STEP_NODES)
 
 
 def _size(n: int) -> str:

@@ -186,6 +186,18 @@ def step_seconds(
     cost = step_cost(config, batch, n_tokens, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp)
     e = efficiency
     handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / tp if e.split else 0.0
+    linear, attention = _seconds(cost, chip, e, handed_on)
+    reduces = 2 * config.n_layers * e.all_reduce_seconds if tp > 1 else 0.0
+    gaps = kernels(config, "mass" if mass_page else "dense") * e.kernel_seconds
+    fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
+    return linear + attention + gaps + fixed + reduces
+
+
+def _seconds(cost: StepCost, chip: Chip, e: Efficiency, handed_on: float = 0.0) -> tuple[float, float]:
+    """Seconds of the linear layers and of attention: in each the longer one of reading and arithmetic counts.
+
+    handed_on: bytes that attention moves beside keys and values.
+    """
     linear = max(
         cost.weight_bytes / (chip.bandwidth * e.linear_bandwidth), cost.linear_flops / (chip.peak * e.linear_peak)
     )
@@ -193,10 +205,7 @@ def step_seconds(
         (cost.kv_bytes + handed_on) / (chip.bandwidth * e.attention_bandwidth),
         cost.attention_flops / (chip.peak * e.attention_peak),
     )
-    reduces = 2 * config.n_layers * e.all_reduce_seconds if tp > 1 else 0.0
-    gaps = kernels(config, "mass" if mass_page else "dense") * e.kernel_seconds
-    fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
-    return linear + attention + gaps + fixed + reduces
+    return linear, attention
 
 
 def merged_bytes(
@@ -244,15 +253,10 @@ def refresh_seconds(
     """Seconds that refreshing costs a round in which each of batch rows grows by so many tokens."""
     rows, e = min(refresh.at_once, batch), efficiency
     cost = step_cost(config, rows, refresh.window, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp)
-    linear = max(
-        cost.weight_bytes / (chip.bandwidth * e.linear_bandwidth), cost.linear_flops / (chip.peak * e.linear_peak)
-    )
-    attention = refresh.reads * max(
-        cost.kv_bytes / (chip.bandwidth * e.attention_bandwidth), cost.attention_flops / (chip.peak * e.attention_peak)
-    )
+    linear, attention = _seconds(cost, chip, e)
     gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
     passes = batch * tokens / refresh.every / rows  # a round
-    return passes * (linear + attention + gaps + e.step_seconds)
+    return passes * (linear + refresh.reads * attention + gaps + e.step_seconds)
 
 
 def omega(gamma: int, alpha: float | Sequence[float]) -> float:

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT, Transformer
+from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.tp import Landing
 
 from .attending import DenseKV, MassKV
 from .compiling import CompiledStep, span, varying
 from .config import MAX_GAMMA, DraftConfig
 from .devices import ways_of
-from .graphs import MOST_GRAPHS, Capture, GraphPool
+from .graphs import MOST_STEPS, REFRESH_STEPS, Capture, GraphPool, doubling, steps_of
 from .policies import Draft, DraftPolicy, Reader
 from .replay import Replay
 from .requests import Request
@@ -113,6 +113,7 @@ class Rounds:
         compiles_sampling = ways_of(target.device).compiles_sampling
         self.judge = CompiledStep(judge_step, compiled=target.compiled if compiles_sampling else None)
         self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
+        self._steps_held = 0  # in all of them
         self._baked: tuple[object, ...] = ()
         self.capture_seconds = 0.0  # that captures have taken so far
         self._warm: set[tuple[object, ...]] = set()
@@ -127,7 +128,8 @@ class Rounds:
     @property
     def page(self) -> int:
         """Keys whose attention mass the verification sums for the policy, 0 where it wants none."""
-        return self.draft.page if self.policy and self.policy.wants_mass else 0
+        own = getattr(self.policy, "page", None)  # of one that was set, and that selects by its own
+        return (own or self.draft.page) if self.policy and self.policy.wants_mass else 0
 
     @property
     def lateness(self) -> int:
@@ -136,7 +138,7 @@ class Rounds:
 
     @property
     def captured(self) -> int:
-        """CUDA graphs of rounds held now, at most MOST_GRAPHS."""
+        """CUDA graphs of rounds held now, of at most MOST_STEPS steps."""
         return len(self._captured)
 
     @property
@@ -258,15 +260,8 @@ class Rounds:
             policy.refresh(rows, n_keys)
             self._warm.add(("refresh",))
             return
-        in_view = self._doubling(n_keys)
-        self._graph(("refresh", in_view), in_view, lambda: policy.refresh(rows, in_view))()
-
-    def _doubling(self, n_keys: int) -> int:
-        """Keys in view of the smallest captured graph that has n_keys of them."""
-        in_view = 2 * SPLIT
-        while in_view < n_keys:
-            in_view *= 2
-        return min(in_view, self.target.cache.capacity)
+        in_view = doubling(n_keys, self.target.cache.capacity)
+        self._graph(("refresh", in_view), REFRESH_STEPS, in_view, lambda: policy.refresh(rows, in_view))()
 
     def _captured_round(self, gamma: int) -> Callable[[], Tensor]:
         """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view."""
@@ -274,11 +269,13 @@ class Rounds:
         if (gamma, rows.sampled, rows.filtered) not in self._warm:  # the first request of its kind in a stream
             self._warm.add((gamma, rows.sampled, rows.filtered))
             return lambda: self.device_round(gamma)  # so that all is built when the next one is captured
-        in_view = self._doubling(rows.n_keys + gamma)
+        in_view = doubling(rows.n_keys + gamma, self.target.cache.capacity)
         key = (gamma, in_view, rows.sampled, rows.filtered, self.width, self.replay)
-        return self._graph(key, in_view - gamma, lambda: self.device_round(gamma))
+        return self._graph(key, steps_of(self.draft, gamma), in_view - gamma, lambda: self.device_round(gamma))
 
-    def _graph(self, key: tuple[object, ...], n_keys: int, part: Callable[[], Result]) -> Callable[[], Result]:
+    def _graph(
+        self, key: tuple[object, ...], steps: int, n_keys: int, part: Callable[[], Result]
+    ) -> Callable[[], Result]:
         """What replays a part of a round for rows of up to n_keys keys; captured now, unless there is one of this key.
 
         With another policy, configuration or way to capture all graphs go. These and what is in the key are all that a
@@ -293,10 +290,11 @@ class Rounds:
             self.synchronize()  # a round under way is no part of the capture's time
             started = time.perf_counter()
             try:
-                if len(self._captured) >= MOST_GRAPHS:
+                if self._steps_held + steps > MOST_STEPS:
                     self.forget()  # all of them, see GraphPool
                 with self.rows.capturing(n_keys):
                     self._captured[key] = self.capture(part)
+                self._steps_held += steps
             except BaseException:
                 self.forget()  # those captured before may have lost memory that they shared with this one
                 raise
@@ -307,6 +305,7 @@ class Rounds:
     def forget(self) -> None:
         """Let all captured rounds go, of which none may be under way: they are captured again when they are needed."""
         self._captured.clear()
+        self._steps_held = 0
         if isinstance(self.capture, GraphPool):
             self.capture.clear()
 

@@ -79,6 +79,10 @@ class Rows:
         self.sampled = any(p.temperature > 0 for p in params)
         self.filtered = filters_anything(params)
 
+    def put_off(self) -> None:
+        """The round that was looked at has not begun: it will be looked at again."""
+        self.round -= 1
+
     def any_within(self, n: int) -> bool:
         """Whether some live row may have no more than n committed positions; in a captured round some row may."""
         return self.captured or any(length <= n for length in self.lengths.values())
@@ -145,7 +149,9 @@ class Rows:
         tokens = torch.cat([drafted, drafted.new_zeros(drafted.shape[0], 1)], 1)  # [B, gamma + 1]
         tokens = torch.where(step == at, verdict.next_token[:, None], tokens)
         emitted = torch.minimum(verdict.n_accepted + 1, self.remaining)  # [B]
-        ends = torch.isin(tokens, self.eos_ids) & self.heeds_eos[:, None] & (step < emitted[:, None])
+        # not torch.isin, which compiles for a gamma of its own: how it searches hangs on how many tokens there are
+        is_eos = (tokens[..., None] == self.eos_ids).any(-1)  # [B, gamma + 1]
+        ends = is_eos & self.heeds_eos[:, None] & (step < emitted[:, None])
         first = torch.where(ends, step, gamma + 1).amin(1)  # [B] index of the first EOS
         emitted = torch.minimum(emitted, first + 1) * self.active
         accepted = torch.minimum(verdict.n_accepted, emitted)

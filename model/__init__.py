@@ -6,7 +6,7 @@ and `FullKV`, which attends to all of them; checkpoints read as Hugging Face sto
 `save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
 """
 
-from .attention import SPLIT, attend, attend_reference, attend_with_mass, visible
+from .attention import QUERY_BLOCK, SPLIT, attend, attend_reference, attend_with_mass, visible
 from .cache import KV, CausalSelf, FullKV, KVCache, store
 from .checkpoint import (
     CheckpointError,
@@ -25,6 +25,7 @@ from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 __all__ = [
     "KV",
     "PRESETS",
+    "QUERY_BLOCK",
     "SPLIT",
     "Attention",
     "Block",

@@ -203,6 +203,7 @@ class Turns:
     prefill: EngineStats
     plain: list[Run]
     speculative: list[Run]
+    capture_seconds: float = 0.0  # of the untimed runs
 
     def ratios(self, speed: str) -> list[float]:
         """Speculative over plain speed of each pair, "steady" or "completion"; empty where a run was too short."""
@@ -228,8 +229,8 @@ def take_turns(
     short = [replace(p, max_tokens=min(SHORT, p.max_tokens)) for p in params]
     progress("prefill")
     prefill = run(engine, prompts, short, speculate=True).stats
-    run(engine, prompts, short, speculate=False)
-    turns = Turns(prefill, [], [])
+    plain = run(engine, prompts, short, speculate=False).stats
+    turns = Turns(prefill, [], [], prefill.capture_seconds + plain.capture_seconds)
     for pair in range(n):
         progress(f"pair {pair + 1} of {n}")
         for speculate in (False, True) if pair % 2 == 0 else (True, False):
@@ -242,7 +243,7 @@ def totals(runs: Sequence[Run]) -> EngineStats:
     """What all runs counted together."""
     total = EngineStats()
     for one in runs:
-        for name in ("decode_tokens", "rounds", "row_rounds", "kv_bytes", "recompiles"):
+        for name in ("decode_tokens", "rounds", "row_rounds", "kv_bytes", "recompiles", "capture_seconds"):
             setattr(total, name, getattr(total, name) + getattr(one.stats, name))
         for counts, more in (
             (total.drafted_by_position, one.stats.drafted_by_position),
@@ -374,6 +375,7 @@ def account(point: Point, turns: Turns, engine: Engine, args: argparse.Namespace
         "collectives_per_step": collectives_per_step(ceiling.config, ceiling.tp, exact=engine.config.exact),
         "recompiles_while_timed": counts.recompiles + totals(turns.plain).recompiles,
         "compile_seconds": turns.prefill.compile_seconds,
+        "capture_seconds": turns.capture_seconds + counts.capture_seconds + totals(turns.plain).capture_seconds,
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }  # fmt: skip
 
@@ -974,6 +976,9 @@ def report(job: Job, ledger: Ledger) -> None:
         refuse(ValueError("nothing could be measured; the reasons are above"), PROGRAM)
     rates = measured[-1]["machine"]
     print(f"the machine reads {rates['bandwidth'] / 1e9:,.1f} GB/s and computes {rates['peak'] / 1e9:,.0f} GFLOP/s")
+    capturing = sum(r.get("capture_seconds", 0.0) for r in measured)  # files of before it was told have none
+    if capturing:
+        print(f"capturing rounds as CUDA graphs took {capturing:.1f} s, which are in no speed above")
     lengths = lengths_of(measured)
     print(summary(lengths))
     if args.no_compile:

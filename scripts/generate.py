@@ -441,7 +441,8 @@ def differences(
 def card(engine: Engine, prompts: list[list[int]], stats: EngineStats, comparison: Comparison | None) -> str:
     """What the run was and how fast it went, beside plain decoding where there is a comparison."""
     config, lengths, parallel = engine.model.config, [len(ids) for ids in prompts], engine.parallel
-    recompiles = sum(s.recompiles for s in (comparison.plain + comparison.speculative if comparison else [stats]))
+    runs = comparison.plain + comparison.speculative if comparison else [stats]
+    recompiles, capturing = sum(s.recompiles for s in runs), sum(s.capture_seconds for s in runs)
     rows = [
         ("model", f"{config.n_params / 1e6:.1f} M parameters, {engine.dtype_name} on {engine.device.type}"
                   f"{'' if engine.compiled else ', not compiled'}{', exact' if engine.config.exact else ''}"),
@@ -450,6 +451,8 @@ def card(engine: Engine, prompts: list[list[int]], stats: EngineStats, compariso
         ("prefill", f"{stats.prefill_seconds:.2f} s, {stats.prefill_tokens_per_second:,.0f} tokens/s"),
         ("compiling", f"{stats.compile_seconds:.1f} s before the first token, {recompiles} recompiles since"),
     ]  # fmt: skip
+    if capturing:
+        rows.append(("capturing", f"{capturing:.1f} s for CUDA graphs, no part of decoding"))
     if parallel.dp * parallel.tp > 1:
         rows.insert(1, ("processes", f"{parallel.dp} replicas x {parallel.tp} that hold one together"))
     if engine.policy:

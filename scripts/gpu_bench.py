@@ -23,7 +23,7 @@ from torch import Tensor
 
 from frontier import spread, stretches, take_turns, tokens_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.config import GAMMA_TIERS
+from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.engine import BUNDLED
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.planner import GammaPlanner
@@ -96,7 +96,7 @@ class Bench:
         gamma, replay = self.gammas[profile], self.engine.replay
         assert replay is not None
         replay.table.copy_(replay_table(PROFILES[profile], len(replay.table), self.batch, gamma, 0, self.setup.device))
-        self.engine.planner = GammaPlanner(gamma, GAMMA_TIERS)
+        self.engine.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
         return float(replay.table.double().mean()) + 1
 
     def run(self, speculate: bool, rounds: int | None = None, new: int | None = None) -> Record:

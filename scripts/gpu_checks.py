@@ -236,6 +236,60 @@ def correct_select(setup: Setup) -> Record:
     return findings.record()
 
 
+FILTERED_VOCABULARIES = (49_152, 128_256)  # of the bundled model and of Llama 3.1
+TOP_K, TOP_P = (1, 50, None), (0.0, 0.9, 1.0)
+ROUNDING = 1e-12  # of the mass of a row: exp in fp64 may differ by a bit where the last token kept is decided
+
+
+def correct_filters(setup: Setup) -> Record:
+    """Where top-k and top-p cut rows of logits, against a sort of the whole vocabulary."""
+    findings, generator = Findings(), torch.Generator().manual_seed(0)
+    filters = [(k, p) for k in TOP_K for p in TOP_P]
+    for vocabulary in FILTERED_VOCABULARIES:
+        for dtype in (torch.float32, torch.bfloat16):
+            for name in ("all differ", "ties", "few possible"):
+                logits = 3 * torch.randn(len(filters), vocabulary, generator=generator)
+                if name == "ties":  # of the best as well
+                    logits = (logits / 4).round() * 4
+                elif name == "few possible":
+                    logits[:, 40:] = float("-inf")
+                logits = logits.to(dtype).float()
+                scores = logits - logits.amax(-1, keepdim=True)
+                top_k = torch.tensor([k or vocabulary for k, _ in filters])
+                top_p = torch.tensor([p for _, p in filters], dtype=torch.float64)
+                got = kernels.likeliest(*(x.to(setup.device) for x in (scores, top_k, top_p)))
+                what = f"{str(dtype).removeprefix('torch.')} {vocabulary:,} {name}"
+                for i, (k, p) in enumerate(filters):
+                    error = miscut(scores[i], top_k[i], top_p[i], *(x[i].cpu() for x in got))
+                    findings.add("likeliest", f"{what}, k {k or 'all'} p {p:g}", error, ROUNDING)
+    return findings.record()
+
+
+def miscut(scores: Tensor, top_k: Tensor, top_p: Tensor, cut: Tensor, last: Tensor) -> float:
+    """The share of a row's mass that is kept or left by mistake, inf where the tokens kept are not the likeliest.
+
+    fp32 scores [V] of at most 0 and where they are cut, see kernels.likeliest. The truth is a stable sort and sums in
+    fp64.
+    """
+    place = torch.arange(len(scores))
+    kept = (scores > cut) | ((scores == cut) & (place <= last))
+    order = scores.sort(descending=True, stable=True).indices  # of equals the first comes first
+    n_kept = int(kept.sum())
+    if n_kept == 0 or not bool(kept[order[:n_kept]].all()):
+        return float("inf")
+    best_k = scores >= scores[order[int(top_k) - 1]]  # with all that are equal to the last of them
+    mass = torch.where(best_k, scores.double().exp(), 0.0)[order].cumsum(0)
+    wanted = int(best_k.sum())
+    if top_p < 1:
+        wanted = max(1, int((mass < top_p * mass[-1]).sum()) + 1)
+    few, many = sorted((wanted, n_kept))
+    if few == many:
+        return 0.0
+    # a token that is kept against top-k has mass of its own
+    own = scores[order].double().exp()
+    return float(own[few:many].sum() / mass[-1]) or float("inf")
+
+
 def shortfall(q: Tensor, bounds: Tensor, n_closed: Tensor, chosen: Tensor) -> float:
     """By how much the worst page chosen is worse than the worst that should be, relative to the spread of scores.
 

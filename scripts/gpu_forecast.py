@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout ru
 import torch
 
 from gpt_fast_sd import DraftConfig, EngineConfig
-from gpt_fast_sd.config import GAMMA_TIERS
+from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.memory import MemoryPlan
 from gpt_fast_sd.model import preset
@@ -46,6 +46,7 @@ from gpt_fast_sd.roofline import (
 )
 
 LLAMA = preset("meta-llama/Llama-3.1-8B")
+MOST_DRAFTED = gamma_tiers(LLAMA.group_size)[-1]
 ROOM = 512  # tokens behind the context
 PAGE = DraftConfig().page
 DUE_AT_ONCE = WAYS["cuda"].windows  # rows whose windows a refresh feeds as one batch
@@ -108,10 +109,12 @@ def cell_for(context: int, memory: float) -> Cell:
         config = EngineConfig(batch_size=batch, max_seq_len=context + ROOM, device="cuda", dtype="bf16")
         try:
             for arm in ARMS.values():
-                draft = DraftConfig(policy=arm.policy, budget=arm.budget, gamma=GAMMA_TIERS[-1])
-                device, weights = torch.device("cuda"), LLAMA.n_params * 2
-                plan = MemoryPlan.of(config, draft, LLAMA, None, torch.bfloat16, device=device, weights=weights)
-                plan.check(int(memory), device, config)
+                draft = DraftConfig(policy=arm.policy, budget=arm.budget, gamma=MOST_DRAFTED)
+                have, device, weights = int(memory), torch.device("cuda"), LLAMA.n_params * 2
+                # as an engine will plan, with the share of the device that it keeps in reserve
+                MemoryPlan.of(
+                    config, draft, LLAMA, None, torch.bfloat16, device=device, weights=weights, whole=have
+                ).check(have, device, config)
             return Cell(batch=batch, context=context)
         except ValueError:
             if batch == 1:
@@ -143,7 +146,7 @@ def predict(chip: Chip, cell: Cell, arm: Arm, profile: str, gamma: int, efficien
 
 def planned(chip: Chip, cell: Cell, arm: Arm, profile: str) -> Forecast:
     """The forecast for the gamma that the cost model would choose, by the shares of a chip that good kernels reach."""
-    return best_gamma(lambda gamma: predict(chip, cell, arm, profile, gamma, PRACTICAL), range(1, GAMMA_TIERS[-1] + 1))
+    return best_gamma(lambda gamma: predict(chip, cell, arm, profile, gamma, PRACTICAL), range(1, MOST_DRAFTED + 1))
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_bench import END_TO_END, bundled_stage, cell_stage
 from gpu_checks import (
     correct_decode,
+    correct_filters,
     correct_prefill,
     correct_select,
     correct_sparse,
@@ -63,6 +64,7 @@ STAGES = {
         Stage(name="correct-decode", run=correct_decode, seconds=110, about="dense attention against fp64"),
         Stage(name="correct-sparse", run=correct_sparse, seconds=80, about="sparse attention against fp64"),
         Stage(name="correct-select", run=correct_select, seconds=40, about="selection against plain Python"),
+        Stage(name="correct-filters", run=correct_filters, seconds=30, about="top-k and top-p against a sort"),
         *(_cell(*headline) for headline in HEADLINES),
         Stage(name="correct-prefill", run=correct_prefill, seconds=80, about="attention of chunks against fp64"),
         Stage(name="graphs", run=graphs_fp32, seconds=240, about="captured rounds beside others, fp32, each token"),

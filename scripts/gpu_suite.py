@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 
+from gpt_fast_sd.tp import why_no_cuda
 from gpu_setup import Record, Setup
 from gpu_stages import STAGES, Stage
 from gpu_summary import DONE, FAILED, LEFT, Ledger, draw, summary, write_whole
@@ -93,7 +94,9 @@ def check(args: argparse.Namespace) -> list[Stage]:
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu is for a dry run: give --tiny too")
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("torch sees no CUDA device here: run this on a GPU, or dry with --device cpu --tiny")
+        raise ValueError(
+            f"torch sees no CUDA device here: {why_no_cuda()}; run this on a GPU, or dry with --device cpu --tiny"
+        )
     for path in args.texts:
         if not path.is_file():
             raise ValueError(f"there is no text file {path}")
@@ -154,8 +157,11 @@ def conduct(stages: Sequence[Stage], ledger: Ledger, budget: float, launch: Laun
         print(f"--- {stage.name}: {stage.about}", flush=True)
         ran, before = ran + 1, time.perf_counter()
         entry = launch(stage, max(1.0, remaining))
-        entry["seconds"] = time.perf_counter() - before
-        print(f"--- {stage.name} {entry['status']} in {entry['seconds']:.1f} s", flush=True)
+        seconds = time.perf_counter() - before
+        over = max(0.0, seconds - stage.seconds)
+        entry |= {"seconds": seconds, "reckoned_seconds": stage.seconds, "seconds_over": over}
+        longer = f", {over:.1f} s more than it is reckoned to take" if over else ""
+        print(f"--- {stage.name} {entry['status']} in {seconds:.1f} s{longer}", flush=True)
         if entry["status"] == LEFT:
             left.append(stage.name)
         else:

@@ -172,6 +172,7 @@ def summary(ledger: Ledger, setup: Setup, stages: Sequence[Stage], plots: Sequen
     lines += ["", *smoke_lines(results)]
     lines += [*correctness_lines(results), *replay_lines(results), *bundled_lines(results)]
     lines += kernel_lines(results)
+    lines += overrun_lines(ledger.stages)
     missing = [stage.name for stage in stages if not ledger.is_done(stage.name)]
     if missing:
         lines += ["## Missing", ""]
@@ -208,6 +209,15 @@ def smoke_lines(results: Mapping[str, Record]) -> list[str]:
         said = row["said"].replace("|", "/")
         lines.append(f"| {row['step']} | {row['seconds']:.1f} | {'yes' if row['ok'] else '**no**'} | {said} |")
     return [*lines, ""]
+
+
+def overrun_lines(stages: Mapping[str, Record]) -> list[str]:
+    """The stages that took longer than they were reckoned to take."""
+    found = [(name, entry) for name, entry in stages.items() if entry.get("seconds_over")]
+    if not found:
+        return []
+    said = [f"- {name}: {entry['seconds']:.0f} s, reckoned {entry['reckoned_seconds']} s" for name, entry in found]
+    return ["## Longer than reckoned", "", *said, ""]
 
 
 def correctness_lines(results: Mapping[str, Record]) -> list[str]:

@@ -2,12 +2,12 @@
 
 Behind this door: `start`, which joins the processes that torchrun started to a `Parallel`; the `Group` of ranks that
 hold one model together, which loads or shards it by `PLAN`; the `Vocabulary` that they share; the `Agreement` that they
-do the same; and `take_device`, which finds the device of one of them.
+do the same; `take_device`, which finds the device of one of them, and `why_no_cuda`.
 """
 
 from .agree import Agreement, Disagreement
 from .collectives import broadcast, sum_in_order
-from .devices import in_short, take_device
+from .devices import in_short, take_device, why_no_cuda
 from .mesh import TIMEOUT, Landing, Parallel, start
 from .plan import ALONE, PLAN, Group, collectives_per_step, local_config
 from .vocab import Vocabulary
@@ -29,4 +29,5 @@ __all__ = [
     "start",
     "sum_in_order",
     "take_device",
+    "why_no_cuda",
 ]

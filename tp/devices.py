@@ -42,11 +42,10 @@ def take_device(name: str, driver: Sequence[Path] = DRIVER) -> torch.device:
 
 def _without_cuda(name: str, driver: Sequence[Path]) -> torch.device:
     """The CPU for "auto", with a warning where there seems to be a GPU; ValueError for "cuda"."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # somebody wants no GPU to be used
-    why = f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}" if hidden else why_no_cuda()
+    why = why_no_cuda()
     if name == "cuda":
         raise ValueError(f"device 'cuda' was asked for, but torch sees no CUDA device: {why}; use 'cpu' or 'auto'")
-    if not hidden and any(path.exists() for path in driver):
+    if not _hidden() and any(path.exists() for path in driver):
         warnings.warn(
             f"this machine has an NVIDIA driver, but torch sees no CUDA device: {why}; so the CPU is used, far slower",
             stacklevel=3,
@@ -54,8 +53,15 @@ def _without_cuda(name: str, driver: Sequence[Path]) -> torch.device:
     return torch.device("cpu")
 
 
+def _hidden() -> bool:
+    """Whether somebody wants no GPU to be used."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
 def why_no_cuda() -> str:
-    """Why torch sees no CUDA device: what it was built for, and what it says itself when it is to begin with CUDA."""
+    """Why torch sees no CUDA device: that all are hidden, or what it was built for and says when it is to begin."""
+    if _hidden():
+        return f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}"
     if torch.version.hip is not None:
         return f"torch {torch.__version__} is built for AMD's GPUs (ROCm {torch.version.hip})"
     if torch.version.cuda is None:

@@ -37,7 +37,7 @@ class PackedLinear(Linear):
         return out
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = unpack(self.weight)
 
 
@@ -52,7 +52,7 @@ class PackedEmbedding(nn.Embedding):
         return found.flatten(-3)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = unpack(self.weight)
 
 
@@ -92,7 +92,7 @@ def _fits(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[O, I] -> the same shape: [O / 32, I / 32, 2, 16, 16, 2], blocks of 32 outputs and inputs, pairs of inputs last."""
+    """[O, I] -> the same shape, as [O / 32, I / 32, 2, 16, 16, 2]: blocks of 32 outputs and inputs, inputs by pairs."""
     n_out, n_in = weight.shape
     rows = weight.view(n_out // LANES, 2, 16, n_in // DEPTH, 16, 2)
     return rows.permute(0, 3, 1, 4, 2, 5).contiguous().view(n_out, n_in)

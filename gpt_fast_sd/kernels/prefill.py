@@ -13,6 +13,15 @@ from torch import Tensor
 from .decode import attention_reference, page_sums, scores_reference
 
 FEW_ROWS = 256  # so few rows a kv head are too few tiles for a GPU: their keys are split as in decoding
+SPLIT = 1024  # keys that one program reads of few rows
+
+
+def prefill_splits(n_rows: int, n_keys: int) -> int:
+    """Parts in which n_rows queries that share a kv head read n_keys keys: 0 where these are not split.
+
+    Each part hands on an fp32 row [H] and its sum for every query, until they are merged.
+    """
+    return -(-n_keys // SPLIT) if n_rows <= FEW_ROWS else 0
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:

@@ -18,9 +18,7 @@ from torch import Tensor
 from . import decode_triton
 from .decode import page_sums
 from .decode_triton import LOG2_E, family, row_limits, strides
-from .prefill import FEW_ROWS
-
-SPLIT = 1024  # keys that one program reads of few rows
+from .prefill import FEW_ROWS, SPLIT
 
 # (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks an SM (see
 # decode_triton.CONFIGS). Reckoned, not timed on a chip: the largest tiles that fit the registers, as such tiles use

@@ -39,7 +39,9 @@ class DraftPolicy(Protocol):
     """Proposes up to gamma tokens a row. Its methods are called in the order they stand here, round after round."""
 
     proposers: tuple[str, ...]
-    wants_mass: bool  # whether observe is to be given the attention mass of the verification
+    wants_mass: (
+        bool  # whether observe is to be given the attention mass of the verification; by its page, if it has one
+    )
     refresh_every: int  # tokens that a row commits from one refresh to the next; 0: it needs none
 
     def warm_up(self) -> None:
@@ -54,7 +56,10 @@ class DraftPolicy(Protocol):
         ...
 
     def due(self, rows: Rows) -> bool:
-        """Whether renew has work that needs to know exactly how far the rows are, see View.due."""
+        """Whether renew has work that needs to know exactly how far the rows are, see View.due.
+
+        Asked before a round that drafts, which then waits for the one under way, and before one that does not.
+        """
         ...
 
     def renew(self, rows: Rows) -> None:
@@ -224,6 +229,7 @@ class ModelDraft:
         self.reader, self.view = reader, view
         self.proposers: tuple[str, ...] = (name,)
         self.wants_mass, self.refresh_every = view.wants_mass, view.refresh_every
+        self.page: int | None = getattr(view, "page", None)
         self.stream = DRAFT_STREAM  # what its tokens are drawn with
         self.vocabulary = Vocabulary(reader.group.mesh, reader.model.config.vocab_size)
         compiles_sampling = ways_of(reader.device).compiles_sampling

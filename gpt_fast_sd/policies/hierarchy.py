@@ -84,6 +84,7 @@ class HierarchyDraft:
         self.target, self.view, self.cheap = target, view, cheap
         self.proposers: tuple[str, ...] = (cheap.proposers[0], view_name)
         self.wants_mass = view.wants_mass
+        self.page: int | None = getattr(view, "page", None)
         self.refresh_every = max(view.refresh_every, cheap.refresh_every)
         self._step = CompiledStep(middle_step, compiled=target.compiled)
 

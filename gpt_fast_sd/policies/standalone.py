@@ -61,6 +61,7 @@ class StandaloneDraft(ModelDraft):
         self._prefill = Prefill(reader)
         self._start = CompiledStep(draft_step, compiled=reader.compiled)
         self._fed = [0] * reader.shape[1]  # positions of each slot that are surely in the cache
+        self._prepared: dict[int, Filling] = {}  # by slot, since it was last free
         self._round = 0  # the last one that drafted
 
     @property
@@ -69,21 +70,28 @@ class StandaloneDraft(ModelDraft):
         return super().graphs + self._prefill.graphs + self._start.graphs
 
     def warm_up(self) -> None:
-        """Compile the prefill and what the view needs."""
+        """Compile the prefill and what the view needs; slots of the draft model's cache lose what they hold."""
         seq_len = self.reader.cache.seq_len
         before = seq_len.clone()
         self._prefill.warm_up()
         seq_len.copy_(before)  # it is the target's, too, whose slots keep the prompts that they hold
+        for slot in range(len(self._fed)):
+            self._prefill.keep(slot, 0)  # steps are timed there
         super().warm_up()
 
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
         """Begin to prefill the slot of the draft model's cache."""
-        return [self._prefill.begin(slot, prompt[:-1])]
+        self._prepared[slot] = self._prefill.begin(slot, prompt[:-1])
+        return [self._prepared[slot]]
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Prefill what was not prepared of the slot, and select for it."""
-        self._fed[slot] = len(prompt) - 1
-        self._prefill.fill(slot, prompt[:-1])
+        self._fed[slot], body = len(prompt) - 1, list(prompt[:-1])
+        filling = self._prepared.pop(slot, None)
+        if filling and not filling.left and list(filling.body) == body:
+            filling.finish()
+        else:
+            self._prefill.fill(slot, body)
         self._prefill.keep(slot, len(prompt) - self.unfed)
         self.view.admit(slot, prompt)
 
@@ -111,8 +119,14 @@ class StandaloneDraft(ModelDraft):
         self.view.refresh(self._as_fed(rows), n_keys)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
-        """gamma steps; where several groups of ranks draft with a copy each, what the first of them drafted counts."""
-        draft, mesh = super().propose(rows, gamma), self.listeners.mesh
+        """gamma steps; where several groups of ranks draft with a copy each, what the first of them drafted counts.
+
+        As in the target's steps, a slot without a request scribbles behind what can ever be in view: so what is held of
+        a prompt stays.
+        """
+        placed = copy.copy(rows)
+        placed.seq_len = torch.where(rows.active, rows.seq_len, self.reader.cache.capacity)
+        draft, mesh = super().propose(placed, gamma), self.listeners.mesh
         if mesh is None or self.reader.group.size == self.listeners.size:
             return draft
         return replace(draft, tokens=broadcast(draft.tokens, mesh))  # by the first one's q they are judged, see Rows
@@ -138,6 +152,6 @@ class StandaloneDraft(ModelDraft):
         return self.feed(rows.history.gather(1, pos), pos, rows.n_keys, self._start)
 
     def vacate(self, slot: int) -> None:
-        """Forget the slot; it idles at seq_len, and scribbles from the first token it feeds on."""
+        """Forget the slot; of the prompt it holds what the first round fed nothing of."""
         super().vacate(slot)
-        self._prefill.keep(slot, int(self.reader.cache.seq_len[slot]) + 1 - self.unfed)
+        self._prepared.pop(slot, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 
 import gpt_fast_sd.engine
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.by_layer import _alike
 from gpt_fast_sd.compiling import CompiledStep, span, varying
+from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import Reader, draft_step
@@ -105,6 +108,54 @@ def test_what_is_compiled_does_not_grow_with_the_layers(name: str, parts: Parts)
         counts.append([sum(node.op.startswith("call") for node in part.graph.nodes) for part in parts])
         parts.clear()
     assert counts[0] == counts[1]
+
+
+def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_and_nodes(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
+    monkeypatch.setattr(gpt_fast_sd.engine, "can_compile", lambda device: True)
+    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
+    config = EngineConfig(batch_size=2, max_seq_len=300, device="cpu", dtype="fp32")
+    found = []
+    for n_layers in (2, 32):
+        model = tiny_model(tiny_config(n_layers=n_layers))
+        one = Engine(model, None, config, DraftConfig(policy="guided", budget=48, gamma=3))
+        one.warm_up()
+        n_nodes = sum(node.op.startswith("call") for part in parts for node in part.graph.nodes)
+        found.append((one._graphs, len(parts), n_nodes))
+        parts.clear()
+    assert found[0] == found[1]
+    graphs, n_parts, n_nodes = found[1]
+    # a prefill, decoding, verification, a draft step; a choice; judging of none and of three drafts
+    assert graphs <= 7 and n_parts <= 15 and n_nodes <= 700
+
+
+@pytest.mark.parametrize("what", ["strides", "dtype", "shape"])
+def test_a_model_whose_layers_differ_in_what_a_compiled_layer_takes_for_granted_is_refused(
+    what: str, parts: Parts
+) -> None:
+    """Code for the first layer would read the weights of the others wrongly."""
+    model = tiny_model(tiny_config(n_layers=3))
+    owner: Any = model.layers[2].attention.wo if what == "strides" else model.layers[2].attention_norm
+    weight = owner.weight.data
+    other = {"strides": weight.t().contiguous().t(), "dtype": weight.double(), "shape": weight[:1].clone()}[what]
+    owner.weight = torch.nn.Parameter(other, requires_grad=False)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"^layer 2 differs from the first one in the shapes"):
+        step, args = arguments("decode", model, filled_cache(model))
+        CompiledStep(step, compiled=True)(*args)
+
+
+def test_what_a_layer_gives_must_lie_in_memory_as_what_it_is_given() -> None:
+    """Else the second layer would run code that was made for other strides."""
+    graph, x = torch.fx.Graph(), torch.zeros(2, 3, 4)
+    nodes = []
+    for i, example in enumerate((x, x + 1, x.transpose(1, 2).contiguous().transpose(1, 2), x[:, :1], x[:, ::3])):
+        nodes.append(graph.placeholder(f"x{i}"))
+        nodes[-1].meta["example_value"] = example
+    same, also, other, row, every_third = nodes
+    assert _alike(same, also) and not _alike(same, other)
+    assert _alike(row, every_third)  # of a size of 1 the stride is no matter
 
 
 @pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": True}])

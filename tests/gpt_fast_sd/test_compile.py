@@ -115,6 +115,7 @@ def test_an_engine_asked_not_to_compile_does_not_look_for_a_compiler(monkeypatch
     assert len(tokens(make(SMALL, compile=False), upto=2)) == 2
 
 
+@pytest.mark.slow
 def test_engines_of_growing_capacity_in_one_process_each_compile_once() -> None:
     """A third capacity once met a cached graph whose sizes Dynamo had made dynamic on its own, and refused to run."""
     for capacity in (600, 1100, 2100):

@@ -21,14 +21,15 @@ import torch.distributed as dist
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
-from gpt_fast_sd.graphs import GraphPool
-from gpt_fast_sd.model import save_hugging_face
+from gpt_fast_sd.graphs import GraphPool, steps_of
+from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
+from gpt_fast_sd.model import SPLIT, save_hugging_face
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.replay import Replay
 from gpt_fast_sd.rounds import Rounds
 from gpt_fast_sd.rows import Rows
 from gpt_fast_sd.tp import Parallel
-from tests.gpuless.pools import RULES, Cuda, stand_in
+from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -151,21 +152,57 @@ def test_an_engine_that_is_dropped_leaves_no_graph(cuda: Cuda) -> None:
     assert gone() is None and not cuda.graphs  # at once, by counting references
 
 
-def test_no_more_graphs_are_held_than_the_bound(
+def test_no_more_steps_are_held_in_graphs_than_the_bound(
     cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go all together: one that went alone would take along what the others need."""
-    monkeypatch.setattr("gpt_fast_sd.rounds.MOST_GRAPHS", 2)
+    monkeypatch.setattr("gpt_fast_sd.rounds.MOST_STEPS", 6)
     one, gammas, held = engine(gamma="auto"), itertools.cycle([3, 1, 2, 3, 3, 1, 0]), list[int]()
+    steps: list[int] = []
     monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
 
     def choose(n_keys: int) -> int:
         held.append(one.rounds.captured)
+        steps.append(sum(1 + key[0] for key in one.rounds._captured))  # type: ignore[operator]
         return next(gammas)
 
     monkeypatch.setattr(one.planner, "choose", choose)
     assert tokens(one) == expected
     assert max(held) == 2 and len(cuda.graphs) <= 3  # and the pool's own
+    assert max(steps) == 6  # of 3 drafts and of 1, until one of 2 comes
+
+
+def test_the_graphs_that_are_held_are_those_that_were_planned_for(cuda: Cuda) -> None:
+    """What the driver keeps of a graph grows with its launches: rounds of many drafts count for more."""
+    one = engine(gamma=3)
+    tokens(one)
+    planned = one._plan.of_config(dataclasses.replace(one.config, max_seq_len=100_000)).graphs
+    steps = planned // (NODE * (LAYER_NODES * one.model.config.n_layers + STEP_NODES))
+    for i in range(steps):
+        one.rounds._graph(("another", i), steps_of(one.draft, 3), 2 * SPLIT, lambda: torch.ones(1))()
+        assert one.rounds.captured * (1 + 3) <= steps
+
+
+@ONE_RULE
+def test_a_result_is_waited_for_on_the_stream_that_its_round_is_replayed_on(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds are captured on a stream of the engine's pool, and replayed on the current one, where events stand."""
+    one, seen = engine(), list[tuple[str, int]]()
+    tokens(one)
+    for kind, name in ((Graph, "replay"), (Event, "record")):
+        right: Callable[..., None] = getattr(kind, name)
+
+        def noted(self: Any, *args: Any, right: Callable[..., None] = right, name: str = name) -> None:
+            seen.append((name, cuda.current.cuda_stream))
+            right(self, *args)
+
+        monkeypatch.setattr(kind, name, noted)
+    with torch.cuda.stream(cuda.stream_of_pool()):  # type: ignore[arg-type]
+        here = cuda.current.cuda_stream
+        tokens(one)
+    assert {capture["stream"] for capture in cuda.captures}.isdisjoint({here, 0})
+    assert [name for name, _ in seen].count("replay") > 3 and {stream for _, stream in seen} == {here}
 
 
 @ONE_RULE
@@ -174,6 +211,19 @@ def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cu
     tokens(one)
     assert [place.numel() for place in one.rounds._landing] == [3 * (2 * 2 + 4)] * 2
     assert all(type(place).__name__ == "Pinned" for place in one.rounds._landing)
+
+
+@ONE_RULE
+@pytest.mark.parametrize("policy", ["streaming", "lookup"])
+def test_rows_of_all_kinds_may_come_and_go_in_every_order(policy: str, cuda: Cuda) -> None:
+    """Each is what it is alone, whoever shares its rounds: some graphs sample and filter, and others do not."""
+    one, kinds = engine(policy, batch_size=2), (GREEDY, SAMPLED, FILTERED)
+    rows = [dataclasses.replace(p, max_tokens=n) for p, n in zip(kinds * 2, (2, 6, 3, 5, 1, 4), strict=True)]
+    alone = [one.generate(PROMPTS[:1], params)[0].tokens for params in rows]
+    for order in itertools.permutations(range(3)):
+        there = [*order, *(3 + i for i in reversed(order))]
+        got = one.generate(PROMPTS[:1] * 6, [rows[i] for i in there])
+        assert [completion.tokens for completion in got] == [alone[i] for i in there]
 
 
 # ---- what a graph has baked in ---------------------------------------------------------------------------------------
@@ -195,6 +245,27 @@ def test_a_policy_may_be_taken_away_and_given_back(cuda: Cuda, expected: list[li
         one.policy = drafting
         assert tokens(one) == expected
         assert drafting or not one.stats.drafted
+
+
+@ONE_RULE
+def test_a_policy_of_another_page_is_given_the_mass_by_its_own(cuda: Cuda, expected: list[list[int]]) -> None:
+    one, draft = engine("guided", gamma=3), DraftConfig(policy="guided", gamma=3, budget=96, page=32)
+    one.redraft(draft)
+    assert tokens(one) == expected
+    wanted = one.stats.accepted_by_position
+    one.redraft(dataclasses.replace(draft, page=16))
+    one.policy = build_policy(draft, one.target, None)
+    assert tokens(one) == expected and one.rounds.page == 32
+    assert one.stats.accepted_by_position == wanted
+
+
+@ONE_RULE
+def test_what_is_no_policy_of_this_engine_is_refused_where_it_is_set(cuda: Cuda, expected: list[list[int]]) -> None:
+    one, other = engine(), engine("hierarchy")
+    for policy, said in (("guided", "got 'guided': Engine.redraft takes a DraftConfig"), (other.policy, "another")):
+        with pytest.raises(ValueError, match=said):
+            one.policy = policy  # type: ignore[assignment]
+    assert tokens(one) == expected and one.stats.drafted
 
 
 def another_policy(one: Engine) -> None:
@@ -313,6 +384,21 @@ def test_an_engine_closes_at_the_end_of_its_block_and_streams_end_there(cuda: Cu
     assert not cuda.graphs
     with pytest.raises(RuntimeError, match=CLOSED):
         list(stream)
+
+
+@ONE_RULE
+def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its two streams would be nobody's for as long as the engine is in scope."""
+    one = engine()
+    tokens(one)
+
+    def forget() -> None:
+        raise RuntimeError("something odd")
+
+    monkeypatch.setattr(one.rounds, "forget", forget)
+    with pytest.raises(RuntimeError, match="something odd"):
+        one.close()
+    assert one._capture not in GraphPool._alive and not cuda.graphs
 
 
 def test_an_engine_on_a_plain_cpu_closes_too(expected: list[list[int]]) -> None:
@@ -466,6 +552,19 @@ def test_a_warm_up_that_failed_is_made_again(
             tokens(one)
     assert not one._running and not one.rows.active.any()
     assert tokens(one) == expected
+
+
+@ONE_RULE
+@pytest.mark.parametrize("timed", ["_time_steps", "_time_selecting"])
+def test_timing_that_fails_puts_back_what_it_changed(timed: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("snapkv")
+    one.generate(PROMPTS[2:3], GREEDY)
+    before = one.cache.seq_len.clone()
+    with monkeypatch.context() as failing, torch.inference_mode():
+        failing_once(failing, one.rounds, "synchronize", out_of_memory(), 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            getattr(one, timed)(*([2] if timed == "_time_steps" else []), 500)
+    assert not one.rows.active.any() and torch.equal(one.cache.seq_len, before)
 
 
 def test_a_capture_that_failed_leaves_an_engine_that_works(cuda: Cuda, expected: list[list[int]]) -> None:

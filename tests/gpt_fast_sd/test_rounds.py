@@ -66,7 +66,7 @@ def told(completions: list[Completion]) -> list[tuple[list[int], str, int, int]]
     return [(c.tokens, c.finish_reason, c.stats.rounds, c.stats.accepted) for c in completions]
 
 
-@pytest.mark.parametrize("params", [GREEDY, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=pytest.mark.slow), MIXED], ids=["greedy", "mixed"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_captured_rounds_emit_what_eager_ones_do(name: str, params: list[SamplingParams]) -> None:
     eager, one = engine(name), captured(name)
@@ -99,6 +99,48 @@ def test_gamma_may_change_from_round_to_round(name: str, monkeypatch: pytest.Mon
     got = one.generate(PROMPTS, GREEDY)
     assert [c.tokens for c in got] == [c.tokens for c in engine("off").generate(PROMPTS, GREEDY)]
     assert {0, 1, 2, 3, 4} <= set(one.stats.rounds_by_gamma)
+
+
+@pytest.mark.parametrize("name", ["quest", "standalone", "standalone, snapkv", "hierarchy over standalone"])
+def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_under_way(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What drafting would need renewed is no matter then. Each gamma is chosen once, whenever it is launched."""
+    one, gammas, chosen = captured(name, gamma="auto"), itertools.cycle([3, 0, 0, 0, 4, 2, 0, 0]), list[int]()
+    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
+
+    def choose(n_keys: int) -> int:
+        chosen.append(next(gammas))
+        return chosen[-1]
+
+    monkeypatch.setattr(one.planner, "choose", choose)
+    one.warm_up()
+    launched, launch, before = list[tuple[int, int]](), one.rounds.launch, one.rows.round
+
+    def noted(gamma: int, *args: Any, **kwargs: Any) -> Flight:
+        launched.append((gamma, len(one._flights)))
+        return launch(gamma, *args, **kwargs)
+
+    monkeypatch.setattr(one.rounds, "launch", noted)
+    one.generate(PROMPTS[:3], SamplingParams(max_tokens=60, ignore_eos=True))
+    assert {ahead for gamma, ahead in launched if gamma == 0} == {1}
+    assert {ahead for gamma, ahead in launched if gamma == 2} == {1}  # it follows one that drafted, too
+    assert {ahead for gamma, ahead in launched if gamma in (3, 4)} == {0}  # they make up for rounds that did not
+    assert [gamma for gamma, _ in launched] == chosen[: len(launched)]
+    assert len(chosen) <= len(launched) + 1  # a round that was put off until nobody was left
+    assert one.rows.round - before == len(launched)
+
+
+def test_a_gamma_that_was_chosen_for_a_round_that_never_began_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, gammas = captured("quest", gamma="auto"), [3, 0, 4]
+    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(one.planner, "choose", lambda n_keys: gammas.pop(0) if gammas else 0)
+    first = next(one.stream(PROMPTS[:1], SamplingParams(max_tokens=20, ignore_eos=True)))
+    gammas = [3, 0, 4]  # the third round waits for the second, and then nobody is left
+    one.generate(PROMPTS[:1], SamplingParams(max_tokens=len(first.tokens) + 1, ignore_eos=True))
+    assert not gammas and set(one.stats.rounds_by_gamma) == {0, 3}
+    one.generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert set(one.stats.rounds_by_gamma) == {0}
 
 
 def test_one_graph_serves_all_rows_of_a_gamma_and_a_doubling_of_the_view() -> None:

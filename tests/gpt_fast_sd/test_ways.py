@@ -12,12 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.backends.registry import lookup_backend
 
 import gpt_fast_sd.engine
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import CompiledStep
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.policies import Draft
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -108,6 +111,37 @@ def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:
             assert tokens(one.generate(PROMPTS, GREEDY)) == plain(), (policy, gamma)
     assert one.rounds.decode.graphs == 1 and one.rounds.judge.graphs == 3
     assert one.rounds.verify.graphs == 3  # without mass, and with it by pages of 16 and of 32 keys
+
+
+AOT = "aot_eager_decomp_partition"  # operators are taken apart as Inductor takes them apart, and then run
+
+
+def a_draft(gamma: int, *, drawn: bool, by_two: bool) -> Draft:
+    """As a hierarchy gives it: what it was drawn from, and by whom, are cut from wider tensors, so strides vary too."""
+    tokens = torch.randint(258, (3, gamma))
+    q = torch.rand(3, gamma + 4, 258).softmax(-1)[:, :gamma] if drawn else None
+    who = torch.ones(3, gamma + 4, dtype=torch.int64)[:, :gamma] if by_two else None
+    return Draft(tokens, q, torch.full((3,), gamma), who)
+
+
+@pytest.mark.parametrize(("sampled", "filtered"), [(False, False), (True, False), (True, True)])
+def test_judging_is_one_graph_whatever_is_drafted(
+    sampled: bool, filtered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size that is asked for its value is no longer any size, and torch refuses to compile: torch.isin did that."""
+    monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: lookup_backend(AOT)(graph, inputs))
+    model = tiny_model(tiny_config(n_layers=1, eos_ids=(3, 5, 7)))
+    config = EngineConfig(batch_size=3, max_seq_len=400, device="cpu", dtype="fp32")
+    one = Engine(model, None, config, DraftConfig(policy="streaming", budget=24))
+    rows, rounds = one.rows, one.rounds
+    rows.sampled, rows.filtered = sampled, filtered
+    with torch.inference_mode():
+        for gamma in (8, 6, 4, 3, 2, 16):
+            for slot, params in enumerate((GREEDY, SAMPLED if sampled else GREEDY, FILTERED if filtered else GREEDY)):
+                rows.put(slot, [1, 2, 3], params, slot)
+            for drawn, by_two in ((False, False), (sampled, True)):
+                rounds.judged(torch.randn(3, gamma + 1, 258), a_draft(gamma, drawn=drawn, by_two=by_two))
+    assert rounds.judge.graphs == 2
 
 
 def test_rounds_that_are_not_captured_draft_less_at_a_text_s_end_without_another_graph() -> None:

@@ -118,11 +118,11 @@ def cuda_code(fn: Callable[..., Any], *args: Any, cap: int = 90) -> Generated:
         from torch._inductor.compile_fx import compile_fx
 
         out.graphs += 1
-        with _inductor_sees_cuda(cap, out):
-            return compile_fx(graph, inputs)
+        with _inductor_sees_cuda(cap, out), contextlib.suppress(_Generated):
+            compile_fx(graph, inputs)
+        return graph.forward  # Dynamo goes on: it refuses sizes that were to vary and that Inductor has fixed
 
-    with contextlib.suppress(_Generated):
-        torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=backend)(*args)
+    torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=backend)(*args)
     assert out.code, "Inductor generated nothing"
     body = out.code[out.code.index("def call(") :].split("\ndef ")[0]
     out.kernels = re.findall(r"(triton_\w+)\.run\(", body)

@@ -234,7 +234,9 @@ def kill_when(command: Sequence[str], output: Path, n_lines: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("order", "kills"), [("input", [3, 25]), ("finished", [10])])
+@pytest.mark.parametrize(
+    ("order", "kills"), [("input", [3, 25]), pytest.param("finished", [10], marks=pytest.mark.slow)]
+)
 def test_killed_in_the_middle_and_started_again_nothing_is_lost_or_doubled(
     model: Path, tmp_path: Path, order: str, kills: list[int]
 ) -> None:

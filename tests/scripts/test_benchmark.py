@@ -119,6 +119,27 @@ def test_every_point_is_in_the_file_and_in_the_table(
 
 
 @pytest.mark.usefixtures("quick")
+def test_seconds_of_captures_are_told_apart_from_speeds(
+    model: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, results = benchmark.run, tmp_path / "out.json"
+
+    def capturing(*args: Any, **kwargs: Any) -> benchmark.Run:
+        one = done(*args, **kwargs)
+        one.stats.capture_seconds = 1.5
+        return one
+
+    flags = ["--batch", "1", "--context", "40", "--draft", "streaming", "--json", str(results)]
+    assert run(model, *flags) == 0
+    assert "capturing" not in capsys.readouterr().out
+    monkeypatch.setattr(benchmark, "run", capturing)
+    results.unlink()
+    assert run(model, *flags) == 0
+    (point,) = json.loads(results.read_text(encoding="utf-8"))["points"]
+    assert point["capture_seconds"] == 6 * 1.5  # a short run of each kind, and two pairs
+    assert "capturing rounds as CUDA graphs took 9.0 s" in capsys.readouterr().out
+
+
 def test_a_smaller_model_and_an_early_exit_draft_beside_the_others(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

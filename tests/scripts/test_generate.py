@@ -347,6 +347,18 @@ def test_long_runs_are_compared_once(script: ModuleType, tiny: Engine, monkeypat
     assert "one run each" in script.card(tiny, prompts, compared.speculative[0], compared)
 
 
+def test_seconds_of_captures_are_shown_where_there_were_any(script: ModuleType, tiny: Engine) -> None:
+    prompts, params = [random_ids(9)], [script.SamplingParams(max_tokens=8)]
+    shown = tiny.generate(prompts, params)
+    stats, compared = tiny.stats, script.compare(tiny, prompts, params, shown)
+    assert "capturing" not in script.card(tiny, prompts, stats, compared)
+    for one in (compared.plain[0], compared.speculative[0]):  # stats is the latter
+        one.capture_seconds = 1.2
+    for comparison, seconds in ((None, "1.2"), (compared, "2.4")):
+        lines = [line.split() for line in script.card(tiny, prompts, stats, comparison).splitlines()]
+        assert ["capturing", seconds, "s"] in [words[:3] for words in lines]
+
+
 def test_samples_are_not_compared(script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts = tmp_path / "in.jsonl"
     sampled = {"prompt": "Two", "temperature": 1.0, "seed": 3}

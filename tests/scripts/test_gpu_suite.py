@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import gpu_bench
 import gpu_checks
 import gpu_forecast
 import gpu_smoke
@@ -35,6 +37,7 @@ from gpu_setup import Findings, Setup, Stopwatch, difference
 from gpu_stages import STAGES, Stage
 from gpu_suite import conduct, run_process
 from gpu_summary import DONE, FAILED, LEFT, Ledger, draw, summary, targets
+from tests.gpuless import pools
 
 Record = dict[str, Any]
 DRY = ["--device", "cpu", "--tiny", "--pairs", "1"]
@@ -91,6 +94,20 @@ def test_what_does_not_fit_the_budget_is_left_but_the_first_stage_of_a_call_neve
     assert conduct(stages, ledger, 500, processes) == ["long"]
     assert processes.launched == ["slow", "quick"]
     assert conduct(stages, ledger, 500, processes) == []
+
+
+def test_a_stage_that_takes_longer_than_it_is_reckoned_to_says_so_in_every_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(float(100 * i) for i in range(99))
+    monkeypatch.setattr(gpu_suite.time, "perf_counter", lambda: next(clock))
+    ledger = Ledger(tmp_path, SETTINGS, fresh=False)
+    conduct([*some_stages("one", seconds=90), *some_stages("two", seconds=240)], ledger, 5000, FakeProcesses())
+    written = json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert [written[name]["seconds_over"] for name in ("one", "two")] == [10.0, 0.0]
+    assert "--- one done in 100.0 s, 10.0 s more than it is reckoned to take\n" in capsys.readouterr().out
+    page = summary(ledger, dry_setup(), [], [])
+    assert "## Longer than reckoned\n\n- one: 100 s, reckoned 90 s\n\n" in page and "- two" not in page
 
 
 def test_a_stage_that_was_stopped_early_is_left_and_nothing_is_written_of_it(tmp_path: Path) -> None:
@@ -156,7 +173,7 @@ def test_the_exit_code_tells_done_left_and_failed_apart(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--tiny"], "torch sees no CUDA device here: run this on a GPU, or dry with --device cpu --tiny"),
+        (["--tiny"], "; run this on a GPU, or dry with --device cpu --tiny"),
         (["--device", "cpu"], "--device cpu is for a dry run: give --tiny too"),
         ([*DRY, "--stages", "machine,lunch"], "--stages names 'lunch'; there are smoke,"),
         ([*DRY, "--budget-seconds", "0"], "--budget-seconds must be positive, got 0"),
@@ -174,6 +191,33 @@ def test_nonsense_is_refused_in_one_sentence(
     assert (stopped.value.code, out) == (2, "")
     assert said in err and len(err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "cuda", "why"),
+    [
+        (None, None, "is built without CUDA (pytorch.org has builds with it)"),
+        ("", "13.0", "CUDA_VISIBLE_DEVICES is ''"),
+        (None, "13.0", "is built for CUDA 13.0 and says: the driver is too old"),
+    ],
+)
+def test_a_suite_that_finds_no_device_says_why(
+    hidden: str | None, cuda: str | None, why: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def init() -> None:
+        raise RuntimeError("the driver is too old\nand more of the kind")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    with pytest.raises(SystemExit):
+        gpu_suite.main([str(tmp_path / "out"), "--tiny"])
+    said = capsys.readouterr().err
+    assert "torch sees no CUDA device here: " in said and f"{why}; run this on a GPU" in said and said.count("\n") == 1
 
 
 def test_results_of_other_settings_or_of_nothing_of_ours_are_not_written_over(
@@ -218,6 +262,66 @@ def test_a_kernel_that_reads_one_key_too_few_is_found(monkeypatch: pytest.Monkey
     result = dry_run("correct-decode")
     assert not result["ok"]
     assert {row["op"] for row in result["rows"] if not row["ok"]} == {"decode_attention"}
+
+
+def test_filters_are_checked_over_whole_vocabularies_and_a_wrong_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = dry_run("correct-filters")
+    assert result["ok"] and len(result["rows"]) == 2 * 2 * 3 * 9
+    assert {row["error"] for row in result["rows"]} == {0.0}
+    right = kernels.likeliest
+
+    def wrong_of(what: str) -> set[str]:
+        monkeypatch.setattr(kernels, "likeliest", what)
+        rows = dry_run("correct-filters")["rows"]
+        return {row["what"].split(", ")[1] for row in rows if not row["ok"]}
+
+    def one_tie_fewer(scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+        cut, last = right(scores, top_k, top_p)
+        return cut, torch.where(last == scores.shape[1] - 1, last, last - 1)
+
+    monkeypatch.setattr(gpu_checks, "FILTERED_VOCABULARIES", (512,))
+    assert wrong_of(one_tie_fewer) >= {"k 50 p 0.9", "k all p 0.9", "k all p 0"}  # type: ignore[arg-type]
+    no_k = wrong_of(lambda scores, top_k, top_p: right(scores, torch.full_like(top_k, scores.shape[1]), top_p))  # type: ignore[arg-type]
+    assert {"k 1 p 1", "k 50 p 1", "k 50 p 0.9"} <= no_k and not any("k all" in what for what in no_k)
+    no_p = wrong_of(lambda scores, top_k, top_p: right(scores, top_k, torch.ones_like(top_p)))  # type: ignore[arg-type]
+    assert {"k all p 0", "k 50 p 0.9"} <= no_p and not any("p 1" in what for what in no_p)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_graph_is_timed_by_events_on_the_stream_that_it_is_replayed_on(
+    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is captured on a stream of the watch's own; what it is replayed on is whoever's turn it is, here and there."""
+    seen: list[tuple[str, int]] = []
+    with pools.stand_in("2.13") as cuda, contextlib.ExitStack() as within:
+
+        class Noted:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:  # of the current stream, as in torch
+                seen.append(("event", cuda.current.cuda_stream))
+
+            def elapsed_time(self, end: Noted) -> float:
+                return 7.0
+
+        replay = pools.Graph.replay
+
+        def noted(self: pools.Graph) -> None:
+            seen.append(("replay", cuda.current.cuda_stream))
+            replay(self)
+
+        monkeypatch.setattr(torch.cuda, "Event", Noted)
+        monkeypatch.setattr(pools.Graph, "replay", noted)
+        watch, calls = Stopwatch(dry_setup()), torch.zeros(1)
+        watch.device, watch.stream = torch.device("cuda"), cuda.stream_of_pool()  # type: ignore[assignment]
+        if elsewhere:
+            within.enter_context(torch.cuda.stream(cuda.stream_of_pool()))  # type: ignore[arg-type]
+        here = cuda.current.cuda_stream
+        assert watch.times(lambda: calls.add_(1)) == [0.007] * 2
+        assert cuda.captures[0]["stream"] == watch.stream.cuda_stream != here  # type: ignore[union-attr]
+    assert seen == [("replay", here), *[("event", here), ("replay", here), ("event", here)] * 2]
+    assert int(calls) == 3 + 1 + 2  # before the capture, and replayed
 
 
 def test_what_is_not_finite_or_of_another_shape_is_never_within_a_tolerance() -> None:
@@ -465,6 +569,13 @@ def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_tok
             assert run["tokens"] == int((table[:3] + 1).sum())
         assert bench.run(False, rounds=3)["tokens"] == 3 * bench.batch
         assert bench.run(True, new=4)["tokens"] == 4 * bench.batch
+
+
+def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_bench, "SMALL", replace(gpu_bench.SMALL, n_heads=16, n_kv_heads=2))
+    bench = a_bench("streaming", {"streaming": 2})
+    bench.replay("streaming")
+    assert max(bench.engine.planner.tiers) == 7 and bench.engine.planner.tiers == bench.engine._tiers
 
 
 def test_gamma_is_the_cost_models_and_its_forecasts_pass_the_targets() -> None:

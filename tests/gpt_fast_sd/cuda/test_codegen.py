@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast_sd.compiling import span
+from gpt_fast_sd.compiling import span, varying
+from gpt_fast_sd.config import MAX_GAMMA
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.base import draft_step
@@ -114,6 +115,8 @@ def test_judging_is_one_graph_of_few_launches(sampled: bool, filtered: bool, lau
         rows.sampled, rows.filtered = sampled, filtered
         logits = torch.zeros(SLOTS, 6, rows.vocab_size, device=tokens.device)
         q = logits[:, 1:].softmax(-1) if sampled else None
+        varying(logits, min=3)
+        varying(*(x for x in (tokens, q) if x is not None), max=MAX_GAMMA)
         step = cuda_code(judge_step, rows, logits, Draft(tokens, q, rows.remaining.clone()), None)
     assert step.launches <= launches, step
     assert step.ours == ["likeliest"] * filtered and step.others == step.products == []

@@ -7,6 +7,9 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from gpt_fast_sd.model import SPLIT, attend_reference
 from gpt_fast_sd.policies.sparse import attend_at
 
 cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")  # what is tested lies behind the door
+cpu_build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")
 GROUPS = (1, 2, 3, 4, 5, 7, 8)
 HEAD_DIMS = (64, 128)
 KEY_SPLIT = 4096  # of the kernel: SPLIT in cpu_attention.cpp
@@ -340,7 +344,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 @pytest.fixture
 def rebuilt() -> Iterator[None]:
     """Ask anew whether the kernel can be built, and again when the test is over."""
-    caches = (cpu._buildable, cpu._loader, cpu._kernel)
+    caches = (cpu_build.builds, cpu_build.library, cpu._kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -452,6 +456,14 @@ def test_a_compiler_that_does_not_know_the_instructions_is_no_error(
     assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
 
 
+@needs_kernel
+def test_one_core_builds_the_kernel_too(tmp_path: Path) -> None:
+    """Torch compiles with as many threads as there are cores; with one, handing it the work once waited for itself."""
+    code = "from gpt_fast_sd.kernels import cpu; assert cpu._kernel(64)"
+    env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
+
+
 def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
@@ -467,10 +479,10 @@ def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkey
 
 
 def test_a_cpu_without_the_instructions_builds_nothing(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(head_dim: int) -> str:
+    def built(source: Path, head_dim: int) -> str:
         raise AssertionError("built")
 
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(cpu, "_source", built)
+    monkeypatch.setattr(cpu_build, "text", built)
     assert not cpu.available(64)
     monkeypatch.undo()

@@ -63,7 +63,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_t
         assert linear(x[-n_rows:]).equal(alone[-n_rows:])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_in_a_row_reaches_no_other(bad: float) -> None:
     linear, *_ = packed(64, 64)
     x = torch.randn(37, 64).to(BF16)

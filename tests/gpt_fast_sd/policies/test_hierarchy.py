@@ -289,6 +289,7 @@ def test_a_budget_too_small_for_the_cheap_levels_window_is_refused() -> None:
 # ---- compiled ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # Inductor builds seven steps; test_ways counts the graphs of all policies without it
 def test_compiled_it_has_one_graph_a_step_and_the_eager_drafts() -> None:
     """The middle step; of the cheap level the prefill, the three-token step and the one-token step."""
     one_layer = tiny_model(tiny_config(n_layers=1))

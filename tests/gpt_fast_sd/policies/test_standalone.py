@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.requests import Request
@@ -30,6 +30,7 @@ from tests.gpt_fast_sd.policies.drafting import (
     told_the_targets_own,
     toy_engine,
 )
+from tests.gpuless.recorder import mixed_devices
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 SMALLER = tiny_config(n_layers=1, dim=24, n_heads=3, n_kv_heads=3, ffn_dim=32)
@@ -182,6 +183,61 @@ def test_a_prompt_held_by_an_idle_slot_is_there_unharmed_when_it_comes_again(vie
     next(fresh.stream([prompt], params))
     found, wanted = entries(policy.reader.cache, slot, 298), entries(expected.reader.cache, 0, 298)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_a_prompt_that_was_prepared_is_not_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is what lies behind it made zero a second time, which is most of a slot."""
+    one, policy = standalone()
+    one.warm_up()
+    cleared, vacate = list[tuple[bool, int]](), KVCache.vacate
+
+    def noted(self: KVCache, slot: int, keep: int = 0) -> None:
+        cleared.append((self is policy.reader.cache, slot))
+        vacate(self, slot, keep)
+
+    monkeypatch.setattr(KVCache, "vacate", noted)
+    one.generate(PROMPTS[:4], SamplingParams(max_tokens=5))
+    assert sorted(cleared) == [(drafts, slot) for drafts in (False, True) for slot in range(4)]
+
+
+def test_a_policy_that_is_admitted_to_without_preparing_prefills_by_itself() -> None:
+    _, policy = standalone()
+    prompt = random_ids(300, seed=9)
+    with torch.inference_mode():
+        for fillings in ([], policy.prepare(0, random_ids(300, seed=8)), policy.prepare(0, prompt)):
+            for filling in fillings[:1]:  # of the last one no chunk is missing, but nobody has said that it is done
+                while filling.left and filling.body == prompt[:-1]:
+                    filling.step()
+            policy.admit(0, prompt)
+            for got, expected in zip(
+                entries(policy.reader.cache, 0, 299), prefilled(policy.reader, prompt[:-1]), strict=True
+            ):
+                assert torch.equal(got, expected)
+            policy.vacate(0)
+
+
+def test_a_slot_is_given_up_without_asking_the_device_for_anything() -> None:
+    """A host read there would wait for the round that is under way."""
+    one, _ = standalone(gamma=2)
+    one.generate(PROMPTS[:4], SamplingParams(max_tokens=5))
+    with mixed_devices() as seen, torch.inference_mode():
+        one._release(0)
+    assert not seen
+
+
+def test_a_policy_that_is_given_back_does_not_rely_on_what_timing_wrote_over() -> None:
+    """Its steps are timed over about 512 keys, in the middle of a prompt that its cache held."""
+    prompt, params = random_ids(600, seed=1), SamplingParams(max_tokens=8)
+    one, policy = standalone(gamma="auto")
+    drafting_now_and_then(one, [4])
+    one.generate([prompt], params)
+    one.policy = policy
+    drafting_now_and_then(one, [4])
+    one.generate([prompt], params)
+    assert one.stats.acceptance_rate == 1.0
+    found, wanted = entries(policy.reader.cache, 0, 599), prefilled(policy.reader, prompt[:-1])
+    # fp32, the same sums in another order
+    assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(found, wanted, strict=True))
 
 
 def test_a_seed_gives_the_same_tokens_again_when_the_prompt_is_held_already() -> None:

@@ -42,7 +42,9 @@ def attend_with_mass(case: Case, page: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "n_tokens"), [(1, 1), (3, 1), (4, 3), (8, 5), (1, 9)])
+@pytest.mark.parametrize(
+    ("group", "n_tokens"), [(1, 1), (3, 1), (4, 3), (1, 9), pytest.param(8, 5, marks=pytest.mark.slow)]
+)
 def test_attention_is_that_of_fp64_for_any_number_of_queries(group: int, n_tokens: int, dtype: torch.dtype) -> None:
     case = Case([max(end, n_tokens - 1) for end in ENDS], n_tokens=n_tokens, group=group, dtype=dtype)
     assert_close(attend(case), case.expected())
@@ -139,7 +141,8 @@ def test_the_keys_of_a_block_follow_from_no_number_of_rows_and_divide_a_split(ar
 
 MASS = [
     (1, 1, 16, FP32), (4, 3, 16, FP16), (4, 3, 32, BF16), (3, 5, 64, BF16), (3, 5, 64, FP32), (2, 1, 128, BF16),
-    (8, 5, 16, BF16), (8, 8, 16, FP16), (8, 9, 16, BF16),  # tiles of 64, full and not, and of 128
+    (8, 5, 16, BF16),  # tiles of 64, full and not, and of 128
+    *(pytest.param(8, n, 16, dtype, marks=pytest.mark.slow) for n, dtype in ((8, FP16), (9, BF16))),
 ]  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def assert_right(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [BF16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (FP32, FP16))])
 def test_chunks_attend_from_where_each_row_stands(dtype: torch.dtype) -> None:
     assert_right(Case([32, 161], n_tokens=33, group=3, dtype=dtype))
 

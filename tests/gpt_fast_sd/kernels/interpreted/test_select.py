@@ -58,7 +58,7 @@ def rows_of_every_kind(n: int) -> Tensor:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("n_pages", [1, 5, 100, 1000])
+@pytest.mark.parametrize("n_pages", [1, 5, 1000, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_best_pages_are_those_of_a_stable_sort(n_pages: int) -> None:
     scores = rows_of_every_kind(n_pages)
     n_valid = torch.tensor([n_pages, n_pages * 2 // 3, n_pages]).repeat(3)
@@ -158,7 +158,7 @@ def plain_quest(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> list[lis
     return chosen
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("dtype", [BF16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (FP32, FP16))])
 @pytest.mark.parametrize(
     ("n_pages", "group", "n_tokens", "head_dim"),
     [(1, 1, 1, 64), (5, 4, 1, 128), (100, 3, 3, 96), (300, 8, 2, 8), (70, 8, 10, 64), (40, 2, 1, 256)],
