@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -12,18 +13,20 @@ class RopeScaling:
     """How rotary frequencies are stretched past the trained context.
 
     kind "linear" divides every frequency by factor (Chen et al. 2023, arXiv 2306.15595); kind "llama3" keeps the high
-    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783).
+    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783); kind "factors" divides each
+    frequency by its own one of factors as well, which is how a GGUF file stores the result of any such rule.
     """
 
     kind: str
     factor: float
+    factors: tuple[float, ...] = ()
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            raise ValueError(f"rope scaling must be 'linear' or 'llama3', got {self.kind!r}")
+        if self.kind not in ("linear", "llama3", "factors"):
+            raise ValueError(f"rope scaling must be 'linear', 'llama3' or 'factors', got {self.kind!r}")
         if self.factor < 1.0:
             raise ValueError(f"rope scaling factor must be at least 1, got {self.factor}")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
@@ -31,6 +34,8 @@ class RopeScaling:
                 "rope scaling needs low_freq_factor < high_freq_factor, "
                 f"got {self.low_freq_factor} and {self.high_freq_factor}"
             )
+        if (self.kind == "factors") != bool(self.factors) or not all(0 < each < math.inf for each in self.factors):
+            raise ValueError(f"rope scaling 'factors' needs positive factors, and no other kind any: {self.factors}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,9 @@ class ModelConfig:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (rotary pairs), got {self.head_dim}")
+        factors = self.rope_scaling.factors if self.rope_scaling else ()
+        if factors and len(factors) != self.head_dim // 2:
+            raise ValueError(f"rope scaling must have a factor for each of {self.head_dim // 2} rotary pairs, got {len(factors)}")
         if self.norm_eps <= 0 or self.rope_theta <= 0:
             raise ValueError(f"norm_eps and rope_theta must be positive, got {self.norm_eps} and {self.rope_theta}")
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -91,12 +99,12 @@ class ModelConfig:
     def from_hugging_face(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         """The shape a config.json describes; whatever this Llama cannot do exactly is refused by name (ValueError)."""
         try:
-            return cls._from_fields(_Fields(raw))
+            return cls._from_fields(Fields(raw))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
     @classmethod
-    def _from_fields(cls, fields: _Fields) -> ModelConfig:
+    def _from_fields(cls, fields: Fields) -> ModelConfig:
         raw = fields.raw
         names = raw.get("architectures") or []
         if not isinstance(names, list) or len(names) != 1 or names[0] not in list(_FAMILIES):
@@ -174,6 +182,8 @@ class ModelConfig:
         if family == "LlamaForCausalLM":
             raw |= {"attention_bias": False, "mlp_bias": False}
         if self.rope_scaling is not None:
+            if self.rope_scaling.kind == "factors":
+                raise ValueError("a config.json has no place for a rotary factor of each frequency")
             raw["rope_scaling"] = {"rope_type": self.rope_scaling.kind, "factor": self.rope_scaling.factor}
             if self.rope_scaling.kind == "llama3":
                 raw["rope_scaling"] |= {
@@ -207,12 +217,12 @@ def stored_dtype(raw: Mapping[str, Any]) -> str | None:
 def token_ids(raw: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
     """The ids of a field that holds none, one or a list."""
     try:
-        return _Fields(raw).ids(name)
+        return Fields(raw).ids(name)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-class _Fields:
+class Fields:
     """The fields of one config.json; each getter returns the kind of value it is named for or refuses by name."""
 
     def __init__(self, raw: Mapping[str, Any], inside: str = "") -> None:
@@ -262,7 +272,7 @@ class _Fields:
         raw = self.raw.get(spelling) or {}
         if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
             self.refuse(spelling, "one set of values for all layers")
-        inner = _Fields({"rope_theta": self.raw.get("rope_theta", 10000.0), **raw}, f"{spelling}: ")
+        inner = Fields({"rope_theta": self.raw.get("rope_theta", 10000.0), **raw}, f"{spelling}: ")
         inner.only("partial_rotary_factor", 1.0)
         theta = inner.number("rope_theta")
         key = "rope_type" if "rope_type" in raw else "type"
