@@ -215,9 +215,7 @@ class Engine:
         parallel = parallel or Parallel(device)
         group, theirs = parallel.group, draft_group(draft, parallel)
         dtype = (
-            TORCH_DTYPES[config.dtype]
-            if config.dtype != "auto"
-            else natural_dtype(read_stored_dtype(folder), device)
+            TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
         )
         tokenizer = load_tokenizer(folder, model_config)
         draft_folder, draft_config = None, None

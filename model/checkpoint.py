@@ -192,7 +192,9 @@ class StoredTensors(Protocol):
         """The dtypes that can be read, as the file spells them."""
         ...
 
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """What the file calls its tensors."""
+        ...
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype, the dtype as the file spells it."""
@@ -316,9 +318,7 @@ class Weights:
         extra = [n for n in self._file if n not in asked and not n.endswith("rotary_emb.inv_freq")]
         if extra:
             more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
-            raise CheckpointError(
-                f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {extra[0]}{more}"
-            )
+            raise CheckpointError(f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {extra[0]}{more}")
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor is stored in; bfloat16, as most models were trained, where it is stored in blocks."""

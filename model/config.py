@@ -71,7 +71,7 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even (rotary pairs), got {self.head_dim}")
         factors = self.rope_scaling.factors if self.rope_scaling else ()
         if factors and len(factors) != self.head_dim // 2:
-            raise ValueError(f"rope scaling must have a factor for each of {self.head_dim // 2} rotary pairs, got {len(factors)}")
+            raise ValueError(f"rope scaling must have {self.head_dim // 2} factors, one a pair, got {len(factors)}")
         if self.norm_eps <= 0 or self.rope_theta <= 0:
             raise ValueError(f"norm_eps and rope_theta must be positive, got {self.norm_eps} and {self.rope_theta}")
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -223,43 +223,51 @@ def token_ids(raw: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
 
 
 class Fields:
-    """The fields of one config.json; each getter returns the kind of value it is named for or refuses by name."""
+    """The fields of a config.json or a header; each getter returns the kind of value it is named for or refuses it."""
 
     def __init__(self, raw: Mapping[str, Any], inside: str = "") -> None:
         self.raw, self.inside = raw, inside
 
     def refuse(self, name: str, allowed: str) -> NoReturn:
+        """ValueError that says what the field holds and what it must be."""
         got = repr(self.raw[name]) if name in self.raw else "missing"
+        got = got if len(got) <= 100 else f"{got[:100]} ..."
         raise ValueError(f"{self.inside}{name} is {got}, but it must be {allowed}")
 
     def only(self, name: str, allowed: object) -> None:
+        """Refuse every value but this one and none."""
         if self.raw.get(name) not in (None, allowed):
             self.refuse(name, f"{allowed!r}" if allowed is not None else "absent: only float weights can be read")
 
     def whole(self, name: str) -> int:
+        """A whole number of at least 1."""
         value = self.raw.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(name, "a whole number of at least 1")
         return value
 
     def number(self, name: str) -> float:
+        """A positive number."""
         value = self.raw.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             self.refuse(name, "a positive number")
         return float(value)
 
     def flag(self, name: str) -> bool:
+        """True or false; false where it is not there."""
         value = self.raw.get(name, False)
         if not isinstance(value, bool):
             self.refuse(name, "true or false")
         return value
 
     def window(self) -> int | None:
+        """The sliding window, None where there is none."""
         if "sliding_window" not in self.raw:
             return 4096  # what the Mistral format means by leaving it out
         return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
 
     def ids(self, name: str) -> tuple[int, ...]:
+        """Token ids: none, one or a list of them."""
         value = self.raw.get(name)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):

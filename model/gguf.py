@@ -80,7 +80,7 @@ class _Reader(GGUFReader):
 
     def _strings(self, offset: int, count: int) -> tuple[list[bytes], int]:
         """The strings that begin there, and where they end."""
-        data, found = memoryview(self.data), []
+        data, found = memoryview(self.data.data), []
         self._get(offset, np.uint64, count)  # each is at least its length
         for _ in range(count):
             end = offset + 8
@@ -104,7 +104,7 @@ def _open(path: Path) -> _Reader:
             raise _Damaged(f"it has only {len(start)} bytes")
         version, *counts = struct.unpack("<IQQ", start[4:])
         if version not in (2, 3):
-            raise CheckpointError(f"{path} is of version {version:#x} of GGUF, but only 2 and 3, little-endian, are read")
+            raise CheckpointError(f"{path} is of version {version:#x} of GGUF, but 2 and 3 of little-endian are read")
         if max(counts) > MOST_RECORDS:
             raise _Damaged(f"it speaks of {counts[0]:,} tensors and {counts[1]:,} fields")
         with np.errstate(over="ignore"):  # offsets that wrap around are found below
@@ -136,18 +136,17 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _value(field: ReaderField) -> Any:
-    """What a field holds as Python's own: a number, a bool, bytes, or a list of one of these."""
+    """What a field holds: a number, a bool, a text (bytes, if it is no UTF-8), or a list of numbers, bools or bytes."""
     part = field.parts[field.data[0]]
     if field.types[0] == GGUFValueType.ARRAY:
         return part if isinstance(part, list) else part.tolist()
-    return part.tobytes() if field.types[0] == GGUFValueType.STRING else part.tolist()[0]
-
-
-def _text(raw: bytes, what: str) -> str:
+    if field.types[0] != GGUFValueType.STRING:
+        return part.tolist()[0]
+    raw: bytes = part.tobytes()
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        raise CheckpointError(f"{what} is no UTF-8 text: {raw[:40]!r}") from None
+        return raw
 
 
 class Header(Fields):
@@ -157,7 +156,7 @@ class Header(Fields):
         self.path = path
         parts = _parts(path)
         readers = [_open(part) for part in parts]
-        super().__init__({name: _value(field) for name, field in readers[0].fields.items()})
+        super().__init__({name: _value(field) for name, field in readers[0].fields.items()}, f"{path}: ")
         self._tensors: dict[str, tuple[Path, ReaderTensor]] = {}
         for part, reader in zip(parts, readers, strict=True):
             for tensor in reader.tensors:
@@ -175,12 +174,10 @@ class Header(Fields):
 
     def text(self, name: str, default: str | None = None) -> str | None:
         """A text, or the default where it is not there; CheckpointError where it is something else."""
-        raw = self.raw.get(name)
-        if raw is None:
-            return default
-        if not isinstance(raw, bytes):
-            self.refuse(name, "a text")
-        return _text(raw, f"{self.path}: {name}")
+        found = self.raw.get(name, default)
+        if found is not None and not isinstance(found, str):
+            self.refuse(name, "a text, in UTF-8")
+        return found
 
     def texts(self, name: str) -> list[str] | None:
         """A list of texts, None where it is not there."""
@@ -189,7 +186,10 @@ class Header(Fields):
             return None
         if not isinstance(raw, list) or not all(isinstance(entry, bytes) for entry in raw):
             self.refuse(name, "a list of texts")
-        return [_text(entry, f"{self.path}: entry {i} of {name}") for i, entry in enumerate(raw)]
+        try:
+            return [entry.decode("utf-8") for entry in raw]
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path}: an entry of {name} is no UTF-8: {error.object[:40]!r}") from None
 
     def numbers(self, name: str) -> list[float] | None:
         """A list of numbers, None where it is not there."""
@@ -214,12 +214,11 @@ class Header(Fields):
         return found
 
     def refuse(self, name: str, allowed: str) -> NoReturn:
-        """CheckpointError that says what the field holds, and what it must be."""
-        got = self.raw.get(name, "missing")
-        shown = got.decode("utf-8", "replace") if isinstance(got, bytes) else got
-        shown = f"{shown[:60]!r}" if isinstance(shown, str) and name in self.raw else shown
-        shown = f"a list of {len(shown):,}" if isinstance(shown, list) else shown
-        raise CheckpointError(f"{self.path}: {name} is {shown}, but it must be {allowed}")
+        """CheckpointError that says what the field holds and what it must be."""
+        try:
+            super().refuse(name, allowed)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
 
     @property
     def vocab_size(self) -> int:

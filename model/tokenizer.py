@@ -443,7 +443,7 @@ class _TiktokenTokenizer(_BytesTokenizer):
 
 # ---- vocabularies of GGUF files --------------------------------------------------------------------------------------
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # kinds of tokens, as sentencepiece counts them
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # kinds, as sentencepiece has them
 _GPT_2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SPLITS = {  # how each pre-tokenizer cuts a text into words: each pattern cuts what those before it left
     "smollm": (r"\p{N}", _GPT_2_WORDS),
@@ -527,7 +527,7 @@ class _Vocabulary:
         """The sentencepiece model that has these pieces, as protobuf; prefix: a space is put before a text.
 
         pieces (1) { piece (1), score (2), type (3) }, trainer_spec (2) { model_type (3): BPE, byte_fallback (35) },
-        normalizer_spec (3) { add_dummy_prefix (3), remove_extra_whitespaces (4): false }, which is all that encoding asks.
+        normalizer_spec (3) { add_dummy_prefix (3), remove_extra_whitespaces (4): false }: all that encoding asks for.
         """
 
         def message(number: int, content: bytes) -> bytes:
@@ -556,7 +556,7 @@ class _BytePairTokenizer(_BytesTokenizer):
     def __init__(self, header: Header, vocabulary: _Vocabulary, config: ModelConfig) -> None:
         super().__init__(vocabulary.notes)
         try:
-            from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+            from tokenizers import AddedToken, Regex, models, pre_tokenizers
             from tokenizers import Tokenizer as Library
         except ImportError:
             _refuse_missing(header.path, "tokenizers")

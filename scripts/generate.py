@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--model", metavar="M",
-        help="'smollm2', 'bundled', a model folder, a GGUF file, or a hub id (default: smollm2 if installed, else bundled)",
+        help="'smollm2', 'bundled', a model folder, a GGUF file or a hub id (default: smollm2 if there, else bundled)",
     )  # fmt: skip
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="continue this text")
