@@ -5,8 +5,11 @@ Shapes: N heads, H head dim.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -41,6 +44,15 @@ def transformers_model(family: str, **changes: Any) -> Any:
             else:
                 parameter.normal_(std=0.15)
     return model
+
+
+def model_of(folder: Path) -> Any:
+    """What a folder of safetensors holds, as far as this file asks a model of transformers for it."""
+    from safetensors.torch import load_file
+
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = SimpleNamespace(**raw, rope_parameters={"rope_theta": raw["rope_theta"]})
+    return SimpleNamespace(config=config, state_dict=partial(load_file, folder / "model.safetensors"))
 
 
 def permuted(weight: np.ndarray, n_heads: int) -> np.ndarray:
