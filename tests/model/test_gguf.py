@@ -299,7 +299,8 @@ def test_a_file_cut_anywhere_is_refused(share: float, tmp_path: Path) -> None:
     whole = write_gguf(tmp_path / "whole.gguf", transformers_model("Llama", vocab_size=320), fields=fields).read_bytes()
     path = tmp_path / "model.gguf"
     path.write_bytes(whole[: int(share * len(whole))])
-    assert re.search("is damaged or incomplete: |is no GGUF file: ", say(path))
+    ends = r"it has only \d+ bytes|but what it speaks of ends at byte|but a text in it ends at byte|ends at byte"
+    assert re.search(f"is damaged or incomplete: .*({ends})|is no GGUF file: ", say(path))
 
 
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ BYTES: dict[str, Change] = {
 
 @pytest.mark.parametrize("case", BYTES)
 def test_bytes_that_lie_cost_neither_memory_nor_time(case: str, tmp_path: Path) -> None:
-    fields = {"general.alignment": 32} | byte_pair_fields(320)
+    fields = ({"general.alignment": 32} if "alignment" in case else {}) | byte_pair_fields(320)
     path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama", vocab_size=320), fields=fields)
     data = bytearray(path.read_bytes())
     BYTES[case](data)
