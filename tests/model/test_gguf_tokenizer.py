@@ -97,6 +97,16 @@ def test_byte_pairs_have_transformers_ids_where_it_knows_the_cut(cut: str, tmp_p
         assert tokenizer.encode(text, bos=False) == theirs(text, add_special_tokens=False).input_ids, text
 
 
+@pytest.mark.parametrize(("cut", "kind", "n"), [("llama-bpe", 1, 1), ("llama-bpe", 5, 3), ("qwen2", 1, 3)])
+def test_llama_3_takes_a_word_that_is_a_token_whole_unless_it_is_unused(
+    cut: str, kind: int, n: int, tmp_path: Path
+) -> None:
+    tokens, kinds = [*FOUND["byte pairs"]["tokens"]], [*FOUND["byte pairs"]["kinds"]]
+    tokens[-1], kinds[-1] = "qzq", kind  # no merge leads there
+    ids = load(write(tmp_path / "model.gguf", pre=cut, tokens=tokens, token_type=kinds)).encode("qzq", bos=False)
+    assert len(ids) == n and (ids == [len(tokens) - 1]) == (n == 1)
+
+
 def test_a_file_that_names_no_cut_is_cut_by_default(tmp_path: Path) -> None:
     tokenizer = load(write(tmp_path / "model.gguf", pre=None))
     assert [tokenizer.encode(text, bos=False) for text in TEXTS] == CUTS["default"]
