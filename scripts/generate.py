@@ -1,10 +1,11 @@
 """Continue text with a Llama that drafts and verifies: parse, build, generate, print.
 
-    python scripts/generate.py                                   the bundled model continues the bundled document
+    python scripts/generate.py                                   SmolLM2, or the bundled model, continues a document
     python scripts/generate.py --prompt "Once upon a time"       ... your text
     python scripts/generate.py --prompt-file book.txt --draft guided --budget 512 --gamma 4 --compare
     python scripts/generate.py --prompts in.jsonl --output out.jsonl --batch-size 8
     python scripts/generate.py --model meta-llama/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?"
+    python scripts/generate.py --model some.Q4_K_M.gguf --chat --prompt "Why is the sky blue?"
     torchrun --nproc_per_node=4 scripts/generate.py --tp 2 --prompts in.jsonl --output out.jsonl
 
 Who drafts is --draft. The target verifies every draft, so a policy changes the speed and never what is said:
@@ -52,7 +53,7 @@ from tqdm import tqdm
 from common import refuse
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, __version__
 from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
-from gpt_fast_sd.engine import BUNDLED, locate
+from gpt_fast_sd.engine import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.stats import EngineStats
 from gpt_fast_sd.tp import Parallel, start
@@ -69,7 +70,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="bundled", help="'bundled', a model folder, or a hub id (default: bundled)")
+    add(
+        "--model", metavar="M",
+        help="'smollm2', 'bundled', a model folder, a GGUF file or a hub id (default: smollm2 if there, else bundled)",
+    )  # fmt: skip
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="continue this text")
     source.add_argument(
@@ -145,6 +149,15 @@ def is_showpiece(args: argparse.Namespace) -> bool:
     return args.prompt is None and args.prompt_file is None and args.prompts is None
 
 
+def default_model(parallel: Parallel) -> str:
+    """Who writes where nobody is named; says on stderr how to get the better one."""
+    if find_smollm2() is not None:
+        return "smollm2"
+    if parallel.is_main:
+        print(f"the small bundled model writes; for a real one: {SMOLLM2_COMMAND}", file=sys.stderr, flush=True)
+    return "bundled"
+
+
 def read_text(path: Path) -> str:
     """A UTF-8 file as text; ValueError or OSError in one sentence."""
     try:
@@ -169,7 +182,10 @@ def read_requests(
             named = [("--prompt", args.prompt)]
         else:
             named = [(str(path), read_text(path)) for path in args.prompt_file or [BUNDLED / "document.txt"]]
-        return [encode(text, name, args.chat, tokenizer) for name, text in named], [common] * len(named)
+        prompts = [encode(text, name, args.chat, tokenizer) for name, text in named]
+        if is_showpiece(args):  # as much of the document as this model has positions for
+            prompts = [ids[: max(1, config.max_seq_len - args.max_new_tokens)] for ids in prompts]
+        return prompts, [common] * len(named)
     prompts, params = [], []
     for number, line in enumerate(read_text(args.prompts).splitlines(), start=1):
         where = f"{args.prompts} line {number}"
@@ -621,6 +637,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     """What main does once the processes have met."""
     try:
+        args.model = args.model or default_model(parallel)
         folder = locate(args.model)
         config = read_config(folder)
         prompts, params = read_requests(args, load_tokenizer(folder, config), config)
