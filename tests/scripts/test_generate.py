@@ -517,3 +517,37 @@ def test_a_model_continues_as_much_of_the_document_as_it_has_positions_for(scrip
     assert ids == whole[:70]
     (asked,), _ = script.read_requests(script.parse(["--prompt", "x" * 200]), ByteTokenizer(), config)
     assert len(asked) == 201  # of somebody's own text nothing is left out
+
+
+def test_a_document_stands_before_every_prompt(script: ModuleType, tmp_path: Path) -> None:
+    (document := tmp_path / "log.txt").write_text("It rained.", encoding="utf-8")
+    (requests := tmp_path / "in.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "When?"}\n', encoding="utf-8")
+    args = script.parse(["--document", str(document), "--prompts", str(requests)])
+    prompts, _ = script.read_requests(args, ByteTokenizer(), tiny_config())
+    assert prompts == [ByteTokenizer().encode(f"It rained.\n\n{asked}") for asked in ("Why?", "When?")]
+    assert script.requests_shown(args) == ["> Why?", "> When?"]
+    ((alone,), _) = script.read_requests(
+        script.parse(["--document", str(document), "--prompt", "Why?"]), ByteTokenizer(), tiny_config()
+    )
+    assert alone == prompts[0]
+
+
+def test_a_document_without_a_text_to_stand_before_is_refused(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (document := tmp_path / "log.txt").write_text("It rained.", encoding="utf-8")
+    assert "stands before prompts: give --prompt" in refusal(script, capsys, "--document", str(document))
+    (requests := tmp_path / "in.jsonl").write_text('{"tokens": [1, 2]}\n', encoding="utf-8")
+    said = refusal(script, capsys, "--document", str(document), "--prompts", str(requests))
+    assert "line 1 has no prompt, a text that --document can stand before" in said
+    assert "No such file" in refusal(script, capsys, "--document", str(tmp_path / "none"), "--prompt", "x")
+
+
+def test_smollm2_is_asked_about_the_logbook_where_nobody_asks_anything(script: ModuleType) -> None:
+    args = script.parse(["--model", "smollm2"])
+    assert script.is_showpiece(args)
+    script.ask_about_the_logbook(args)
+    prompts, params = script.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000), showpiece=True)
+    assert len(prompts) == 8 == len(set(map(tuple, prompts))) and params[0].temperature > 0
+    shared = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
+    assert shared > 20_000  # bytes of the document, which all of them begin with
