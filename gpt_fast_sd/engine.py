@@ -114,9 +114,10 @@ class Engine:
             self.vocabulary,
         )
         self.compiled = cfg.compile and can_compile(self.device)
+        options = inductor_options(cfg, self.device) if self.compiled else None
         if self.compiled and self.device.type == "cpu":
-            begin_building(model.config.head_dim)
-        self.target = Reader(model, self.cache, inductor_options(cfg, self.device) if self.compiled else None, group)
+            begin_building(model.config.head_dim)  # after the options: in torch 2.11 threads share Inductor's settings
+        self.target = Reader(model, self.cache, options, group)
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
         self._slots: list[Request | None] = [None] * cfg.batch_size  # what is decoded
