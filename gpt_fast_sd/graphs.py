@@ -33,7 +33,8 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 # graph takes of the driver's memory grows with its launches, so steps are what a plan can pay for (see MemoryPlan).
 # Enough for the longest rounds in all three kinds of sampling, or for three tiers of gamma "auto", over one view: when
 # a batch grows into the next doubling of it those of the view before are of no use. Every tier, kind and view of 128K
-# tokens would be sixteen times as many.
+# tokens would be sixteen times as many. A hierarchy has up to 33 steps a round, and "auto" in several kinds has more
+# than these too: where a batch goes back and forth between kinds then, rounds are captured anew, which costs time only.
 KINDS = 3
 MOST_STEPS = KINDS * (1 + MAX_GAMMA)
 REFRESH_STEPS = 2  # what a pass counts for that selects anew: it launches more than a step
@@ -114,9 +115,11 @@ class GraphPool:
 
     def close(self) -> None:
         """Let all graphs go for good."""
-        self.clear()
-        self._anchor.reset()
-        self._alive.discard(self)
+        try:
+            self.clear()
+        finally:
+            self._alive.discard(self)
+            self._anchor.reset()
 
 
 def _captured(

@@ -2,8 +2,8 @@
 
 Behind this door: `ModelConfig`, read from a config.json or found in `PRESETS`; `Transformer`, whose one forward serves
 prefill, decode, verify and draft alike, because what attends is its argument, a `KV`; `KVCache`, the static buffers,
-and `FullKV`, which attends to all of them; checkpoints read as Hugging Face stores them (`load_model`,
-`save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
+and `FullKV`, which attends to all of them; checkpoints read as Hugging Face or, in a GGUF file, llama.cpp stores them
+(`load_model`, `save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
 """
 
 from .attention import QUERY_BLOCK, SPLIT, attend, attend_reference, attend_with_mass, visible
@@ -15,6 +15,7 @@ from .checkpoint import (
     name_table,
     read_config,
     read_json,
+    read_stored_dtype,
     resolve_model,
     save_hugging_face,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "preset",
     "read_config",
     "read_json",
+    "read_stored_dtype",
     "resolve_model",
     "save_hugging_face",
     "store",

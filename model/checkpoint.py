@@ -1,4 +1,4 @@
-"""A Hugging Face folder or hub id -> a Transformer, and back.
+"""A Hugging Face folder, a hub id or a GGUF file -> a Transformer, and a folder back.
 
 The model is built on the meta device; each stored tensor is then read once, straight into its place in our fused
 layout, so the peak is the model and one tensor. Every failure is a CheckpointError: one sentence that names the file.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .config import ModelConfig, token_ids
+from .config import ModelConfig, stored_dtype, token_ids
 from .llama import Transformer
 from .rope import rope_frequencies
 
 
 class CheckpointError(ValueError):
-    """A model folder cannot be used; one sentence says which file and why."""
+    """A model folder or file cannot be used; one sentence says which file and why."""
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -34,15 +34,28 @@ _SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokeni
 _SMALL_FILES += ["added_tokens.json", "chat_template*"]
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a model's place is a GGUF file, by its name, and not a folder."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
 def resolve_model(name: str | Path) -> Path:
-    """The folder that holds the model: a local one, or a hub id's snapshot, downloaded where it is not cached."""
+    """The place of the model: a folder or GGUF file here, or a hub id's snapshot, downloaded where it is not cached."""
     folder = Path(name).expanduser()
+    if is_gguf(folder):
+        if not folder.is_file():
+            raise CheckpointError(f"there is no file {folder}")
+        return folder
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder} is no model folder: it has no config.json")
+            named = next(iter(sorted(folder.glob("*.gguf"))), None)
+            instead = f"; did you mean {named}?" if named else ""
+            raise CheckpointError(f"{folder} is no model folder: it has no config.json{instead}")
         return folder
     if folder.exists():
-        raise CheckpointError(f"{folder} is a file; a model is a folder with config.json and weights")
+        raise CheckpointError(
+            f"{folder} is a file; a model is a folder with config.json and weights, or a file whose name ends in .gguf"
+        )
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(name)):
         raise CheckpointError(f"no folder {folder}, and {str(name)!r} is no hub id of the form owner/name")
     try:
@@ -56,7 +69,7 @@ def resolve_model(name: str | Path) -> Path:
         if not any(folder.glob("model*.safetensors")):
             snapshot_download(str(name), allow_patterns=["pytorch_model*.bin"])
     except Exception as error:  # the network and the hub fail in ways we cannot list
-        raise CheckpointError(f"no folder {Path(name)}, and the hub did not give it: {_first_line(error)}") from error
+        raise CheckpointError(f"no folder {Path(name)}, and the hub did not give it: {first_line(error)}") from error
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{name} on the hub is no model this reads: it has no config.json")
     return folder
@@ -68,14 +81,21 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         refuse_pointer(path)
-        raise CheckpointError(f"{path} cannot be read as JSON: {_first_line(error)}") from None
+        raise CheckpointError(f"{path} cannot be read as JSON: {first_line(error)}") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must hold a JSON object, but holds a {type(found).__name__}")
     return found
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model in the folder; generation_config.json, where there is one, decides the end-of-text ids."""
+    """The shape of the model in the folder; generation_config.json, where there is one, decides the end-of-text ids.
+
+    Of a GGUF file, its header decides all.
+    """
+    if is_gguf(folder):
+        from .gguf import read_header  # takes its time, and few runs need it
+
+        return read_header(folder).config()
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} is no model folder: it has no config.json")
@@ -90,13 +110,21 @@ def read_config(folder: Path) -> ModelConfig:
     return replace(config, eos_ids=eos_ids or config.eos_ids)
 
 
+def read_stored_dtype(folder: Path) -> str | None:
+    """The dtype that config.json says the weights have, or a GGUF file's embedding has; None where nothing says so."""
+    if is_gguf(folder):
+        return str(Weights(folder).dtype("model.embed_tokens.weight")).removeprefix("torch.")
+    return stored_dtype(read_json(folder / "config.json"))
+
+
 def refuse_pointer(path: Path) -> None:
     """Raise where the file is only a git-lfs pointer, the usual result of a clone without git-lfs."""
     if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run: git lfs pull")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, cut to its first line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -156,13 +184,20 @@ def _units(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
 _READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class _File(Protocol):
-    """One open weight file; nothing is read before `read`."""
+class StoredTensors(Protocol):
+    """The tensors of one open weight file; nothing is read before `read`."""
 
-    def names(self) -> list[str]: ...
+    @property
+    def readable(self) -> Collection[str]:
+        """The dtypes that can be read, as the file spells them."""
+        ...
+
+    def names(self) -> list[str]:
+        """What the file calls its tensors."""
+        ...
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype, the dtype as safetensors spells it."""
+        """Shape and dtype, the dtype as the file spells it."""
         ...
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
@@ -171,6 +206,8 @@ class _File(Protocol):
 
 
 class _SafetensorsFile:
+    readable = _READABLE
+
     def __init__(self, path: Path) -> None:
         self.handle: Any = safe_open(path, framework="pt")
 
@@ -188,6 +225,8 @@ class _SafetensorsFile:
 
 
 class _PickleFile:
+    readable = _READABLE
+
     def __init__(self, path: Path) -> None:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
@@ -208,11 +247,23 @@ class _PickleFile:
 
 
 class Weights:
-    """The stored tensors of a folder, memory-mapped: safetensors or, where there are none, pytorch_model.bin."""
+    """The stored tensors of a folder, memory-mapped: safetensors or, where there are none, pytorch_model.bin.
+
+    Or those of a GGUF file and of the other parts that it is split into. They are asked for by the names that Hugging
+    Face has for them, whatever the file calls them.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._file: dict[str, tuple[Path, _File]] = {}
+        self.folder, self.header = folder, "config.json"
+        self.called: Callable[[str], str] = str  # Hugging Face's name -> the file's
+        self._file: dict[str, tuple[Path, StoredTensors]] = {}
+        if is_gguf(folder):
+            from .gguf import read_header
+
+            found = read_header(folder)
+            self.header, self.called = "the header", found.name_of
+            self._file = {name: (found.file_of(name), found) for name in found.names()}
+            return
         for single, opener in (("model.safetensors", _SafetensorsFile), ("pytorch_model.bin", _PickleFile)):
             index = folder / f"{single}.index.json"
             if (folder / single).is_file():
@@ -228,7 +279,7 @@ class Weights:
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
             raise CheckpointError(f"{index} must have a weight_map from tensor names to file names")
-        opened: dict[str, _File] = {}
+        opened: dict[str, StoredTensors] = {}
         for shard in sorted(set(where.values())):
             if not (self.folder / shard).is_file():
                 raise CheckpointError(f"{self.folder / shard} is missing, but {index.name} names it")
@@ -240,43 +291,51 @@ class Weights:
             self._file[name] = (self.folder / shard, opened[shard])
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file
+        return self.called(name) in self._file
 
     def file_of(self, name: str) -> Path:
         """The file that holds a stored tensor."""
-        return self._file[name][0]
+        return self._file[self.called(name)][0]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise unless exactly these tensors are stored, with these shapes, as floats; old rotary tables may stay."""
-        for name, shape in shapes.items():
-            if name not in self:
-                raise CheckpointError(f"{self.folder} has no tensor {name}, which its config.json asks for")
+        asked = {self.called(name): shape for name, shape in shapes.items()}
+        for name, shape in asked.items():
+            if name not in self._file:
+                raise CheckpointError(
+                    f"{self.folder} has no tensor {name}, which its {self.header.removeprefix('the ')} asks for"
+                )
             path, file = self._file[name]
             stored, dtype = file.describe(name)
             if stored != shape:
                 raise CheckpointError(
-                    f"{path}: {name} has shape {list(stored)}, but config.json asks for {list(shape)}"
+                    f"{path}: {name} has shape {list(stored)}, but {self.header} asks for {list(shape)}"
                 )
-            if dtype not in _READABLE:
+            if dtype not in file.readable:
                 raise CheckpointError(
-                    f"{path}: {name} is stored as {dtype}, but only {', '.join(_READABLE)} can be read"
+                    f"{path}: {name} is stored as {dtype}, but only {', '.join(file.readable)} can be read"
                 )
-        extra = [n for n in self._file if n not in shapes and not n.endswith("rotary_emb.inv_freq")]
+        extra = [n for n in self._file if n not in asked and not n.endswith("rotary_emb.inv_freq")]
         if extra:
             more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
-            raise CheckpointError(f"{self.file_of(extra[0])}: config.json's model has no place for {extra[0]}{more}")
+            raise CheckpointError(f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {extra[0]}{more}")
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor is stored in."""
-        return _READABLE[self._file[name][1].describe(name)[1]]
+        """The dtype a tensor is stored in; bfloat16, as most models were trained, where it is stored in blocks."""
+        name = self.called(name)
+        return _READABLE.get(self._file[name][1].describe(name)[1], torch.bfloat16)
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """Rows and columns of a stored [R, C] tensor, or rows of a stored [R], on the CPU in the stored dtype."""
+        """Rows and columns of a stored [R, C] tensor, or rows of a stored [R], on the CPU in the stored dtype.
+
+        What is stored in blocks comes as fp32.
+        """
+        name = self.called(name)
         path, file = self._file[name]
         try:
             return file.read(name, rows, columns)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {name} cannot be read: {_first_line(error)}") from None
+            raise CheckpointError(f"{path}: {name} cannot be read: {first_line(error)}") from None
 
     def read_into(self, ours: Tensor, layout: Layout, first_row: int = 0, first_column: int = 0) -> None:
         """Fill ours, [R] or [R, C] in whole units: the part of a parameter that starts at (first_row, first_column)."""
@@ -291,12 +350,12 @@ class Weights:
             place.copy_(stored if copies == 1 else stored[own])  # [units, rows, ...]
 
 
-def _open(path: Path, opener: type[_SafetensorsFile] | type[_PickleFile]) -> _File:
+def _open(path: Path, opener: type[_SafetensorsFile] | type[_PickleFile]) -> StoredTensors:
     try:
         return opener(path)
     except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         refuse_pointer(path)
-        raise CheckpointError(f"{path} is damaged or incomplete: {_first_line(error)}") from None
+        raise CheckpointError(f"{path} is damaged or incomplete: {first_line(error)}") from None
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -12,18 +13,20 @@ class RopeScaling:
     """How rotary frequencies are stretched past the trained context.
 
     kind "linear" divides every frequency by factor (Chen et al. 2023, arXiv 2306.15595); kind "llama3" keeps the high
-    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783).
+    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783); kind "factors" divides each
+    frequency by its own one of factors as well, which is how a GGUF file stores the result of any such rule.
     """
 
     kind: str
     factor: float
+    factors: tuple[float, ...] = ()
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3"):
-            raise ValueError(f"rope scaling must be 'linear' or 'llama3', got {self.kind!r}")
+        if self.kind not in ("linear", "llama3", "factors"):
+            raise ValueError(f"rope scaling must be 'linear', 'llama3' or 'factors', got {self.kind!r}")
         if self.factor < 1.0:
             raise ValueError(f"rope scaling factor must be at least 1, got {self.factor}")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
@@ -31,6 +34,8 @@ class RopeScaling:
                 "rope scaling needs low_freq_factor < high_freq_factor, "
                 f"got {self.low_freq_factor} and {self.high_freq_factor}"
             )
+        if (self.kind == "factors") != bool(self.factors) or not all(0 < each < math.inf for each in self.factors):
+            raise ValueError(f"rope scaling 'factors' needs positive factors, and no other kind any: {self.factors}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,9 @@ class ModelConfig:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (rotary pairs), got {self.head_dim}")
+        factors = self.rope_scaling.factors if self.rope_scaling else ()
+        if factors and len(factors) != self.head_dim // 2:
+            raise ValueError(f"rope scaling must have {self.head_dim // 2} factors, one a pair, got {len(factors)}")
         if self.norm_eps <= 0 or self.rope_theta <= 0:
             raise ValueError(f"norm_eps and rope_theta must be positive, got {self.norm_eps} and {self.rope_theta}")
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -91,12 +99,12 @@ class ModelConfig:
     def from_hugging_face(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         """The shape a config.json describes; whatever this Llama cannot do exactly is refused by name (ValueError)."""
         try:
-            return cls._from_fields(_Fields(raw))
+            return cls._from_fields(Fields(raw))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
     @classmethod
-    def _from_fields(cls, fields: _Fields) -> ModelConfig:
+    def _from_fields(cls, fields: Fields) -> ModelConfig:
         raw = fields.raw
         names = raw.get("architectures") or []
         if not isinstance(names, list) or len(names) != 1 or names[0] not in list(_FAMILIES):
@@ -174,6 +182,8 @@ class ModelConfig:
         if family == "LlamaForCausalLM":
             raw |= {"attention_bias": False, "mlp_bias": False}
         if self.rope_scaling is not None:
+            if self.rope_scaling.kind == "factors":
+                raise ValueError("a config.json has no place for a rotary factor of each frequency")
             raw["rope_scaling"] = {"rope_type": self.rope_scaling.kind, "factor": self.rope_scaling.factor}
             if self.rope_scaling.kind == "llama3":
                 raw["rope_scaling"] |= {
@@ -207,49 +217,57 @@ def stored_dtype(raw: Mapping[str, Any]) -> str | None:
 def token_ids(raw: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
     """The ids of a field that holds none, one or a list."""
     try:
-        return _Fields(raw).ids(name)
+        return Fields(raw).ids(name)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-class _Fields:
-    """The fields of one config.json; each getter returns the kind of value it is named for or refuses by name."""
+class Fields:
+    """The fields of a config.json or a header; each getter returns the kind of value it is named for or refuses it."""
 
     def __init__(self, raw: Mapping[str, Any], inside: str = "") -> None:
         self.raw, self.inside = raw, inside
 
     def refuse(self, name: str, allowed: str) -> NoReturn:
+        """ValueError that says what the field holds and what it must be."""
         got = repr(self.raw[name]) if name in self.raw else "missing"
+        got = got if len(got) <= 100 else f"{got[:100]} ..."
         raise ValueError(f"{self.inside}{name} is {got}, but it must be {allowed}")
 
     def only(self, name: str, allowed: object) -> None:
+        """Refuse every value but this one and none."""
         if self.raw.get(name) not in (None, allowed):
             self.refuse(name, f"{allowed!r}" if allowed is not None else "absent: only float weights can be read")
 
     def whole(self, name: str) -> int:
+        """A whole number of at least 1."""
         value = self.raw.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(name, "a whole number of at least 1")
         return value
 
     def number(self, name: str) -> float:
+        """A positive number."""
         value = self.raw.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             self.refuse(name, "a positive number")
         return float(value)
 
     def flag(self, name: str) -> bool:
+        """True or false; false where it is not there."""
         value = self.raw.get(name, False)
         if not isinstance(value, bool):
             self.refuse(name, "true or false")
         return value
 
     def window(self) -> int | None:
+        """The sliding window, None where there is none."""
         if "sliding_window" not in self.raw:
             return 4096  # what the Mistral format means by leaving it out
         return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
 
     def ids(self, name: str) -> tuple[int, ...]:
+        """Token ids: none, one or a list of them."""
         value = self.raw.get(name)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in found):
@@ -262,7 +280,7 @@ class _Fields:
         raw = self.raw.get(spelling) or {}
         if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
             self.refuse(spelling, "one set of values for all layers")
-        inner = _Fields({"rope_theta": self.raw.get("rope_theta", 10000.0), **raw}, f"{spelling}: ")
+        inner = Fields({"rope_theta": self.raw.get("rope_theta", 10000.0), **raw}, f"{spelling}: ")
         inner.only("partial_rotary_factor", 1.0)
         theta = inner.number("rope_theta")
         key = "rope_type" if "rope_type" in raw else "type"

@@ -22,6 +22,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         return freqs
     if scaling.kind == "linear":
         return freqs / scaling.factor
+    if scaling.kind == "factors":
+        return freqs / torch.tensor(scaling.factors) / scaling.factor
     # llama3: wavelengths that the original context saw in full stay, those it never completed are divided, a linear
     # blend between
     wavelength = 2 * math.pi / freqs

@@ -1,4 +1,4 @@
-"""sentencepiece, tokenizer.json and tiktoken behind one encode and decode.
+"""sentencepiece, tokenizer.json, tiktoken and what GGUF files hold of them, behind one encode and decode.
 
 Every vocabulary here is a table from id to bytes, so decoding is joining bytes, and a stream of tokens needs no more
 than an incremental UTF-8 decoder: constant work per token, and exact on characters split over tokens.
@@ -10,15 +10,20 @@ import base64
 import codecs
 import json
 import re
+import struct
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from .checkpoint import CheckpointError, read_json, refuse_pointer
+from .checkpoint import CheckpointError, is_gguf, read_json, refuse_pointer
 from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from .gguf import Header
 
 
 class Tokenizer(Protocol):
@@ -78,6 +83,8 @@ class StreamDecoder:
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     """The folder's tokenizer, None where it has none; every id it can give has a row in the model's embedding."""
+    if is_gguf(folder):
+        return _load_from_gguf(folder, config)
     fast, model = folder / "tokenizer.json", folder / "tokenizer.model"
     if not fast.is_file() and not model.is_file():
         return None
@@ -225,11 +232,12 @@ def _render(notes: _Notes, messages: Sequence[Mapping[str, str]]) -> str:
 
 
 class _SentencePieceTokenizer(_BytesTokenizer):
-    def __init__(self, path: Path, notes: _Notes, config: ModelConfig) -> None:
+    def __init__(self, path: Path, notes: _Notes, config: ModelConfig, proto: bytes | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
         super().__init__(notes)
-        proto = path.read_bytes()
+        source = "is neither a sentencepiece model nor a tiktoken file" if proto is None else "has a damaged vocabulary"
+        proto = path.read_bytes() if proto is None else proto
         try:
             pieces: Any = SentencePieceProcessor(model_proto=proto)
             # Appended fields override: normalizer_spec (3) { add_dummy_prefix (3): false }
@@ -237,7 +245,7 @@ class _SentencePieceTokenizer(_BytesTokenizer):
             n_pieces = pieces.get_piece_size()
         except (RuntimeError, TypeError, OSError) as error:
             refuse_pointer(path)
-            raise CheckpointError(f"{path} is neither a sentencepiece model nor a tiktoken file: {error}") from None
+            raise CheckpointError(f"{path} {source}: {' '.join(str(error).split())}") from None
         if n_pieces == 0:
             raise CheckpointError(f"{path} is an empty sentencepiece model")
         self._pieces = pieces
@@ -431,3 +439,169 @@ class _TiktokenTokenizer(_BytesTokenizer):
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._encoding.encode(text, allowed_special="all")
         return ids
+
+
+# ---- vocabularies of GGUF files --------------------------------------------------------------------------------------
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # kinds, as sentencepiece has them
+_GPT_2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPLITS = {  # how each pre-tokenizer cuts a text into words: each pattern cuts what those before it left
+    "smollm": (r"\p{N}", _GPT_2_WORDS),
+    "llama-bpe": (_LLAMA_3_PATTERN,),
+    "qwen2": (_LLAMA_3_PATTERN.replace("{1,3}", ""),),
+    "gpt-2": (_GPT_2_WORDS,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
+}
+
+
+def _load_from_gguf(path: Path, config: ModelConfig) -> Tokenizer | None:
+    from .gguf import read_header
+
+    header = read_header(path)
+    kind = header.text("tokenizer.ggml.model", "none")
+    if kind in ("none", "no_vocab"):
+        return None
+    if kind not in ("llama", "gpt2"):
+        header.refuse("tokenizer.ggml.model", "'llama' (sentencepiece) or 'gpt2' (byte pairs)")
+    vocabulary = _Vocabulary.read(header, is_llama=kind == "llama")
+    if kind == "gpt2":
+        return _BytePairTokenizer(header, vocabulary, config)
+    proto = vocabulary.sentencepiece_model(prefix=header.yes("tokenizer.ggml.add_space_prefix", True))
+    tokenizer = _SentencePieceTokenizer(path, vocabulary.notes, config, proto)
+    tokenizer.bos_id, tokenizer.eos_ids = vocabulary.bos_id, config.eos_ids or vocabulary.eos_ids
+    return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Vocabulary:
+    """The tokens of a GGUF file: text, kind and score of each, by id."""
+
+    notes: _Notes
+    texts: list[str]
+    kinds: list[int]
+    scores: list[float]
+    bos_id: int | None  # what a text begins with
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, header: Header, *, is_llama: bool) -> _Vocabulary:
+        """is_llama: what a file leaves unsaid is as in Llama 2."""
+        n = header.vocab_size
+        texts = header.texts("tokenizer.ggml.tokens")
+        kinds = header.numbers("tokenizer.ggml.token_type") or [_NORMAL] * n
+        scores = header.numbers("tokenizer.ggml.scores") or ([] if is_llama else [0.0] * n)
+        if texts is None:
+            header.refuse("tokenizer.ggml.tokens", "a list of texts")
+        for name, column in (("tokens", texts), ("token_type", kinds), ("scores", scores)):
+            if len(column) != n:
+                header.refuse(f"tokenizer.ggml.{name}", f"as long as the vocabulary, {n:,}")
+        if not set(kinds) <= {*range(7)}:
+            header.refuse("tokenizer.ggml.token_type", "a list of kinds, 1 to 6")
+        if len(set(texts)) != n:
+            twice = Counter(texts).most_common(1)[0][0]
+            raise CheckpointError(f"{header.path}: tokenizer.ggml.tokens has {twice[:60]!r} more than once")
+        unsaid = {"bos": 1, "eos": 2, "unknown": 0} if is_llama else {}
+        names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+        ids = {name: header.token(f"tokenizer.ggml.{name}_token_id", unsaid.get(name)) for name in names}
+        add_bos = header.yes(
+            "tokenizer.ggml.add_bos_token", is_llama or header.text("tokenizer.ggml.pre") == "llama-bpe"
+        )
+        notes = _Notes(
+            folder=header.path,
+            special={names[name]: texts[i] for name, i in ids.items() if i is not None},
+            added={texts[i]: (i, False) for i, kind in enumerate(kinds) if kind == _USER_DEFINED},
+            add_bos=add_bos,
+            legacy=True,
+            template=header.text("tokenizer.chat_template"),
+        )
+        return cls(
+            notes=notes,
+            texts=texts,
+            kinds=[int(kind) for kind in kinds],
+            scores=scores,
+            bos_id=ids["bos"] if add_bos else None,
+            eos_ids=() if ids["eos"] is None else (ids["eos"],),
+        )
+
+    def sentencepiece_model(self, *, prefix: bool) -> bytes:
+        """The sentencepiece model that has these pieces, as protobuf; prefix: a space is put before a text.
+
+        pieces (1) { piece (1), score (2), type (3) }, trainer_spec (2) { model_type (3): BPE, byte_fallback (35) },
+        normalizer_spec (3) { add_dummy_prefix (3), remove_extra_whitespaces (4): false }: all that encoding asks for.
+        """
+
+        def message(number: int, content: bytes) -> bytes:
+            return bytes([number << 3 | 2]) + _varint(len(content)) + content
+
+        pieces = b"".join(
+            message(1, message(1, text.encode()) + struct.pack("<BfBB", 2 << 3 | 5, score, 3 << 3, kind))
+            for text, score, kind in zip(self.texts, self.scores, self.kinds, strict=True)
+        )
+        fallback = _BYTE in self.kinds
+        trainer = bytes([3 << 3, 2]) + _varint(35 << 3) + bytes([fallback])
+        normalizer = bytes([3 << 3, prefix, 4 << 3, 0])
+        return pieces + message(2, trainer) + message(3, normalizer)
+
+
+def _varint(number: int) -> bytes:
+    """A whole number as protobuf spells it: seven bits a byte, the lowest first."""
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found, number])
+
+
+class _BytePairTokenizer(_BytesTokenizer):
+    def __init__(self, header: Header, vocabulary: _Vocabulary, config: ModelConfig) -> None:
+        super().__init__(vocabulary.notes)
+        try:
+            from tokenizers import AddedToken, Regex, models, pre_tokenizers
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            _refuse_missing(header.path, "tokenizers")
+        cut = header.text("tokenizer.ggml.pre", "default")
+        if cut not in _SPLITS:
+            header.refuse("tokenizer.ggml.pre", f"one of {', '.join(_SPLITS)}")
+        merges = [(merge[:1] + first, second) for merge in header.texts("tokenizer.ggml.merges") or []
+                  for first, _, second in [merge[1:].partition(" ")]]  # fmt: skip
+        texts, kinds = vocabulary.texts, vocabulary.kinds
+        try:
+            library: Any = Library(
+                models.BPE(
+                    vocab={text: i for i, text in enumerate(texts) if kinds[i] != _UNUSED},
+                    merges=merges,
+                    ignore_merges=cut == "llama-bpe",
+                )
+            )
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{header.path}: tokenizer.ggml.merges is damaged: {error}") from None
+        words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[cut]]
+        library.pre_tokenizer = pre_tokenizers.Sequence(
+            [*words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        special = [text for text, kind in zip(texts, kinds, strict=True) if kind in (_CONTROL, _UNKNOWN)]
+        library.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+        library.add_tokens([AddedToken(text, normalized=False) for text in vocabulary.notes.added])
+        self._library = library
+
+        table = _byte_of_char()
+        self._bytes = [_byte_pair_bytes(text, kind, table) for text, kind in zip(texts, kinds, strict=True)]
+        self.vocab_size = len(texts)
+        self.bos_id, self.eos_ids = vocabulary.bos_id, config.eos_ids or vocabulary.eos_ids
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes[token] if token < self.vocab_size else b""
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _byte_pair_bytes(text: str, kind: int, table: Mapping[str, int]) -> bytes:
+    """The bytes that a token adds to a text, each written as one character unless it was added as it is."""
+    if kind in (_CONTROL, _UNKNOWN, _UNUSED):
+        return b""
+    if kind == _USER_DEFINED or not table.keys() >= set(text):
+        return text.encode()
+    return bytes(table[char] for char in text)

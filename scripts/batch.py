@@ -263,7 +263,14 @@ def fingerprint_of_file(path: Path) -> str:
 
 
 def fingerprint_of_model(folder: Path) -> Record:
-    """What tells a model from another without reading its weights: config.json, and the sizes of the weight files."""
+    """What tells a model from another without reading its weights: config.json, and the sizes of the weight files.
+
+    Of a GGUF file, which begins with its config: its first MiB and its size.
+    """
+    if folder.is_file():
+        with folder.open("rb") as file:
+            start = hashlib.sha256(file.read(1 << 20)).hexdigest()[:16]
+        return {"config": start, "weights": {folder.name: folder.stat().st_size}}
     weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
     return {
         "config": fingerprint_of_file(folder / "config.json"),

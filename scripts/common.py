@@ -53,7 +53,10 @@ def gammas(text: str) -> list[int | str]:
 
 def add_model_flags(add: Callable[..., argparse.Action]) -> None:
     """Flags that say which model runs, on what, and how."""
-    add("--model", default="bundled", help="'bundled', a model folder, or a hub id (default: bundled)")
+    add(
+        "--model", default="bundled",
+        help="'bundled', 'smollm2', a model folder, a GGUF file, or a hub id (default: bundled)",
+    )  # fmt: skip
     add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
     add("--tp", metavar="N", type=positive, help="processes that hold one model together (default: all of torchrun's)")
     add("--draft-tp", metavar="M", type=positive, help="of these, as many hold the draft model together (default: all)")

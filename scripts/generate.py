@@ -1,10 +1,11 @@
 """Continue text with a Llama that drafts and verifies: parse, build, generate, print.
 
-    python scripts/generate.py                                   the bundled model continues the bundled document
+    python scripts/generate.py                                   SmolLM2, or the bundled model, continues a document
     python scripts/generate.py --prompt "Once upon a time"       ... your text
     python scripts/generate.py --prompt-file book.txt --draft guided --budget 512 --gamma 4 --compare
     python scripts/generate.py --prompts in.jsonl --output out.jsonl --batch-size 8
     python scripts/generate.py --model meta-llama/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?"
+    python scripts/generate.py --model some.Q4_K_M.gguf --chat --prompt "Why is the sky blue?"
     torchrun --nproc_per_node=4 scripts/generate.py --tp 2 --prompts in.jsonl --output out.jsonl
 
 Who drafts is --draft. The target verifies every draft, so a policy changes the speed and never what is said:
@@ -52,13 +53,14 @@ from tqdm import tqdm
 from common import refuse
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, __version__
 from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
-from gpt_fast_sd.engine import BUNDLED, locate
+from gpt_fast_sd.engine import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.stats import EngineStats
 from gpt_fast_sd.tp import Parallel, start
 
 PROGRAM = "generate.py"
 DRAFT = "streaming"  # who drafts unless --draft says otherwise
+SHOWN_AT = {False: 0.7, True: 0.4}  # temperature where no prompt is given, and for SmolLM2's requests
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
 RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, where a run takes fewer seconds than that
@@ -69,13 +71,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="bundled", help="'bundled', a model folder, or a hub id (default: bundled)")
+    add(
+        "--model", metavar="M",
+        help="'smollm2', 'bundled', a model folder, a GGUF file or a hub id (default: smollm2 if there, else bundled)",
+    )  # fmt: skip
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="continue this text")
     source.add_argument(
         "--prompt-file", metavar="F", nargs="+", type=Path, help="continue these UTF-8 files, one prompt each"
     )
     source.add_argument("--prompts", metavar="F.jsonl", type=Path, help="one JSON object a line")
+    add(
+        "--document", metavar="FILE", type=Path, help="UTF-8 text that stands before every prompt; it is prefilled once"
+    )
     add("--chat", action="store_true", help="wrap each text in the model's chat template as a user message")
     add("--max-new-tokens", metavar="N", type=int, default=200, help="tokens to add to each prompt (default: 200)")
     add("--batch-size", metavar="B", type=int, help="slots; more prompts wait (default: number of prompts, at most 8)")
@@ -94,7 +102,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--compare", action=argparse.BooleanOptionalAction,
         help="decode the same prompts plainly too, and show both side by side (default: if no prompt is given)",
     )  # fmt: skip
-    add("--temperature", metavar="T", type=float, help="0 is greedy (default: 0; 0.7 for the bundled document)")
+    add("--temperature", metavar="T", type=float, help="0 is greedy (default: 0; more if no prompt is given)")
     add("--top-k", metavar="K", type=int, help="keep the K likeliest tokens")
     add("--top-p", metavar="P", type=float, help="keep the likeliest tokens that hold P of the mass")
     add("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the best")
@@ -141,8 +149,26 @@ def number_or_auto(text: str) -> int | str:
 
 
 def is_showpiece(args: argparse.Namespace) -> bool:
-    """Whether no prompt was given, so that the bundled document is continued."""
-    return args.prompt is None and args.prompt_file is None and args.prompts is None
+    """Whether no prompt was given: then SmolLM2 is asked about a logbook, and any other model continues a document."""
+    if args.prompt is not None or args.prompt_file is not None or args.prompts is not None:
+        return False
+    if args.document is not None:
+        raise ValueError(f"--document {args.document} stands before prompts: give --prompt, --prompt-file or --prompts")
+    return True
+
+
+def ask_about_the_logbook(args: argparse.Namespace) -> None:
+    """Eight requests on one long document, which all slots share."""
+    args.document, args.prompts, args.chat = BUNDLED / "logbook.txt", BUNDLED / "requests.jsonl", True
+
+
+def default_model(parallel: Parallel) -> str:
+    """Who writes where nobody is named; says on stderr how to get the better one."""
+    if find_smollm2() is not None:
+        return "smollm2"
+    if parallel.is_main:
+        print(f"the small bundled model writes; for a real one: {SMOLLM2_COMMAND}", file=sys.stderr, flush=True)
+    return "bundled"
 
 
 def read_text(path: Path) -> str:
@@ -154,12 +180,14 @@ def read_text(path: Path) -> str:
 
 
 def read_requests(
-    args: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig
+    args: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig, showpiece: bool | None = None
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """The prompts as token ids and the parameters of each."""
     temperature, seed = args.temperature, args.seed
+    showpiece = is_showpiece(args) if showpiece is None else showpiece
     if temperature is None:  # so small a model repeats itself when greedy
-        temperature, seed = (0.7, 0 if seed is None else seed) if is_showpiece(args) else (0.0, seed)
+        temperature, seed = (SHOWN_AT[args.model == "smollm2"], seed or 0) if showpiece else (0.0, seed)
+    before = f"{read_text(args.document)}\n\n" if args.document else ""
     common = SamplingParams(
         max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=args.top_p,
         min_p=args.min_p, seed=seed, stop=args.stop, ignore_eos=args.ignore_eos,
@@ -169,7 +197,10 @@ def read_requests(
             named = [("--prompt", args.prompt)]
         else:
             named = [(str(path), read_text(path)) for path in args.prompt_file or [BUNDLED / "document.txt"]]
-        return [encode(text, name, args.chat, tokenizer) for name, text in named], [common] * len(named)
+        prompts = [encode(text, name, args.chat, tokenizer, before) for name, text in named]
+        if showpiece:  # as much of the document as this model has positions for
+            prompts = [ids[: max(1, config.max_seq_len - args.max_new_tokens)] for ids in prompts]
+        return prompts, [common] * len(named)
     prompts, params = [], []
     for number, line in enumerate(read_text(args.prompts).splitlines(), start=1):
         where = f"{args.prompts} line {number}"
@@ -179,7 +210,7 @@ def read_requests(
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
-        prompts.append(encode_record(record, where, args.chat, tokenizer))
+        prompts.append(encode_record(record, where, args.chat, tokenizer, before))
         try:
             params.append(dataclasses.replace(common, **{key: record[key] for key in PER_PROMPT if key in record}))
         except (ValueError, TypeError) as error:
@@ -189,13 +220,22 @@ def read_requests(
     return prompts, params
 
 
-def encode_record(record: object, where: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
-    """The prompt of one JSONL line as token ids."""
+def requests_shown(args: argparse.Namespace) -> list[str]:
+    """The requests on a document as they are printed before their answers; none where prompts are long texts."""
+    if not (args.document and args.prompts):
+        return []
+    return [f"> {json.loads(line)['prompt']}" for line in read_text(args.prompts).splitlines() if line.strip()]
+
+
+def encode_record(record: object, where: str, chat: bool, tokenizer: Tokenizer | None, before: str = "") -> list[int]:
+    """The prompt of one JSONL line as token ids; before: the document that stands before a text."""
     allowed = {"prompt", "tokens", "messages", *PER_PROMPT}
     if not isinstance(record, dict) or len({"prompt", "tokens", "messages"} & set(record)) != 1:
         raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
     if unknown := sorted(set(record) - allowed):
         raise ValueError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
+    if before and "prompt" not in record:
+        raise ValueError(f"{where} has no prompt, a text that --document can stand before")
     if "tokens" in record:
         ids = record["tokens"]
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
@@ -207,15 +247,16 @@ def encode_record(record: object, where: str, chat: bool, tokenizer: Tokenizer |
         return tokenizer.chat(record["messages"])
     if not isinstance(record["prompt"], str):
         raise ValueError(f"{where}: prompt must be a text, got {record['prompt']!r}")
-    return encode(record["prompt"], where, chat, tokenizer)
+    return encode(record["prompt"], where, chat, tokenizer, before)
 
 
-def encode(text: str, name: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
-    """A text prompt as token ids."""
+def encode(text: str, name: str, chat: bool, tokenizer: Tokenizer | None, before: str = "") -> list[int]:
+    """A text prompt as token ids; before: the document that stands before it."""
     if not text.strip():
         raise ValueError(f"{name} is empty: give it some text to continue")
     if tokenizer is None:
         raise ValueError(f"{name} is text, but this model has no tokenizer: use --prompts with token ids")
+    text = before + text
     return tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
 
 
@@ -314,10 +355,12 @@ def run(
     colors: dict[str, str],
     progress: ProgressLine,
     opening: str = "",
+    asked: Sequence[str] = (),
 ) -> list[Completion]:
     """Generate; print the text as it is committed, or each one when it is finished.
 
-    mine: the places of these prompts among those of all replicas. opening: printed before the first text.
+    mine: the places of these prompts among those of all replicas. opening: printed before the first text. asked: before
+    each, by its place.
     """
     done, texts = {}, [""] * len(prompts)
     for event in engine.stream(prompts, params):
@@ -330,7 +373,9 @@ def run(
             progress.clear()  # what is printed now would stand behind it
             done[event.index] = dataclasses.replace(event.completion, index=mine[event.index])
             if not live:
-                print(f"--- {mine[event.index]}: {event.completion.finish_reason}\n{texts[event.index]}", flush=True)
+                place = mine[event.index]
+                text = f"{asked[place]}\n\n{texts[event.index]}\n" if asked else texts[event.index]
+                print(f"--- {place}: {event.completion.finish_reason}\n{text}", flush=True)
     if live:
         print()
     return [done[index] for index in range(len(prompts))]
@@ -621,9 +666,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     """What main does once the processes have met."""
     try:
+        args.model = args.model or default_model(parallel)
         folder = locate(args.model)
         config = read_config(folder)
-        prompts, params = read_requests(args, load_tokenizer(folder, config), config)
+        if (showpiece := is_showpiece(args)) and args.model == "smollm2":
+            ask_about_the_logbook(args)
+        prompts, params = read_requests(args, load_tokenizer(folder, config), config, showpiece)
         engine = build(args, prompts, params, config, parallel)
         engine.check(prompts, params)
     except (ValueError, OSError) as error:
@@ -644,9 +692,9 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     if live and prompts and args.prompt is None:
         opening = "..." + (engine.tokenizer.decode(prompts[0][-60:]) if engine.tokenizer else "")
     with traced(args.profile if parallel.is_main else None):
-        own = run(engine, mine, prompts, params, live, colors, progress, opening)
+        own = run(engine, mine, prompts, params, live, colors, progress, opening, requests_shown(args))
     stats, comparison = engine.stats, None
-    if args.compare or (args.compare is None and is_showpiece(args) and engine.policy):
+    if args.compare or (args.compare is None and showpiece and engine.policy):
         if parallel.is_main:
             print("\ndecoding the same plainly ...", file=sys.stderr, flush=True)
         comparison = compare(engine, prompts, params, own)

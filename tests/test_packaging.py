@@ -17,7 +17,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONAL = ("tokenizers", "huggingface_hub", "tiktoken", "jinja2", "matplotlib", "transformers", "triton")
+OPTIONAL = ("gguf", "tokenizers", "huggingface_hub", "tiktoken", "jinja2", "matplotlib", "transformers", "triton")
 
 
 def pyproject() -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Room:
 
 
 BASE = frozenset({"torch", "numpy"})
-LOADERS = frozenset({"safetensors", "sentencepiece", "tokenizers", "huggingface_hub", "tiktoken", "jinja2", "tqdm"})
+LOADERS = frozenset({"safetensors", "gguf", "sentencepiece", "tokenizers", "huggingface_hub", "tiktoken", "jinja2"})
 PACKAGES = ("model", "tp", "gpt_fast_sd/kernels", "gpt_fast_sd")
 ROOMS = (  # a room stands before the room around it
     Room(folder="model", door="gpt_fast_sd.model", libraries=BASE | LOADERS),

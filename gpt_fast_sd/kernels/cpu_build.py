@@ -59,8 +59,14 @@ def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
 
 
 def text(source: Path, head_dim: int = 0) -> str:
-    """A source, for one head dim where it is written for any."""
-    return (f"#define HEAD_DIM {head_dim}\n" if head_dim else "") + source.read_text(encoding="utf-8")
+    """A source, for one head dim where it is written for any, and without tiles where this process may not use them.
+
+    A compiler knows what a CPU has, and not whether the system gives it to this process, which has to ask.
+    """
+    named = [f"#define HEAD_DIM {head_dim}\n"] if head_dim else []
+    if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
+        named.append("#undef __AMX_BF16__\n")
+    return "".join([*named, source.read_text(encoding="utf-8")])
 
 
 @functools.cache

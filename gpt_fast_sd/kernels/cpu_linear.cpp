@@ -13,6 +13,9 @@
 #include <vector>
 
 typedef uint16_t bf16;
+#ifndef AHEAD
+#define AHEAD 8192
+#endif
 constexpr int TILE = 16 * 32; // elements: 16 outputs x 32 inputs of W, or 16 rows x 32 inputs of x
 
 static inline void store(const float* sums, int stride, int n_rows, const bf16* bias, bf16* y, int64_t y_row) {
@@ -31,10 +34,13 @@ struct alignas(64) TileConfig {
 };
 
 // 16 * A rows x 32 outputs: w is the tiles of those outputs, x those of the rows, both with all inputs in order.
-template <int A> static inline void block(const bf16* x, int64_t x_tiles, const bf16* w, int64_t n, float* sums) {
+template <int A> static inline void block(const bf16* x, int64_t x_tiles, const bf16* w, int64_t n, float* sums, bool ahead) {
     _tile_zero(0); _tile_zero(1);
     if (A == 2) { _tile_zero(2); _tile_zero(3); }
     for (int64_t i = 0; i < n; i++) {
+        if (ahead)
+#pragma GCC unroll 32
+            for (int line = 0; line < 32; line++) _mm_prefetch((const char*)(w + 2 * i * TILE) + AHEAD + 64 * line, _MM_HINT_T0);
         _tile_loadd(6, w + 2 * i * TILE, 64);
         _tile_loadd(7, w + (2 * i + 1) * TILE, 64);
         _tile_loadd(4, x + i * TILE, 64);
@@ -53,8 +59,8 @@ constexpr int ROWS = 32; // taken at once
 
 static void rows_of(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t m, int64_t M, int64_t I, int64_t O, float* sums) {
     const int n_rows = std::min<int64_t>(ROWS, M - m);
-    if (n_rows > 16) block<2>(x + m * I, 16 * I, w, I / 32, sums);
-    else block<1>(x + m * I, 16 * I, w, I / 32, sums);
+    if (n_rows > 16) block<2>(x + m * I, 16 * I, w, I / 32, sums, m == 0);
+    else block<1>(x + m * I, 16 * I, w, I / 32, sums, m == 0);
     for (int half = 0; half < 2; half++) store(sums + 16 * half, 32, n_rows, bias ? bias + 16 * half : nullptr, y + m * O + 16 * half, O);
 }
 static void begin() { static thread_local TileConfig config; _tile_loadconfig(&config); }
@@ -67,7 +73,7 @@ template <int N> static inline void block(const uint32_t* x, const bf16* w, int6
     for (int r = 0; r < N; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i++)
         for (int p = 0; p < 16; p++) {
-            const __m512bh a = (__m512bh)_mm512_load_si512(w + 2 * i * TILE + 32 * p), b = (__m512bh)_mm512_load_si512(w + (2 * i + 1) * TILE + 32 * p);
+            const __m512bh a = (__m512bh)_mm512_loadu_si512(w + 2 * i * TILE + 32 * p), b = (__m512bh)_mm512_loadu_si512(w + (2 * i + 1) * TILE + 32 * p);
 #pragma GCC unroll 8
             for (int r = 0; r < N; r++) {
                 const __m512bh pair = (__m512bh)_mm512_set1_epi32(x[(i * 16 + r) * 16 + p]);

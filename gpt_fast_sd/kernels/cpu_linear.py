@@ -28,7 +28,23 @@ _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
 _library.define("cpu_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
 
 
-class PackedLinear(Linear):
+class _Packed(nn.Module):
+    """Whose weight is packed, though what is saved and loaded of it is in the usual order."""
+
+    weight: Tensor
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = unpack(self.weight.detach())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        name = f"{prefix}weight"
+        if name in state_dict and state_dict[name].shape == self.weight.shape:
+            state_dict = {**state_dict, name: pack(state_dict[name].to(self.weight.dtype))}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class PackedLinear(_Packed, Linear):
     """A Linear whose weight [O, I] holds its elements in the order that `pack` gives them."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,12 +52,8 @@ class PackedLinear(Linear):
         out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, self.weight, self.bias)
         return out
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = unpack(self.weight)
 
-
-class PackedEmbedding(nn.Embedding):
+class PackedEmbedding(_Packed, nn.Embedding):
     """An Embedding that shares the packed weight of an output head."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -50,10 +62,6 @@ class PackedEmbedding(nn.Embedding):
         inside = tokens % LANES
         found: Tensor = blocks[tokens // LANES, :, inside // 16, :, inside % 16]  # [..., D / 32, 16, 2]
         return found.flatten(-3)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = unpack(self.weight)
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -68,9 +76,11 @@ def pack_linears(model: nn.Module) -> int:
         if type(module) is not Linear or not _fits(module.weight) or not builds(SOURCE):
             continue
         tied = embeddings.get(id(module.weight))
-        if tied is not None and type(tied) is not nn.Embedding:
+        if type(tied) not in (type(None), nn.Embedding, PackedEmbedding):
             continue  # one rank's rows of a vocabulary, which has a look-up of its own
-        module.weight.data = pack(module.weight.data)
+        if not hasattr(module.weight, "is_packed"):  # another model may share it
+            module.weight.data = pack(module.weight.data)
+            module.weight.is_packed = True  # type: ignore[attr-defined]
         module.__class__ = PackedLinear
         if tied is not None:
             tied.__class__ = PackedEmbedding
@@ -94,8 +104,8 @@ def _fits(weight: Tensor) -> bool:
 def pack(weight: Tensor) -> Tensor:
     """[O, I] -> the same shape, as [O / 32, I / 32, 2, 16, 16, 2]: blocks of 32 outputs and inputs, inputs by pairs."""
     n_out, n_in = weight.shape
-    rows = weight.view(n_out // LANES, 2, 16, n_in // DEPTH, 16, 2)
-    return rows.permute(0, 3, 1, 4, 2, 5).contiguous().view(n_out, n_in)
+    pairs = weight.contiguous().view(torch.int32).view(n_out // LANES, 2, 16, n_in // DEPTH, 16)
+    return pairs.permute(0, 3, 1, 4, 2).contiguous().view(weight.dtype).view(n_out, n_in)
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -118,6 +128,10 @@ def _kernel() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
 
 @torch.library.impl(_library, "cpu_linear", "CPU")
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    if not x.dtype == packed.dtype == torch.bfloat16 or not packed.is_contiguous():
+        raise TypeError(f"packed weights are contiguous bf16 and multiply bf16, got {packed.dtype} and {x.dtype}")
+    if bias is not None and bias.dtype != torch.bfloat16:
+        raise TypeError(f"the bias of packed weights is bf16, got {bias.dtype}")
     n_out, n_in = packed.shape
     rows = x.reshape(-1, n_in)  # [M, I]
     if rows.stride(1) != 1:

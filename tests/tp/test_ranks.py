@@ -16,6 +16,7 @@ MODEL = [
     "of_equal_logits_the_lowest_id_wins",
     "rows_that_pad_a_vocabulary_are_never_chosen",
     "a_rank_reads_its_own_slices_and_nothing_else",
+    "a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file",
     "a_step_has_the_collectives_that_the_plan_says",
     "a_step_with_its_collectives_is_one_graph",
     "every_rank_is_given_what_the_first_rank_of_its_group_has",
@@ -41,6 +42,7 @@ FOUR = [  # which two ranks could not fail
     "exact_decoding_gives_the_same_bits_though_sums_hang_on_the_place",
     "sums_in_order_are_the_first_ranks_and_then_the_others",
     "a_rank_reads_its_own_slices_and_nothing_else",
+    "a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file",
     "rows_that_pad_a_vocabulary_are_never_chosen",
 ]
 MORE = [

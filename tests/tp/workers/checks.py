@@ -40,6 +40,7 @@ from gpt_fast_sd.tp import (
     start,
     sum_in_order,
 )
+from tests.gguf_files import model_of, write_gguf
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
 Check = Callable[[Parallel, Path], None]
@@ -140,6 +141,35 @@ def a_rank_reads_its_own_slices_and_nothing_else(parallel: Parallel, folder: Pat
             assert torch.equal(parameter, held[key]), (name, key)
         assert loaded.config == load_model(place).config, name
         assert (loaded.output.weight is loaded.embedding.weight) == config.tie_embeddings, name
+
+
+@check
+def a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file(parallel: Parallel, folder: Path) -> None:
+    import gguf
+
+    numbers, dequantize = [0], gguf.dequantize
+
+    def counting(data: Any, kind: Any) -> Any:
+        found = dequantize(data, kind)
+        numbers[0] += found.size
+        return found
+
+    for name in ("llama", "tied", "biased", "normed", "two_kv_heads", "odd_vocabulary", "tied_odd_vocabulary"):
+        # a rank's columns of w_out, 96 / tp, begin and end inside blocks of 32
+        config = dataclasses.replace(FAMILIES[name], dim=64, ffn_dim=96)
+        place = folder / f"gguf.{name}.{parallel.rank}"
+        save_hugging_face(tiny_model(config), place, dtype=torch.float32)
+        path = write_gguf(place / "model.gguf", model_of(place), gguf.GGMLQuantizationType.Q8_0)
+        load_model(path)  # tries once what the library can dequantize
+        with mock.patch.object(gguf, "dequantize", counting):
+            numbers[0] = 0
+            loaded = parallel.group.load(path)
+        held = dict(loaded.named_parameters())
+        blocks = config.n_layers * config.dim * 2 * 32 * 2  # of w_out and of wo, cut at both ends
+        assert numbers[0] <= sum(p.numel() for p in held.values()) + blocks, name
+        sharded = parallel.group.shard(load_model(path))
+        for key, parameter in sharded.named_parameters():
+            assert torch.equal(parameter, held[key]), (name, key)
 
 
 @check

@@ -1,0 +1,415 @@
+"""GGUF files, llama.cpp's format: what the header says, the shape it describes, and tensors dequantized row by row.
+
+The `gguf` library parses and dequantizes. What it believes of a file is checked here before it costs memory or time, so
+that a damaged or hostile file is one sentence too: every read must end inside the file, counts have limits, and every
+size of the model must be one that some tensor really has.
+
+Shapes: R rows, C columns, V vocabulary, D model width, H head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import struct
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
+from torch import Tensor
+
+from .checkpoint import CheckpointError, first_line, refuse_pointer
+from .config import Fields, ModelConfig, RopeScaling
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as llama
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
+MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of it
+MOST_RECORDS = 1 << 16  # tensors, or fields, of a file
+CHUNK = 1 << 18  # numbers that are dequantized at once: what the library needs beside them stays small
+
+# Other rules of calculation that these architectures may be given: (name, the values that change nothing).
+_NEUTRAL: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("expert_count", (0,)),
+    ("attention.causal", (True,)),
+    ("attention.scale", (0.0,)),
+    ("attention.clamp_kqv", (0.0,)),
+    ("attention.max_alibi_bias", (0.0,)),
+    ("attn_logit_softcapping", (0.0,)),
+    ("final_logit_softcapping", (0.0,)),
+    ("logit_scale", (0.0, 1.0)),
+    ("residual_scale", (0.0, 1.0)),
+    ("embedding_scale", (0.0, 1.0)),
+    ("use_parallel_residual", (False,)),
+)
+
+
+class _Damaged(ValueError):
+    """A file says something of itself that is not so."""
+
+
+class _Reader(GGUFReader):
+    """gguf's reader, which trusts a file, made to ask it; arrays are one part each, not one a number."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise _Damaged(f"it has {len(self.data):,} bytes, but what it speaks of ends at byte {end:,}")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY:
+            found: tuple[int, list[Any], list[int], list[GGUFValueType]] = super()._get_field_parts(orig_offs, raw_type)
+            return found
+        kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+        count = int(self._get(orig_offs + 4, np.uint64)[0])
+        begin = orig_offs + 12
+        if count > MOST_ENTRIES:
+            raise _Damaged(f"it has an array of {count:,} entries")
+        if kind == GGUFValueType.STRING:
+            entries, end = self._strings(begin, count)
+            return end - orig_offs, [entries], [0], [GGUFValueType.ARRAY, kind]
+        if kind not in self.gguf_scalar_to_np:
+            raise _Damaged(f"it has an array of {kind.name.lower()}s")
+        values = self._get(begin, self.gguf_scalar_to_np[kind], count)
+        return 12 + values.nbytes, [values], [0], [GGUFValueType.ARRAY, kind]
+
+    def _strings(self, offset: int, count: int) -> tuple[list[bytes], int]:
+        """The strings that begin there, and where they end."""
+        data, found = memoryview(self.data.data), []
+        self._get(offset, np.uint64, count)  # each is at least its length
+        for _ in range(count):
+            end = offset + 8
+            end += struct.unpack_from("<Q", data, offset)[0] if end <= len(data) else 0
+            if end > len(data):
+                raise _Damaged(f"it has {len(data):,} bytes, but a text in it ends at byte {end:,}")
+            found.append(data[offset + 8 : end].tobytes())
+            offset = end
+        return found, offset
+
+
+def _open(path: Path) -> _Reader:
+    """The file's header and views of its tensors; CheckpointError where it is no GGUF file, or none that is whole."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(24)
+        if start[:4] != b"GGUF":
+            refuse_pointer(path)
+            raise CheckpointError(f"{path} is no GGUF file: it begins with {start[:4]!r}, not with b'GGUF'")
+        if len(start) < 24:
+            raise _Damaged(f"it has only {len(start)} bytes")
+        version, *counts = struct.unpack("<IQQ", start[4:])
+        if version not in (2, 3):
+            raise CheckpointError(f"{path} is of version {version:#x} of GGUF, but 2 and 3 of little-endian are read")
+        if max(counts) > MOST_RECORDS:
+            raise _Damaged(f"it speaks of {counts[0]:,} tensors and {counts[1]:,} fields")
+        with np.errstate(over="ignore"):  # offsets that wrap around are found below
+            reader = _Reader(path)
+        for tensor in reader.tensors:
+            end = reader.data_offset + int(tensor.field.parts[-1][0]) + tensor.n_bytes
+            if end > len(reader.data):
+                raise _Damaged(f"{tensor.name} ends at byte {end:,}, but the file has {len(reader.data):,}")
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{path} is damaged or incomplete: {first_line(error)}") from None
+    return reader
+
+
+def _parts(path: Path) -> list[Path]:
+    """All files of the model that this file is, or is a part of, in order."""
+    named = SHARD.fullmatch(path.name)
+    if named is None:
+        return [path]
+    stem, _, count = named.groups()
+    parts = [path.with_name(f"{stem}-{i + 1:05d}-of-{count}.gguf") for i in range(int(count))]
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(f"{part} is missing: {path.name} is one of {int(count)} parts of a model")
+    return parts
+
+
+def _value(field: ReaderField) -> Any:
+    """What a field holds: a number, a bool, a text (bytes, if it is no UTF-8), or a list of numbers, bools or bytes."""
+    part = field.parts[field.data[0]]
+    if field.types[0] == GGUFValueType.ARRAY:
+        return part if isinstance(part, list) else part.tolist()
+    if field.types[0] != GGUFValueType.STRING:
+        return part.tolist()[0]
+    raw: bytes = part.tobytes()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw
+
+
+class Header(Fields):
+    """The fields and tensors of a model's file, or of all its parts. Nothing of a tensor is read before `read`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        parts = _parts(path)
+        readers = [_open(part) for part in parts]
+        super().__init__({name: _value(field) for name, field in readers[0].fields.items()}, f"{path}: ")
+        self._tensors: dict[str, tuple[Path, ReaderTensor]] = {}
+        for part, reader in zip(parts, readers, strict=True):
+            for tensor in reader.tensors:
+                if tensor.name in self._tensors:
+                    raise CheckpointError(f"{part} has the tensor {tensor.name}, but {self.file_of(tensor.name)} too")
+                self._tensors[tensor.name] = (part, tensor)
+        self._check_parts(parts)
+        self.architecture = self._architecture()
+        n_layers = self._layers()
+        self.arch_fields = Fields(self._of_architecture(), f"{path}: {self.architecture}.")
+        arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        self._names = gguf.get_tensor_name_map(arch, n_layers)
+
+    # ---------------------------------------------------------------- fields
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """A text, or the default where it is not there; CheckpointError where it is something else."""
+        found = self.raw.get(name, default)
+        if found is not None and not isinstance(found, str):
+            self.refuse(name, "a text, in UTF-8")
+        return found
+
+    def texts(self, name: str) -> list[str] | None:
+        """A list of texts, None where it is not there."""
+        raw = self.raw.get(name)
+        if raw is None:
+            return None
+        if not isinstance(raw, list) or not all(isinstance(entry, bytes) for entry in raw):
+            self.refuse(name, "a list of texts")
+        try:
+            return [entry.decode("utf-8") for entry in raw]
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path}: an entry of {name} is no UTF-8: {error.object[:40]!r}") from None
+
+    def numbers(self, name: str) -> list[float] | None:
+        """A list of numbers, None where it is not there."""
+        raw = self.raw.get(name)
+        if raw is not None and (not isinstance(raw, list) or any(isinstance(entry, bytes) for entry in raw)):
+            self.refuse(name, "a list of numbers")
+        return raw
+
+    def yes(self, name: str, default: bool) -> bool:
+        """A flag, or the default where it is not there."""
+        return self.flag(name) if name in self.raw else default
+
+    def token(self, name: str, default: int | None = None) -> int | None:
+        """A token id of the vocabulary, or the default where it is not there."""
+        found = self.raw.get(name, default)
+        if found is None:
+            return None
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < self.vocab_size:
+            if name not in self.raw:
+                return None
+            self.refuse(name, f"a token id below {self.vocab_size:,}")
+        return found
+
+    def refuse(self, name: str, allowed: str) -> NoReturn:
+        """CheckpointError that says what the field holds and what it must be."""
+        try:
+            super().refuse(name, allowed)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the embedding."""
+        return self.shape("token_embd.weight")[0]
+
+    def _architecture(self) -> str:
+        kind = self.text("general.type", "model")
+        if kind != "model":
+            self.refuse("general.type", "'model'")
+        name = self.text("general.architecture")
+        if name not in ARCHITECTURES:
+            self.refuse("general.architecture", f"one of {', '.join(ARCHITECTURES)}")
+        return name
+
+    def _of_architecture(self) -> dict[str, Any]:
+        own = f"{self.architecture}."
+        return {name.removeprefix(own): value for name, value in self.raw.items() if name.startswith(own)}
+
+    def _layers(self) -> int:
+        """How many layers there are; not more than there are tensors for."""
+        name = f"{self.architecture}.block_count"
+        n_layers = self.raw.get(name)
+        if not isinstance(n_layers, int) or isinstance(n_layers, bool) or not 1 <= n_layers <= len(self._tensors):
+            self.refuse(name, f"a number from 1 to that of the tensors, {len(self._tensors):,}")
+        return n_layers
+
+    def _check_parts(self, parts: list[Path]) -> None:
+        """Raise unless the parts are all that the model is split into."""
+        count = self.raw.get("split.count", 0)
+        if count not in ((0, 1) if len(parts) == 1 else (len(parts),)):
+            said = "and names of parts end in -00001-of-00002.gguf" if len(parts) == 1 else "as their names say"
+            self.refuse("split.count", f"{len(parts)}, {said}")
+        held = self.raw.get("split.tensors.count")
+        if held is not None and count and held != len(self._tensors):
+            self.refuse("split.tensors.count", f"what the parts hold, {len(self._tensors):,}")
+
+    # ---------------------------------------------------------------- the shape of the model
+
+    def config(self) -> ModelConfig:
+        """The shape that the header describes; whatever this Llama cannot do exactly is refused by name."""
+        try:
+            return self._config()
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            said = str(error)
+            raise CheckpointError(said if said.startswith(f"{self.path}: ") else f"{self.path}: {said}") from None
+
+    def _config(self) -> ModelConfig:
+        fields = self.arch_fields
+        for name, neutral in _NEUTRAL:
+            if fields.raw.get(name) not in (None, *neutral):
+                fields.refuse(name, f"absent or {neutral[-1]}")
+        dim, n_heads = self._size("embedding_length"), self._size("attention.head_count")
+        if "attention.key_length" in fields.raw:
+            head_dim = self._size("attention.key_length")
+        elif dim % n_heads:
+            fields.refuse("embedding_length", f"a multiple of attention.head_count ({n_heads}) without a key_length")
+        else:
+            head_dim = dim // n_heads
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if fields.raw.get(name) not in (None, head_dim):
+                fields.refuse(name, f"the size of a head, {head_dim}")
+        vocab_size = self.vocab_size
+        if fields.raw.get("vocab_size") not in (None, vocab_size):
+            fields.refuse("vocab_size", f"the number of rows of token_embd.weight, {vocab_size:,}")
+        tokens = self.raw.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) != vocab_size:
+            raise CheckpointError(
+                f"{self.path}: tokenizer.ggml.tokens has {len(tokens):,} entries, but token_embd.weight has "
+                f"{vocab_size:,} rows"
+            )
+        window = fields.raw.get("attention.sliding_window") or None
+        ends = [self.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        return ModelConfig(
+            vocab_size=vocab_size,
+            dim=dim,
+            n_layers=fields.whole("block_count"),
+            n_heads=n_heads,
+            n_kv_heads=self._size("attention.head_count_kv") if "attention.head_count_kv" in fields.raw else n_heads,
+            head_dim=head_dim,
+            ffn_dim=self._size("feed_forward_length"),
+            max_seq_len=fields.whole("context_length"),
+            norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+            rope_theta=fields.number("rope.freq_base") if "rope.freq_base" in fields.raw else 10000.0,
+            rope_scaling=self._rope_scaling(),
+            tie_embeddings="output.weight" not in self._tensors,
+            qkv_bias=self.architecture == "qwen2",
+            qk_norm=self.architecture == "qwen3",
+            sliding_window=window and fields.whole("attention.sliding_window"),
+            bos_id=self.token("tokenizer.ggml.bos_token_id"),
+            eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        )
+
+    def _size(self, name: str) -> int:
+        """A size of the model, which cannot be larger than the largest of any tensor."""
+        found = self.arch_fields.whole(name)
+        largest = max(size for name in self._tensors for size in (*self.shape(name), 0))
+        if found > largest:
+            self.arch_fields.refuse(name, f"at most {largest:,}, the largest size of any tensor")
+        return found
+
+    def _rope_scaling(self) -> RopeScaling | None:
+        fields = self.arch_fields
+        kind = self.text(f"{self.architecture}.rope.scaling.type", "none")
+        factor = 1.0
+        if "rope.scale_linear" in fields.raw:  # the oldest files' spelling
+            kind, factor = "linear", fields.number("rope.scale_linear")
+        elif kind == "linear":
+            factor = fields.number("rope.scaling.factor")
+        elif kind != "none":
+            fields.refuse("rope.scaling.type", "'none' or 'linear'")
+        if "rope_freqs.weight" in self._tensors:
+            if len(self.shape("rope_freqs.weight")) != 1:
+                raise CheckpointError(f"{self.path}: rope_freqs.weight must be a factor for each rotary pair")
+            factors = self.read("rope_freqs.weight", slice(None), slice(None)).tolist()
+            return RopeScaling(kind="factors", factor=factor, factors=tuple(factors))
+        return RopeScaling(kind="linear", factor=factor) if factor != 1.0 else None
+
+    # ---------------------------------------------------------------- tensors
+
+    def names(self) -> list[str]:
+        """The tensors that are weights; rotary tables are not."""
+        tables = r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight"
+        return [name for name in self._tensors if not re.fullmatch(tables, name)]
+
+    def name_of(self, name: str) -> str:
+        """What the file calls the tensor that has this name in a Hugging Face checkpoint."""
+        return self._names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+
+    def file_of(self, name: str) -> Path:
+        """The part that holds a tensor."""
+        return self._tensors[name][0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, [R, C] or [R]."""
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name}, which its header asks for")
+        sizes: Iterable[int] = reversed(self._tensors[name][1].shape.tolist())
+        return tuple(sizes)
+
+    @property
+    def readable(self) -> list[str]:
+        """The kinds of blocks that the library dequantizes."""
+        return _readable()
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and kind of a tensor, such as Q4_1."""
+        return self.shape(name), self._tensors[name][1].tensor_type.name
+
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows of a [R] tensor, or rows and columns of a [R, C] one, in fp32; no other block is dequantized."""
+        stored, shape = self._tensors[name][1], self.shape(name)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[stored.tensor_type]
+        n_rows, n_columns = shape if len(shape) == 2 else (1, *shape)
+        if len(shape) == 1:
+            rows, columns = slice(None), rows
+        first, last, _ = columns.indices(n_columns)
+        begin, end = first // block, -(-last // block)
+        held = stored.data.view(np.uint8).reshape(n_rows, -1)[rows, begin * block_bytes : end * block_bytes]
+        out = torch.empty(len(held), last - first)  # [R, C]
+        step = max(1, CHUNK // max(1, last - first))
+        for row in range(0, len(held), step):
+            raw = np.ascontiguousarray(held[row : row + step])
+            flat = gguf.dequantize(raw.reshape(1, -1), stored.tensor_type)  # which goes by 16 rows, short as they are
+            whole = flat.reshape(len(raw), -1)  # whole blocks of each row
+            out[row : row + step].numpy()[:] = whole[:, first - begin * block : last - begin * block]
+        if self.architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
+            out = self._halves(out)
+        return out if len(shape) == 2 else out[0]
+
+    def _halves(self, rows: Tensor) -> Tensor:
+        """Whole heads with their rows back in rotary halves, (i, i + H/2): llama.cpp has such pairs side by side."""
+        fields = self.arch_fields.raw
+        head_dim = fields.get("attention.key_length") or fields["embedding_length"] // fields["attention.head_count"]
+        pairs: Tensor = rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2)  # [heads, 2, H/2, C]
+        return pairs.flatten(0, 2)
+
+
+@cache
+def _readable() -> list[str]:
+    """The kinds of blocks that the library dequantizes: it does not say so, but it tries."""
+    found = []
+    for kind, (_, block_bytes) in gguf.GGML_QUANT_SIZES.items():
+        with contextlib.suppress(NotImplementedError):
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+            found.append(kind.name)
+    return found
+
+
+def read_header(path: Path) -> Header:
+    """The header of a GGUF file, which may be any part of a split one; CheckpointError in one sentence."""
+    return Header(path)

