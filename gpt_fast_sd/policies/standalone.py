@@ -125,7 +125,7 @@ class StandaloneDraft(ModelDraft):
         a prompt stays.
         """
         placed = copy.copy(rows)
-        placed.seq_len = torch.where(rows.active, rows.seq_len, self.reader.cache.capacity)
+        placed.seq_len = torch.where(rows.active, rows.seq_len, self.reader.cache.capacity + self.unfed - 1)
         draft, mesh = super().propose(placed, gamma), self.listeners.mesh
         if mesh is None or self.reader.group.size == self.listeners.size:
             return draft

@@ -23,7 +23,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from gpt_fast_sd.compiling import own_code
 
@@ -122,7 +122,8 @@ def cuda_code(fn: Callable[..., Any], *args: Any, cap: int = 90) -> Generated:
             compile_fx(graph, inputs)
         return graph.forward  # Dynamo goes on: it refuses sizes that were to vary and that Inductor has fixed
 
-    torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=backend)(*args)
+    with contextlib.suppress(DataDependentOutputException):  # what is called at the end has no values
+        torch.compile(own_code(fn), fullgraph=True, dynamic=False, backend=backend)(*args)
     assert out.code, "Inductor generated nothing"
     body = out.code[out.code.index("def call(") :].split("\ndef ")[0]
     out.kernels = re.findall(r"(triton_\w+)\.run\(", body)
