@@ -40,8 +40,9 @@ from .compiling import can_compile, inductor_options, span
 from .config import MAX_GAMMA, DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, natural_dtype, require_current, require_kernels, ways_of, whole_memory
 from .graphs import GraphPool
-from .kernels import begin_building, cpu_kernels, pack_linears
+from .kernels import begin_building, cpu_kernels
 from .memory import MemoryPlan
+from .packing import pack_linears
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill, Reader, build_policy
 from .prefill import Prefill

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .kernels import PackedLinear
+from .packing import PackedLinear
 
 
 def quantize(model: nn.Module, name: str) -> None:

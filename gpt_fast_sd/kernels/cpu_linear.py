@@ -11,12 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from gpt_fast_sd.model import Linear
+from torch import Tensor
 
 from . import cpu as attention
 from .cpu_build import builds, library
@@ -28,77 +25,30 @@ _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
 _library.define("cpu_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
 
 
-class _Packed(nn.Module):
-    """Whose weight is packed, though what is saved and loaded of it is in the usual order."""
-
-    weight: Tensor
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = unpack(self.weight.detach())
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        name = f"{prefix}weight"
-        if name in state_dict and state_dict[name].shape == self.weight.shape:
-            state_dict = {**state_dict, name: pack(state_dict[name].to(self.weight.dtype))}
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class PackedLinear(_Packed, Linear):
-    """A Linear whose weight [O, I] holds its elements in the order that `pack` gives them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]"""
-        out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, self.weight, self.bias)
-        return out
-
-
-class PackedEmbedding(_Packed, nn.Embedding):
-    """An Embedding that shares the packed weight of an output head."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[...] -> [..., D]"""
-        blocks = _blocks(self.weight)  # [V / 32, D / 32, 2, 16, 16, 2]
-        inside = tokens % LANES
-        found: Tensor = blocks[tokens // LANES, :, inside // 16, :, inside % 16]  # [..., D / 32, 16, 2]
-        return found.flatten(-3)
-
-
-def pack_linears(model: nn.Module) -> int:
-    """Pack in place the weights of a bf16 model that the kernel serves, one after another; how many there are.
-
-    Modules keep their names and shapes; what they hold is read through them alone. A head that shares its weight with
-    the embedding takes it along. Nothing is packed where this CPU or its compiler lacks the instructions.
-    """
-    n_packed = 0
-    embeddings = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Embedding)}
-    for module in model.modules():
-        if type(module) is not Linear or not _fits(module.weight) or not builds(SOURCE):
-            continue
-        tied = embeddings.get(id(module.weight))
-        if type(tied) not in (type(None), nn.Embedding, PackedEmbedding):
-            continue  # one rank's rows of a vocabulary, which has a look-up of its own
-        if not hasattr(module.weight, "is_packed"):  # another model may share it
-            module.weight.data = pack(module.weight.data)
-            module.weight.is_packed = True  # type: ignore[attr-defined]
-        module.__class__ = PackedLinear
-        if tied is not None:
-            tied.__class__ = PackedEmbedding
-        n_packed += 1
-    return n_packed
-
-
 def cpu_kernels(head_dim: int) -> tuple[tuple[Path, int], ...]:
     """What `begin_building` is to build for a model: sources, each with the head dim that it is built for."""
     own = [(attention.SOURCE, head_dim)] if head_dim in attention.HEAD_DIMS else []
     return (*own, (SOURCE, 0))
 
 
-def _fits(weight: Tensor) -> bool:
-    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
-    if not plain or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+def packable(weight: Tensor) -> bool:
+    """Whether the kernel serves a weight [O, I] of this dtype, device and shape, and can be built here."""
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.dim() != 2:
         return False
-    return not weight.shape[0] % LANES and not weight.shape[1] % DEPTH
+    return not weight.shape[0] % LANES and not weight.shape[1] % DEPTH and builds(SOURCE)
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x W' + bias: bf16 x [..., I], packed [O, I], bias [O] -> bf16 [..., O]; TypeError for other dtypes."""
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias)
+    return out
+
+
+def packed_rows(packed: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a packed weight by their numbers: packed [O, I], int64 rows [...] -> [..., I]"""
+    inside = rows % LANES
+    found: Tensor = _blocks(packed)[rows // LANES, :, inside // 16, :, inside % 16]  # [..., I / 32, 16, 2]
+    return found.flatten(-3)
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ def bounds() -> Tensor:
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_attention": lambda: (queries(), entries(), entries(), places(), None, 256),
     "cpu_attention_with_mass": lambda: (queries(), entries(), entries(), places(), 256),
+    "cpu_linear": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16()), torch.randn(96).bfloat16()),
     "decode_attention": lambda: (queries(), entries(), entries(), places(), 256, 256),
     "decode_attention_with_mass": lambda: (queries(), entries(), entries(), places(), 256, 256, 64),
     "sparse_attention": lambda: (
@@ -83,6 +84,6 @@ def test_every_operator_has_a_case() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_is_what_it_says(name: str) -> None:
     args = CASES[name]()
-    if name.startswith("cpu_") and not kernels.cpu_attention_fits(*args[:2]):
+    if name.startswith("cpu_") and not kernels.cpu_attention_fits(queries(), entries()):
         pytest.skip("this CPU has no bf16 dot products, or there is no compiler")
     torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, name).default, args)

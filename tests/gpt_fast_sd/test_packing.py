@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.kernels import pack_linears
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
+from gpt_fast_sd.packing import pack_linears
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # what is tested lies behind the door

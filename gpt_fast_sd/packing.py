@@ -1,0 +1,68 @@
+"""Weights held once, packed for the CPU's products of few rows, in modules that read them through the kernel alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpt_fast_sd.model import Linear
+
+from .kernels import pack, packable, packed_linear, packed_rows, unpack
+
+
+class _Packed(nn.Module):
+    """Whose weight is packed, though what is saved and loaded of it is in the usual order."""
+
+    weight: Tensor
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = unpack(self.weight.detach())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        name = f"{prefix}weight"
+        if name in state_dict and state_dict[name].shape == self.weight.shape:
+            state_dict = {**state_dict, name: pack(state_dict[name].to(self.weight.dtype))}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class PackedLinear(_Packed, Linear):
+    """A Linear whose weight [O, I] holds its elements in the order that `pack` gives them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias)
+
+
+class PackedEmbedding(_Packed, nn.Embedding):
+    """An Embedding that shares the packed weight of an output head."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., D]"""
+        return packed_rows(self.weight, tokens)
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Pack in place the weights of a bf16 model that the kernel serves, one after another; how many there are.
+
+    Modules keep their names and shapes; what they hold is read through them alone. A head that shares its weight with
+    the embedding takes it along. Nothing is packed where this CPU or its compiler lacks the instructions.
+    """
+    n_packed = 0
+    embeddings = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        plain = type(module) is Linear and type(module.weight) is nn.Parameter and type(module.weight.data) is Tensor
+        if not plain or not packable(module.weight):  # type: ignore[arg-type]
+            continue
+        tied = embeddings.get(id(module.weight))
+        if type(tied) not in (type(None), nn.Embedding, PackedEmbedding):
+            continue  # one rank's rows of a vocabulary, which has a look-up of its own
+        if not hasattr(module.weight, "is_packed"):  # another model may share it
+            module.weight.data = pack(module.weight.data)
+            module.weight.is_packed = True  # type: ignore[attr-defined]
+        module.__class__ = PackedLinear
+        if tied is not None:
+            tied.__class__ = PackedEmbedding
+        n_packed += 1
+    return n_packed
