@@ -124,8 +124,14 @@ def refuse_pointer(path: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, cut to its first line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What an error says, cut to its first line, without characters that a terminal would obey."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in said)
+
+
+def readable_name(name: str) -> str:
+    """A tensor's name as it is, or quoted and escaped where it has characters that a terminal would obey."""
+    return name if name.isprintable() else repr(name)
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -318,7 +324,8 @@ class Weights:
         extra = [n for n in self._file if n not in asked and not n.endswith("rotary_emb.inv_freq")]
         if extra:
             more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
-            raise CheckpointError(f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {extra[0]}{more}")
+            first = readable_name(extra[0])
+            raise CheckpointError(f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {first}{more}")
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor is stored in; bfloat16, as most models were trained, where it is stored in blocks."""

@@ -488,11 +488,13 @@ class _Vocabulary:
         """is_llama: what a file leaves unsaid is as in Llama 2."""
         n = header.vocab_size
         texts = header.texts("tokenizer.ggml.tokens")
-        kinds = header.numbers("tokenizer.ggml.token_type") or [_NORMAL] * n
-        scores = header.numbers("tokenizer.ggml.scores") or ([] if is_llama else [0.0] * n)
         if texts is None:
             header.refuse("tokenizer.ggml.tokens", "a list of texts")
-        for name, column in (("tokens", texts), ("token_type", kinds), ("scores", scores)):
+        if len(texts) != n:  # before there are other lists as long
+            header.refuse("tokenizer.ggml.tokens", f"as long as the vocabulary, {n:,}")
+        kinds = header.numbers("tokenizer.ggml.token_type") or [_NORMAL] * n
+        scores = header.numbers("tokenizer.ggml.scores") or ([] if is_llama else [0.0] * n)
+        for name, column in (("token_type", kinds), ("scores", scores)):
             if len(column) != n:
                 header.refuse(f"tokenizer.ggml.{name}", f"as long as the vocabulary, {n:,}")
         if not set(kinds) <= {*range(7)}:
