@@ -334,7 +334,7 @@ class Header(Fields):
         return found
 
     def _rope_scaling(self, head_dim: int) -> RopeScaling | None:
-        """The stretch of rotary frequencies, as llama.cpp's loader reads it: linear unless said otherwise; 0 is none."""
+        """The stretch of rotary frequencies, as llama.cpp reads it: linear unless said otherwise; 0 is none."""
         fields = self.arch_fields
         kind = self.text(f"{self.architecture}.rope.scaling.type", "linear")
         if kind not in ("none", "linear"):
