@@ -212,8 +212,8 @@ def _refuse_surrogates(text: str) -> None:
 def _render(notes: _Notes, messages: Sequence[Mapping[str, str]]) -> str:
     """The text of a conversation by the folder's own template, which is untrusted and runs in a sandbox.
 
-    Whatever it brings about is a CheckpointError, and its text is bounded. Its time is not, nor is the memory of a value
-    that it makes on the way: a hostile template can keep the program busy until somebody ends it.
+    Whatever it brings about is a CheckpointError, and its text is bounded. Its time is not, nor is the memory of a
+    value that it makes on the way: a hostile template can keep the program busy until somebody ends it.
     """
     if notes.template is None:
         raise CheckpointError(f"{notes.folder} has no chat template, so its model continues plain text only")

@@ -262,15 +262,31 @@ def fingerprint_of_file(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def fingerprint_of_pages(path: Path) -> str:
+    """A name that changes with the first 4 MiB, more than the largest header, the last page and 256 pages between."""
+    size, page, start = path.stat().st_size, 1 << 12, 1 << 22
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(start))
+        for i in range(257):
+            file.seek(max(0, start + (size - start - page) * i // 256))
+            digest.update(file.read(page))
+    return digest.hexdigest()[:16]
+
+
 def fingerprint_of_model(folder: Path) -> Record:
     """What tells a model from another without reading its weights: config.json, and the sizes of the weight files.
 
-    Of a GGUF file, which begins with its config: its first MiB and its size.
+    Of a GGUF file, which begins with its config: pages of it and its size, and those of the other parts it is split into.
     """
     if folder.is_file():
-        with folder.open("rb") as file:
-            start = hashlib.sha256(file.read(1 << 20)).hexdigest()[:16]
-        return {"config": start, "weights": {folder.name: folder.stat().st_size}}
+        from gpt_fast_sd.model.gguf import parts_of  # takes its time, and few runs need it
+
+        parts = parts_of(folder)
+        return {
+            "config": [fingerprint_of_pages(part) for part in parts],
+            "weights": {part.name: part.stat().st_size for part in parts},
+        }
     weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
     return {
         "config": fingerprint_of_file(folder / "config.json"),
