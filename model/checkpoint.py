@@ -32,11 +32,29 @@ class CheckpointError(ValueError):
 
 _SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokenizer*", "special_tokens_map.json"]
 _SMALL_FILES += ["added_tokens.json", "chat_template*"]
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
 
 def is_gguf(path: Path) -> bool:
     """Whether a model's place is a GGUF file, by its name, and not a folder."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of the model that this GGUF file is or is a part of, by number; CheckpointError if one is missing."""
+    named = _SHARD.fullmatch(path.name)
+    if named is None:
+        return [path]
+    stem, number, count = named.groups()
+    if not 1 <= int(number) <= int(count):
+        raise CheckpointError(
+            f"{path} is named as part {int(number)} of {int(count)}, but parts count from 1 to their number"
+        )
+    parts = [path.with_name(f"{stem}-{i + 1:05d}-of-{count}.gguf") for i in range(int(count))]
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(f"{part} is missing: {path.name} is one of {int(count)} parts of a model")
+    return parts
 
 
 def resolve_model(name: str | Path) -> Path:

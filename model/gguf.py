@@ -24,11 +24,10 @@ import torch
 from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
 from torch import Tensor
 
-from .checkpoint import CheckpointError, first_line, readable_name, refuse_pointer
+from .checkpoint import CheckpointError, first_line, gguf_parts, readable_name, refuse_pointer
 from .config import Fields, ModelConfig, RopeScaling
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as llama
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of it
 MOST_RECORDS = 1 << 16  # tensors, or fields, of a file
 MOST_LAYERS = 1 << 10  # the largest models have an eighth of it
@@ -127,23 +126,6 @@ def _open(path: Path) -> _Reader:
     return reader
 
 
-def parts_of(path: Path) -> list[Path]:
-    """All files of the model that this file is, or is a part of, in order; CheckpointError where one is missing."""
-    named = SHARD.fullmatch(path.name)
-    if named is None:
-        return [path]
-    stem, number, count = named.groups()
-    if not 1 <= int(number) <= int(count):
-        raise CheckpointError(
-            f"{path} is named as part {int(number)} of {int(count)}, but parts count from 1 to their number"
-        )
-    parts = [path.with_name(f"{stem}-{i + 1:05d}-of-{count}.gguf") for i in range(int(count))]
-    for part in parts:
-        if not part.is_file():
-            raise CheckpointError(f"{part} is missing: {path.name} is one of {int(count)} parts of a model")
-    return parts
-
-
 def _value(field: ReaderField) -> Any:
     """What a field holds: a number, a bool, a text (bytes, if it is no UTF-8), or a list of numbers, bools or bytes."""
     part = field.parts[field.data[0]]
@@ -163,7 +145,7 @@ class Header(Fields):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        parts = parts_of(path)
+        parts = gguf_parts(path)
         readers = [_open(part) for part in parts]
         super().__init__({name: _value(field) for name, field in readers[0].fields.items()}, f"{path}: ")
         self._tensors: dict[str, tuple[Path, ReaderTensor]] = {}
