@@ -11,6 +11,7 @@ from .cache import KV, CausalSelf, FullKV, KVCache, store
 from .checkpoint import (
     CheckpointError,
     Weights,
+    gguf_parts,
     load_model,
     name_table,
     read_config,
@@ -44,6 +45,7 @@ __all__ = [
     "attend",
     "attend_reference",
     "attend_with_mass",
+    "gguf_parts",
     "load_model",
     "load_tokenizer",
     "name_table",

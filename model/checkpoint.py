@@ -32,11 +32,29 @@ class CheckpointError(ValueError):
 
 _SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokenizer*", "special_tokens_map.json"]
 _SMALL_FILES += ["added_tokens.json", "chat_template*"]
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
 
 def is_gguf(path: Path) -> bool:
     """Whether a model's place is a GGUF file, by its name, and not a folder."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of the model that this GGUF file is or is a part of, by number; CheckpointError if one is missing."""
+    named = _SHARD.fullmatch(path.name)
+    if named is None:
+        return [path]
+    stem, number, count = named.groups()
+    if not 1 <= int(number) <= int(count):
+        raise CheckpointError(
+            f"{path} is named as part {int(number)} of {int(count)}, but parts count from 1 to their number"
+        )
+    parts = [path.with_name(f"{stem}-{i + 1:05d}-of-{count}.gguf") for i in range(int(count))]
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(f"{part} is missing: {path.name} is one of {int(count)} parts of a model")
+    return parts
 
 
 def resolve_model(name: str | Path) -> Path:
@@ -124,8 +142,14 @@ def refuse_pointer(path: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, cut to its first line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What an error says, cut to its first line, without characters that a terminal would obey."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in said)
+
+
+def readable_name(name: str) -> str:
+    """A tensor's name as it is, or quoted and escaped where it has characters that a terminal would obey."""
+    return name if name.isprintable() else repr(name)
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------
@@ -318,7 +342,8 @@ class Weights:
         extra = [n for n in self._file if n not in asked and not n.endswith("rotary_emb.inv_freq")]
         if extra:
             more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
-            raise CheckpointError(f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {extra[0]}{more}")
+            first = readable_name(extra[0])
+            raise CheckpointError(f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {first}{more}")
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor is stored in; bfloat16, as most models were trained, where it is stored in blocks."""

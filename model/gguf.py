@@ -10,6 +10,7 @@ Shapes: R rows, C columns, V vocabulary, D model width, H head dim.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import struct
 from collections.abc import Iterable
@@ -23,13 +24,13 @@ import torch
 from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
 from torch import Tensor
 
-from .checkpoint import CheckpointError, first_line, refuse_pointer
+from .checkpoint import CheckpointError, first_line, gguf_parts, readable_name, refuse_pointer
 from .config import Fields, ModelConfig, RopeScaling
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as llama
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of it
 MOST_RECORDS = 1 << 16  # tensors, or fields, of a file
+MOST_LAYERS = 1 << 10  # the largest models have an eighth of it
 CHUNK = 1 << 18  # numbers that are dequantized at once: what the library needs beside them stays small
 
 # Other rules of calculation that these architectures may be given: (name, the values that change nothing).
@@ -110,9 +111,12 @@ def _open(path: Path) -> _Reader:
         with np.errstate(over="ignore"):  # offsets that wrap around are found below
             reader = _Reader(path)
         for tensor in reader.tensors:
+            name, sizes = readable_name(tensor.name), tensor.shape.tolist()[::-1]
+            if not sizes or 0 in sizes:  # of which there may be any number in a small file
+                raise _Damaged(f"{name} is empty: its shape is {sizes}")
             end = reader.data_offset + int(tensor.field.parts[-1][0]) + tensor.n_bytes
             if end > len(reader.data):
-                raise _Damaged(f"{tensor.name} ends at byte {end:,}, but the file has {len(reader.data):,}")
+                raise _Damaged(f"{name} ends at byte {end:,}, but the file has {len(reader.data):,}")
     except CheckpointError:
         raise
     except OSError as error:
@@ -120,19 +124,6 @@ def _open(path: Path) -> _Reader:
     except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path} is damaged or incomplete: {first_line(error)}") from None
     return reader
-
-
-def _parts(path: Path) -> list[Path]:
-    """All files of the model that this file is, or is a part of, in order."""
-    named = SHARD.fullmatch(path.name)
-    if named is None:
-        return [path]
-    stem, _, count = named.groups()
-    parts = [path.with_name(f"{stem}-{i + 1:05d}-of-{count}.gguf") for i in range(int(count))]
-    for part in parts:
-        if not part.is_file():
-            raise CheckpointError(f"{part} is missing: {path.name} is one of {int(count)} parts of a model")
-    return parts
 
 
 def _value(field: ReaderField) -> Any:
@@ -154,21 +145,22 @@ class Header(Fields):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        parts = _parts(path)
+        parts = gguf_parts(path)
         readers = [_open(part) for part in parts]
         super().__init__({name: _value(field) for name, field in readers[0].fields.items()}, f"{path}: ")
         self._tensors: dict[str, tuple[Path, ReaderTensor]] = {}
         for part, reader in zip(parts, readers, strict=True):
             for tensor in reader.tensors:
                 if tensor.name in self._tensors:
-                    raise CheckpointError(f"{part} has the tensor {tensor.name}, but {self.file_of(tensor.name)} too")
+                    name = readable_name(tensor.name)
+                    raise CheckpointError(f"{part} has the tensor {name}, but {self.file_of(tensor.name)} too")
                 self._tensors[tensor.name] = (part, tensor)
         self._check_parts(parts)
         self.architecture = self._architecture()
-        n_layers = self._layers()
+        self._check_layers()
         self.arch_fields = Fields(self._of_architecture(), f"{path}: {self.architecture}.")
         arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
-        self._names = gguf.get_tensor_name_map(arch, n_layers)
+        self._names = gguf.get_tensor_name_map(arch, 1)  # all layers are named alike, and each takes the library time
 
     # ---------------------------------------------------------------- fields
 
@@ -238,13 +230,14 @@ class Header(Fields):
         own = f"{self.architecture}."
         return {name.removeprefix(own): value for name, value in self.raw.items() if name.startswith(own)}
 
-    def _layers(self) -> int:
-        """How many layers there are; not more than there are tensors for."""
+    def _check_layers(self) -> None:
+        """Raise where there are more layers than tensors, or than any model has."""
         name = f"{self.architecture}.block_count"
         n_layers = self.raw.get(name)
         if not isinstance(n_layers, int) or isinstance(n_layers, bool) or not 1 <= n_layers <= len(self._tensors):
             self.refuse(name, f"a number from 1 to that of the tensors, {len(self._tensors):,}")
-        return n_layers
+        if n_layers > MOST_LAYERS:
+            self.refuse(name, f"at most {MOST_LAYERS:,}")
 
     def _check_parts(self, parts: list[Path]) -> None:
         """Raise unless the parts are all that the model is split into."""
@@ -305,7 +298,7 @@ class Header(Fields):
             max_seq_len=fields.whole("context_length"),
             norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             rope_theta=fields.number("rope.freq_base") if "rope.freq_base" in fields.raw else 10000.0,
-            rope_scaling=self._rope_scaling(),
+            rope_scaling=self._rope_scaling(head_dim),
             tie_embeddings="output.weight" not in self._tensors,
             qkv_bias=self.architecture == "qwen2",
             qk_norm=self.architecture == "qwen3",
@@ -322,22 +315,37 @@ class Header(Fields):
             self.arch_fields.refuse(name, f"at most {largest:,}, the largest size of any tensor")
         return found
 
-    def _rope_scaling(self) -> RopeScaling | None:
+    def _rope_scaling(self, head_dim: int) -> RopeScaling | None:
+        """The stretch of rotary frequencies, as llama.cpp reads it: linear unless said otherwise; 0 is none."""
         fields = self.arch_fields
-        kind = self.text(f"{self.architecture}.rope.scaling.type", "none")
-        factor = 1.0
-        if "rope.scale_linear" in fields.raw:  # the oldest files' spelling
-            kind, factor = "linear", fields.number("rope.scale_linear")
-        elif kind == "linear":
-            factor = fields.number("rope.scaling.factor")
-        elif kind != "none":
+        kind = self.text(f"{self.architecture}.rope.scaling.type", "linear")
+        if kind not in ("none", "linear"):
             fields.refuse("rope.scaling.type", "'none' or 'linear'")
+        named = [
+            name for name in ("rope.scaling.factor", "rope.scale_linear") if name in fields.raw
+        ]  # the old name last
+        said = kind == "linear" and bool(named) and fields.raw[named[0]] != 0
+        factor = fields.number(named[0]) if said else 1.0
         if "rope_freqs.weight" in self._tensors:
-            if len(self.shape("rope_freqs.weight")) != 1:
-                raise CheckpointError(f"{self.path}: rope_freqs.weight must be a factor for each rotary pair")
-            factors = self.read("rope_freqs.weight", slice(None), slice(None)).tolist()
-            return RopeScaling(kind="factors", factor=factor, factors=tuple(factors))
+            factors = self._rope_factors(head_dim)
+            return RopeScaling(kind="factors", factor=factor, factors=factors)
         return RopeScaling(kind="linear", factor=factor) if factor != 1.0 else None
+
+    def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
+        """The factor of each rotary pair, [H/2]."""
+        shape, kind = self.describe("rope_freqs.weight")
+        where = f"{self.path}: rope_freqs.weight"
+        if len(shape) != 1:
+            raise CheckpointError(f"{where} must be a factor for each rotary pair")
+        if shape[0] != head_dim // 2:
+            raise CheckpointError(f"{where} must have {head_dim // 2} factors, one a pair, got {shape[0]:,}")
+        if kind not in self.readable:
+            raise CheckpointError(f"{where} is stored as {kind}, but only {', '.join(self.readable)} can be read")
+        factors = self.read("rope_freqs.weight", slice(None), slice(None)).tolist()
+        for i, factor in enumerate(factors):
+            if not 0 < factor < math.inf:
+                raise CheckpointError(f"{where} needs positive factors, but factor {i} is {factor}")
+        return tuple(factors)
 
     # ---------------------------------------------------------------- tensors
 
@@ -348,7 +356,12 @@ class Header(Fields):
 
     def name_of(self, name: str) -> str:
         """What the file calls the tensor that has this name in a Hugging Face checkpoint."""
-        return self._names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is None:
+            return self._names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        first = f"model.layers.0.{name[layer.end() :]}"
+        found = self._names.get_name(first, try_suffixes=(".weight", ".bias"))
+        return f"blk.{layer[1]}.{found.removeprefix('blk.0.')}" if found else name
 
     def file_of(self, name: str) -> Path:
         """The part that holds a tensor."""

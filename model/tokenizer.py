@@ -19,11 +19,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from .checkpoint import CheckpointError, is_gguf, read_json, refuse_pointer
+from .checkpoint import CheckpointError, first_line, is_gguf, read_json, refuse_pointer
 from .config import ModelConfig
 
 if TYPE_CHECKING:
     from .gguf import Header
+
+MOST_OF_A_TEMPLATE = 1 << 20  # characters; the longest ones have a fiftieth of it
+MOST_RENDERED = 1 << 25  # characters: more than any model has positions for
 
 
 class Tokenizer(Protocol):
@@ -35,7 +38,7 @@ class Tokenizer(Protocol):
     drops_first_space: bool  # the first word of a text carries a space that is not part of the text
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        """Token ids, after bos_id where there is one and bos is asked for."""
+        """Token ids, after bos_id where there is one and bos is asked for; ValueError where a text is no Unicode."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -185,6 +188,7 @@ class _BytesTokenizer(ABC):
     def _encode(self, text: str) -> list[int]: ...
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        _refuse_surrogates(text)
         first = [self.bos_id] if bos and self.bos_id is not None else []
         return first + self._encode(text)
 
@@ -196,8 +200,21 @@ class _BytesTokenizer(ABC):
         return self.encode(_render(self.notes, messages), bos=False)  # the template writes BOS itself
 
 
+def _refuse_surrogates(text: str) -> None:
+    """ValueError where a text has half a character, as bytes that are no UTF-8 or JSON's escapes may leave it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(f"character {error.start:,} of the text is {half}, half a character: it is no UTF-8") from None
+
+
 def _render(notes: _Notes, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a conversation by the folder's own template, which is untrusted and runs in a sandbox."""
+    """The text of a conversation by the folder's own template, which is untrusted and runs in a sandbox.
+
+    Whatever it brings about is a CheckpointError, and its text is bounded. Its time is not, nor is the memory of a
+    value that it makes on the way: a hostile template can keep the program busy until somebody ends it.
+    """
     if notes.template is None:
         raise CheckpointError(f"{notes.folder} has no chat template, so its model continues plain text only")
     try:
@@ -218,14 +235,24 @@ def _render(notes: _Notes, messages: Sequence[Mapping[str, str]]) -> str:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    if len(notes.template) > MOST_OF_A_TEMPLATE:
+        raise CheckpointError(
+            f"the chat template of {notes.folder} has {len(notes.template):,} characters, over {MOST_OF_A_TEMPLATE:,}"
+        )
+    pieces, length = [], 0
     try:
         template = environment.from_string(notes.template)
-        text: str = template.render(
+        for piece in template.generate(
             **notes.special, messages=messages, tools=None, documents=None, add_generation_prompt=True
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the chat template of {notes.folder} refuses these messages: {error}") from None
-    return text
+        ):
+            pieces.append(piece)
+            length += len(piece)
+            if length > MOST_RENDERED:
+                raise TemplateError(f"its text is longer than {MOST_RENDERED:,} characters")
+    except Exception as error:  # a template is a program: it divides by 0, recurses, does not even compile
+        why = first_line(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"the chat template of {notes.folder} refuses these messages: {why}") from None
+    return "".join(pieces)
 
 
 # ---- sentencepiece -------------------------------------------------------------------------------------------------
@@ -488,11 +515,13 @@ class _Vocabulary:
         """is_llama: what a file leaves unsaid is as in Llama 2."""
         n = header.vocab_size
         texts = header.texts("tokenizer.ggml.tokens")
-        kinds = header.numbers("tokenizer.ggml.token_type") or [_NORMAL] * n
-        scores = header.numbers("tokenizer.ggml.scores") or ([] if is_llama else [0.0] * n)
         if texts is None:
             header.refuse("tokenizer.ggml.tokens", "a list of texts")
-        for name, column in (("tokens", texts), ("token_type", kinds), ("scores", scores)):
+        if len(texts) != n:  # before there are other lists as long
+            header.refuse("tokenizer.ggml.tokens", f"as long as the vocabulary, {n:,}")
+        kinds = header.numbers("tokenizer.ggml.token_type") or [_NORMAL] * n
+        scores = header.numbers("tokenizer.ggml.scores") or ([] if is_llama else [0.0] * n)
+        for name, column in (("token_type", kinds), ("scores", scores)):
             if len(column) != n:
                 header.refuse(f"tokenizer.ggml.{name}", f"as long as the vocabulary, {n:,}")
         if not set(kinds) <= {*range(7)}:

@@ -66,7 +66,7 @@ from generate import PER_PROMPT, ProgressLine, as_record, check_writable, encode
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
 from gpt_fast_sd.engine import locate
-from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
+from gpt_fast_sd.model import ModelConfig, Tokenizer, gguf_parts, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
 
 try:
@@ -76,6 +76,7 @@ except ImportError:  # no such locks on Windows
 
 PROGRAM = "batch.py"
 AHEAD = 16  # lines a slot that may be read before the oldest of them is written, where the order of the input is kept
+BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
 ROOM = 8192  # tokens a slot holds, unless --max-seq-len says otherwise or the model ends before
 SYNC = 5.0  # seconds after which what was written is forced to the disk
 REJECTED = 4  # exit code
@@ -262,15 +263,29 @@ def fingerprint_of_file(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def fingerprint_of_pages(path: Path) -> str:
+    """A name that changes with the beginning, where a header stands, the last page and 256 pages between."""
+    size, page = path.stat().st_size, 1 << 12
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(BEGINNING))
+        for i in range(257):
+            file.seek(max(0, BEGINNING + (size - BEGINNING - page) * i // 256))
+            digest.update(file.read(page))
+    return digest.hexdigest()[:16]
+
+
 def fingerprint_of_model(folder: Path) -> Record:
     """What tells a model from another without reading its weights: config.json, and the sizes of the weight files.
 
-    Of a GGUF file, which begins with its config: its first MiB and its size.
+    Of a GGUF file, which begins with its config: pages and size of it and of the other parts it is split into.
     """
     if folder.is_file():
-        with folder.open("rb") as file:
-            start = hashlib.sha256(file.read(1 << 20)).hexdigest()[:16]
-        return {"config": start, "weights": {folder.name: folder.stat().st_size}}
+        parts = gguf_parts(folder)
+        return {
+            "config": [fingerprint_of_pages(part) for part in parts],
+            "weights": {part.name: part.stat().st_size for part in parts},
+        }
     weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
     return {
         "config": fingerprint_of_file(folder / "config.json"),

@@ -54,7 +54,7 @@ from common import refuse
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, __version__
 from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
 from gpt_fast_sd.engine import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
-from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
+from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.stats import EngineStats
 from gpt_fast_sd.tp import Parallel, start
 
@@ -244,7 +244,8 @@ def encode_record(record: object, where: str, chat: bool, tokenizer: Tokenizer |
     if "messages" in record:
         if tokenizer is None:
             raise ValueError(f"{where} has messages, but this model has no tokenizer: give token ids")
-        return tokenizer.chat(record["messages"])
+        with naming(where):
+            return tokenizer.chat(record["messages"])
     if not isinstance(record["prompt"], str):
         raise ValueError(f"{where}: prompt must be a text, got {record['prompt']!r}")
     return encode(record["prompt"], where, chat, tokenizer, before)
@@ -257,7 +258,19 @@ def encode(text: str, name: str, chat: bool, tokenizer: Tokenizer | None, before
     if tokenizer is None:
         raise ValueError(f"{name} is text, but this model has no tokenizer: use --prompts with token ids")
     text = before + text
-    return tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+    with naming(name):
+        return tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put where a text comes from before what a tokenizer says against it; a CheckpointError names its own file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def draft_config(args: argparse.Namespace) -> DraftConfig:

@@ -121,6 +121,23 @@ def test_factors_and_a_linear_scaling_multiply(tmp_path: Path) -> None:
     assert torch.allclose(load_model(path).rope_freqs, plain / torch.from_numpy(factors) / 2, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [
+        ({".rope.scaling.factor": 4.0}, 4.0),
+        ({".rope.scaling.factor": 0.0}, 1.0),
+        ({".rope.scaling.factor": 4.0, ".rope.scale_linear": 2.0}, 4.0),
+        ({".rope.scaling.factor": 0.0, ".rope.scale_linear": 2.0}, 1.0),
+        ({".rope.scaling.type": "linear"}, 1.0),
+        ({".rope.scaling.type": "linear", ".rope.scale_linear": 2.0}, 2.0),
+        ({".rope.scaling.type": "none", ".rope.scaling.factor": 4.0}, 1.0),
+    ],
+)
+def test_a_stretch_is_linear_unless_said_otherwise(fields: dict[str, Any], factor: float, tmp_path: Path) -> None:
+    found = read_config(write_gguf(tmp_path / "model.gguf", transformers_model("Llama"), fields=fields)).rope_scaling
+    assert (found.factor if found else 1.0) == factor  # as llama.cpp's loader has it
+
+
 def finite_blocks(shape: tuple[int, int], kind: Kind, generator: np.random.Generator) -> np.ndarray:
     """Random bytes as blocks of this kind, with only numbers in them."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -232,6 +249,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "text for a number": ({".context_length": "long"}, "context_length is 'long'"),
     "partial rotation": ({".rope.dimension_count": 8}, "rope.dimension_count is 8, but it must be the size of a head"),
     "values of another size": ({".attention.value_length": 8}, "attention.value_length is 8"),
+    "a stretch that is no number": ({".rope.scaling.factor": "4"}, "rope.scaling.factor is '4', but it must be a"),
+    "a stretch below nothing": ({".rope.scaling.factor": -4.0}, "rope.scaling.factor is -4.0, but it must be a"),
     "yarn": ({".rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn', but it must be 'none' or 'linear'"),
     "experts": ({".expert_count": 8}, "expert_count is 8, but it must be absent or 0"),
     "both directions": ({".attention.causal": False}, "attention.causal is False"),
@@ -260,9 +279,70 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "whole numbers": ({"output_norm.weight": (np.zeros(96, np.int8), Kind.I8)}, "stored as I8, but only F32, "),
     "a rotary factor too few": ({"rope_freqs.weight": plain(7, fill=1)}, "must have 8 factors, one a pair, got 7"),
     "a rotary factor of 0": ({"rope_freqs.weight": plain(8)}, "needs positive factors"),
+    "rotary factors of no number": (
+        {"rope_freqs.weight": plain(8, fill=np.nan)},
+        r"positive factors, but factor 0 is nan",
+    ),
+    "a rotary factor without end": (
+        {"rope_freqs.weight": plain(8, fill=np.inf)},
+        r"positive factors, but factor 0 is inf",
+    ),
+    "rotary factors in whole numbers": (
+        {"rope_freqs.weight": (np.ones(8, np.int32), Kind.I32)},
+        "rope_freqs.weight is stored as I32, but only F32, ",
+    ),
+    "no rotary factors": ({"rope_freqs.weight": plain(0)}, r"rope_freqs.weight is empty: its shape is \[0\]"),
+    "rows without columns": ({"token_embd.weight": plain(1, 0)}, r"token_embd.weight is empty: its shape is \[1, 0\]"),
+    "a name that moves the cursor": (
+        {"\x1b[31mred\nline": plain(2, 96)},
+        r"has no place for '\\x1b\[31mred\\nline'",
+    ),
     "rotary factors in rows": ({"rope_freqs.weight": plain(1, 8)}, "must be a factor for each rotary pair"),
     "an embedding of one dimension": ({"token_embd.weight": plain(160)}, r"shape \[160\], but .* for \[160, 96\]"),
 }
+
+
+def test_rows_without_columns_cost_nothing_however_many(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    name = b"token_embd.weight"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1)
+    field = struct.pack("<Q", 20) + b"general.architecture" + struct.pack("<IQ", 8, 5) + b"llama"
+    tensor = struct.pack("<Q", len(name)) + name + struct.pack("<IQQIQ", 2, 0, 2**45, 0, 0)
+    path.write_bytes((head + field + tensor).ljust(4096, b"\0"))
+    assert "token_embd.weight is empty: its shape is [35184372088832, 0]" in say(path)
+
+
+def test_a_part_that_no_model_has_is_refused_by_its_number(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", transformers_model("Llama"))
+    for number, count in ((0, 0), (1, 0), (0, 1), (2, 1)):
+        path = tmp_path / f"m-{number:05d}-of-{count:05d}.gguf"
+        (tmp_path / "m-00001-of-00001.gguf").write_bytes(whole.read_bytes())
+        path.write_bytes(whole.read_bytes())
+        assert say(path) == f"{path} is named as part {number} of {count}, but parts count from 1 to their number"
+
+
+def test_a_name_that_moves_the_cursor_is_shown_escaped_where_the_file_is_damaged(tmp_path: Path) -> None:
+    name = b"\x1b[31m\nred"
+    path = tmp_path / "model.gguf"
+    tensor = struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 8, 0, 0)
+    for n, said in ((1, "ends at byte"), (2, "duplicated tensor")):
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, n, 0) + tensor * n + bytes(30 if n == 1 else 999))
+        assert said in say(path) and say(path).isprintable()
+
+
+def test_more_layers_than_any_model_has_are_refused_whatever_tensors_there_are(tmp_path: Path) -> None:
+    tensors = {f"blk.{i}.attn_norm.weight": plain(1) for i in range(2, 2000)}
+    path = write_gguf(tmp_path / "m.gguf", transformers_model("Llama"), fields={".block_count": 2000}, tensors=tensors)
+    assert "block_count is 2000, but it must be at most 1,024" in say(path)
+
+
+def test_names_are_found_in_the_time_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama", num_hidden_layers=12))
+    asked: list[int] = []
+    library = gguf.get_tensor_name_map
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda arch, n: asked.append(n) or library(arch, n))
+    load_model(path)
+    assert asked and set(asked) == {1}
 
 
 @pytest.mark.parametrize("case", FIELDS)

@@ -420,12 +420,39 @@ def test_a_folder_without_a_chat_template_says_so(tmp_path: Path, proto: bytes) 
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ 1 + 'a' }}",
+        "{{ 1 // 0 }}",
+        "{{ 2.0 ** 9999 }}",
+        "{{ 'a' * 10 ** 17 }}",
+        "{{ strftime_now(1) }}",
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
+        "{{ " + "(" * 3000 + ")" * 3000 + " }}",
+        "{{ messages[0].content.foo.bar }}",
+        "{{ raise_exception('\x1b[31m') }}",
     ],
 )
 def test_a_template_that_fails_or_reaches_outside_is_one_sentence(template: str, tmp_path: Path, bpe: Any) -> None:
     folder = llama_3(tmp_path, bpe, chat_template=template)
-    with pytest.raises(CheckpointError, match=r"the chat template of .* refuses these messages: "):
+    with pytest.raises(CheckpointError, match=r"the chat template of .* refuses these messages: \S") as refused:
         load(folder).chat(MESSAGES)
+    assert str(refused.value).isprintable()
+
+
+def test_a_template_and_its_text_are_bounded(tmp_path: Path, bpe: Any) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endfor %}"
+    with pytest.raises(CheckpointError, match=r"refuses these messages: its text is longer than 33,554,432 char"):
+        load(llama_3(tmp_path, bpe, chat_template=endless)).chat(MESSAGES)
+    with pytest.raises(CheckpointError, match=r"the chat template of .* has 2,000,000 characters, over 1,048,576"):
+        load(llama_3(tmp_path, bpe, chat_template="x" * 2_000_000)).chat(MESSAGES)
+
+
+def test_half_a_character_is_refused_with_its_place(tokenizer: Tokenizer) -> None:
+    for text, place in (
+        ("a\ud800b", "character 1 of the text is U\\+D800"),
+        ("\udcff", "character 0 of .* is U\\+DCFF"),
+    ):
+        with pytest.raises(ValueError, match=place):
+            tokenizer.encode(text)
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------

@@ -316,6 +316,32 @@ def test_what_was_begun_with_other_flags_model_or_input_is_not_continued(
     assert [r["index"] for r in read_lines(output)] == list(range(5))
 
 
+def test_a_gguf_model_is_told_from_another_by_pages_all_over_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "BEGINNING", 1 << 21)
+    paths = [tmp_path / f"m-0000{part}-of-00002.gguf" for part in (1, 2)]
+    for path in paths:
+        path.write_bytes(bytes(5 << 20))
+    first = batch.fingerprint_of_model(paths[0])
+    assert set(first["weights"]) == {path.name for path in paths}
+    assert batch.fingerprint_of_model(paths[1])["weights"] == first["weights"]  # whichever part is named
+    for path in paths:
+        for at in (0, (2 << 20) - 1, (5 << 20) - 1):  # a header may be larger than a MiB; the last byte
+            data = bytearray(5 << 20)
+            data[at] = 1
+            path.write_bytes(data)
+            assert batch.fingerprint_of_model(paths[0]) != first, (path.name, at)
+        path.write_bytes(bytes(5 << 20))
+        for at in range(0, 5 << 20, 1 << 18):  # a change of weights reaches far: one tensor of another kind
+            data = bytearray(5 << 20)
+            data[at : at + (1 << 19)] = bytes([1]) * len(data[at : at + (1 << 19)])
+            path.write_bytes(data)
+            assert batch.fingerprint_of_model(paths[0]) != first, (path.name, at)
+        path.write_bytes(bytes(5 << 20))
+    assert batch.fingerprint_of_model(paths[0]) == first
+
+
 def test_flags_may_change_as_long_as_nothing_is_written(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

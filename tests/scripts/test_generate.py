@@ -145,6 +145,7 @@ def test_a_file_is_continued_and_a_trace_is_written(
         (["--prompt", "a", "--model", "tests"], "no config.json"),
         (["--prompt", "a", "--json", "nowhere/run.json"], "nowhere"),
         (["--prompt", "a", "--chat"], "chat template"),
+        (["--prompt", "a\udcff"], "--prompt: character 1 of the text is U+DCFF"),  # argv of bytes that are no UTF-8
         (["--prompt", "a", "--frobnicate"], "--frobnicate"),
         (["--prompt", "a", "--prompts", "b.jsonl"], "not allowed with"),
     ],
@@ -166,6 +167,7 @@ def test_a_mistake_gets_one_sentence_that_names_it(
         ('{"tokens": ["a"]}', "whole numbers"),
         ('{"tokens": [99999]}', "99999"),
         ('{"prompt": 5}', "must be a text"),
+        (r'{"prompt": "\ud800"}', "line 2: character 0 of the text is U+D800"),
         ('{"prompt": "a", "top_p": 3}', "top_p"),
         ("[1, 2]", "JSON object"),
     ],
@@ -461,6 +463,21 @@ def test_a_gguf_file_writes_what_the_folder_it_was_made_of_writes(
     assert run["completions"][0]["tokens"] == folder["completions"][0]["tokens"]
     assert run["config"]["model"] == str(gguf_file)
     assert run["completions"][0]["text"]
+
+
+def test_messages_of_half_a_character_and_a_template_that_fails_are_one_sentence(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], gguf_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(r'{"messages": [{"role": "user", "content": "a\ud800"}]}' + "\n", encoding="utf-8")
+    said = refusal(script, capsys, "--prompts", str(path), "--model", str(gguf_file))
+    assert re.search(r"in\.jsonl line 1: character \d+ of the text is U\+D800", said)
+    data = gguf_file.read_bytes()
+    old, new = b"{{ m['content'] }}", b"{{ 1 // 0       }}"
+    assert len(old) == len(new)
+    gguf_file.write_bytes(data.replace(old, new))
+    said = refusal(script, capsys, *NIGHT, "--chat", "--model", str(gguf_file))
+    assert said.endswith("tiny.gguf refuses these messages: ZeroDivisionError: integer division or modulo by zero")
 
 
 def test_a_file_that_is_no_gguf_is_one_sentence(
