@@ -162,15 +162,6 @@ def ask_about_the_logbook(args: argparse.Namespace) -> None:
     args.document, args.prompts, args.chat = BUNDLED / "logbook.txt", BUNDLED / "requests.jsonl", True
 
 
-def default_model(parallel: Parallel) -> str:
-    """Who writes where nobody is named; says on stderr how to get the better one."""
-    if find_smollm2() is not None:
-        return "smollm2"
-    if parallel.is_main:
-        print(f"the small bundled model writes; for a real one: {SMOLLM2_COMMAND}", file=sys.stderr, flush=True)
-    return "bundled"
-
-
 def read_text(path: Path) -> str:
     """A UTF-8 file as text; ValueError or OSError in one sentence."""
     try:
@@ -679,7 +670,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     """What main does once the processes have met."""
     try:
-        args.model = args.model or default_model(parallel)
+        nobody_named = args.model is None
+        args.model = args.model or ("bundled" if find_smollm2() is None else "smollm2")
         folder = locate(args.model)
         config = read_config(folder)
         if (showpiece := is_showpiece(args)) and args.model == "smollm2":
@@ -689,6 +681,8 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
         engine.check(prompts, params)
     except (ValueError, OSError) as error:
         refuse(error, PROGRAM)
+    if nobody_named and args.model == "bundled" and parallel.is_main:
+        print(f"the small bundled model writes; for a real one: {SMOLLM2_COMMAND}", file=sys.stderr, flush=True)
     if engine.compiled and parallel.is_main:
         print("compiling (a minute or two the first time, cached afterwards) ...", file=sys.stderr, flush=True)
     progress = ProgressLine()

@@ -45,7 +45,9 @@ class Made:
 
 def make(setup: Setup, *flags: str) -> Made:
     """What generate.py makes of these flags; a dry run does not compile."""
-    args = generate.parse([*flags, "--device", setup.device.type, *(["--no-compile"] if setup.tiny else [])])
+    args = generate.parse(
+        ["--model", "bundled", *flags, "--device", setup.device.type, *(["--no-compile"] if setup.tiny else [])]
+    )
     config = read_config(BUNDLED)
     prompts, params = generate.read_requests(args, load_tokenizer(BUNDLED, config), config)
     return Made(generate.build(args, prompts, params, config, Parallel(setup.device)), prompts, params)
