@@ -60,7 +60,7 @@ from gpt_fast_sd.tp import Parallel, start
 
 PROGRAM = "generate.py"
 DRAFT = "streaming"  # who drafts unless --draft says otherwise
-SHOWN_AT = {False: 0.7, True: 0.4}  # temperature where no prompt is given, and for SmolLM2's requests
+SHOWN_AT = {False: 0.7, True: 0.8}  # temperature where no prompt is given, and for SmolLM2's chapters
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
 RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, where a run takes fewer seconds than that
@@ -149,7 +149,7 @@ def number_or_auto(text: str) -> int | str:
 
 
 def is_showpiece(args: argparse.Namespace) -> bool:
-    """Whether no prompt was given: then SmolLM2 is asked about a logbook, and any other model continues a document."""
+    """Whether no prompt was given: then SmolLM2 writes on at a logbook, and any other model continues a document."""
     if args.prompt is not None or args.prompt_file is not None or args.prompts is not None:
         return False
     if args.document is not None:
@@ -157,9 +157,9 @@ def is_showpiece(args: argparse.Namespace) -> bool:
     return True
 
 
-def ask_about_the_logbook(args: argparse.Namespace) -> None:
-    """Eight requests on one long document, which all slots share."""
-    args.document, args.prompts, args.chat = BUNDLED / "logbook.txt", BUNDLED / "requests.jsonl", True
+def go_on_with_the_logbook(args: argparse.Namespace) -> None:
+    """Eight chapters that begin behind one long document, which all slots share."""
+    args.document, args.prompts = BUNDLED / "logbook.txt", BUNDLED / "requests.jsonl"
 
 
 def read_text(path: Path) -> str:
@@ -675,7 +675,7 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
         folder = locate(args.model)
         config = read_config(folder)
         if (showpiece := is_showpiece(args)) and args.model == "smollm2":
-            ask_about_the_logbook(args)
+            go_on_with_the_logbook(args)
         prompts, params = read_requests(args, load_tokenizer(folder, config), config, showpiece)
         engine = build(args, prompts, params, config, parallel)
         engine.check(prompts, params)

@@ -560,10 +560,10 @@ def test_a_document_without_a_text_to_stand_before_is_refused(
     assert "No such file" in refusal(script, capsys, "--document", str(tmp_path / "none"), "--prompt", "x")
 
 
-def test_smollm2_is_asked_about_the_logbook_where_nobody_asks_anything(script: ModuleType) -> None:
+def test_smollm2_goes_on_with_the_logbook_where_nobody_asks_anything(script: ModuleType) -> None:
     args = script.parse(["--model", "smollm2"])
     assert script.is_showpiece(args)
-    script.ask_about_the_logbook(args)
+    script.go_on_with_the_logbook(args)
     prompts, params = script.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000), showpiece=True)
     assert len(prompts) == 8 == len(set(map(tuple, prompts))) and params[0].temperature > 0
     shared = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
