@@ -2,8 +2,8 @@
 // products. W is packed once: tiles of 16 outputs x 32 inputs, an output in every lane, pairs of inputs side by side.
 //
 // A row's bits never depend on how many rows there are nor on the number of threads: the sum of an output runs over all
-// inputs in order, in one place. Few rows read each weight once, from memory, so bytes bind them; the tiles do the
-// operations of 16 rows in the time of one, so a verification of several tokens costs about the bytes of a plain step.
+// inputs in order, in one place. Up to 32 rows read each weight once; the tiles do the operations of 16 rows in the time
+// of one.
 //
 // Names: M rows, I inputs, O outputs. I and O are multiples of 32.
 #include <immintrin.h>
