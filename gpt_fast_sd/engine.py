@@ -118,7 +118,6 @@ class Engine:
         options = inductor_options(cfg, self.device) if self.compiled else None
         if self.compiled and self.device.type == "cpu":
             pack_linears(model)
-            # after the options: in torch 2.11 threads share Inductor's settings
             begin_building(*cpu_kernels(model.config.head_dim))
         self.target = Reader(model, self.cache, options, group)
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
@@ -171,6 +170,8 @@ class Engine:
         The target's steps stay compiled, and its slots keep the prompts that they hold: these are not prefilled again.
         """
         self._require_idle()
+        if not isinstance(draft, DraftConfig):
+            raise ValueError(f"draft must be a DraftConfig, got {draft!r:.80}")
         plan = self._plan_of(draft, draft_model)
         plan.beside(self._plan).check_added(free_memory(self.device, held=self._plan.total), self.device, draft)
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
@@ -237,6 +238,8 @@ class Engine:
             config, draft, model_config, draft_config, dtype, parallel, device, weights=n_params * dtype.itemsize
         )
         plan.check(free_memory(device), device, config)
+        if config.compile and device.type == "cpu":
+            begin_building(*cpu_kernels(model_config.head_dim))  # beside the reading of weights
         draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
         target = group.load(folder, device=device, dtype=dtype)
         return cls(target, tokenizer, config, draft, draft_model, parallel, plan)

@@ -132,7 +132,8 @@ class Rows:
             return verify_greedy(logits, drafted, cap, self.vocabulary), None
         p = self.probabilities(self.vocabulary.whole(logits))
         if q is None:
-            q = F.one_hot(drafted, p.shape[-1]).to(p.dtype)
+            # not F.one_hot, which reads the tokens on the host to check them where torch 2.11 runs it on a CPU
+            q = (drafted[..., None] == torch.arange(p.shape[-1], device=p.device)).to(p.dtype)
         accept_u, next_u = self.uniform(pos[:, :-1], accept), self.uniform(pos, own)
         verdict = verify_sampled(p, q, drafted, cap, accept_u, next_u)
         return Verdict(*self.vocabulary.decided(verdict.n_accepted, verdict.next_token)), p

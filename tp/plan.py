@@ -131,6 +131,8 @@ class Group:
         """Cut a whole model down, in place, to this rank's part; ValueError where it cannot be split that often."""
         if self.mesh is not None:
             assert len(model.embedding.weight) == model.config.vocab_size, "the model is a part already"
+            if any(hasattr(weight, "is_packed") for weight in model.parameters()):  # their rows are not where they were
+                raise ValueError("an engine has packed this model's weights for its CPU: load it anew to split it")
             check_split(model.config, self.size)
             repeat_kv_heads(model, kv_copies(model.config, self.size))
             self._cut(model)

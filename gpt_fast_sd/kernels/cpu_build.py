@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 
+@functools.cache  # in torch 2.11 threads share Inductor's settings, this one among them
 def known_isa() -> dict[str, bool]:
     """Inductor's option not to build and load a program for each vector instruction set, 15 s where a CPU has AVX-512.
 
@@ -77,6 +78,8 @@ def begin_building(*sources: tuple[Path, int]) -> None:
     whatever is compiled first, and the sources, each for a head dim. Where building fails, it fails again where it is
     needed, and is told.
     """
+
+    known_isa()  # here, where no thread has changed the settings that it asks
 
     def build() -> None:
         from torch._inductor import config

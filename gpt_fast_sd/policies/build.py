@@ -43,6 +43,8 @@ def build_policy(
     draft_group: the ranks that hold the draft model together; None: those that hold the target.
     """
     draft_group = draft_group or target.group
+    if draft_model is not None and config.draft_model is None:  # a configuration names one only where one drafts
+        raise ValueError(f"a draft model was given, and policy {config.policy!r} drafts without one")
     if config.policy == "off":
         return None
     if config.policy == "lookup":

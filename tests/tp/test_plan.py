@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.model import PRESETS, CausalSelf, ModelConfig, Transformer, preset
+from gpt_fast_sd.packing import pack_linears
 from gpt_fast_sd.tp import PLAN, Parallel, Vocabulary, collectives_per_step, local_config, start
 from tests.helpers import tiny_config, tiny_model, whole_text_logits
 
@@ -92,6 +93,15 @@ def test_a_vocabulary_is_padded_where_the_ranks_do_not_divide_it(as_one_of: Para
     assert torch.equal(last.output.weight[:3994], rows[-3994:]) and not last.output.weight[3994:].any()
     with pytest.raises(ValueError, match="the model holds 32,001 of 32,001 embedding rows, but 8 processes"):
         as_one_of.group.check_part(tiny_model(config))
+
+
+@pytest.mark.parametrize("as_one_of", [2], indirect=True)
+def test_a_model_whose_weights_are_packed_is_not_split(as_one_of: Parallel) -> None:
+    model = tiny_model(tiny_config(dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64)).to(torch.bfloat16)
+    if not pack_linears(model):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    with pytest.raises(ValueError, match="packed this model's weights .* load it anew"):
+        as_one_of.group.shard(model)
 
 
 def test_every_preset_splits_among_eight_ranks_or_says_why_not() -> None:

@@ -30,8 +30,8 @@ def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
 
 @st.composite
 def tied(draw: st.DrawFn) -> tuple[list[float], int, str]:
-    """A row of few values, and two filters."""
-    levels = draw(st.lists(st.floats(-40, 0, width=32), min_size=1, max_size=4))
+    """A row of few values, and two filters. Weights and what lies between them are far above the unit that is summed."""
+    levels = draw(st.lists(st.integers(-80_000, 0).map(lambda n: n / 2**12), min_size=1, max_size=4))
     row = [0.0, *draw(st.lists(st.sampled_from([0.0, -0.0, -math.inf, *levels]), max_size=30))]
     row = draw(st.permutations(row))
     return row, draw(st.integers(1, len(row))), draw(st.sampled_from([f"0.{i:02}" for i in range(1, 100)] + ["1"]))
@@ -45,6 +45,12 @@ def test_ties_are_cut_as_plain_python_cuts_them(rows: list[tuple[list[float], in
         scores[i, : len(row)] = torch.tensor(row)
     top_k, top_p = [k for _, k, _ in rows], [p for _, _, p in rows]
     assert found(likeliest, scores, top_k, top_p) == expected(scores, top_k, top_p)
+
+
+def test_what_weighs_less_than_the_unit_of_the_sums_moves_no_cut() -> None:
+    """Half of six tokens and of a seventh that weighs 2**-45 of one: three, where fractions would ask for a fourth."""
+    scores = torch.tensor([[0.0] * 6 + [-31.0]])
+    assert found(likeliest, scores, [7], ["0.5"]) == [[0, 1, 2]]
 
 
 def test_thousands_of_short_rows_full_of_ties_are_cut_as_plain_python_cuts_them() -> None:

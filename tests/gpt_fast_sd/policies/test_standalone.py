@@ -290,3 +290,17 @@ def test_an_engine_without_the_draft_model_is_refused() -> None:
         Engine(
             tiny_model(), None, EngineConfig(max_seq_len=640), DraftConfig(policy="standalone", draft_model="somewhere")
         )
+
+
+@pytest.mark.parametrize("policy", ["off", "streaming", "lookup", "hierarchy"])
+def test_a_draft_model_that_nothing_would_use_is_refused(policy: Any) -> None:
+    config, draft = EngineConfig(max_seq_len=640), DraftConfig(policy=policy, budget=64)
+    with pytest.raises(ValueError, match=f"policy '{policy}' drafts without one"):
+        Engine(tiny_model(), None, config, draft, tiny_model())
+
+
+def test_redrafting_takes_a_configuration() -> None:
+    engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=640))
+    with pytest.raises(ValueError, match="draft must be a DraftConfig, got None"):
+        engine.redraft(None)  # type: ignore[arg-type]
+    assert engine.generate([[3, 4]], SamplingParams(max_tokens=2))
