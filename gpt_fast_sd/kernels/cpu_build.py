@@ -78,7 +78,6 @@ def begin_building(*sources: tuple[Path, int]) -> None:
     whatever is compiled first, and the sources, each for a head dim. Where building fails, it fails again where it is
     needed, and is told.
     """
-
     known_isa()  # here, where no thread has changed the settings that it asks
 
     def build() -> None:

@@ -30,7 +30,7 @@ def test_kept_is_what_plain_python_keeps(n_vocab: int) -> None:
 
 @st.composite
 def tied(draw: st.DrawFn) -> tuple[list[float], int, str]:
-    """A row of few values, and two filters. Weights and what lies between them are far above the unit that is summed."""
+    """A row of few values, and two filters. Weights, and what lies between them, are far above the unit of sums."""
     levels = draw(st.lists(st.integers(-80_000, 0).map(lambda n: n / 2**12), min_size=1, max_size=4))
     row = [0.0, *draw(st.lists(st.sampled_from([0.0, -0.0, -math.inf, *levels]), max_size=30))]
     row = draw(st.permutations(row))
