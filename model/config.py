@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +13,11 @@ class RopeScaling:
     """How rotary frequencies are stretched past the trained context.
 
     kind "linear" divides every frequency by factor (Chen et al. 2023, arXiv 2306.15595); kind "llama3" keeps the high
-    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783); kind "factors" divides each
-    frequency by its own one of factors as well, which is how a GGUF file stores the result of any such rule.
+    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783); kind "yarn" does the same by
+    another ramp, between the pairs that turn beta_fast and beta_slow times in the original context (whole pairs where
+    truncate is set), and lengthens queries and keys by attention_factor (Peng et al. 2023, arXiv 2309.00071); kind
+    "factors" divides each frequency by its own one of factors as well, which is how a GGUF file stores the result of
+    any such rule.
     """
 
     kind: str
@@ -23,12 +26,16 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3", "factors"):
-            raise ValueError(f"rope scaling must be 'linear', 'llama3' or 'factors', got {self.kind!r}")
-        if self.factor < 1.0:
-            raise ValueError(f"rope scaling factor must be at least 1, got {self.factor}")
+        if self.kind not in _ROPE_KINDS:
+            raise ValueError(f"rope scaling must be {_one_of(_ROPE_KINDS)}, got {self.kind!r}")
+        if not (_positive(self.factor) and self.factor >= 1.0):
+            raise ValueError(f"rope scaling factor must be at least 1, got {self.factor!r}")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 "rope scaling needs low_freq_factor < high_freq_factor, "
@@ -36,6 +43,52 @@ class RopeScaling:
             )
         if (self.kind == "factors") != bool(self.factors) or not all(0 < each < math.inf for each in self.factors):
             raise ValueError(f"rope scaling 'factors' needs positive factors, and no other kind any: {self.factors}")
+        original = self.original_max_seq_len
+        if not isinstance(original, int) or isinstance(original, bool) or original < 1:
+            raise ValueError(f"rope scaling original_max_seq_len must be a whole number above 0, got {original!r}")
+        if not (_positive(self.beta_fast) and _positive(self.beta_slow) and self.beta_fast >= self.beta_slow):
+            raise ValueError(
+                f"rope scaling needs beta_fast >= beta_slow > 0, got {self.beta_fast!r} and {self.beta_slow!r}"
+            )
+        if self.attention_factor is not None and not (self.kind == "yarn" and _positive(self.attention_factor)):
+            raise ValueError(
+                "rope scaling attention_factor must be a positive number in 'yarn' and None in every other kind, "
+                f"got {self.attention_factor!r} in {self.kind!r}"
+            )
+
+    @property
+    def length(self) -> float:
+        """What queries and keys are multiplied by: YaRN's attention_factor, or the paper's; else 1."""
+        if self.kind != "yarn":
+            return 1.0
+        return yarn_length(self.factor) if self.attention_factor is None else self.attention_factor
+
+    def reach(self, stated: int) -> int:
+        """The positions of a model whose file states so many.
+
+        YaRN makes them at least the original length times the factor. That is how Qwen's files are used: their
+        max_position_embeddings stays that of training when somebody adds the scaling. A file that states more keeps it.
+        """
+        return max(stated, int(self.original_max_seq_len * self.factor)) if self.kind == "yarn" else stated
+
+
+_ROPE_KINDS = ("linear", "llama3", "yarn", "factors")
+
+
+def yarn_length(factor: float, weight: float = 1.0) -> float:
+    """How much longer YaRN makes queries and keys: 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _positive(value: object) -> TypeGuard[float]:
+    """Whether it is a number above 0 and below infinity."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    """'a', 'b' or 'c'."""
+    *most, last = map(repr, names)
+    return f"{', '.join(most)} or {last}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +127,8 @@ class ModelConfig:
             raise ValueError(f"rope scaling must have {self.head_dim // 2} factors, one a pair, got {len(factors)}")
         if self.norm_eps <= 0 or self.rope_theta <= 0:
             raise ValueError(f"norm_eps and rope_theta must be positive, got {self.norm_eps} and {self.rope_theta}")
+        if self.rope_scaling and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta must be above 1 where rope scaling is 'yarn', got {self.rope_theta}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
 
@@ -97,7 +152,10 @@ class ModelConfig:
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        """The shape a config.json describes; whatever this Llama cannot do exactly is refused by name (ValueError)."""
+        """The shape a config.json describes; whatever this Llama cannot do exactly is refused by name (ValueError).
+
+        max_seq_len is max_position_embeddings, which YaRN may extend: `RopeScaling.reach`.
+        """
         try:
             return cls._from_fields(Fields(raw))
         except ValueError as error:
@@ -116,7 +174,8 @@ class ModelConfig:
             fields.only("attention_bias", False)
         fields.only("use_sliding_window", False)
         fields.only("partial_rotary_factor", 1.0)
-        fields.only("quantization_config", None)
+        for name in ("quantization_config", "quantization"):  # the second is what MLX writes
+            fields.only(name, None)
         kinds = raw.get("layer_types") or []
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             fields.refuse("layer_types", "only 'full_attention'")
@@ -130,6 +189,7 @@ class ModelConfig:
             head_dim = dim // n_heads
         counted = "num_key_value_heads" in raw or family != "LlamaForCausalLM"  # the first Llama files do not have it
         theta, scaling = fields.rope()
+        stated = fields.whole("max_position_embeddings")
         return cls(
             vocab_size=fields.whole("vocab_size"),
             dim=dim,
@@ -138,7 +198,7 @@ class ModelConfig:
             n_kv_heads=fields.whole("num_key_value_heads") if counted else n_heads,
             head_dim=head_dim,
             ffn_dim=fields.whole("intermediate_size"),
-            max_seq_len=fields.whole("max_position_embeddings"),
+            max_seq_len=scaling.reach(stated) if scaling else stated,
             norm_eps=fields.number("rms_norm_eps"),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -182,15 +242,25 @@ class ModelConfig:
         if family == "LlamaForCausalLM":
             raw |= {"attention_bias": False, "mlp_bias": False}
         if self.rope_scaling is not None:
-            if self.rope_scaling.kind == "factors":
+            raw["rope_scaling"] = self._rope_fields(self.rope_scaling)
+        return raw
+
+    def _rope_fields(self, scaling: RopeScaling) -> dict[str, Any]:
+        """A config.json's rope_scaling."""
+        raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        match scaling.kind:
+            case "factors":
                 raise ValueError("a config.json has no place for a rotary factor of each frequency")
-            raw["rope_scaling"] = {"rope_type": self.rope_scaling.kind, "factor": self.rope_scaling.factor}
-            if self.rope_scaling.kind == "llama3":
-                raw["rope_scaling"] |= {
-                    "low_freq_factor": self.rope_scaling.low_freq_factor,
-                    "high_freq_factor": self.rope_scaling.high_freq_factor,
-                    "original_max_position_embeddings": self.rope_scaling.original_max_seq_len,
-                }
+            case "llama3":
+                raw |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+            case "yarn":
+                reach = scaling.reach(self.max_seq_len)
+                if reach > self.max_seq_len:
+                    raise ValueError(f"a config.json of this YaRN means {reach:,} positions, not {self.max_seq_len:,}")
+                raw |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+                raw |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+        if scaling.kind != "linear":
+            raw["original_max_position_embeddings"] = scaling.original_max_seq_len
         return raw
 
 
@@ -249,13 +319,19 @@ class Fields:
     def number(self, name: str) -> float:
         """A positive number."""
         value = self.raw.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not _positive(value):
             self.refuse(name, "a positive number")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """True or false; false where it is not there."""
-        value = self.raw.get(name, False)
+    def number_or(self, name: str, default: float) -> float:
+        """A positive number, or the default where there is none or 0."""
+        value = self.raw.get(name)
+        absent = value is None or (value == 0 and not isinstance(value, bool))
+        return default if absent else self.number(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false; the default where it is not there."""
+        value = self.raw.get(name, default)
         if not isinstance(value, bool):
             self.refuse(name, "true or false")
         return value
@@ -278,9 +354,11 @@ class Fields:
         """Base and scaling: both in rope_parameters (transformers 5), or in rope_theta and rope_scaling (before)."""
         spelling = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         raw = self.raw.get(spelling) or {}
+        original = "original_max_position_embeddings"  # which transformers prefers outside, where there are two
         if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
             self.refuse(spelling, "one set of values for all layers")
-        inner = Fields({"rope_theta": self.raw.get("rope_theta", 10000.0), **raw}, f"{spelling}: ")
+        outside = {original: self.raw[original]} if self.raw.get(original) is not None else {}
+        inner = Fields({"rope_theta": self.raw.get("rope_theta", 10000.0), **raw, **outside}, f"{spelling}: ")
         inner.only("partial_rotary_factor", 1.0)
         theta = inner.number("rope_theta")
         key = "rope_type" if "rope_type" in raw else "type"
@@ -295,10 +373,28 @@ class Fields:
                     factor=inner.number("factor"),
                     low_freq_factor=inner.number("low_freq_factor"),
                     high_freq_factor=inner.number("high_freq_factor"),
-                    original_max_seq_len=inner.whole("original_max_position_embeddings"),
+                    original_max_seq_len=inner.whole(original),
+                )
+            case "yarn":
+                factor = inner.number("factor")
+                return theta, RopeScaling(
+                    kind="yarn",
+                    factor=factor,
+                    original_max_seq_len=inner.whole(original),
+                    beta_fast=inner.number_or("beta_fast", 32.0),
+                    beta_slow=inner.number_or("beta_slow", 1.0),
+                    truncate=inner.flag("truncate", True),
+                    attention_factor=inner.attention_factor(factor),
                 )
             case _:
-                inner.refuse(key, "'default', 'linear' or 'llama3'")
+                inner.refuse(key, "'default', 'linear', 'llama3' or 'yarn'")
+
+    def attention_factor(self, factor: float) -> float | None:
+        """YaRN's, as transformers finds it: the field, else what mscale and mscale_all_dim give if both are there."""
+        if self.raw.get("attention_factor") is not None:
+            return self.number("attention_factor")
+        scale, scale_all = self.number_or("mscale", 0.0), self.number_or("mscale_all_dim", 0.0)
+        return yarn_length(factor, scale) / yarn_length(factor, scale_all) if scale and scale_all else None
 
 
 _LLAMA_3 = ModelConfig(
