@@ -172,7 +172,8 @@ class ModelConfig:
         fields.only("mlp_bias", False)
         if family != "Qwen2ForCausalLM":  # Qwen2 has biases on q, k and v whatever this field says
             fields.only("attention_bias", False)
-        fields.only("use_sliding_window", False)
+        if not fields.windowless():
+            fields.only("use_sliding_window", False)
         fields.only("partial_rotary_factor", 1.0)
         for name in ("quantization_config", "quantization"):  # the second is what MLX writes
             fields.only(name, None)
@@ -342,6 +343,11 @@ class Fields:
             return 4096  # what the Mistral format means by leaving it out
         return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
 
+    def windowless(self) -> bool:
+        """Whether Qwen's sliding window begins behind the last layer, so that use_sliding_window says nothing."""
+        first, n_layers = self.raw.get("max_window_layers"), self.raw.get("num_hidden_layers")
+        return isinstance(first, int) and isinstance(n_layers, int) and first >= n_layers
+
     def ids(self, name: str) -> tuple[int, ...]:
         """Token ids: none, one or a list of them."""
         value = self.raw.get(name)
@@ -407,31 +413,58 @@ _LLAMA_2 = ModelConfig(
     vocab_size=32000, dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, ffn_dim=11008,
     max_seq_len=4096, bos_id=1, eos_ids=(2,),
 )  # fmt: skip
+_TINY_LLAMA = replace(_LLAMA_2, dim=2048, n_layers=22, n_kv_heads=4, head_dim=64, ffn_dim=5632, max_seq_len=2048)
 _MISTRAL = replace(_LLAMA_2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768)
 _QWEN_2_5 = ModelConfig(
     vocab_size=152064, dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, head_dim=128, ffn_dim=18944,
     max_seq_len=131072, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True, bos_id=151643, eos_ids=(151643,),
 )  # fmt: skip
+_QWEN_2_5_SMALL = replace(_QWEN_2_5, vocab_size=151936, n_kv_heads=2, tie_embeddings=True)
+_QWEN_2_5_LARGE = replace(_QWEN_2_5, dim=5120, n_heads=40, n_kv_heads=8, norm_eps=1e-5)
 _QWEN_3 = ModelConfig(
     vocab_size=151936, dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=12288,
     max_seq_len=40960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, bos_id=151643, eos_ids=(151645,),
 )  # fmt: skip
+_QWEN_3_SMALL = replace(_QWEN_3, n_layers=28, n_heads=16, tie_embeddings=True)
+_SMOLLM_2 = ModelConfig(
+    vocab_size=49152, dim=576, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, ffn_dim=1536,
+    max_seq_len=8192, rope_theta=100000.0, tie_embeddings=True, bos_id=0, eos_ids=(0,),
+)  # fmt: skip
 
 PRESETS = {
     "meta-llama/Llama-2-7b-hf": _LLAMA_2,
+    "togethercomputer/LLaMA-2-7B-32K": replace(
+        _LLAMA_2, max_seq_len=32768, rope_scaling=RopeScaling(kind="linear", factor=8.0)
+    ),
     "meta-llama/Meta-Llama-3-8B": _LLAMA_3,
     "meta-llama/Llama-3.1-8B": _LLAMA_3_1,
     "meta-llama/Llama-3.1-70B": replace(_LLAMA_3_1, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
     "meta-llama/Llama-3.2-1B": replace(_LLAMA_3_2, dim=2048, n_layers=16, head_dim=64, ffn_dim=8192),
     "meta-llama/Llama-3.2-3B": replace(_LLAMA_3_2, dim=3072, n_layers=28, n_heads=24, ffn_dim=8192),
+    "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": _TINY_LLAMA,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _TINY_LLAMA,
     "mistralai/Mistral-7B-v0.1": replace(_MISTRAL, sliding_window=4096),
     "mistralai/Mistral-7B-v0.3": replace(_MISTRAL, vocab_size=32768, rope_theta=1e6),
     "Qwen/Qwen2.5-0.5B": replace(
-        _QWEN_2_5, vocab_size=151936, dim=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64, ffn_dim=4864,
-        max_seq_len=32768, tie_embeddings=True,
+        _QWEN_2_5_SMALL, dim=896, n_layers=24, n_heads=14, head_dim=64, ffn_dim=4864, max_seq_len=32768
     ),
+    "Qwen/Qwen2.5-1.5B": replace(_QWEN_2_5_SMALL, dim=1536, n_heads=12, ffn_dim=8960),
+    "Qwen/Qwen2.5-3B": replace(_QWEN_2_5_SMALL, dim=2048, n_layers=36, n_heads=16, ffn_dim=11008, max_seq_len=32768),
     "Qwen/Qwen2.5-7B": _QWEN_2_5,
+    "Qwen/Qwen2.5-14B": replace(_QWEN_2_5_LARGE, n_layers=48, ffn_dim=13824),
+    "Qwen/Qwen2.5-32B": replace(_QWEN_2_5_LARGE, n_layers=64, ffn_dim=27648),
+    "Qwen/Qwen2.5-72B": replace(_QWEN_2_5_LARGE, dim=8192, n_layers=80, n_heads=64, ffn_dim=29568),
+    "Qwen/Qwen3-0.6B": replace(_QWEN_3_SMALL, dim=1024, ffn_dim=3072),
+    "Qwen/Qwen3-1.7B": replace(_QWEN_3_SMALL, dim=2048, ffn_dim=6144),
+    "Qwen/Qwen3-4B": replace(_QWEN_3, dim=2560, ffn_dim=9728, tie_embeddings=True),
     "Qwen/Qwen3-8B": _QWEN_3,
+    "Qwen/Qwen3-14B": replace(_QWEN_3, dim=5120, n_layers=40, n_heads=40, ffn_dim=17408),
+    "Qwen/Qwen3-32B": replace(_QWEN_3, dim=5120, n_layers=64, n_heads=64, ffn_dim=25600),
+    "HuggingFaceTB/SmolLM2-135M": _SMOLLM_2,
+    "HuggingFaceTB/SmolLM2-360M": replace(_SMOLLM_2, dim=960, n_layers=32, n_heads=15, n_kv_heads=5, ffn_dim=2560),
+    "HuggingFaceTB/SmolLM2-1.7B": replace(
+        _SMOLLM_2, dim=2048, n_layers=24, n_heads=32, n_kv_heads=32, ffn_dim=8192, rope_theta=130000.0
+    ),
     "01-ai/Yi-6B": replace(_LLAMA_2, vocab_size=64000, n_kv_heads=4, rope_theta=5e6),
 }  # fmt: skip
 
