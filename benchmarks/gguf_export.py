@@ -84,6 +84,8 @@ def export_gguf(folder: Path, out: Path, dtype: str) -> None:
     config = read_config(folder)
     if config.qkv_bias or config.qk_norm or config.sliding_window:
         raise ValueError(f"{folder} is no plain Llama: only that shape is exported")
+    if config.rope_scaling and config.rope_scaling.length != 1.0:
+        raise ValueError(f"{folder} has YaRN, whose longer queries and keys are not exported")
     file_type = {
         "f16": gguf.LlamaFileType.MOSTLY_F16,
         "bf16": gguf.LlamaFileType.MOSTLY_BF16,

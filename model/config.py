@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +13,11 @@ class RopeScaling:
     """How rotary frequencies are stretched past the trained context.
 
     kind "linear" divides every frequency by factor (Chen et al. 2023, arXiv 2306.15595); kind "llama3" keeps the high
-    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783); kind "factors" divides each
-    frequency by its own one of factors as well, which is how a GGUF file stores the result of any such rule.
+    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783); kind "yarn" does the same by
+    another ramp, between the pairs that turn beta_fast and beta_slow times in the original context (whole pairs where
+    truncate is set), and lengthens queries and keys by attention_factor (Peng et al. 2023, arXiv 2309.00071); kind
+    "factors" divides each frequency by its own one of factors as well, which is how a GGUF file stores the result of
+    any such rule.
     """
 
     kind: str
@@ -23,12 +26,16 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "llama3", "factors"):
-            raise ValueError(f"rope scaling must be 'linear', 'llama3' or 'factors', got {self.kind!r}")
-        if self.factor < 1.0:
-            raise ValueError(f"rope scaling factor must be at least 1, got {self.factor}")
+        if self.kind not in _ROPE_KINDS:
+            raise ValueError(f"rope scaling must be {_one_of(_ROPE_KINDS)}, got {self.kind!r}")
+        if not (_positive(self.factor) and self.factor >= 1.0):
+            raise ValueError(f"rope scaling factor must be at least 1, got {self.factor!r}")
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 "rope scaling needs low_freq_factor < high_freq_factor, "
@@ -36,6 +43,52 @@ class RopeScaling:
             )
         if (self.kind == "factors") != bool(self.factors) or not all(0 < each < math.inf for each in self.factors):
             raise ValueError(f"rope scaling 'factors' needs positive factors, and no other kind any: {self.factors}")
+        original = self.original_max_seq_len
+        if not isinstance(original, int) or isinstance(original, bool) or original < 1:
+            raise ValueError(f"rope scaling original_max_seq_len must be a whole number above 0, got {original!r}")
+        if not (_positive(self.beta_fast) and _positive(self.beta_slow) and self.beta_fast >= self.beta_slow):
+            raise ValueError(
+                f"rope scaling needs beta_fast >= beta_slow > 0, got {self.beta_fast!r} and {self.beta_slow!r}"
+            )
+        if self.attention_factor is not None and not (self.kind == "yarn" and _positive(self.attention_factor)):
+            raise ValueError(
+                "rope scaling attention_factor must be a positive number in 'yarn' and None in every other kind, "
+                f"got {self.attention_factor!r} in {self.kind!r}"
+            )
+
+    @property
+    def length(self) -> float:
+        """What queries and keys are multiplied by: YaRN's attention_factor, or the paper's; else 1."""
+        if self.kind != "yarn":
+            return 1.0
+        return yarn_length(self.factor) if self.attention_factor is None else self.attention_factor
+
+    def reach(self, stated: int) -> int:
+        """The positions of a model whose file states so many.
+
+        YaRN makes them at least the original length times the factor. That is how Qwen's files are used: their
+        max_position_embeddings stays that of training when somebody adds the scaling. A file that states more keeps it.
+        """
+        return max(stated, int(self.original_max_seq_len * self.factor)) if self.kind == "yarn" else stated
+
+
+_ROPE_KINDS = ("linear", "llama3", "yarn", "factors")
+
+
+def yarn_length(factor: float, weight: float = 1.0) -> float:
+    """How much longer YaRN makes queries and keys: 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _positive(value: object) -> TypeGuard[float]:
+    """Whether it is a number above 0 and below infinity."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    """'a', 'b' or 'c'."""
+    *most, last = map(repr, names)
+    return f"{', '.join(most)} or {last}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +127,8 @@ class ModelConfig:
             raise ValueError(f"rope scaling must have {self.head_dim // 2} factors, one a pair, got {len(factors)}")
         if self.norm_eps <= 0 or self.rope_theta <= 0:
             raise ValueError(f"norm_eps and rope_theta must be positive, got {self.norm_eps} and {self.rope_theta}")
+        if self.rope_scaling and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta must be above 1 where rope scaling is 'yarn', got {self.rope_theta}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
 
@@ -97,7 +152,10 @@ class ModelConfig:
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        """The shape a config.json describes; whatever this Llama cannot do exactly is refused by name (ValueError)."""
+        """The shape a config.json describes; whatever this Llama cannot do exactly is refused by name (ValueError).
+
+        max_seq_len is max_position_embeddings, which YaRN may extend: `RopeScaling.reach`.
+        """
         try:
             return cls._from_fields(Fields(raw))
         except ValueError as error:
@@ -114,9 +172,11 @@ class ModelConfig:
         fields.only("mlp_bias", False)
         if family != "Qwen2ForCausalLM":  # Qwen2 has biases on q, k and v whatever this field says
             fields.only("attention_bias", False)
-        fields.only("use_sliding_window", False)
+        if not fields.windowless():
+            fields.only("use_sliding_window", False)
         fields.only("partial_rotary_factor", 1.0)
-        fields.only("quantization_config", None)
+        for name in ("quantization_config", "quantization"):  # the second is what MLX writes
+            fields.only(name, None)
         kinds = raw.get("layer_types") or []
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             fields.refuse("layer_types", "only 'full_attention'")
@@ -130,6 +190,7 @@ class ModelConfig:
             head_dim = dim // n_heads
         counted = "num_key_value_heads" in raw or family != "LlamaForCausalLM"  # the first Llama files do not have it
         theta, scaling = fields.rope()
+        stated = fields.whole("max_position_embeddings")
         return cls(
             vocab_size=fields.whole("vocab_size"),
             dim=dim,
@@ -138,7 +199,7 @@ class ModelConfig:
             n_kv_heads=fields.whole("num_key_value_heads") if counted else n_heads,
             head_dim=head_dim,
             ffn_dim=fields.whole("intermediate_size"),
-            max_seq_len=fields.whole("max_position_embeddings"),
+            max_seq_len=scaling.reach(stated) if scaling else stated,
             norm_eps=fields.number("rms_norm_eps"),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -182,15 +243,25 @@ class ModelConfig:
         if family == "LlamaForCausalLM":
             raw |= {"attention_bias": False, "mlp_bias": False}
         if self.rope_scaling is not None:
-            if self.rope_scaling.kind == "factors":
+            raw["rope_scaling"] = self._rope_fields(self.rope_scaling)
+        return raw
+
+    def _rope_fields(self, scaling: RopeScaling) -> dict[str, Any]:
+        """A config.json's rope_scaling."""
+        raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+        match scaling.kind:
+            case "factors":
                 raise ValueError("a config.json has no place for a rotary factor of each frequency")
-            raw["rope_scaling"] = {"rope_type": self.rope_scaling.kind, "factor": self.rope_scaling.factor}
-            if self.rope_scaling.kind == "llama3":
-                raw["rope_scaling"] |= {
-                    "low_freq_factor": self.rope_scaling.low_freq_factor,
-                    "high_freq_factor": self.rope_scaling.high_freq_factor,
-                    "original_max_position_embeddings": self.rope_scaling.original_max_seq_len,
-                }
+            case "llama3":
+                raw |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+            case "yarn":
+                reach = scaling.reach(self.max_seq_len)
+                if reach > self.max_seq_len:
+                    raise ValueError(f"a config.json of this YaRN means {reach:,} positions, not {self.max_seq_len:,}")
+                raw |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+                raw |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+        if scaling.kind != "linear":
+            raw["original_max_position_embeddings"] = scaling.original_max_seq_len
         return raw
 
 
@@ -249,13 +320,19 @@ class Fields:
     def number(self, name: str) -> float:
         """A positive number."""
         value = self.raw.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not _positive(value):
             self.refuse(name, "a positive number")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """True or false; false where it is not there."""
-        value = self.raw.get(name, False)
+    def number_or(self, name: str, default: float) -> float:
+        """A positive number, or the default where there is none or 0."""
+        value = self.raw.get(name)
+        absent = value is None or (value == 0 and not isinstance(value, bool))
+        return default if absent else self.number(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false; the default where it is not there."""
+        value = self.raw.get(name, default)
         if not isinstance(value, bool):
             self.refuse(name, "true or false")
         return value
@@ -265,6 +342,11 @@ class Fields:
         if "sliding_window" not in self.raw:
             return 4096  # what the Mistral format means by leaving it out
         return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
+
+    def windowless(self) -> bool:
+        """Whether Qwen's sliding window begins behind the last layer, so that use_sliding_window says nothing."""
+        first, n_layers = self.raw.get("max_window_layers"), self.raw.get("num_hidden_layers")
+        return isinstance(first, int) and isinstance(n_layers, int) and first >= n_layers
 
     def ids(self, name: str) -> tuple[int, ...]:
         """Token ids: none, one or a list of them."""
@@ -278,9 +360,11 @@ class Fields:
         """Base and scaling: both in rope_parameters (transformers 5), or in rope_theta and rope_scaling (before)."""
         spelling = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         raw = self.raw.get(spelling) or {}
+        original = "original_max_position_embeddings"  # which transformers prefers outside, where there are two
         if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
             self.refuse(spelling, "one set of values for all layers")
-        inner = Fields({"rope_theta": self.raw.get("rope_theta", 10000.0), **raw}, f"{spelling}: ")
+        outside = {original: self.raw[original]} if self.raw.get(original) is not None else {}
+        inner = Fields({"rope_theta": self.raw.get("rope_theta", 10000.0), **raw, **outside}, f"{spelling}: ")
         inner.only("partial_rotary_factor", 1.0)
         theta = inner.number("rope_theta")
         key = "rope_type" if "rope_type" in raw else "type"
@@ -295,10 +379,28 @@ class Fields:
                     factor=inner.number("factor"),
                     low_freq_factor=inner.number("low_freq_factor"),
                     high_freq_factor=inner.number("high_freq_factor"),
-                    original_max_seq_len=inner.whole("original_max_position_embeddings"),
+                    original_max_seq_len=inner.whole(original),
+                )
+            case "yarn":
+                factor = inner.number("factor")
+                return theta, RopeScaling(
+                    kind="yarn",
+                    factor=factor,
+                    original_max_seq_len=inner.whole(original),
+                    beta_fast=inner.number_or("beta_fast", 32.0),
+                    beta_slow=inner.number_or("beta_slow", 1.0),
+                    truncate=inner.flag("truncate", True),
+                    attention_factor=inner.attention_factor(factor),
                 )
             case _:
-                inner.refuse(key, "'default', 'linear' or 'llama3'")
+                inner.refuse(key, "'default', 'linear', 'llama3' or 'yarn'")
+
+    def attention_factor(self, factor: float) -> float | None:
+        """YaRN's, as transformers finds it: the field, else what mscale and mscale_all_dim give if both are there."""
+        if self.raw.get("attention_factor") is not None:
+            return self.number("attention_factor")
+        scale, scale_all = self.number_or("mscale", 0.0), self.number_or("mscale_all_dim", 0.0)
+        return yarn_length(factor, scale) / yarn_length(factor, scale_all) if scale and scale_all else None
 
 
 _LLAMA_3 = ModelConfig(
@@ -311,31 +413,58 @@ _LLAMA_2 = ModelConfig(
     vocab_size=32000, dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, ffn_dim=11008,
     max_seq_len=4096, bos_id=1, eos_ids=(2,),
 )  # fmt: skip
+_TINY_LLAMA = replace(_LLAMA_2, dim=2048, n_layers=22, n_kv_heads=4, head_dim=64, ffn_dim=5632, max_seq_len=2048)
 _MISTRAL = replace(_LLAMA_2, n_kv_heads=8, ffn_dim=14336, max_seq_len=32768)
 _QWEN_2_5 = ModelConfig(
     vocab_size=152064, dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, head_dim=128, ffn_dim=18944,
     max_seq_len=131072, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True, bos_id=151643, eos_ids=(151643,),
 )  # fmt: skip
+_QWEN_2_5_SMALL = replace(_QWEN_2_5, vocab_size=151936, n_kv_heads=2, tie_embeddings=True)
+_QWEN_2_5_LARGE = replace(_QWEN_2_5, dim=5120, n_heads=40, n_kv_heads=8, norm_eps=1e-5)
 _QWEN_3 = ModelConfig(
     vocab_size=151936, dim=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=12288,
     max_seq_len=40960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True, bos_id=151643, eos_ids=(151645,),
 )  # fmt: skip
+_QWEN_3_SMALL = replace(_QWEN_3, n_layers=28, n_heads=16, tie_embeddings=True)
+_SMOLLM_2 = ModelConfig(
+    vocab_size=49152, dim=576, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, ffn_dim=1536,
+    max_seq_len=8192, rope_theta=100000.0, tie_embeddings=True, bos_id=0, eos_ids=(0,),
+)  # fmt: skip
 
 PRESETS = {
     "meta-llama/Llama-2-7b-hf": _LLAMA_2,
+    "togethercomputer/LLaMA-2-7B-32K": replace(
+        _LLAMA_2, max_seq_len=32768, rope_scaling=RopeScaling(kind="linear", factor=8.0)
+    ),
     "meta-llama/Meta-Llama-3-8B": _LLAMA_3,
     "meta-llama/Llama-3.1-8B": _LLAMA_3_1,
     "meta-llama/Llama-3.1-70B": replace(_LLAMA_3_1, dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
     "meta-llama/Llama-3.2-1B": replace(_LLAMA_3_2, dim=2048, n_layers=16, head_dim=64, ffn_dim=8192),
     "meta-llama/Llama-3.2-3B": replace(_LLAMA_3_2, dim=3072, n_layers=28, n_heads=24, ffn_dim=8192),
+    "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": _TINY_LLAMA,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _TINY_LLAMA,
     "mistralai/Mistral-7B-v0.1": replace(_MISTRAL, sliding_window=4096),
     "mistralai/Mistral-7B-v0.3": replace(_MISTRAL, vocab_size=32768, rope_theta=1e6),
     "Qwen/Qwen2.5-0.5B": replace(
-        _QWEN_2_5, vocab_size=151936, dim=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64, ffn_dim=4864,
-        max_seq_len=32768, tie_embeddings=True,
+        _QWEN_2_5_SMALL, dim=896, n_layers=24, n_heads=14, head_dim=64, ffn_dim=4864, max_seq_len=32768
     ),
+    "Qwen/Qwen2.5-1.5B": replace(_QWEN_2_5_SMALL, dim=1536, n_heads=12, ffn_dim=8960),
+    "Qwen/Qwen2.5-3B": replace(_QWEN_2_5_SMALL, dim=2048, n_layers=36, n_heads=16, ffn_dim=11008, max_seq_len=32768),
     "Qwen/Qwen2.5-7B": _QWEN_2_5,
+    "Qwen/Qwen2.5-14B": replace(_QWEN_2_5_LARGE, n_layers=48, ffn_dim=13824),
+    "Qwen/Qwen2.5-32B": replace(_QWEN_2_5_LARGE, n_layers=64, ffn_dim=27648),
+    "Qwen/Qwen2.5-72B": replace(_QWEN_2_5_LARGE, dim=8192, n_layers=80, n_heads=64, ffn_dim=29568),
+    "Qwen/Qwen3-0.6B": replace(_QWEN_3_SMALL, dim=1024, ffn_dim=3072),
+    "Qwen/Qwen3-1.7B": replace(_QWEN_3_SMALL, dim=2048, ffn_dim=6144),
+    "Qwen/Qwen3-4B": replace(_QWEN_3, dim=2560, ffn_dim=9728, tie_embeddings=True),
     "Qwen/Qwen3-8B": _QWEN_3,
+    "Qwen/Qwen3-14B": replace(_QWEN_3, dim=5120, n_layers=40, n_heads=40, ffn_dim=17408),
+    "Qwen/Qwen3-32B": replace(_QWEN_3, dim=5120, n_layers=64, n_heads=64, ffn_dim=25600),
+    "HuggingFaceTB/SmolLM2-135M": _SMOLLM_2,
+    "HuggingFaceTB/SmolLM2-360M": replace(_SMOLLM_2, dim=960, n_layers=32, n_heads=15, n_kv_heads=5, ffn_dim=2560),
+    "HuggingFaceTB/SmolLM2-1.7B": replace(
+        _SMOLLM_2, dim=2048, n_layers=24, n_heads=32, n_kv_heads=32, ffn_dim=8192, rope_theta=130000.0
+    ),
     "01-ai/Yi-6B": replace(_LLAMA_2, vocab_size=64000, n_kv_heads=4, rope_theta=5e6),
 }  # fmt: skip
 

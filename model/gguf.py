@@ -25,7 +25,7 @@ from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
 from torch import Tensor
 
 from .checkpoint import CheckpointError, first_line, gguf_parts, readable_name, refuse_pointer
-from .config import Fields, ModelConfig, RopeScaling
+from .config import Fields, ModelConfig, RopeScaling, yarn_length
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as llama
 MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of it
@@ -46,6 +46,16 @@ _NEUTRAL: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("residual_scale", (0.0, 1.0)),
     ("embedding_scale", (0.0, 1.0)),
     ("use_parallel_residual", (False,)),
+)
+_NEUTRAL_ROPE: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("rope.scaling.alpha", (0.0,)),
+    ("rope.scaling.attn_factor", (1.0,)),
+    ("rope.scaling.yarn_ext_factor", (-1.0, 0.0)),  # below 0 is whatever the kind has by itself
+)
+_NEUTRAL_YARN: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("rope.scaling.alpha", (0.0,)),
+    ("rope.scaling.yarn_ext_factor", (-1.0, 1.0)),
+    ("rope.scaling.yarn_log_multiplier", (0.0,)),  # which files write in two scales
 )
 
 
@@ -263,9 +273,7 @@ class Header(Fields):
 
     def _config(self) -> ModelConfig:
         fields = self.arch_fields
-        for name, neutral in _NEUTRAL:
-            if fields.raw.get(name) not in (None, *neutral):
-                fields.refuse(name, f"absent or {neutral[-1]}")
+        self._only_neutral(_NEUTRAL)
         dim, n_heads = self._size("embedding_length"), self._size("attention.head_count")
         if "attention.key_length" in fields.raw:
             head_dim = self._size("attention.key_length")
@@ -286,6 +294,8 @@ class Header(Fields):
                 f"{vocab_size:,} rows"
             )
         window = fields.raw.get("attention.sliding_window") or None
+        scaling = self._rope_scaling(head_dim)
+        stated = fields.whole("context_length")
         ends = [self.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return ModelConfig(
             vocab_size=vocab_size,
@@ -295,10 +305,10 @@ class Header(Fields):
             n_kv_heads=self._size("attention.head_count_kv") if "attention.head_count_kv" in fields.raw else n_heads,
             head_dim=head_dim,
             ffn_dim=self._size("feed_forward_length"),
-            max_seq_len=fields.whole("context_length"),
+            max_seq_len=scaling.reach(stated) if scaling else stated,
             norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             rope_theta=fields.number("rope.freq_base") if "rope.freq_base" in fields.raw else 10000.0,
-            rope_scaling=self._rope_scaling(head_dim),
+            rope_scaling=scaling,
             tie_embeddings="output.weight" not in self._tensors,
             qkv_bias=self.architecture == "qwen2",
             qk_norm=self.architecture == "qwen3",
@@ -306,6 +316,12 @@ class Header(Fields):
             bos_id=self.token("tokenizer.ggml.bos_token_id"),
             eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         )
+
+    def _only_neutral(self, rules: tuple[tuple[str, tuple[object, ...]], ...]) -> None:
+        """Refuse every value of these fields that would change the calculation."""
+        for name, neutral in rules:
+            if self.arch_fields.raw.get(name) not in (None, *neutral):
+                self.arch_fields.refuse(name, f"absent or {neutral[-1]}")
 
     def _size(self, name: str) -> int:
         """A size of the model, which cannot be larger than the largest of any tensor."""
@@ -319,8 +335,11 @@ class Header(Fields):
         """The stretch of rotary frequencies, as llama.cpp reads it: linear unless said otherwise; 0 is none."""
         fields = self.arch_fields
         kind = self.text(f"{self.architecture}.rope.scaling.type", "linear")
-        if kind not in ("none", "linear"):
-            fields.refuse("rope.scaling.type", "'none' or 'linear'")
+        if kind not in ("none", "linear", "yarn"):
+            fields.refuse("rope.scaling.type", "'none', 'linear' or 'yarn'")
+        self._only_neutral(_NEUTRAL_YARN if kind == "yarn" else _NEUTRAL_ROPE)
+        if kind == "yarn":
+            return self._yarn()
         named = [
             name for name in ("rope.scaling.factor", "rope.scale_linear") if name in fields.raw
         ]  # the old name last
@@ -330,6 +349,27 @@ class Header(Fields):
             factors = self._rope_factors(head_dim)
             return RopeScaling(kind="factors", factor=factor, factors=factors)
         return RopeScaling(kind="linear", factor=factor) if factor != 1.0 else None
+
+    def _yarn(self) -> RopeScaling:
+        """YaRN as llama.cpp's converter writes it from a config.json, whose attention_factor it calls yarn_attn_factor.
+
+        attn_factor multiplies whatever length that gives; finetuned says where a model comes from and changes nothing.
+        """
+        fields, prefix = self.arch_fields, "rope.scaling."
+        if "rope_freqs.weight" in self._tensors:
+            raise CheckpointError(f"{self.path} has rope_freqs.weight, but with rope.scaling.type 'yarn' it must not")
+        factor = fields.number(f"{prefix}factor")
+        own = f"{prefix}yarn_attn_factor"
+        stated = fields.number(own) if own in fields.raw else None
+        more = fields.number(f"{prefix}attn_factor") if f"{prefix}attn_factor" in fields.raw else 1.0
+        return RopeScaling(
+            kind="yarn",
+            factor=factor,
+            original_max_seq_len=fields.whole(f"{prefix}original_context_length"),
+            beta_fast=fields.number_or(f"{prefix}yarn_beta_fast", 32.0),
+            beta_slow=fields.number_or(f"{prefix}yarn_beta_slow", 1.0),
+            attention_factor=stated if more == 1.0 else more * (yarn_length(factor) if stated is None else stated),
+        )
 
     def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
         """The factor of each rotary pair, [H/2]."""

@@ -125,6 +125,7 @@ class Transformer(nn.Module):
         self.output = Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.embedding.weight
+        self.rope_length = config.rope_scaling.length if config.rope_scaling else 1.0
         self.register_buffer("rope_freqs", rope_frequencies(config), persistent=False)
 
     def first_layers(self, n: int) -> Transformer:
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor, pos: Tensor, kv: KV) -> Tensor:
         """Normed final states: tokens [B, T], pos [B, T] -> [B, T, D]. Prefill stops here: it needs no logits."""
         x = self.embedding(tokens)  # [B, T, D]
-        cos, sin = rope_cos_sin(pos, self.rope_freqs)  # [B, T, 1, H // 2] each
+        cos, sin = rope_cos_sin(pos, self.rope_freqs, self.rope_length)  # [B, T, 1, H // 2] each
         for layer in self.layers:
             x = layer(x, cos, sin, pos, kv)
         normed: Tensor = self.norm(x)

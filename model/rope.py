@@ -10,13 +10,14 @@ import math
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
+from .config import ModelConfig, RopeScaling
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each rotary pair, fp32 [H // 2], scaling applied."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    freqs = 1.0 / (config.rope_theta**exponent)  # [H // 2]
+    periods = config.rope_theta**exponent  # [H // 2]
+    freqs = 1.0 / periods
     scaling = config.rope_scaling
     if scaling is None:
         return freqs
@@ -24,6 +25,9 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         return freqs / scaling.factor
     if scaling.kind == "factors":
         return freqs / torch.tensor(scaling.factors) / scaling.factor
+    if scaling.kind == "yarn":
+        keep = 1 - _yarn_ramp(config.head_dim, config.rope_theta, scaling)
+        return 1.0 / (scaling.factor * periods) * (1 - keep) + freqs * keep
     # llama3: wavelengths that the original context saw in full stay, those it never completed are divided, a linear
     # blend between
     wavelength = 2 * math.pi / freqs
@@ -33,10 +37,30 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return (1 - keep) * freqs / scaling.factor + keep * freqs
 
 
-def rope_cos_sin(pos: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every (position, pair) angle: pos [B, T], freqs [H // 2] -> two fp32 [B, T, 1, H // 2]."""
+def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """How much of each pair's frequency is divided, 0 to 1: fp32 [H // 2]."""
+
+    def pair(turns: float) -> float:
+        """The pair, in between too, that turns so many times in the original context."""
+        return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)  # not H // 2 - 1: so have it the authors and all who followed
+    if first == last:
+        last += 0.001
+    return ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+
+
+def rope_cos_sin(pos: Tensor, freqs: Tensor, length: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of every (position, pair) angle, times length: pos [B, T], freqs [H // 2] -> fp32 [B, T, 1, H // 2].
+
+    So rotating by them makes a query or key `length` times as long, which YaRN asks for.
+    """
     angle = pos.float()[..., None, None] * freqs  # [B, T, 1, H // 2]
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return (cos, sin) if length == 1.0 else (cos * length, sin * length)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

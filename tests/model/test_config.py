@@ -23,18 +23,38 @@ LLAMA: dict[str, Any] = {
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 
+# Parameters that the hub counts in the files (tied heads once). Shapes, bases and epsilons were compared with litgpt's
+# table of models (github.com/Lightning-AI/litgpt, litgpt/config.py, commit 26857050), which names the config.json of
+# each; Yi-6B is not in it, and of LLaMA-2-7B-32K it has no positions: those are in MagicDec's own table
+# (github.com/Infini-AI-Lab/MagicDec, Engine/SnapKV/model.py). Ids are those of the base models' config.json.
 PUBLISHED_SIZES = {
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "togethercomputer/LLaMA-2-7B-32K": 6_738_415_616,
     "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": 1_100_048_384,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
     "01-ai/Yi-6B": 6_061_035_520,
 }
 
@@ -147,9 +167,9 @@ def test_left_out_fields_mean_what_each_format_says() -> None:
         (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'slid"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but it must be 1.0"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor is 0.5"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type is 'yarn'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: original_max_position_embedd"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling: type is 'dynamic'"),
-        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "must be 'default', 'linear' or 'llama3'"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "must be 'default', 'linear', 'llama3' or 'yarn'"),
         (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is"),
         (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling: low_freq_factor is missing"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),

@@ -138,6 +138,104 @@ def test_a_stretch_is_linear_unless_said_otherwise(fields: dict[str, Any], facto
     assert (found.factor if found else 1.0) == factor  # as llama.cpp's loader has it
 
 
+QWEN_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_FIELDS = {  # as llama.cpp's converter names what a config.json has
+    "factor": ".rope.scaling.factor",
+    "original_max_position_embeddings": ".rope.scaling.original_context_length",
+    "attention_factor": ".rope.scaling.yarn_attn_factor",
+    "beta_fast": ".rope.scaling.yarn_beta_fast",
+    "beta_slow": ".rope.scaling.yarn_beta_slow",
+}
+
+
+def yarn_fields(rope: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes of this scaling."""
+    return {".rope.scaling.type": "yarn"} | {YARN_FIELDS[name]: rope[name] for name in rope if name in YARN_FIELDS}
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_factor": 0.75}, {"beta_fast": 16.0, "beta_slow": 2.0}])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
+def test_yarn_is_that_of_the_folder_the_file_was_made_of(family: str, more: dict[str, Any], tmp_path: Path) -> None:
+    rope = QWEN_YARN | more | {"rope_theta": 50000.0}
+    theirs = transformers_model(family, rope_parameters=rope, max_position_embeddings=200)
+    theirs.save_pretrained(tmp_path)
+    path = write_gguf(tmp_path / "model.gguf", theirs, fields=yarn_fields(rope) | {".rope.scaling.finetuned": False})
+    assert read_config(path).rope_scaling == read_config(tmp_path).rope_scaling
+    assert read_config(path).max_seq_len == read_config(tmp_path).max_seq_len == 256
+    tokens = torch.randint(0, 160, (2, 300))
+    with torch.no_grad():
+        assert_close(logits_of(path, tokens), theirs(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        ({}, 0.1 * np.log(4.0) + 1),
+        ({".rope.scaling.attn_factor": 1.0}, 0.1 * np.log(4.0) + 1),
+        ({".rope.scaling.attn_factor": 0.5}, (0.1 * np.log(4.0) + 1) / 2),
+        ({".rope.scaling.yarn_attn_factor": 0.75}, 0.75),
+        ({".rope.scaling.yarn_attn_factor": 0.75, ".rope.scaling.attn_factor": 2.0}, 1.5),
+        ({".rope.scaling.yarn_ext_factor": 1.0, ".rope.scaling.yarn_log_multiplier": 0.0}, 0.1 * np.log(4.0) + 1),
+        ({".rope.scaling.yarn_ext_factor": -1.0, ".rope.scaling.finetuned": True}, 0.1 * np.log(4.0) + 1),
+    ],
+)
+def test_both_factors_of_a_yarn_file_lengthen_queries_and_keys(
+    fields: dict[str, Any], length: float, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", transformers_model("Qwen2"), fields=yarn_fields(QWEN_YARN) | fields)
+    assert load_model(path).rope_length == pytest.approx(length, rel=1e-15)
+
+
+YARN_NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
+    "no factor": ({".rope.scaling.factor": None}, "scaling.factor is missing, but it must be a positive number"),
+    "a factor of 0": ({".rope.scaling.factor": 0.0}, "scaling.factor is 0.0, but it must be a positive number"),
+    "a factor of no number": (
+        {".rope.scaling.factor": float("nan")},
+        "scaling.factor is nan, but it must be a positive",
+    ),
+    "a factor below 1": ({".rope.scaling.factor": 0.5}, "rope scaling factor must be at least 1, got 0.5"),
+    "no original length": (
+        {".rope.scaling.original_context_length": None},
+        "original_context_length is missing, but it",
+    ),
+    "an original length of 0": (
+        {".rope.scaling.original_context_length": 0},
+        "original_context_length is 0, but it must",
+    ),
+    "a length of 0": (
+        {".rope.scaling.attn_factor": 0.0},
+        "scaling.attn_factor is 0.0, but it must be a positive number",
+    ),
+    "a length in words": (
+        {".rope.scaling.yarn_attn_factor": "1"},
+        "yarn_attn_factor is '1', but it must be a positive",
+    ),
+    "half a ramp": ({".rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5, but it must be absent or 1.0"),
+    "deepseek's length": (
+        {".rope.scaling.yarn_log_multiplier": 0.5},
+        "yarn_log_multiplier is 0.5, but it must be absent or 0.0",
+    ),
+    "turns in the wrong order": (
+        {".rope.scaling.yarn_beta_fast": 0.5},
+        "needs beta_fast >= beta_slow > 0, got 0.5 and",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", YARN_NONSENSE)
+def test_yarn_that_a_file_does_not_say_whole_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    fields, says = YARN_NONSENSE[case]
+    path = write_gguf(tmp_path / "model.gguf", transformers_model("Qwen2"), fields=yarn_fields(QWEN_YARN) | fields)
+    assert says in say(path)
+
+
+def test_yarn_beside_rotary_factors_is_refused(tmp_path: Path) -> None:
+    tensors = {"rope_freqs.weight": plain(8, fill=2)}
+    theirs = transformers_model("Llama")
+    path = write_gguf(tmp_path / "model.gguf", theirs, fields=yarn_fields(QWEN_YARN), tensors=tensors)
+    assert say(path) == f"{path} has rope_freqs.weight, but with rope.scaling.type 'yarn' it must not"
+
+
 def finite_blocks(shape: tuple[int, int], kind: Kind, generator: np.random.Generator) -> np.ndarray:
     """Random bytes as blocks of this kind, with only numbers in them."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -251,7 +349,16 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "values of another size": ({".attention.value_length": 8}, "attention.value_length is 8"),
     "a stretch that is no number": ({".rope.scaling.factor": "4"}, "rope.scaling.factor is '4', but it must be a"),
     "a stretch below nothing": ({".rope.scaling.factor": -4.0}, "rope.scaling.factor is -4.0, but it must be a"),
-    "yarn": ({".rope.scaling.type": "yarn"}, "rope.scaling.type is 'yarn', but it must be 'none' or 'linear'"),
+    "longrope": (
+        {".rope.scaling.type": "longrope", ".rope.scaling.attn_factor": 1.19},
+        "rope.scaling.type is 'longrope', but it must be 'none', 'linear' or 'yarn'",
+    ),
+    "lengthened queries without yarn": (
+        {".rope.scaling.attn_factor": 1.19},
+        "attn_factor is 1.1\\d+, but it must be abs",
+    ),
+    "a ramp without yarn": ({".rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor is 1.0, but it must be absent or"),
+    "a stretched base": ({".rope.scaling.alpha": 1000.0}, "rope.scaling.alpha is 1000.0, but it must be absent or 0.0"),
     "experts": ({".expert_count": 8}, "expert_count is 8, but it must be absent or 0"),
     "both directions": ({".attention.causal": False}, "attention.causal is False"),
     "scaled logits": ({".logit_scale": 0.5}, "logit_scale is 0.5"),

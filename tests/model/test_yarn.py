@@ -1,0 +1,254 @@
+"""YaRN is what transformers does, to the bit where it is arithmetic, and to fp32 where it is a model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.model import CausalSelf, ModelConfig, RopeScaling, Transformer, load_model
+from tests.helpers import ByteTokenizer, tiny_config, tiny_model
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+}  # fmt: skip
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as Qwen says to add it": {},
+    "a factor that is no power of 2": {"factor": 2.7},
+    "a large factor": {"factor": 40.0},
+    "a factor of 1": {"factor": 1.0},
+    "an attention factor": {"attention_factor": 0.7},
+    "an attention factor of 1": {"attention_factor": 1.0},
+    "other turns": {"beta_fast": 8.0, "beta_slow": 0.5},
+    "turns of 0, which mean the defaults": {"beta_fast": 0, "beta_slow": None},
+    "equal turns": {"beta_fast": 3.0, "beta_slow": 3.0, "truncate": False},
+    "pairs in between": {"truncate": False},
+    "both mscales": {"mscale": 0.707, "mscale_all_dim": 1.3},
+    "equal mscales": {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "one mscale, which says nothing": {"mscale": 0.707},
+    "an mscale of 0, which says nothing": {"mscale": 0.707, "mscale_all_dim": 0},
+    "mscales beside an attention factor": {"mscale": 0.5, "mscale_all_dim": 2.0, "attention_factor": 1.2},
+    "an original context of few turns": {"original_max_position_embeddings": 9},
+    "everything in the original context": {"original_max_position_embeddings": 100_000_000},
+    "null where it may be": {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": None},
+}
+
+
+def theirs_with(family: str, rope: dict[str, Any], **changes: Any) -> Any:
+    """A tiny random model of transformers with this rotary scaling."""
+    transformers = pytest.importorskip("transformers")
+    fields = {key: value for key, value in LLAMA.items() if key not in ("architectures", "rope_theta")} | changes
+    fields["rope_parameters"] = {"rope_theta": 10000.0} | rope
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(std=0.15)
+    return model
+
+
+@torch.no_grad()
+def assert_same_logits(theirs: Any, ours: Transformer, starts: tuple[int, ...] = (0, 250, 100_003)) -> None:
+    """At positions inside the original window, past it, and far past the stretched one."""
+    tokens = torch.randint(0, 128, (len(starts), 90), generator=torch.Generator().manual_seed(1))
+    pos = torch.tensor(starts)[:, None] + torch.arange(90)  # [B, T]
+    for row in range(len(starts)):  # one by one: transformers makes its mask of positions in rows
+        expected = theirs(tokens[row : row + 1], position_ids=pos[row : row + 1]).logits
+        logits = ours(tokens[row : row + 1], pos[row : row + 1], CausalSelf())
+        # fp32 sums in another order: measured at most 1.6e-6 of the largest logit
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max(), starts[row]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_logits_equal_transformers_with_and_without_every_option(option: str, tmp_path: Path) -> None:
+    theirs = theirs_with("Llama", YARN | OPTIONS[option])
+    theirs.save_pretrained(tmp_path)
+    assert_same_logits(theirs, load_model(tmp_path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Qwen2", {}), ("Qwen3", {"head_dim": 24}), ("Mistral", {"sliding_window": None}), ("Llama", {"head_dim": 32})],
+)
+def test_logits_equal_transformers_in_every_family(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    theirs = theirs_with(family, YARN | {"factor": 3.0, "rope_theta": 1e6}, **changes)
+    theirs.save_pretrained(tmp_path)
+    assert_same_logits(theirs, load_model(tmp_path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("shape", [(128, 1e6, 32768), (64, 1e6, 32768), (128, 10000.0, 4096), (80, 5e5, 8191)])
+def test_frequencies_and_length_have_every_bit_of_transformers(shape: tuple[int, float, int], option: str) -> None:
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers")
+    head_dim, theta, original = shape
+    rope = YARN | {"original_max_position_embeddings": original, "rope_theta": theta} | OPTIONS[option]
+    fields = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | {"head_dim": head_dim}
+    expected, length = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](
+        transformers.LlamaConfig(**fields, rope_parameters=dict(rope))
+    )
+    model = Transformer(ModelConfig.from_hugging_face(fields | {"rope_parameters": rope}, "config.json"))
+    assert torch.equal(model.rope_freqs, expected)
+    assert model.rope_length == length
+
+
+def test_yarn_is_read_in_every_spelling() -> None:
+    rest = {"factor": 4.0, "original_max_position_embeddings": 64}
+    spellings: list[dict[str, Any]] = [
+        {"rope_scaling": {"type": "yarn", **rest}},
+        {"rope_scaling": {"rope_type": "yarn", **rest}},
+        {"rope_scaling": {"type": "default", "rope_type": "yarn", **rest, "finetuned": True}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 64},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, **rest}},
+        {"rope_parameters": {"type": "yarn", **rest}, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn", **rest}},
+    ]
+    read = {ModelConfig.from_hugging_face(LLAMA | spelling, "config.json") for spelling in spellings}
+    assert [config.rope_scaling for config in read] == [RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=64)]
+
+
+def test_of_two_original_lengths_the_outer_one_counts(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    raw = LLAMA | {"rope_scaling": rope, "original_max_position_embeddings": 32}
+    fields = json.loads(json.dumps({key: value for key, value in raw.items() if key != "architectures"}))
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, attn_implementation="eager")).eval()
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert_same_logits(theirs, load_model(tmp_path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("stated", "scaling", "positions"),
+    [
+        (32768, {"factor": 4.0, "original_max_position_embeddings": 32768}, 131072),  # Qwen2.5, as its card says
+        (40960, {"factor": 4.0, "original_max_position_embeddings": 32768}, 131072),  # Qwen3
+        (40960, {"factor": 1.0, "original_max_position_embeddings": 32768}, 40960),
+        (131072, {"factor": 32.0, "original_max_position_embeddings": 4096}, 131072),  # Yarn-Llama-2-7b-128k
+        (131072, {"factor": 2.0, "original_max_position_embeddings": 32768}, 131072),
+        (100, {"factor": 2.5, "original_max_position_embeddings": 101}, 252),
+    ],
+)
+def test_yarn_extends_the_positions_and_never_takes_any(stated: int, scaling: dict[str, Any], positions: int) -> None:
+    raw = LLAMA | {"max_position_embeddings": stated, "rope_scaling": {"type": "yarn", **scaling}}
+    assert ModelConfig.from_hugging_face(raw, "config.json").max_seq_len == positions
+
+
+def test_other_scalings_leave_the_positions_as_stated() -> None:
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    for scaling in ({"type": "linear", "factor": 8.0}, {"type": "llama3", "factor": 8.0, **llama3}):
+        assert ModelConfig.from_hugging_face(LLAMA | {"rope_scaling": scaling}, "config.json").max_seq_len == 256
+
+
+def test_the_length_is_that_of_the_paper_unless_said() -> None:
+    assert RopeScaling(kind="yarn", factor=4.0).length == 0.1 * math.log(4.0) + 1.0
+    assert RopeScaling(kind="yarn", factor=1.0).length == 1.0
+    assert RopeScaling(kind="yarn", factor=4.0, attention_factor=0.5).length == 0.5
+    assert RopeScaling(kind="llama3", factor=4.0).length == 1.0
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_writing_and_reading_yarn_changes_nothing(option: str) -> None:
+    config = ModelConfig.from_hugging_face(LLAMA | {"rope_scaling": YARN | OPTIONS[option]}, "config.json")
+    raw = json.loads(json.dumps(config.to_hugging_face()))
+    assert ModelConfig.from_hugging_face(raw, "config.json") == config
+
+
+def test_positions_that_a_file_cannot_say_are_not_written() -> None:
+    config = tiny_config(max_seq_len=100, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=64))
+    with pytest.raises(ValueError, match=r"^a config\.json of this YaRN means 256 positions, not 100$"):
+        config.to_hugging_face()
+
+
+NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
+    "factor of 0": ({"factor": 0}, "factor is 0, but it must be a positive number"),
+    "factor below 0": ({"factor": -4.0}, "factor is -4.0, but it must be a positive number"),
+    "factor below 1": ({"factor": 0.5}, "factor must be at least 1, got 0.5"),
+    "factor of no number": ({"factor": math.nan}, "factor is nan, but it must be a positive number"),
+    "factor without end": ({"factor": math.inf}, "factor is inf, but it must be a positive number"),
+    "factor in words": ({"factor": "4"}, "factor is '4', but it must be a positive number"),
+    "factor true": ({"factor": True}, "factor is True, but it must be a positive number"),
+    "no factor": ({"factor": None}, "factor is None, but it must be a positive number"),
+    "no original length": ({"original_max_position_embeddings": None}, "original_max_position_embeddings is None, but"),
+    "half a position": ({"original_max_position_embeddings": 64.5}, "original_max_position_embeddings is 64.5, but it"),
+    "original length of 0": ({"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0, but it"),
+    "attention factor of 0": ({"attention_factor": 0.0}, "attention_factor is 0.0, but it must be a positive number"),
+    "attention factor below 0": ({"attention_factor": -1.0}, "attention_factor is -1.0, but it must be a positive"),
+    "attention factor in words": ({"attention_factor": "auto"}, "attention_factor is 'auto', but it must be a pos"),
+    "turns in words": ({"beta_fast": "32"}, "beta_fast is '32', but it must be a positive number"),
+    "turns below 0": ({"beta_slow": -1}, "beta_slow is -1, but it must be a positive number"),
+    "turns in the wrong order": ({"beta_fast": 1, "beta_slow": 32}, "needs beta_fast >= beta_slow > 0, got 1.0 and 32"),
+    "truncate in words": ({"truncate": "no"}, "truncate is 'no', but it must be true or false"),
+    "mscale in words": ({"mscale": "1", "mscale_all_dim": 1}, "mscale is '1', but it must be a positive number"),
+    "mscale below 0": ({"mscale": -1.0, "mscale_all_dim": 1}, "mscale is -1.0, but it must be a positive number"),
+    "a base of 1": ({"rope_theta": 1.0}, "rope_theta must be above 1 where rope scaling is 'yarn', got 1.0"),
+    "a list of factors": ({"factor": [4.0]}, "factor is [4.0], but it must be a positive number"),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_yarn_that_makes_no_sense_is_refused_by_name(case: str) -> None:
+    changes, says = NONSENSE[case]
+    for spelling in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+            ModelConfig.from_hugging_face(LLAMA | {spelling: YARN | changes}, "config.json")
+        assert str(refusal.value).startswith("config.json: ") and "\n" not in str(refusal.value)
+
+
+def test_an_original_length_that_is_missing_is_not_guessed() -> None:
+    rope = {"type": "yarn", "factor": 4.0}
+    with pytest.raises(ValueError, match="original_max_position_embeddings is missing, but it must be a whole number"):
+        ModelConfig.from_hugging_face(LLAMA | {"rope_scaling": rope}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kind": "dynamic"}, r"must be 'linear', 'llama3', 'yarn' or 'factors', got 'dynamic'"),
+        ({"factor": math.nan}, "factor must be at least 1, got nan"),
+        ({"factor": math.inf}, "factor must be at least 1, got inf"),
+        ({"factor": "4"}, "factor must be at least 1, got '4'"),
+        ({"original_max_seq_len": 0}, "original_max_seq_len must be a whole number above 0, got 0"),
+        ({"original_max_seq_len": 1.5}, "original_max_seq_len must be a whole number above 0, got 1.5"),
+        ({"beta_fast": math.nan}, "needs beta_fast >= beta_slow > 0, got nan and 1.0"),
+        ({"attention_factor": 0.0}, "attention_factor must be a positive number in 'yarn' and None in every other"),
+        ({"kind": "linear", "attention_factor": 1.0}, "got 1.0 in 'linear'"),
+    ],
+)
+def test_a_scaling_built_of_nonsense_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RopeScaling(**{"kind": "yarn", "factor": 4.0} | changes)
+
+
+def test_the_first_layers_of_a_model_rotate_as_all_do() -> None:
+    yarn = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=32)
+    model = tiny_model(tiny_config(rope_scaling=yarn))
+    tokens, pos = torch.arange(40)[None], torch.arange(200, 240)[None]
+    assert torch.equal(model.first_layers(2)(tokens, pos, CausalSelf()), model(tokens, pos, CausalSelf()))
+
+
+@pytest.mark.parametrize("policy", ["off", "streaming", "quest", "early_exit"])
+def test_an_engine_says_past_the_original_window_what_transformers_says(policy: str, tmp_path: Path) -> None:
+    theirs = theirs_with("Qwen2", YARN, vocab_size=258)
+    theirs.save_pretrained(tmp_path)
+    ids = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(2)).tolist()
+    with torch.no_grad():
+        out = theirs.generate(
+            torch.tensor([ids]), max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    draft = DraftConfig(policy=policy, budget=64, gamma=3, exit_layers=1 if policy == "early_exit" else None)
+    config = EngineConfig(batch_size=1, max_seq_len=256, dtype="fp32", device="cpu", compile=False)
+    engine = Engine(load_model(tmp_path, dtype=torch.float32), ByteTokenizer(), config, draft)
+    (found,) = engine.generate([ids], SamplingParams(max_tokens=60, ignore_eos=True))
+    assert found.tokens == out[0, len(ids) :].tolist()
+    assert len(set(found.tokens)) > 10
