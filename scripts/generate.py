@@ -60,7 +60,7 @@ from gpt_fast_sd.tp import Parallel, start
 
 PROGRAM = "generate.py"
 DRAFT = "streaming"  # who drafts unless --draft says otherwise
-SHOWN_AT = {False: 0.7, True: 0.8}  # temperature where no prompt is given, and for SmolLM2's chapters
+SHOWN_AT = {False: (0.7, None), True: (0.8, 0.95)}  # temperature and top_p where no prompt is given; True: SmolLM2
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
 RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, where a run takes fewer seconds than that
@@ -149,7 +149,7 @@ def number_or_auto(text: str) -> int | str:
 
 
 def is_showpiece(args: argparse.Namespace) -> bool:
-    """Whether no prompt was given: then SmolLM2 writes on at a logbook, and any other model continues a document."""
+    """Whether no prompt was given: then SmolLM2 writes about a logbook, and any other model continues a document."""
     if args.prompt is not None or args.prompt_file is not None or args.prompts is not None:
         return False
     if args.document is not None:
@@ -157,8 +157,8 @@ def is_showpiece(args: argparse.Namespace) -> bool:
     return True
 
 
-def go_on_with_the_logbook(args: argparse.Namespace) -> None:
-    """Eight chapters that begin behind one long document, which all slots share."""
+def write_about_the_logbook(args: argparse.Namespace) -> None:
+    """Eight requests on one long document, which all slots share."""
     args.document, args.prompts = BUNDLED / "logbook.txt", BUNDLED / "requests.jsonl"
 
 
@@ -174,13 +174,16 @@ def read_requests(
     args: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig, showpiece: bool | None = None
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """The prompts as token ids and the parameters of each."""
-    temperature, seed = args.temperature, args.seed
+    temperature, top_p, seed = args.temperature, args.top_p, args.seed
     showpiece = is_showpiece(args) if showpiece is None else showpiece
     if temperature is None:  # so small a model repeats itself when greedy
-        temperature, seed = (SHOWN_AT[args.model == "smollm2"], seed or 0) if showpiece else (0.0, seed)
+        temperature = 0.0
+        if showpiece:
+            temperature, shown_p = SHOWN_AT[args.model == "smollm2"]
+            top_p, seed = shown_p if top_p is None else top_p, seed or 0
     before = f"{read_text(args.document)}\n\n" if args.document else ""
     common = SamplingParams(
-        max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=args.top_p,
+        max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=top_p,
         min_p=args.min_p, seed=seed, stop=args.stop, ignore_eos=args.ignore_eos,
     )  # fmt: skip
     if args.prompts is None:
@@ -215,18 +218,19 @@ def requests_shown(args: argparse.Namespace) -> list[str]:
     """The requests on a document as they are printed before their answers; none where prompts are long texts."""
     if not (args.document and args.prompts):
         return []
-    return [f"> {json.loads(line)['prompt']}" for line in read_text(args.prompts).splitlines() if line.strip()]
+    records = [json.loads(line) for line in read_text(args.prompts).splitlines() if line.strip()]
+    return [f"> {r['prompt'] if 'prompt' in r else r['messages'][-1].get('content')}" for r in records]
 
 
 def encode_record(record: object, where: str, chat: bool, tokenizer: Tokenizer | None, before: str = "") -> list[int]:
-    """The prompt of one JSONL line as token ids; before: the document that stands before a text."""
+    """The prompt of one JSONL line as token ids; before: the document that stands before it."""
     allowed = {"prompt", "tokens", "messages", *PER_PROMPT}
     if not isinstance(record, dict) or len({"prompt", "tokens", "messages"} & set(record)) != 1:
         raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
     if unknown := sorted(set(record) - allowed):
         raise ValueError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
-    if before and "prompt" not in record:
-        raise ValueError(f"{where} has no prompt, a text that --document can stand before")
+    if before and "tokens" in record:
+        raise ValueError(f"{where} has tokens, and --document stands before texts: give a prompt or messages")
     if "tokens" in record:
         ids = record["tokens"]
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
@@ -236,10 +240,20 @@ def encode_record(record: object, where: str, chat: bool, tokenizer: Tokenizer |
         if tokenizer is None:
             raise ValueError(f"{where} has messages, but this model has no tokenizer: give token ids")
         with naming(where):
-            return tokenizer.chat(record["messages"])
+            return tokenizer.chat(behind(before, record["messages"]))
     if not isinstance(record["prompt"], str):
         raise ValueError(f"{where}: prompt must be a text, got {record['prompt']!r}")
     return encode(record["prompt"], where, chat, tokenizer, before)
+
+
+def behind(before: str, messages: Any) -> Any:
+    """A conversation with a document at the head of its system message, which it is given where it has none."""
+    if not before or not isinstance(messages, list):
+        return messages
+    match messages:
+        case [{"role": "system", "content": str(content)} as first, *rest]:
+            return [{**first, "content": before + content}, *rest]
+    return [{"role": "system", "content": before.rstrip("\n")}, *messages]
 
 
 def encode(text: str, name: str, chat: bool, tokenizer: Tokenizer | None, before: str = "") -> list[int]:
@@ -675,7 +689,7 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
         folder = locate(args.model)
         config = read_config(folder)
         if (showpiece := is_showpiece(args)) and args.model == "smollm2":
-            go_on_with_the_logbook(args)
+            write_about_the_logbook(args)
         prompts, params = read_requests(args, load_tokenizer(folder, config), config, showpiece)
         engine = build(args, prompts, params, config, parallel)
         engine.check(prompts, params)

@@ -556,15 +556,37 @@ def test_a_document_without_a_text_to_stand_before_is_refused(
     assert "stands before prompts: give --prompt" in refusal(script, capsys, "--document", str(document))
     (requests := tmp_path / "in.jsonl").write_text('{"tokens": [1, 2]}\n', encoding="utf-8")
     said = refusal(script, capsys, "--document", str(document), "--prompts", str(requests))
-    assert "line 1 has no prompt, a text that --document can stand before" in said
+    assert "line 1 has tokens, and --document stands before texts" in said
     assert "No such file" in refusal(script, capsys, "--document", str(tmp_path / "none"), "--prompt", "x")
 
 
-def test_smollm2_goes_on_with_the_logbook_where_nobody_asks_anything(script: ModuleType) -> None:
+def test_a_document_stands_at_the_head_of_a_conversations_system_message(script: ModuleType, tmp_path: Path) -> None:
+    (document := tmp_path / "log.txt").write_text("It rained.", encoding="utf-8")
+    why = {"role": "user", "content": "Why?"}
+    lines = [[{"role": "system", "content": "Be brief."}, why], [why]]
+    (requests := tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in lines), encoding="utf-8"
+    )
+    args = script.parse(["--document", str(document), "--prompts", str(requests)])
+    seen: list[Any] = []
+    tokenizer = ByteTokenizer()
+    tokenizer.chat = lambda messages: seen.append(messages) or [1]  # type: ignore[method-assign,func-returns-value]
+    script.read_requests(args, tokenizer, tiny_config())
+    assert seen == [
+        [{"role": "system", "content": "It rained.\n\nBe brief."}, why],
+        [{"role": "system", "content": "It rained."}, why],
+    ]
+    assert script.requests_shown(args) == ["> Why?", "> Why?"]
+
+
+def test_smollm2_writes_about_the_logbook_where_nobody_asks_anything(script: ModuleType) -> None:
     args = script.parse(["--model", "smollm2"])
     assert script.is_showpiece(args)
-    script.go_on_with_the_logbook(args)
+    script.write_about_the_logbook(args)
     prompts, params = script.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000), showpiece=True)
-    assert len(prompts) == 8 == len(set(map(tuple, prompts))) and params[0].temperature > 0
+    assert len(prompts) == 8 == len(set(map(tuple, prompts))) and (params[0].temperature, params[0].top_p) == (
+        0.8,
+        0.95,
+    )
     shared = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
     assert shared > 20_000  # bytes of the document, which all of them begin with
