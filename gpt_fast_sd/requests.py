@@ -48,8 +48,8 @@ class TokenEvent:
     """What one round committed for one prompt. sources names who proposed each token: "target" or a draft policy.
 
     pieces holds the text that became certain with each token, text all of it; both may lag behind tokens (an unfinished
-    character, a possible stop string). refused holds the drafts that the target judged and did not keep, in their order:
-    the last token stands in the place of the first of them. completion comes with the last event.
+    character, a possible stop string). refused holds the drafts that the target judged and did not keep, in their
+    order: the last token stands in the place of the first of them. completion comes with the last event.
     """
 
     index: int
@@ -67,10 +67,10 @@ class TokenEvent:
 class RoundEvent:
     """One round of all rows, as it went; see Engine.on_round.
 
-    seconds is its part of EngineStats.decode_seconds, draft_seconds and verify_seconds are parts of it (both 0 where the
-    round was one CUDA graph); prefill_seconds came between the round before and this one. read holds, of each prompt by
-    its index, the share of layers and kv heads that read each position in the last draft step, fp32 [S]: what a policy
-    of its own cache read of that one. Empty where nothing was drafted, and where the round was one CUDA graph.
+    seconds is its part of EngineStats.decode_seconds, draft_seconds and verify_seconds are parts of it (both 0 where
+    the round was one CUDA graph); prefill_seconds came between the round before and this one. read holds, of each
+    prompt by its index, the share of layers and kv heads that read each position in the last draft step, fp32 [S]; of
+    a draft model those of its own cache. It is empty where nothing was drafted, and where the round was one CUDA graph.
     """
 
     gamma: int
