@@ -679,7 +679,7 @@ def report(
     others = n_requests - len(mine)
     return page(
         recorder,
-        f"{Path(args.model).name}, {f'drafted by {engine.draft.policy}' if engine.policy else 'decoded plainly'}",
+        f"{Path(args.model).name}, {f'{engine.draft.policy} drafts' if engine.policy else 'decoded plainly'}",
         ways=ways,
         facts=about(engine, prompts, stats, comparison),
         names=mine,

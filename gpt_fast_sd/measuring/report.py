@@ -32,7 +32,7 @@ MOST_BYTES = 400_000  # of a page
 TEXT_BYTES, VIEW_BYTES = 160_000, 80_000  # of it, for tokens and for what drafts read
 MOST_REQUESTS, MOST_ROUNDS, MOST_VIEWS = 48, 1000, 256  # shown: texts, rounds of the timeline, rounds of a text's views
 WIDTH = 192  # stretches that what a draft reads is drawn in
-MOST_CHARS = 400  # of a name, a fact, or the end of a prompt
+MOST_CHARS, ENDING = 400, 240  # of a name or a fact, and of the end of a prompt
 DIGITS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
 HERE = "__RUN__"  # where the template takes the run
 
@@ -191,20 +191,21 @@ class Recorder:
     def _ending(self, prompt: Sequence[int]) -> str:
         if self.tokenizer is None:
             return " ".join(map(str, prompt[-20:]))
-        return self.tokenizer.decode(list(prompt[-80:]))[-MOST_CHARS:].lstrip("\ufffd")
+        return self.tokenizer.decode(list(prompt[-80:]))[-ENDING:].lstrip("\ufffd")
 
     def as_dict(self, names: Sequence[int]) -> Json:
         """JSON-ready, as much as a page may hold; names: what each request is called."""
         requests, left, views_left = [], TEXT_BYTES, VIEW_BYTES
         cut = 0
         for behind, (index, text) in zip(range(len(self.texts), 0, -1), self.texts.items(), strict=True):
-            shown, allowed = [], left // behind
+            spent, shown = len(in_script(text.ending)), []
             for one in text.rounds:
-                allowed -= len(in_script(one)) + 1
-                if allowed < 0:
+                size = len(in_script(one)) + 1
+                if spent + size > left // behind:
                     break
                 shown.append(one)
-                left -= len(in_script(one)) + 1
+                spent += size
+            left -= spent
             cut += len(shown) < len(text.rounds)
             views = text.views.as_dict(text.n_prompt + text.n_tokens, views_left // behind)
             views_left -= len(in_script(views)) if views else 0

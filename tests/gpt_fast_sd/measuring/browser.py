@@ -19,7 +19,16 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENCE = 60.0  # seconds for an answer
-KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40, "Tab": 9, "Escape": 27, "Home": 36, "End": 35}
+KEYS = {
+    "ArrowRight": 39,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowDown": 40,
+    "Tab": 9,
+    "Escape": 27,
+    "Home": 36,
+    "End": 35,
+}
 
 
 def find_chromium() -> str | None:
