@@ -15,8 +15,9 @@ from tests.helpers import ByteTokenizer
 
 NASTY = (
     "</script><script>document.title='broken'</script><!-- <b>&amp; \u2028\u2029 \x00\x07\x1b \u202eleft\u202c "
-    '"\\ \'`${run} \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 \U0001f642\U0001f468\u200d\U0001f469 __RUN__\n\tend'
-)  # fmt: skip
+    "\"\\ '`${run} \u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 "
+    "\U0001f642\U0001f468\u200d\U0001f469 __RUN__\n\tend"
+)
 
 
 class Pieces:

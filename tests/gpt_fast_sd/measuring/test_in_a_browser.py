@@ -1,4 +1,4 @@
-"""The page of a run in a real browser: it draws itself alone, the keyboard reaches all of it, and all of it is legible."""
+"""The page of a run in a real browser: it draws itself alone, the keyboard reaches it all, and all of it is legible."""
 
 from __future__ import annotations
 

@@ -123,11 +123,11 @@ def long_run(n_requests: int, n_rounds: int, piece: str) -> Recorder:
     recorder = Recorder(Pieces([piece]), [[0] * 5000] * n_requests, params, ["streaming"])  # type: ignore[arg-type]
     read = torch.rand(5000 + 17 * n_rounds)
     for number in range(n_rounds):
+        kept = 0 if number % 2 else 16
         events = [
             TokenEvent(
-                index=index, tokens=[0] * (1 if number % 2 else 17), text="", drafted=16, accepted=0 if number % 2 else 16,
-                pieces=[piece] * (1 if number % 2 else 17), refused=[0] * 16 if number % 2 else [],
-                sources=["target"] if number % 2 else ["streaming"] * 16 + ["target"],
+                index=index, tokens=[0] * (kept + 1), text="", drafted=16, accepted=kept, pieces=[piece] * (kept + 1),
+                refused=[0] * (16 - kept), sources=["streaming"] * kept + ["target"],
             )
             for index in range(n_requests)
         ]  # fmt: skip
