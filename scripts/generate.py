@@ -701,6 +701,8 @@ def check_apart(report: Path | None, args: argparse.Namespace) -> None:
     for flag, path in [*named, *(("--prompt-file", path) for path in args.prompt_file or [])]:
         if path.resolve() == report.resolve() or (path.exists() and report.exists() and path.samefile(report)):
             raise ValueError(f"--report {report} and {flag} {path} are the same file")
+        if path.is_dir() and report.exists() and report.resolve().parent == path.resolve():
+            raise ValueError(f"--report {report} would take the place of a file of {flag} {path}")
 
 
 def check_writable(*paths: Path | None) -> None:

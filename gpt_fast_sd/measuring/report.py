@@ -98,7 +98,7 @@ class _Views:
 
     def as_dict(self, n_written: int, allowed: int) -> Json | None:
         """JSON-ready, for a text that came to n_written positions, in about so many bytes."""
-        if not self.seen:
+        if not self.total.any():  # a policy that reads no keys, or nothing drafted
             return None
         used = int(np.searchsorted(self.edges, n_written))  # stretches that hold something
         most = max(1, allowed // (used + 24))

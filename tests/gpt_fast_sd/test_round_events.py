@@ -14,6 +14,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.requests import RoundEvent
 from gpt_fast_sd.rows import Rows
+from tests.gpuless.recorder import capture
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 BUDGET, GAMMA = 96, 3
@@ -53,6 +54,27 @@ def test_each_draft_that_counts_is_accepted_or_told_as_refused(policy: str) -> N
     assert sum(len(event.tokens) for event in events) == stats.decode_tokens == 3 * 25
     assert len(told) == stats.rounds
     assert policy == "full" or stats.drafted > stats.accepted
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "lookup"])
+def test_captured_rounds_tell_the_same_refusals_and_neither_views_nor_parts(policy: str) -> None:
+    config = EngineConfig(batch_size=2, max_seq_len=512, device="cpu", compile=False)
+    draft, told = DraftConfig(policy=policy, gamma=GAMMA, **({} if policy == "lookup" else {"budget": BUDGET})), []
+    for captured in (False, True):
+        one = Engine(tiny_model(), None, config, draft)
+        if captured:
+            one.rounds.capture = capture
+        by_prompt: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+        for each in listen(one):
+            assert not captured or not (each.read or each.draft_seconds or each.verify_seconds)
+            for event in each.events:
+                assert len(event.refused) == event.drafted - event.accepted
+                by_prompt[event.index].append((event.tokens, event.refused))
+        told.append(by_prompt)
+    for index in range(3):  # near a row's end captured rounds draft on, and no more of it counts
+        eager, ahead = told[0][index], told[1][index]
+        assert ahead[:-2] == eager[:-2]
+        assert [t for tokens, _ in ahead for t in tokens] == [t for tokens, _ in eager for t in tokens]
 
 
 def test_a_greedy_target_writes_another_token_in_place_of_the_first_that_it_refuses() -> None:

@@ -640,6 +640,15 @@ def test_a_report_never_takes_the_place_of_another_file_of_the_run(
     assert file.read_text() == '{"prompt": "Two"}\n'
 
 
+def test_a_report_never_takes_the_place_of_a_file_of_the_model(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    argv = [*NIGHT, "--model", str(tmp_path), "--report", str(tmp_path / "config.json")]
+    assert "would take the place of a file of --model" in refusal(script, capsys, *argv)
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
 def test_a_report_that_fails_at_the_end_is_one_sentence_after_the_texts(
     script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

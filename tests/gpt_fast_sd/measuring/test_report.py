@@ -205,6 +205,21 @@ def test_a_run_of_cuda_graphs_says_that_its_parts_were_not_seen() -> None:
     assert run["whole"] and "CUDA graph" in run["left_out"][0]
 
 
+def test_a_policy_that_reads_no_keys_has_no_picture_of_what_it_read() -> None:
+    params = [SamplingParams(max_tokens=9)]
+    recorder = Recorder(Pieces(["a"]), [[0] * 100], params, ["lookup"])  # type: ignore[arg-type]
+    event = TokenEvent(
+        index=0, tokens=[0], text="a", pieces=["a"], sources=["target"], drafted=1, accepted=0, refused=[0]
+    )
+    recorder(
+        RoundEvent(
+            gamma=1, events=[event], seconds=1, draft_seconds=0.1, verify_seconds=0.1, prefill_seconds=0,
+            read={0: torch.zeros(100)},
+        )
+    )  # fmt: skip
+    assert recorder.as_dict([0])["requests"][0]["views"] is None
+
+
 def test_a_run_of_nothing_has_a_page_too() -> None:
     run = run_of(page(Recorder(None, [], []), "nothing", ways={"plain": Way.of([EngineStats()])}))
     assert run["requests"] == run["rounds"] == run["left_out"] == []
