@@ -9,7 +9,7 @@ import torch
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.measuring import Recorder, Way, page
 from gpt_fast_sd.model import StreamDecoder
-from gpt_fast_sd.requests import Request, RoundEvent
+from gpt_fast_sd.requests import Request, RoundEvent, TokenEvent
 from gpt_fast_sd.stats import EngineStats
 from tests.helpers import ByteTokenizer
 
@@ -93,3 +93,17 @@ class Story:
             ways={"plain": Way.of([slower]), "speculative": Way.of([self.stats])},
             facts=[("model", self.title)],
         )
+
+
+def page_of_one_token(text: str) -> str:
+    """The page of a run that wrote the text as a single token, after it had refused the same one, behind the same."""
+    recorder = Recorder(Pieces([text]), [[0]], [SamplingParams(max_tokens=1)], ["streaming"])  # type: ignore[arg-type]
+    event = TokenEvent(
+        index=0, tokens=[0], text=text, pieces=[text], sources=["target"], drafted=1, accepted=0, refused=[0]
+    )
+    recorder(
+        RoundEvent(
+            gamma=1, events=[event], seconds=0.1, draft_seconds=0.02, verify_seconds=0.05, prefill_seconds=0.0, read={}
+        )
+    )
+    return page(recorder, text, ways={"speculative": Way.of([EngineStats()])}, facts=[(text, text)], verdict=[text])

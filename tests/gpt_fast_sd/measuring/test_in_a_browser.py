@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpt_fast_sd.measuring.browser import Browser, browsing, find_chromium
-from tests.gpt_fast_sd.measuring.runs import NASTY, Story
+from tests.gpt_fast_sd.measuring.runs import NASTY, Story, page_of_one_token
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium here: its page is not tried in a browser")
 TEXT = (
@@ -91,6 +91,21 @@ def test_nasty_texts_are_shown_and_not_obeyed(browser: Browser, tmp_path: Path, 
     assert browser.complaints == []
     if where == "refused":
         assert "</script>" in browser.run(f"{LOOKED}.replace(/\\s/g, '')")
+
+
+def test_a_nasty_token_is_shown_whole_as_text_as_prompt_and_as_what_was_refused(
+    browser: Browser, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.html"
+    path.write_text(page_of_one_token(NASTY), encoding="utf-8")
+    browser.open(path)
+    browser.press("Tab")
+    browser.run("document.querySelector('.t').focus()")
+    assert browser.complaints == [] and browser.requested == [path.as_uri()]
+    assert text_of(browser) == browser.run("document.querySelector('h1').textContent") == NASTY
+    for selector in (".prompt", "#facts", "#ways", "#looked .chip.no", "#looked .token"):
+        assert "</script><script>" in browser.run(f"document.querySelector('{selector}').textContent"), selector
+    assert browser.run("document.scripts.length") == 2 and browser.run("document.title") != "broken"
 
 
 def test_the_mouse_shows_what_was_refused_and_a_click_keeps_it(browser: Browser, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from gpt_fast_sd.measuring import Recorder, Way, page
 from gpt_fast_sd.measuring.report import DIGITS, MOST_BYTES, MOST_REQUESTS, MOST_ROUNDS, WIDTH, digits, in_script
 from gpt_fast_sd.requests import RoundEvent, TokenEvent
 from gpt_fast_sd.stats import EngineStats
-from tests.gpt_fast_sd.measuring.runs import NASTY, Pieces, Story
+from tests.gpt_fast_sd.measuring.runs import NASTY, Pieces, Story, page_of_one_token
 from tests.helpers import ByteTokenizer, random_ids, tiny_model
 
 SCRIPT = re.compile(r'<script type="application/json" id="run">(.*?)</script>', re.DOTALL)
@@ -92,6 +92,13 @@ def test_no_text_ends_the_script_that_holds_it_and_all_of_it_comes_back(where: s
         assert NASTY.endswith(request["ending"])
     elif where == "title":
         assert run["title"] == NASTY and run["facts"] == [["model", NASTY]]
+
+
+def test_a_token_that_would_end_the_script_is_one_of_its_texts() -> None:
+    html = page_of_one_token(NASTY)
+    assert html.count("</script") == Story("abc").page().count("</script")
+    (request,) = run_of(html)["requests"]
+    assert request["rounds"] == [[0, [NASTY], [0], 1, [NASTY]]] and request["ending"] == NASTY
 
 
 def test_half_a_surrogate_pair_is_kept_as_it_is() -> None:
