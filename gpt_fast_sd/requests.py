@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 from .config import SamplingParams
 from .stats import CompletionStats
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .prefill import Filling
 
 Prompt = str | Sequence[int]

@@ -235,7 +235,8 @@ class Rounds:
     def seen(self, policy: DraftPolicy, gamma: int) -> Tensor:
         """The share of layers and kv heads that read each position in a round's last draft step: fp32 [B, S]."""
         mask = policy.positions_read(self.rows.seq_len + gamma - 1)[..., : self.rows.n_keys + gamma]  # [L, B, K, S]
-        return mask.float().mean((0, 2)).cpu()
+        n_layers, _, n_kv, _ = mask.shape
+        return (mask.sum((0, 2), dtype=torch.float32) / (n_layers * n_kv)).cpu()
 
     def warm_up(self, gammas: Iterable[int], kinds: Iterable[tuple[bool, bool]]) -> None:
         """Run rounds of these gammas over empty slots, for rows of these (sampled, filtered) kinds, each once.
