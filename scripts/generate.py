@@ -684,7 +684,7 @@ def report(
         facts=about(engine, prompts, stats, comparison),
         names=mine,
         verdict=verdict(engine, comparison) if comparison else (),
-        left_out=[f"Texts: {others:,} requests of other replicas, whose rounds are their own."] if others else (),
+        left_out=[f"Texts: those of other replicas ({others:,}), whose rounds are their own."] if others else (),
     )
 
 
