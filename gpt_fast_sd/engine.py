@@ -48,7 +48,7 @@ from .policies import DraftPolicy, OwnPrefill, Reader, build_policy
 from .prefill import Prefill
 from .quantize import quantize
 from .replay import Replay
-from .requests import Arrival, Completion, Prompt, Request, TokenEvent, Waiting
+from .requests import Arrival, Completion, Prompt, Request, RoundEvent, TokenEvent, Waiting
 from .rounds import Flight, Rounds
 from .rows import Rows
 from .sampling import filters_anything
@@ -66,9 +66,13 @@ class Engine:
 
     on_progress, where it is set, is told how far something is that may take long: what ("compile": steps, "prefill":
     tokens of a prompt), how much is done, and of how much. The engine itself prints nothing.
+
+    on_round, where it is set, is told of each round once it has landed. What the draft read is looked at only then, and
+    the time that this takes is no part of decode_seconds.
     """
 
     on_progress: Callable[[str, int, int], None] | None = None
+    on_round: Callable[[RoundEvent], None] | None = None
 
     def __init__(
         self,
@@ -133,6 +137,7 @@ class Engine:
         self.planner = GammaPlanner(self.draft.gamma, self._tiers)
         self._warm, self._compile_seconds = False, 0.0
         self._graphs_before = 0  # the call that runs
+        self._told = 0.0, 0.0  # decode and prefill seconds when on_round was told last
         self.parallel.close_before(self)
 
     def __enter__(self) -> Engine:
@@ -456,6 +461,7 @@ class Engine:
             self.stats = EngineStats(compile_seconds=self._compile_seconds)
             self.planner.begin()
             self._landed_at, self._chosen, self._graphs_before = None, None, self._graphs
+            self._told = 0.0, 0.0
             while not waiting.over or self._arrival or any(self._slots):
                 self._require_open()  # whoever takes the events may have closed it
                 yield from self._refill(waiting)
@@ -587,12 +593,13 @@ class Engine:
             self.stats.kv_bytes += policy.kv_bytes(rows, gamma)
         n_splits = span(self.cache, self.rounds.in_view(rows.n_keys + gamma)).shape[0]
         self.stats.kv_bytes += self.config.batch_size * n_splits * SPLIT * self.cache.bytes_per_token
-        self._flights.append(self.rounds.launch(gamma, live, planned=policy is not None))
+        flight = self.rounds.launch(gamma, live, planned=policy is not None, watched=self.on_round is not None)
+        self._flights.append(flight)
         capturing = self.rounds.capture_seconds - captured
         if capturing:  # the round before landed meanwhile, nobody knows when
             self._landed_at = None
         self.stats.capture_seconds += capturing
-        self.stats.decode_seconds += time.perf_counter() - started - capturing
+        self.stats.decode_seconds += time.perf_counter() - started - capturing - flight.watching
         return True
 
     def _land_all_but(self, n: int) -> Iterator[TokenEvent]:
@@ -612,9 +619,10 @@ class Engine:
             if request.finish_reason:  # known only since the round was launched
                 continue
             emitted, judged, accepted, *rest = read[slot]
-            tokens, whose = rest[: gamma + 1], rest[gamma + 1 :]
+            tokens, whose, first_refused = rest[: gamma + 1], rest[gamma + 1 : -1], rest[-1]
+            refused = [first_refused, *tokens[accepted + 1 : judged]] if accepted < judged else []
             sources = [*(policy.proposers[i] for i in whose[:accepted]), "target"] if policy else ["target"]
-            events.append(request.commit(tokens[:emitted], sources, judged, accepted))
+            events.append(request.commit(tokens[:emitted], sources, judged, accepted, refused))
             if request.finish_reason:
                 self._release(slot)
         self._agreement.note(f"tokens of round {self.rows.round}", [(e.index, e.tokens, e.accepted) for e in events])
@@ -636,7 +644,20 @@ class Engine:
             whole = landed - self._landed_at if followed and self._landed_at else None
             self.planner.record_whole(gamma, flight.n_keys, whole, taken)
         self._landed_at = landed
+        if self.on_round:
+            self.on_round(self._round_event(flight, events))
         return events
+
+    def _round_event(self, flight: Flight, events: list[TokenEvent]) -> RoundEvent:
+        told, self._told = self._told, (self.stats.decode_seconds, self.stats.prefill_seconds)
+        begun, drafted, verified = flight.laps or (0.0, 0.0, 0.0)
+        seen, places = flight.seen, {request.index: slot for slot, request in flight.live}
+        return RoundEvent(
+            gamma=flight.gamma, events=events, seconds=self._told[0] - told[0],
+            draft_seconds=drafted - begun if flight.gamma else 0.0, verify_seconds=verified - drafted,
+            prefill_seconds=self._told[1] - told[1],
+            read={} if seen is None else {event.index: seen[places[event.index]] for event in events},
+        )  # fmt: skip
 
     def _release(self, slot: int) -> None:
         self._slots[slot] = None

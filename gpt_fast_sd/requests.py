@@ -10,6 +10,8 @@ from .config import SamplingParams
 from .stats import CompletionStats
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .prefill import Filling
 
 Prompt = str | Sequence[int]
@@ -46,7 +48,8 @@ class TokenEvent:
     """What one round committed for one prompt. sources names who proposed each token: "target" or a draft policy.
 
     pieces holds the text that became certain with each token, text all of it; both may lag behind tokens (an unfinished
-    character, a possible stop string). completion comes with the last event.
+    character, a possible stop string). refused holds the drafts that the target judged and did not keep, in their
+    order: the last token stands in the place of the first of them. completion comes with the last event.
     """
 
     index: int
@@ -56,7 +59,27 @@ class TokenEvent:
     sources: list[str]
     drafted: int  # drafts judged, and how many of them were accepted
     accepted: int
+    refused: list[int] = field(default_factory=list)
     completion: Completion | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEvent:
+    """One round of all rows, as it went; see Engine.on_round.
+
+    seconds is its part of EngineStats.decode_seconds, draft_seconds and verify_seconds are parts of it (both 0 where
+    the round was one CUDA graph); prefill_seconds came between the round before and this one. read holds, of each
+    prompt by its index, the share of layers and kv heads that read each position in the last draft step, fp32 [S]; of
+    a draft model those of its own cache. It is empty where nothing was drafted, and where the round was one CUDA graph.
+    """
+
+    gamma: int
+    events: list[TokenEvent]
+    seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    prefill_seconds: float
+    read: dict[int, Tensor]
 
 
 @dataclass
@@ -81,10 +104,18 @@ class Request:
         """Positions committed once the last emitted token is fed: prompt and output, less that token."""
         return len(self.prompt) + len(self.tokens) - 1
 
-    def commit(self, tokens: Sequence[int], sources: Sequence[str], judged: int = 0, accepted: int = 0) -> TokenEvent:
+    def commit(
+        self,
+        tokens: Sequence[int],
+        sources: Sequence[str],
+        judged: int = 0,
+        accepted: int = 0,
+        refused: Sequence[int] = (),
+    ) -> TokenEvent:
         """Take the tokens of one round, up to the one that ends the text; finish_reason is set when one did.
 
-        judged and accepted count the round's drafts; those behind the end of the text do not count.
+        judged and accepted count the round's drafts, refused are those between; what is behind the end of the text does
+        not count.
         """
         self.rounds += 1
         pieces: list[str] = []
@@ -94,14 +125,14 @@ class Request:
                 break
         taken = len(pieces)
         if taken < len(tokens):  # a stop string ended the text among the accepted drafts
-            judged, accepted = min(judged, taken), min(accepted, taken)
+            judged, accepted, refused = min(judged, taken), min(accepted, taken), ()
         for counts, n in ((self.drafted, judged), (self.accepted, accepted)):
             counts.extend([0] * (n - len(counts)))
             for i in range(n):
                 counts[i] += 1
         return TokenEvent(
             index=self.index, tokens=list(tokens[:taken]), text="".join(pieces), pieces=pieces,
-            sources=list(sources[:taken]), drafted=judged, accepted=accepted,
+            sources=list(sources[:taken]), drafted=judged, accepted=accepted, refused=list(refused),
             completion=self.completion() if self.finish_reason else None,
         )  # fmt: skip
 

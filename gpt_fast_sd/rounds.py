@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.model import Transformer
@@ -51,9 +52,9 @@ def decode_step(
 
 
 def judge_step(rows: Rows, logits: Tensor, draft: Draft, replay: Replay | None) -> Tensor:
-    """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 4], all that the host has to read of a round.
+    """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], all that the host has to read of a round.
 
-    A row holds what Rows.commit gives, then who proposed each draft.
+    A row holds what Rows.commit gives, then who proposed each draft, then the first draft that was refused, if one was.
     """
     cap = torch.minimum(draft.count, rows.remaining - 1).clamp(min=0)  # [B]
     pos = rows.seq_len[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, gamma + 1]
@@ -62,7 +63,9 @@ def judge_step(rows: Rows, logits: Tensor, draft: Draft, replay: Replay | None) 
     if replay is not None:
         verdict = replay.apply(verdict, draft.tokens, cap)
     by_whom = draft.proposer if draft.proposer is not None else torch.zeros_like(draft.tokens)  # [B, gamma]
-    return torch.cat([rows.commit(draft.tokens, cap, verdict), by_whom], 1)
+    # commit puts the next token in its place
+    refused = F.pad(draft.tokens, (0, 1)).gather(1, verdict.n_accepted[:, None])  # [B, 1]
+    return torch.cat([rows.commit(draft.tokens, cap, verdict), by_whom, refused], 1)
 
 
 @dataclass
@@ -74,9 +77,11 @@ class Flight:
     live: list[tuple[int, Request]]
     planned: bool  # whether gamma was the planner's choice
     begun: float  # clock at the launch
-    result: Tensor  # int64 [B, 2 * gamma + 4] on the host
+    result: Tensor  # int64 [B, 2 * gamma + 5] on the host
     landed: torch.cuda.Event | None = None  # recorded behind the copy; None: it is there
     laps: list[float] = field(default_factory=list)  # clock at the beginning, after the draft, after the target's step
+    seen: Tensor | None = None  # fp32 [B, n_keys + gamma] on the host, see Rounds.seen
+    watching: float = 0.0  # seconds that looking at it took
 
     def read(self, wait: Wait) -> list[list[int]]:
         """Wait for the result and read it."""
@@ -147,7 +152,7 @@ class Rounds:
         return self.decode.graphs + self.verify.graphs + self.judge.graphs
 
     def device_round(self, gamma: int, lap: Lap = lambda: None) -> Tensor:
-        """One round, nothing of which the host reads -> int64 [B, 2 * gamma + 4]; lap is called between its parts."""
+        """One round, nothing of which the host reads -> int64 [B, 2 * gamma + 5]; lap is called between its parts."""
         rows, policy = self.rows, self.policy
         if policy and gamma:
             draft = policy.propose(rows, gamma)
@@ -180,7 +185,7 @@ class Rounds:
         return out
 
     def judged(self, logits: Tensor, draft: Draft) -> Tensor:
-        """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 4], see judge_step.
+        """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], see judge_step.
 
         Compiled it is one graph for each kind of sampling and each of three lengths: no draft, one, and more.
         """
@@ -198,14 +203,22 @@ class Rounds:
 
     # ---------------------------------------------------------------- rounds under way
 
-    def launch(self, gamma: int, live: Sequence[tuple[int, Request]], *, planned: bool) -> Flight:
-        """Start a round for the live requests, as rows.look has seen them."""
+    def launch(
+        self, gamma: int, live: Sequence[tuple[int, Request]], *, planned: bool, watched: bool = False
+    ) -> Flight:
+        """Start a round for the live requests, as rows.look has seen them.
+
+        watched: look at what the draft reads, too, unless the round is captured.
+        """
         flight = Flight(gamma, self.rows.n_keys, list(live), planned, time.perf_counter(), self.rows.pending)
         if not self.capture:
 
             def lap() -> None:
                 self.synchronize()
                 flight.laps.append(time.perf_counter())
+                if watched and gamma and self.policy and len(flight.laps) == 3:  # before the policy selects anew
+                    flight.seen = self.seen(self.policy, gamma)
+                    flight.watching = time.perf_counter() - flight.laps[-1]
 
             lap()
             flight.result = self.device_round(gamma, lap).cpu()
@@ -218,6 +231,12 @@ class Rounds:
         else:
             flight.result = result.clone()
         return flight
+
+    def seen(self, policy: DraftPolicy, gamma: int) -> Tensor:
+        """The share of layers and kv heads that read each position in a round's last draft step: fp32 [B, S]."""
+        mask = policy.positions_read(self.rows.seq_len + gamma - 1)[..., : self.rows.n_keys + gamma]  # [L, B, K, S]
+        n_layers, _, n_kv, _ = mask.shape
+        return (mask.sum((0, 2), dtype=torch.float32) / (n_layers * n_kv)).cpu()
 
     def warm_up(self, gammas: Iterable[int], kinds: Iterable[tuple[bool, bool]]) -> None:
         """Run rounds of these gammas over empty slots, for rows of these (sampled, filtered) kinds, each once.
@@ -321,9 +340,9 @@ class Rounds:
         self.forget()
 
     def _landing_place(self, result: Tensor) -> Tensor:
-        """Pinned host memory [B, 2 * gamma + 4] that no other flight in the air uses."""
+        """Pinned host memory [B, 2 * gamma + 5] that no other flight in the air uses."""
         if not self._landing:
-            most = result.shape[0] * (2 * self.draft.max_gamma + 4)
+            most = result.shape[0] * (2 * self.draft.max_gamma + 5)
             self._landing = [torch.empty(most, dtype=result.dtype, pin_memory=True) for _ in range(self.lateness + 1)]
         self._launched += 1
         return self._landing[self._launched % len(self._landing)][: result.numel()].view(result.shape)

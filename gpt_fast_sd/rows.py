@@ -141,7 +141,7 @@ class Rows:
         """Keep the accepted prefix and the next token: seq_len grows by n_accepted + 1, less what EOS or the end cuts.
 
         drafted [B, gamma]; cap [B] drafts that counted -> int64 [B, gamma + 4], all that the host has to read: tokens
-        emitted, drafts judged, drafts accepted, then the tokens (those past the emitted ones mean nothing).
+        emitted, drafts judged, drafts accepted, then the tokens (past the emitted ones drafts that go unused).
         """
         gamma = drafted.shape[1]
         step = torch.arange(gamma + 1, device=drafted.device)  # [gamma + 1]

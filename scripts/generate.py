@@ -4,6 +4,7 @@
     python scripts/generate.py --prompt "Once upon a time"       ... your text
     python scripts/generate.py --prompt-file book.txt --draft guided --budget 512 --gamma 4 --compare
     python scripts/generate.py --prompts in.jsonl --output out.jsonl --batch-size 8
+    python scripts/generate.py --prompt-file book.txt --compare --report run.html       a page to look at
     python scripts/generate.py --model meta-llama/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?"
     python scripts/generate.py --model some.Q4_K_M.gguf --chat --prompt "Why is the sky blue?"
     torchrun --nproc_per_node=4 scripts/generate.py --tp 2 --prompts in.jsonl --output out.jsonl
@@ -50,10 +51,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from tqdm import tqdm
 
-from common import refuse
+from common import refuse, write_whole
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, __version__
 from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
 from gpt_fast_sd.engine import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
+from gpt_fast_sd.measuring import Recorder, Way, page
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.stats import EngineStats
 from gpt_fast_sd.tp import Parallel, start
@@ -132,6 +134,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", metavar="FILE|-", help="write completions, stats, config and environment as one JSON document")
     add("--output", metavar="F.jsonl", type=Path, help="write one JSON object a completion")
     add("--profile", metavar="F.json", type=Path, help="write a Chrome trace of the run")
+    add("--report", metavar="F.html", type=Path, help="write a page to look at: tokens, rounds, what drafts read")
     add("--no-stream", action="store_true", help="print each text when it is finished, not as it grows")
     add(
         "--color", choices=("auto", "always", "never"), default="auto",
@@ -503,6 +506,27 @@ def differences(
 
 def card(engine: Engine, prompts: list[list[int]], stats: EngineStats, comparison: Comparison | None) -> str:
     """What the run was and how fast it went, beside plain decoding where there is a comparison."""
+    rows = about(engine, prompts, stats, comparison)
+    rows += side_by_side(comparison) if comparison else alone(engine, stats)
+    if stats.drafted:
+        positions = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
+        shares = " ".join(f"{over(accepted, drafted):.0%}" for accepted, drafted in positions)
+        rows.append(("acceptance", f"{stats.acceptance_rate:.0%} of {stats.drafted:,} drafts; by position {shares}"))
+    if engine.policy:
+        by_gamma = sorted(stats.rounds_by_gamma.items(), reverse=True)
+        rows.append(("rounds", ", ".join(f"{n:,} of gamma {gamma}" for gamma, n in by_gamma)))
+    if comparison:
+        n = len(comparison.plain)
+        rows += [("outputs", line) for line in verdict(engine, comparison)]
+        rows.append(("measured", f"{n} runs each, in turns; the medians are shown" if n > 1 else "one run each"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in rows)
+
+
+def about(
+    engine: Engine, prompts: list[list[int]], stats: EngineStats, comparison: Comparison | None
+) -> list[tuple[str, str]]:
+    """What the run was: names and texts."""
     config, lengths, parallel = engine.model.config, [len(ids) for ids in prompts], engine.parallel
     runs = comparison.plain + comparison.speculative if comparison else [stats]
     recompiles, capturing = sum(s.recompiles for s in runs), sum(s.capture_seconds for s in runs)
@@ -520,20 +544,7 @@ def card(engine: Engine, prompts: list[list[int]], stats: EngineStats, compariso
         rows.insert(1, ("processes", f"{parallel.dp} replicas x {parallel.tp} that hold one together"))
     if engine.policy:
         rows.append(("draft", who_drafts(engine.draft)))
-    rows += side_by_side(comparison) if comparison else alone(engine, stats)
-    if stats.drafted:
-        positions = zip(stats.accepted_by_position, stats.drafted_by_position, strict=True)
-        shares = " ".join(f"{over(accepted, drafted):.0%}" for accepted, drafted in positions)
-        rows.append(("acceptance", f"{stats.acceptance_rate:.0%} of {stats.drafted:,} drafts; by position {shares}"))
-    if engine.policy:
-        by_gamma = sorted(stats.rounds_by_gamma.items(), reverse=True)
-        rows.append(("rounds", ", ".join(f"{n:,} of gamma {gamma}" for gamma, n in by_gamma)))
-    if comparison:
-        n = len(comparison.plain)
-        rows += [("outputs", line) for line in verdict(engine, comparison)]
-        rows.append(("measured", f"{n} runs each, in turns; the medians are shown" if n > 1 else "one run each"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in rows)
+    return rows
 
 
 def who_drafts(draft: DraftConfig) -> str:
@@ -659,6 +670,55 @@ def traced(path: Path | None) -> Iterator[None]:
     profiler.export_chrome_trace(str(path))
 
 
+def recorder_of(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> Recorder:
+    """What listens to the rounds of a run of these prompts."""
+    return Recorder(engine.tokenizer, prompts, params, engine.policy.proposers if engine.policy else ())
+
+
+def report(
+    engine: Engine,
+    recorder: Recorder,
+    prompts: list[list[int]],
+    mine: list[int],
+    n_requests: int,
+    stats: EngineStats,
+    comparison: Comparison | None,
+    args: argparse.Namespace,
+) -> str:
+    """The page of a run; mine: the places of the recorded prompts among all n_requests."""
+    if comparison:
+        ways = {"plain": Way.of(comparison.plain), "speculative": Way.of(comparison.speculative)}
+    else:
+        ways = {"speculative" if engine.policy else "plain": Way.of([stats])}
+    others = n_requests - len(mine)
+    return page(
+        recorder,
+        f"{Path(args.model).name}, {f'{engine.draft.policy} drafts' if engine.policy else 'decoded plainly'}",
+        ways=ways,
+        facts=about(engine, prompts, stats, comparison),
+        names=mine,
+        verdict=verdict(engine, comparison) if comparison else (),
+        left_out=[f"Texts: those of other replicas ({others:,}), whose rounds are their own."] if others else (),
+    )
+
+
+def check_apart(report: Path | None, args: argparse.Namespace) -> None:
+    """Refuse a report that would take the place of a file of the same run."""
+    if report is None:
+        return
+    others = {
+        "--output": args.output, "--json": args.json if args.json != "-" else None, "--profile": args.profile,
+        "--prompts": args.prompts, "--document": args.document, "--model": args.model,
+        "--draft-model": args.draft_model,
+    }  # fmt: skip
+    named = [(flag, Path(path)) for flag, path in others.items() if path is not None]
+    for flag, path in [*named, *(("--prompt-file", path) for path in args.prompt_file or [])]:
+        if path.resolve() == report.resolve() or (path.exists() and report.exists() and path.samefile(report)):
+            raise ValueError(f"--report {report} and {flag} {path} are the same file")
+        if path.is_dir() and report.exists() and report.resolve().parent == path.resolve():
+            raise ValueError(f"--report {report} would take the place of a file of {flag} {path}")
+
+
 def check_writable(*paths: Path | None) -> None:
     """Refuse an output that cannot be written before any work is done."""
     for path in paths:
@@ -672,7 +732,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, build, generate, print."""
     args = parse(argv)
     try:
-        check_writable(args.output, args.profile, Path(args.json) if args.json not in (None, "-") else None)
+        to_json = Path(args.json) if args.json not in (None, "-") else None
+        check_writable(args.output, args.profile, to_json, args.report)
+        check_apart(args.report, args)
         draft_config(args)  # refused before any file is read
         parallel = start(args.tp, args.device)
     except (ValueError, OSError) as error:
@@ -712,8 +774,11 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     opening = ""
     if live and prompts and args.prompt is None:
         opening = "..." + (engine.tokenizer.decode(prompts[0][-60:]) if engine.tokenizer else "")
+    recorder = recorder_of(engine, prompts, params) if args.report and parallel.is_main else None
+    engine.on_round = recorder  # of the run that is shown, of no other
     with traced(args.profile if parallel.is_main else None):
         own = run(engine, mine, prompts, params, live, colors, progress, opening, requests_shown(args))
+    engine.on_round = None
     stats, comparison = engine.stats, None
     if args.compare or (args.compare is None and showpiece and engine.policy):
         if parallel.is_main:
@@ -735,6 +800,12 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
             print(text)
         else:
             Path(args.json).write_text(text + "\n", encoding="utf-8")
+    if recorder:
+        text = report(engine, recorder, prompts, mine, len(completions), stats, comparison, args)
+        try:
+            write_whole(args.report, text)
+        except OSError as error:
+            refuse(error, PROGRAM, code=1)
 
 
 @contextlib.contextmanager

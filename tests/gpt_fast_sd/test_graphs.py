@@ -209,7 +209,7 @@ def test_a_result_is_waited_for_on_the_stream_that_its_round_is_replayed_on(
 def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cuda: Cuda) -> None:
     one = engine()
     tokens(one)
-    assert [place.numel() for place in one.rounds._landing] == [3 * (2 * 2 + 4)] * 2
+    assert [place.numel() for place in one.rounds._landing] == [3 * (2 * 2 + 5)] * 2
     assert all(type(place).__name__ == "Pinned" for place in one.rounds._landing)
 
 

@@ -588,3 +588,111 @@ def test_smollm2_writes_about_the_logbook_where_nobody_asks_anything(script: Mod
     assert len(prompts) == 8 == len(set(map(tuple, prompts)))
     shared = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
     assert shared > 20_000  # bytes of the document, which all of them begin with
+
+
+# ---- the page of a run -----------------------------------------------------------------------------------------------
+
+
+def run_in(path: Path) -> dict[str, Any]:
+    """What a page holds."""
+    (text,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
+    run: dict[str, Any] = json.loads(text)
+    return run
+
+
+def test_a_report_holds_the_texts_that_are_printed_and_the_rounds_of_the_first_run_alone(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompts, page, record = tmp_path / "in.jsonl", tmp_path / "run.html", tmp_path / "run.json"
+    prompts.write_text('{"prompt": "It was a dark night"}\n{"prompt": "Two", "max_tokens": 4}\n')
+    page.write_text("an older page")
+    argv = ["--prompts", str(prompts), "--report", str(page), "--json", str(record), "--compare"]
+    out = output(script, capsys, *argv, "--temperature", "0.7", "--seed", "1")
+    run, told = run_in(page), json.loads(record.read_text())
+    for request, completion in zip(run["requests"], told["completions"], strict=True):
+        text = "".join(piece for part in request["rounds"] for piece in part[1])
+        assert text == completion["text"] and text.strip() in out
+        assert request["n_rounds"] == completion["stats"]["rounds"] == len(request["rounds"])
+        assert (request["drafted"], request["accepted"]) == tuple(
+            completion["stats"][k] for k in ("drafted", "accepted")
+        )
+    assert run["title"] == "bundled, streaming drafts" and run["sources"] == ["target", "streaming"]
+    assert run["n_rounds"] == max(completion["stats"]["rounds"] for completion in told["completions"])
+    assert set(run["ways"]) == {"plain", "speculative"} and run["ways"]["plain"]["speeds"]
+    assert run["ways"]["speculative"]["speed"] / run["ways"]["plain"]["speed"] == pytest.approx(told["plain"]["ratio"])
+    assert run["verdict"] and dict(run["facts"])["draft"].startswith("streaming, budget 256")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "run.html", "run.json"]
+
+
+def test_a_report_of_plain_decoding_has_one_way(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    output(script, capsys, *NIGHT, "--draft", "off", "--report", str(tmp_path / "run.html"))
+    run = run_in(tmp_path / "run.html")
+    assert set(run["ways"]) == {"plain"} and run["sources"] == ["target"] and run["n_rounds"] == 6
+    assert run["requests"][0]["views"] is None
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_any_work(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = refusal(script, capsys, *NIGHT, "--report", str(tmp_path / "none" / "run.html"))
+    assert "there is no folder" in said and said.count("\n") == 0
+    assert "it is a folder" in refusal(script, capsys, *NIGHT, "--report", str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "flag", ["--output", "--json", "--profile", "--prompts", "--document", "--prompt-file", "--model"]
+)
+@pytest.mark.parametrize("how", ["same", "linked"])
+def test_a_report_never_takes_the_place_of_another_file_of_the_run(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, how: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text('{"prompt": "Two"}\n')
+    report = file
+    if how == "linked":
+        (report := tmp_path / "other").symlink_to(file)
+    source = [] if flag in ("--prompts", "--prompt-file") else NIGHT
+    said = refusal(script, capsys, *source, flag, str(file), "--report", str(report))
+    assert f"--report {report} and {flag} {file} are the same file" in said
+    assert file.read_text() == '{"prompt": "Two"}\n'
+
+
+def test_a_report_never_takes_the_place_of_a_file_of_the_model(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    argv = [*NIGHT, "--model", str(tmp_path), "--report", str(tmp_path / "config.json")]
+    assert "would take the place of a file of --model" in refusal(script, capsys, *argv)
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_a_report_that_fails_at_the_end_is_one_sentence_after_the_texts(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, card = tmp_path / "gone", script.card
+    folder.mkdir()
+
+    def and_the_folder_goes(*args: Any) -> str:
+        folder.rmdir()
+        text: str = card(*args)
+        return text
+
+    monkeypatch.setattr(script, "card", and_the_folder_goes)
+    with pytest.raises(SystemExit) as stopped:
+        script.main([*QUICK, *NIGHT, "--report", str(folder / "run.html")])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 1 and "tokens/s" in out and len(out) > 200
+    assert err.strip().splitlines()[-1].endswith("run.html.partial: No such file or directory")
+    assert "Traceback" not in err
+
+
+def test_a_file_that_cannot_be_moved_into_its_place_leaves_nothing_beside_it(
+    tmp_path: Path, script: ModuleType
+) -> None:
+    (tmp_path / "run.html").mkdir()
+    with pytest.raises(OSError):
+        script.write_whole(tmp_path / "run.html", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.html"]

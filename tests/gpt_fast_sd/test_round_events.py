@@ -1,0 +1,216 @@
+"""What a run tells of its rounds, where somebody listens: who proposed what, what was refused and read, and when.
+
+Shapes: B slots, S positions, L layers, K kv heads, gamma tokens drafted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.policies import Draft
+from gpt_fast_sd.requests import RoundEvent
+from gpt_fast_sd.rows import Rows
+from tests.gpuless.recorder import capture
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+BUDGET, GAMMA = 96, 3
+PROMPTS = [random_ids(n, seed=n) for n in (400, 20, 300)]
+PARAMS = SamplingParams(max_tokens=25, temperature=0.7, seed=5)
+SELF_DRAFTS = ["full", "streaming", "snapkv", "quest", "guided"]
+
+
+def engine(policy: str, **draft: Any) -> Engine:
+    """Two slots for three prompts, eager; a policy's drafts are refused about as often as not."""
+    config = EngineConfig(batch_size=2, max_seq_len=512, device="cpu", compile=False)
+    wanted = {"policy": policy, "gamma": GAMMA} | ({} if policy in ("off", "lookup") else {"budget": BUDGET}) | draft
+    theirs = tiny_model(seed=1) if "standalone" in (policy, wanted.get("cheap")) else None
+    if theirs and policy == "standalone":
+        wanted["draft_model"] = "a model of its own"
+    return Engine(tiny_model(), None, config, DraftConfig(**wanted), theirs)
+
+
+def listen(one: Engine, **call: Any) -> list[RoundEvent]:
+    """All rounds of a run over the prompts."""
+    told: list[RoundEvent] = []
+    one.on_round = told.append
+    one.generate(PROMPTS, PARAMS, **call)
+    return told
+
+
+@pytest.mark.parametrize("policy", [*SELF_DRAFTS, "lookup", "early_exit", "hierarchy", "standalone"])
+def test_each_draft_that_counts_is_accepted_or_told_as_refused(policy: str) -> None:
+    one = engine(policy, **({"page": 16} if policy in ("quest", "guided") else {}))
+    told = listen(one)
+    events = [event for each in told for event in each.events]
+    assert all(len(event.refused) == event.drafted - event.accepted for event in events)
+    stats = one.stats
+    assert sum(len(event.refused) for event in events) == stats.drafted - stats.accepted
+    assert sum(event.accepted for event in events) == stats.accepted
+    assert stats.accepted or policy == "lookup"  # which finds nothing in noise
+    assert sum(len(event.tokens) for event in events) == stats.decode_tokens == 3 * 25
+    assert len(told) == stats.rounds
+    assert policy == "full" or stats.drafted > stats.accepted
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "lookup"])
+def test_captured_rounds_tell_the_same_refusals_and_neither_views_nor_parts(policy: str) -> None:
+    config = EngineConfig(batch_size=2, max_seq_len=512, device="cpu", compile=False)
+    draft, told = DraftConfig(policy=policy, gamma=GAMMA, **({} if policy == "lookup" else {"budget": BUDGET})), []
+    for captured in (False, True):
+        one = Engine(tiny_model(), None, config, draft)
+        if captured:
+            one.rounds.capture = capture
+        by_prompt: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+        for each in listen(one):
+            assert not captured or not (each.read or each.draft_seconds or each.verify_seconds)
+            for event in each.events:
+                assert len(event.refused) == event.drafted - event.accepted
+                by_prompt[event.index].append((event.tokens, event.refused))
+        told.append(by_prompt)
+    for index in range(3):  # near a row's end captured rounds draft on, and no more of it counts
+        eager, ahead = told[0][index], told[1][index]
+        assert ahead[:-2] == eager[:-2]
+        assert [t for tokens, _ in ahead for t in tokens] == [t for tokens, _ in eager for t in tokens]
+
+
+def test_a_greedy_target_writes_another_token_in_place_of_the_first_that_it_refuses() -> None:
+    one, refused = engine("streaming"), 0
+    for event in one.stream(PROMPTS, SamplingParams(max_tokens=25)):
+        refused += bool(event.refused)
+        assert not event.refused or event.refused[0] != event.tokens[-1]
+    assert refused
+
+
+@pytest.mark.parametrize("policy", ["streaming", "guided", "hierarchy"])
+def test_the_refused_drafts_are_those_that_the_policy_proposed(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine(policy)
+    one.warm_up()
+    assert one.policy
+    propose, proposed = one.policy.propose, []
+
+    def note(rows: Rows, gamma: int) -> Draft:
+        draft = propose(rows, gamma)
+        proposed.append(draft.tokens.tolist())
+        return draft
+
+    monkeypatch.setattr(one.policy, "propose", note)
+    slots: list[dict[int, int]] = []
+    launch = one.rounds.launch
+
+    def place(gamma: int, live: Any, **how: Any) -> Any:
+        if gamma:
+            slots.append({request.index: slot for slot, request in live})
+        return launch(gamma, live, **how)
+
+    monkeypatch.setattr(one.rounds, "launch", place)
+    told = [each for each in listen(one) if each.gamma]
+    assert len(told) == len(proposed)
+    for each, drafts, at in zip(told, proposed, slots, strict=True):
+        for event in each.events:
+            draft = drafts[at[event.index]]
+            assert event.tokens[: event.accepted] == draft[: event.accepted]
+            assert event.refused == draft[event.accepted : event.drafted]
+
+
+@pytest.mark.parametrize("policy", SELF_DRAFTS)
+def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_counted(policy: str) -> None:
+    config = tiny_config()
+    one = engine(policy, **({"page": 16} if policy in ("quest", "guided") else {}))
+    told = listen(one)
+    assert one.policy
+    lengths = dict.fromkeys(range(3), 0)
+    for each in told:
+        for event in each.events:
+            length = len(PROMPTS[event.index]) - 1 + lengths[event.index]  # committed when the round began
+            lengths[event.index] += len(event.tokens)
+            if not each.gamma:
+                assert not each.read
+                continue
+            read = each.read[event.index]  # [S]
+            last = length + each.gamma - 1
+            assert read[last] == 1 and not read[last + 1 :].any()  # its own position, and none that is still to come
+            entries = float(read.sum()) * config.n_layers * config.n_kv_heads
+            counted = one.policy.view.entries_read(last + 1) * config.n_layers * config.n_kv_heads  # type: ignore
+            assert entries <= counted + 1e-2
+            if policy == "streaming" and length > BUDGET:
+                in_view = [*range(one.draft.n_sink), *range(length - BUDGET + one.draft.n_sink, last + 1)]
+                assert read.nonzero().flatten().tolist() == in_view
+            if policy == "full":
+                assert entries == (last + 1) * config.n_layers * config.n_kv_heads
+    assert any(each.gamma for each in told)
+
+
+def test_pages_that_a_guided_draft_chose_are_told_as_they_were_before_the_verification_chose_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = engine("guided", page=16)
+    one.warm_up()
+    assert one.policy
+    propose, before = one.policy.propose, []
+
+    def note(rows: Rows, gamma: int) -> Draft:
+        draft = propose(rows, gamma)
+        before.append(one.policy.positions_read(rows.seq_len + gamma - 1).float().mean((0, 2)))  # type: ignore
+        return draft
+
+    monkeypatch.setattr(one.policy, "propose", note)
+    told = [each for each in listen(one) if each.gamma]
+    assert len(told) == len(before)
+    for each, view in zip(told, before, strict=True):
+        for read in each.read.values():
+            assert any(torch.equal(read, row[: len(read)]) for row in view)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "off"])
+def test_seconds_of_rounds_add_up_to_those_of_the_run(policy: str) -> None:
+    one = engine(policy)
+    told = listen(one)
+    stats = one.stats
+    assert sum(each.seconds for each in told) == pytest.approx(stats.decode_seconds)
+    assert sum(each.draft_seconds for each in told) == pytest.approx(stats.draft_seconds)
+    assert sum(each.verify_seconds for each in told) == pytest.approx(stats.verify_seconds)
+    assert sum(each.prefill_seconds for each in told) == pytest.approx(stats.prefill_seconds)
+    assert all(each.draft_seconds + each.verify_seconds <= each.seconds for each in told)
+
+
+def test_plain_rounds_tell_of_no_draft() -> None:
+    told = listen(engine("streaming"), speculate=False)
+    assert {each.gamma for each in told} == {0}
+    assert not any(each.read or each.draft_seconds or event.refused for each in told for event in each.events)
+
+
+def test_looking_is_no_part_of_the_time_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("streaming")
+    one.warm_up()
+    clock = [0.0]
+    monkeypatch.setattr("gpt_fast_sd.rounds.time.perf_counter", lambda: clock[0])
+    assert one.policy
+    positions_read = one.policy.positions_read
+
+    def slow(pos: torch.Tensor) -> torch.Tensor:
+        clock[0] += 100.0
+        return positions_read(pos)
+
+    monkeypatch.setattr(one.policy, "positions_read", slow)
+    listen(one)
+    assert clock[0] >= 100.0 and one.stats.decode_seconds == 0.0
+
+
+def test_nobody_looks_at_what_drafts_read_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("streaming")
+    one.warm_up()
+
+    def refuse(pos: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("looked at for nobody")
+
+    monkeypatch.setattr(one.policy, "positions_read", refuse)
+    quiet = one.generate(PROMPTS, PARAMS)
+    monkeypatch.undo()
+    told: list[RoundEvent] = []
+    one.on_round = told.append
+    assert [c.tokens for c in one.generate(PROMPTS, PARAMS)] == [c.tokens for c in quiet]
+    assert told
