@@ -102,7 +102,7 @@ def buildable(
 
 def draft_with(engine: Engine, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
     """Let an idle engine draft so from now on; its slots keep what was prefilled. ValueError where that cannot be."""
-    engine.redraft(draft, draft_model)
+    engine.redraft(draft, draft_model if draft.draft_model else None)
 
 
 # ---- the prompts -----------------------------------------------------------------------------------------------------
