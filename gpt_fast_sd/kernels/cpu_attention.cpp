@@ -1,10 +1,11 @@
-// Attention of a few query rows over bf16 keys, on a CPU with AVX-512 bf16 dot products.
+// Attention of a few query rows over bf16 keys, on a CPU with AVX-512 bf16 dot products, by AMX tiles where it has them.
 //
 // Flash-decoding (Dao et al. 2023): the keys of a row are cut into splits at absolute positions, each split is read once
 // with a running softmax, and the splits are merged. Sums never depend on what else is in the batch, on the number of
 // queries or on how much of the cache is in view.
 //
-// A tile is 64 keys. Its scores lie with a key in every vector lane, so the tile is transposed once and each query then
+// A tile is 64 keys. With AMX, products take up to 16 rows at once, keys as they lie in the cache, and the softmax has a
+// row in every lane. Without, scores lie with a key in every lane, so the tile is transposed once and each query then
 // costs dot products alone, no horizontal sum; rows are taken up to six at a time, which is what the registers hold.
 //
 // Names: B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
@@ -17,6 +18,7 @@
 #include <vector>
 
 typedef uint16_t bf16;
+namespace { // a process may hold this built in two ways, whose names must not meet
 constexpr int TILE = 64, PAGE = 16, SPLIT = 4096;
 constexpr float LOWEST = -1e30f; // finite, so that the difference of two is no NaN
 
@@ -85,6 +87,176 @@ struct Tile {
     int n; // entries from n on do not exist
     bool gaps; // whether any before n does not
 };
+
+// The values of a tile by pairs of keys; what does not exist counts as 0, whatever it holds.
+template <int H> static inline void pair_values(const Tile& tile, __m512i (*to)[H / 16], int64_t ahead) {
+    for (int j = 0; j < TILE; j += 2) {
+        const bf16* value = tile.value[j / 16] + j % 16 * H;
+        if (ahead)
+            for (int h = 0; h < 2 * H; h += 32) _mm_prefetch((const char*)(value + TILE * H + h), _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int c = 0; c < H / 32; c++) {
+            const __m512i none = _mm512_setzero_si512();
+            const __m512i even = j < tile.n ? _mm512_loadu_si512(value + 32 * c) : none;
+            const __m512i odd = j + 1 < tile.n ? _mm512_loadu_si512(value + H + 32 * c) : none;
+            to[j / 2][2 * c] = _mm512_unpacklo_epi16(even, odd);
+            to[j / 2][2 * c + 1] = _mm512_unpackhi_epi16(even, odd);
+        }
+    }
+}
+
+#ifdef __AMX_BF16__
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+static void begin() { static thread_local TileConfig config; _tile_loadconfig(&config); }
+static void end() { _tile_release(); }
+static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers do not see
+
+template <int H> struct Scratch {
+    __m512 score[TILE]; // of a key, a row in every lane
+    __m512i weight[TILE / 2], weight_of[2][16]; // pairs of keys: a row in every lane; of a row, 16 pairs and 16 more
+    __m512i value[TILE / 2][H / 16]; // pairs of keys
+    alignas(64) bf16 picked_key[TILE * H], picked_value[TILE * H];
+    int64_t position[TILE];
+};
+
+// Up to 16 query rows of a split and where their softmax stands, a row in every lane.
+template <int H> struct Group {
+    alignas(64) uint32_t q[H / 2][16]; // pairs of dims
+    alignas(64) float out[16][H], max[16], sum[16];
+    alignas(64) int32_t limit[16];
+    int32_t least; // of the limits
+};
+
+template <int H> static void read_group(const Tile& tile, Scratch<H>& at, Group<H>& group, int n_rows, float to_log2, float* page_sum, float* page_max) {
+    constexpr int V = TILE / 16;
+    written();
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (int d = 0; d < H / 32; d++) { // a key's product with all rows
+        _tile_loadd(4, group.q[16 * d], 64);
+        _tile_loadd(5, tile.key[0] + 32 * d, 2 * H);
+        _tile_dpbf16ps(0, 5, 4);
+        _tile_loadd(6, tile.key[1] + 32 * d, 2 * H);
+        _tile_dpbf16ps(1, 6, 4);
+        _tile_loadd(5, tile.key[2] + 32 * d, 2 * H);
+        _tile_dpbf16ps(2, 5, 4);
+        _tile_loadd(6, tile.key[3] + 32 * d, 2 * H);
+        _tile_dpbf16ps(3, 6, 4);
+    }
+    _tile_stored(0, at.score, 64); _tile_stored(1, at.score + 16, 64);
+    _tile_stored(2, at.score + 32, 64); _tile_stored(3, at.score + 48, 64);
+
+    if (tile.n < TILE || tile.gaps || tile.last > group.least) {
+        const __m512i limit = _mm512_load_si512(group.limit);
+        for (int j = 0; j < TILE; j++) {
+            const int64_t place = j >= tile.n ? INT32_MAX : tile.position ? std::min<int64_t>(tile.position[j], INT32_MAX) : tile.first + j;
+            const __mmask16 seen = _mm512_cmple_epi32_mask(_mm512_set1_epi32(place), limit);
+            at.score[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(LOWEST), at.score[j]);
+        }
+    }
+    __m512 best[V] = {at.score[0], at.score[16], at.score[32], at.score[48]};
+    for (int j = 1; j < 16; j++)
+#pragma GCC unroll 4
+        for (int c = 0; c < V; c++) best[c] = _mm512_max_ps(best[c], at.score[16 * c + j]);
+    const __m512 before = _mm512_load_ps(group.max), scale = _mm512_set1_ps(to_log2);
+    const __m512 top = _mm512_max_ps(before, _mm512_max_ps(_mm512_max_ps(best[0], best[1]), _mm512_max_ps(best[2], best[3])));
+    const __mmask16 grown = _mm512_cmp_ps_mask(before, top, _CMP_NEQ_UQ);
+    alignas(64) float by[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}; // what was summed so far shrinks
+    for (int r = 0; grown >> r; r++)
+        if (grown >> r & 1) by[r] = exp2f((group.max[r] - ((float*)&top)[r]) * to_log2);
+    const __m512 shrink = _mm512_load_ps(by);
+    const __m512 shift = _mm512_mul_ps(top, _mm512_set1_ps(-to_log2));
+    const __m512i both = _mm512_set_epi16( // the first vector's lanes beside the second's
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512 sum[V];
+    for (int c = 0; c < V; c++) {
+        sum[c] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (int j = 16 * c; j < 16 * c + 16; j += 2) {
+            const __m512 even = exp2_of(_mm512_fmadd_ps(at.score[j], scale, shift)), odd = exp2_of(_mm512_fmadd_ps(at.score[j + 1], scale, shift));
+            sum[c] = _mm512_add_ps(sum[c], _mm512_add_ps(even, odd));
+            at.weight[j / 2] = _mm512_permutexvar_epi16(both, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+        }
+    }
+    _mm512_store_ps(group.max, top);
+    _mm512_store_ps(group.sum, _mm512_fmadd_ps(_mm512_load_ps(group.sum), shrink, _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3]))));
+    if (page_sum)
+        for (int r = 0; r < n_rows; r++) {
+            for (int c = 0; c < V; c++) page_sum[r * V + c] = ((float*)&sum[c])[r];
+            page_max[r] = group.max[r];
+        }
+    for (int r = 0; r < n_rows && grown; r++)
+        for (int h = 0; h < H; h += 16) _mm512_store_ps(group.out[r] + h, _mm512_mul_ps(_mm512_load_ps(group.out[r] + h), _mm512_set1_ps(by[r])));
+    for (int half = 0; half < 2; half++) transpose((const uint32_t*)(at.weight + 16 * half), 16, at.weight_of[half], 1);
+    written();
+    for (int c = 0; c < H / 16; c += 4) {
+        float* out = group.out[0] + 16 * c;
+        _tile_loadd(0, out, 4 * H); _tile_loadd(1, out + 16, 4 * H); _tile_loadd(2, out + 32, 4 * H); _tile_loadd(3, out + 48, 4 * H);
+        for (int half = 0; half < 2; half++) {
+            const __m512i* value = at.value[16 * half] + c;
+            _tile_loadd(4, at.weight_of[half], 64);
+            _tile_loadd(5, value, 4 * H);
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_loadd(6, value + 1, 4 * H);
+            _tile_dpbf16ps(1, 4, 6);
+            _tile_loadd(5, value + 2, 4 * H);
+            _tile_dpbf16ps(2, 4, 5);
+            _tile_loadd(6, value + 3, 4 * H);
+            _tile_dpbf16ps(3, 4, 6);
+        }
+        _tile_stored(0, out, 4 * H); _tile_stored(1, out + 16, 4 * H); _tile_stored(2, out + 32, 4 * H); _tile_stored(3, out + 48, 4 * H);
+    }
+}
+
+// The rows of a split while its tiles are read.
+template <int H> struct Rows {
+    static Scratch<H>& scratch() { static thread_local Scratch<H> at; return at; }
+
+    Rows(Row<H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
+        static thread_local std::vector<Group<H>> kept;
+        const int64_t n = (n_rows + 15) / 16;
+        if ((int64_t)kept.size() < n) kept.resize(n);
+        groups = kept.data();
+        for (int64_t g = 0; g < n; g++) {
+            Group<H>& group = groups[g];
+            memset((void*)&group, 0, sizeof group);
+            group.least = INT32_MAX;
+            for (int r = 0; r < 16; r++) {
+                group.max[r] = LOWEST, group.limit[r] = -1;
+                if (16 * g + r == n_rows) break;
+                const Row<H>& row = rows[16 * g + r];
+                for (int h = 0; h < H / 2; h++) group.q[h][r] = row.q[h];
+                group.limit[r] = std::min<int64_t>(row.limit, INT32_MAX - 1);
+                group.least = std::min(group.least, group.limit[r]);
+            }
+        }
+    }
+    void read(const Tile& tile, float to_log2, float* page_sum, float* page_max, int64_t ahead) {
+        if (ahead) // the next tile, while this one is computed
+            for (int c = 0; c < TILE / 16; c++)
+                for (int h = 0; h < 16 * H; h += 32) _mm_prefetch((const char*)(tile.key[c] + TILE * H + h), _MM_HINT_T0);
+        pair_values<H>(tile, at.value, ahead);
+        for (int64_t r = 0; r < n_rows; r += 16)
+            read_group<H>(tile, at, groups[r / 16], std::min<int64_t>(16, n_rows - r), to_log2, page_sum ? page_sum + r * (TILE / 16) : nullptr, page_sum ? page_max + r : nullptr);
+    }
+    void finish() {
+        for (int64_t r = 0; r < n_rows; r++) {
+            const Group<H>& group = groups[r / 16];
+            memcpy(rows[r].out, group.out[r % 16], sizeof rows[r].out);
+            rows[r].max = group.max[r % 16], rows[r].sum[0] = group.sum[r % 16];
+        }
+    }
+    Row<H>* rows;
+    int64_t n_rows;
+    Scratch<H>& at;
+    Group<H>* groups;
+};
+#else
+static void begin() {}
+static void end() {}
 
 template <int H> struct Scratch {
     __m512i key[H / 2][TILE / 16]; // pairs of dims, a key in every lane
@@ -173,19 +345,7 @@ template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>*
                 for (int h = 0; h < H; h += 32) _mm_prefetch((const char*)(tile.key[c] + (TILE + j) * H + h), _MM_HINT_T0);
         for (int h = 0; h < H / 2; h += 16) transpose((const uint32_t*)tile.key[c] + h, H / 2, &at.key[h][c], V);
     }
-    for (int j = 0; j < TILE; j += 2) {
-        const bf16* value = tile.value[j / 16] + j % 16 * H;
-        if (ahead)
-            for (int h = 0; h < 2 * H; h += 32) _mm_prefetch((const char*)(value + TILE * H + h), _MM_HINT_T0);
-#pragma GCC unroll 4
-        for (int c = 0; c < H / 32; c++) { // what does not exist counts as 0, whatever it holds
-            const __m512i none = _mm512_setzero_si512();
-            const __m512i even = j < tile.n ? _mm512_loadu_si512(value + 32 * c) : none;
-            const __m512i odd = j + 1 < tile.n ? _mm512_loadu_si512(value + H + 32 * c) : none;
-            at.value[j / 2][2 * c] = _mm512_unpacklo_epi16(even, odd);
-            at.value[j / 2][2 * c + 1] = _mm512_unpackhi_epi16(even, odd);
-        }
-    }
+    pair_values<H>(tile, at.value, ahead);
     int64_t r = 0;
     auto read = [&](auto n) {
         read_rows<H, decltype(n)::value>(tile, at, rows + r, to_log2, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr);
@@ -196,6 +356,19 @@ template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>*
     while (r + 2 <= n_rows) read(std::integral_constant<int, 2>{});
     while (r < n_rows) read(std::integral_constant<int, 1>{});
 }
+
+// The rows of a split while its tiles are read.
+template <int H> struct Rows {
+    static Scratch<H>& scratch() { static thread_local Scratch<H> at; return at; }
+
+    Rows(Row<H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {}
+    void read(const Tile& tile, float to_log2, float* page_sum, float* page_max, int64_t ahead) { read_tile<H>(tile, at, rows, n_rows, to_log2, page_sum, page_max, ahead); }
+    void finish() {}
+    Row<H>* rows;
+    int64_t n_rows;
+    Scratch<H>& at;
+};
+#endif
 
 template <int H>
 static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
@@ -249,11 +422,13 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
             }
     };
 
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
+#pragma omp parallel num_threads(threads)
+    {
+    begin();
+#pragma omp for schedule(dynamic) nowait
     for (int64_t task = 0; task < B * K * n_splits; task++) {
         const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
         const bf16 *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
-        static thread_local Scratch<H> at;
         Row<H>* rows = all + task * R;
         int64_t n_keys = 0;
         for (int64_t r = 0; r < R; r++) {
@@ -265,6 +440,8 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
             n_keys = std::max(n_keys, rows[r].limit + 1);
         }
         n_keys = index ? M : std::min(n_keys, M);
+        Rows<H> reading(rows, R);
+        Scratch<H>& at = reading.at;
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {
             Tile tile{{}, {}, index ? at.position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
@@ -296,14 +473,19 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
                 }
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
-            read_tile<H>(tile, at, rows, R, to_log2, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + 2 * TILE <= end);
+            reading.read(tile, to_log2, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + 2 * TILE <= end);
         }
+        reading.finish();
         if (n_splits == 1) merge(bk);
+    }
+    end();
     }
 
     if (n_splits > 1)
 #pragma omp parallel for num_threads(threads)
         for (int64_t bk = 0; bk < B * K; bk++) merge(bk);
+}
+
 }
 
 // q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k); pos [B, T]; index null or

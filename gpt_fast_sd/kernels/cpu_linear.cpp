@@ -120,6 +120,7 @@ extern "C" void linear_cpu(const bf16* x, const bf16* w, const bf16* bias, bf16*
             for (int64_t b = 0; b < blocks; b++) pack(b);
         }
         begin();
+        asm volatile("" ::: "memory"); // what was packed is there: compilers do not see that tiles are loaded
 #pragma omp for schedule(static) nowait
         for (int64_t o = 0; o < O / 32; o++)
             for (int64_t m = 0; m < M; m += ROWS) rows_of(tiles, w + o * 32 * I, bias ? bias + 32 * o : nullptr, y + 32 * o, m, M, I, O, sums);

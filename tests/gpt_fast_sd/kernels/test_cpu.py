@@ -38,7 +38,24 @@ def why_not() -> str:
     return "" if cpu.available(64) else "no compiler here builds the kernel"
 
 
-needs_kernel = pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.fixture(scope="module", params=["tiles", "dots"])
+def body(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Once with what this CPU has, and where that is AMX, once as a process that may not use it has it."""
+    if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()) and request.param == "tiles":
+        pytest.skip("this CPU or its system has no AMX")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "dots":
+            patch.setattr(torch.cpu, "_init_amx", lambda: False)
+        for cached in (cpu_build.library, cpu._kernel):
+            cached.cache_clear()
+        yield
+    for cached in (cpu_build.library, cpu._kernel):
+        cached.cache_clear()
+
+
+def needs_kernel(test: Callable[..., None]) -> Callable[..., None]:
+    """It runs with each body of the kernel, where there is one."""
+    return pytest.mark.skipif(bool(why_not()), reason=why_not())(pytest.mark.usefixtures("body")(test))
 
 
 class Case:
