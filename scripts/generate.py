@@ -62,7 +62,7 @@ from gpt_fast_sd.tp import Parallel, start
 
 PROGRAM = "generate.py"
 DRAFT = "streaming"  # who drafts unless --draft says otherwise
-SHOWN_AT = {False: (0.7, None), True: (0.8, 0.95)}  # temperature and top_p where no prompt is given; True: SmolLM2
+SHOWN_AT = {False: (0.7, None), True: (1.0, 0.05)}  # temperature and min_p where no prompt is given; True: SmolLM2
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
 RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, where a run takes fewer seconds than that
@@ -177,17 +177,17 @@ def read_requests(
     args: argparse.Namespace, tokenizer: Tokenizer | None, config: ModelConfig, showpiece: bool | None = None
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """The prompts as token ids and the parameters of each."""
-    temperature, top_p, seed = args.temperature, args.top_p, args.seed
+    temperature, min_p, seed = args.temperature, args.min_p, args.seed
     showpiece = is_showpiece(args) if showpiece is None else showpiece
     if temperature is None:  # so small a model repeats itself when greedy
         temperature = 0.0
         if showpiece:
             temperature, shown_p = SHOWN_AT[args.model == "smollm2"]
-            top_p, seed = shown_p if top_p is None else top_p, seed or 0
+            min_p, seed = shown_p if min_p is None else min_p, seed or 0
     before = f"{read_text(args.document)}\n\n" if args.document else ""
     common = SamplingParams(
-        max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=top_p,
-        min_p=args.min_p, seed=seed, stop=args.stop, ignore_eos=args.ignore_eos,
+        max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=args.top_p,
+        min_p=min_p, seed=seed, stop=args.stop, ignore_eos=args.ignore_eos,
     )  # fmt: skip
     if args.prompts is None:
         if args.prompt is not None:

@@ -226,10 +226,10 @@ template <int H> struct Rows {
             group.least = INT32_MAX;
             for (int r = 0; r < 16; r++) {
                 group.max[r] = LOWEST, group.limit[r] = -1;
-                if (16 * g + r == n_rows) break;
+                if (16 * g + r >= n_rows) continue;
                 const Row<H>& row = rows[16 * g + r];
                 for (int h = 0; h < H / 2; h++) group.q[h][r] = row.q[h];
-                group.limit[r] = std::min<int64_t>(row.limit, INT32_MAX - 1);
+                group.limit[r] = std::clamp<int64_t>(row.limit, -1, INT32_MAX - 1);
                 group.least = std::min(group.least, group.limit[r]);
             }
         }

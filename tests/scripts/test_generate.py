@@ -584,7 +584,7 @@ def test_smollm2_writes_about_the_logbook_where_nobody_asks_anything(script: Mod
     assert script.is_showpiece(args)
     script.write_about_the_logbook(args)
     prompts, params = script.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000), showpiece=True)
-    assert {(p.temperature, p.top_p) for p in params} == {(0.8, 0.95)}
+    assert {(p.temperature, p.min_p) for p in params} == {(1.0, 0.05)}
     assert len(prompts) == 8 == len(set(map(tuple, prompts)))
     shared = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
     assert shared > 20_000  # bytes of the document, which all of them begin with
