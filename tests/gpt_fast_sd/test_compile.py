@@ -115,6 +115,23 @@ def test_an_engine_asked_not_to_compile_does_not_look_for_a_compiler(monkeypatch
     assert len(tokens(make(SMALL, compile=False), upto=2)) == 2
 
 
+@pytest.mark.parametrize("compile", [True, False])
+def test_what_steps_wait_for_is_begun_to_build_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, compile: bool
+) -> None:
+    order: list[str] = []
+
+    def read(*args: Any, **kwargs: Any) -> None:
+        order.append("weights")
+        raise ValueError("read")
+
+    monkeypatch.setattr("gpt_fast_sd.engine.begin_building", lambda *sources: order.append("build"))
+    monkeypatch.setattr("gpt_fast_sd.tp.Group.load", read)
+    with pytest.raises(ValueError, match="read"):
+        Engine.from_pretrained("bundled", EngineConfig(device="cpu", max_seq_len=64, compile=compile))
+    assert order == (["build", "weights"] if compile else ["weights"])
+
+
 @pytest.mark.slow
 def test_engines_of_growing_capacity_in_one_process_each_compile_once() -> None:
     """A third capacity once met a cached graph whose sizes Dynamo had made dynamic on its own, and refused to run."""
