@@ -251,8 +251,10 @@ def encode_record(record: object, where: str, chat: bool, tokenizer: Tokenizer |
 
 def behind(before: str, messages: Any) -> Any:
     """A conversation with a document at the head of its system message, which it is given where it has none."""
-    if not before or not isinstance(messages, list):
+    if not before:
         return messages
+    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+        raise ValueError(f"messages must be a list of objects with role and content, got {messages!r:.80}")
     match messages:
         case [{"role": "system", "content": str(content)} as first, *rest]:
             return [{**first, "content": before + content}, *rest]

@@ -557,6 +557,12 @@ def test_a_document_without_a_text_to_stand_before_is_refused(
     (requests := tmp_path / "in.jsonl").write_text('{"tokens": [1, 2]}\n', encoding="utf-8")
     said = refusal(script, capsys, "--document", str(document), "--prompts", str(requests))
     assert "line 1 has tokens, and --document stands before texts" in said
+    for messages in ("[]", '["Why?"]', '"Why?"'):
+        requests.write_text(f'{{"messages": {messages}}}\n', encoding="utf-8")
+        with pytest.raises(ValueError, match="line 1: messages must be a list of objects with role and content, got "):
+            script.read_requests(
+                script.parse(["--document", str(document), "--prompts", str(requests)]), ByteTokenizer(), tiny_config()
+            )
     assert "No such file" in refusal(script, capsys, "--document", str(tmp_path / "none"), "--prompt", "x")
 
 

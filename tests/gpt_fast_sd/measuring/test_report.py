@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.measuring import Recorder, Way, page
@@ -190,18 +191,20 @@ def test_stretches_of_a_view_hold_the_share_of_their_positions_that_was_read() -
         assert value == int(np.ceil(63 * len(read & set(here)) / len(here) - 1e-9))
 
 
-def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been() -> None:
-    params = [SamplingParams(max_tokens=900)]
-    recorder = Recorder(Pieces(["a"]), [[0] * 100], params, ["full"])  # type: ignore[arg-type]
+def a_round(read: Tensor) -> RoundEvent:
+    """One round of one request, whose draft was refused; read [S]."""
     event = TokenEvent(
         index=0, tokens=[0], text="a", pieces=["a"], sources=["target"], drafted=1, accepted=0, refused=[0]
     )
-    recorder(
-        RoundEvent(
-            gamma=1, events=[event], seconds=1, draft_seconds=0.1, verify_seconds=0.1, prefill_seconds=0,
-            read={0: torch.ones(100)},
-        )
-    )  # fmt: skip
+    return RoundEvent(
+        gamma=1, events=[event], seconds=1, draft_seconds=0.1, verify_seconds=0.1, prefill_seconds=0, read={0: read}
+    )
+
+
+def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been() -> None:
+    params = [SamplingParams(max_tokens=900)]
+    recorder = Recorder(Pieces(["a"]), [[0] * 100], params, ["full"])  # type: ignore[arg-type]
+    recorder(a_round(torch.ones(100)))
     views = recorder.as_dict([0])["requests"][0]["views"]
     assert 101 <= views["length"] < 101 + 1000 / WIDTH + 1
     assert len(views["sum"]) == len(views["rounds"][0][1]) < WIDTH
@@ -215,15 +218,7 @@ def test_a_run_of_cuda_graphs_says_that_its_parts_were_not_seen() -> None:
 def test_a_policy_that_reads_no_keys_has_no_picture_of_what_it_read() -> None:
     params = [SamplingParams(max_tokens=9)]
     recorder = Recorder(Pieces(["a"]), [[0] * 100], params, ["lookup"])  # type: ignore[arg-type]
-    event = TokenEvent(
-        index=0, tokens=[0], text="a", pieces=["a"], sources=["target"], drafted=1, accepted=0, refused=[0]
-    )
-    recorder(
-        RoundEvent(
-            gamma=1, events=[event], seconds=1, draft_seconds=0.1, verify_seconds=0.1, prefill_seconds=0,
-            read={0: torch.zeros(100)},
-        )
-    )  # fmt: skip
+    recorder(a_round(torch.zeros(100)))
     assert recorder.as_dict([0])["requests"][0]["views"] is None
 
 
