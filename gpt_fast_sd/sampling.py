@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
-from .kernels import likeliest
+from .kernels import cpu_distributions, cpu_draw, cpu_sampling_fits, likeliest
 
 # What a random number decides; each (seed, position, stream) has its own.
 TARGET_STREAM = 0  # the target's own token: plain decoding, and the one after the accepted drafts
@@ -80,6 +80,8 @@ def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True
         each = probabilities(logits.flatten(0, 1), table.repeated(logits.shape[1]), filtered=filtered)  # [B * T, V]
         return each.view(logits.shape)
     logits = logits.float()
+    if cpu_sampling_fits(logits):
+        return cpu_distributions(logits, table.temperature, table.top_k, table.top_p, table.min_p.log())
     greedy = table.temperature == 0
     # the best logit is 0 before the division, so that no temperature, however small, makes an infinity
     scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, table.temperature)[:, None]
@@ -101,6 +103,8 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
     p need not sum to 1. A token of probability 0 is never drawn, whatever the rounding of the sum.
     """
+    if cpu_sampling_fits(p):
+        return cpu_draw(p, u)
     cumulative = p.double().cumsum(-1)  # fp64: an fp32 sum over 128K tokens loses the tail
     target = u.double()[:, None] * cumulative[:, -1:]
     token = (cumulative <= target).sum(-1)  # the first index with cumulative > target

@@ -1,0 +1,94 @@
+"""cpu_sampling.cpp as torch operators: logits to distributions, filters and all, and distributions to tokens.
+
+Plain tensor operations read and write the vocabulary some twenty times, and sort it where top-p is asked for; the kernel
+keeps what `likeliest` keeps, by the same exact sums, and reads a row once.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .cpu_build import builds, library
+
+SOURCE = Path(__file__).with_name("cpu_sampling.cpp")
+LEAST_VOCABULARY = 8192  # below it a model's own steps, too, are small, and what runs eagerly starts at once
+
+_library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
+_library.define(
+    "cpu_distributions(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor log_min_p) -> Tensor"
+)
+_library.define("cpu_draw(Tensor p, Tensor u) -> Tensor")
+
+
+def cpu_sampling_fits(rows: Tensor) -> bool:
+    """Whether the kernel serves such rows [B, V] on this machine. It hangs on neither B nor values."""
+    return rows.device.type == "cpu" and rows.shape[-1] >= LEAST_VOCABULARY and available()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def available() -> bool:
+    """Whether this CPU has the instructions and there is a compiler that knows them."""
+    return builds(SOURCE)
+
+
+def cpu_distributions(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
+    """What each row samples from, see sampling.probabilities; a filter that is off holds V, 1 or -inf.
+
+    fp32 logits [B, V], fp32 temperature [B], int64 top_k [B], fp64 top_p and log of min_p [B] -> fp32 [B, V]
+    """
+    p: Tensor = torch.ops.gpt_fast_sd.cpu_distributions(logits, temperature, top_k, top_p, log_min_p)
+    return p
+
+
+def cpu_draw(p: Tensor, u: Tensor) -> Tensor:
+    """The token where the running sum first exceeds u: fp32 p [B, V], fp32 u [B] in [0, 1) -> int64 [B]."""
+    tokens: Tensor = torch.ops.gpt_fast_sd.cpu_draw(p, u)
+    return tokens
+
+
+@functools.cache
+def _kernels() -> tuple[ctypes._CFuncPtr, ctypes._CFuncPtr]:  # type: ignore[name-defined]
+    built = library(SOURCE)()
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    built.distributions_cpu.argtypes = [pointer] * 6 + [size] * 2 + [ctypes.c_int]
+    built.draw_cpu.argtypes = [pointer] * 3 + [size] * 2 + [ctypes.c_int]
+    built.distributions_cpu.restype = built.draw_cpu.restype = None
+    return built.distributions_cpu, built.draw_cpu
+
+
+@torch.library.impl(_library, "cpu_distributions", "CPU")
+def _distributions(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
+    filters = temperature, top_k, top_p, log_min_p
+    dtypes = torch.float32, torch.float32, torch.int64, torch.float64, torch.float64
+    assert tuple(x.dtype for x in (logits, *filters)) == dtypes and all(len(x) == len(logits) for x in filters)
+    logits, *held = (x.contiguous() for x in (logits, *filters))
+    p = torch.empty_like(logits)
+    pointers = [x.data_ptr() for x in (logits, *held, p)]
+    _kernels()[0](*pointers, *logits.shape, torch.get_num_threads())
+    return p
+
+
+@torch.library.impl(_library, "cpu_draw", "CPU")
+def _draw(p: Tensor, u: Tensor) -> Tensor:
+    assert p.dtype == u.dtype == torch.float32 and len(p) == len(u)
+    p, u = p.contiguous(), u.contiguous()
+    tokens = torch.empty(len(p), dtype=torch.int64)
+    _kernels()[1](p.data_ptr(), u.data_ptr(), tokens.data_ptr(), *p.shape, torch.get_num_threads())
+    return tokens
+
+
+@torch.library.register_fake("gpt_fast_sd::cpu_distributions", lib=_library)  # type: ignore[untyped-decorator]
+def _distributions_fake(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
+    return torch.empty_like(logits)
+
+
+@torch.library.register_fake("gpt_fast_sd::cpu_draw", lib=_library)  # type: ignore[untyped-decorator]
+def _draw_fake(p: Tensor, u: Tensor) -> Tensor:
+    return u.new_empty(u.shape, dtype=torch.int64)
