@@ -122,7 +122,7 @@ class Engine:
         options = inductor_options(cfg, self.device) if self.compiled else None
         if self.compiled and self.device.type == "cpu":
             pack_linears(model)
-            begin_building(*cpu_kernels(model.config.head_dim))
+            begin_building(*cpu_kernels(model.config.head_dim, model.config.vocab_size))
         self.target = Reader(model, self.cache, options, group)
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
@@ -244,7 +244,8 @@ class Engine:
         )
         plan.check(free_memory(device), device, config)
         if config.compile and device.type == "cpu":
-            begin_building(*cpu_kernels(model_config.head_dim))  # beside the reading of weights
+            # beside the reading of weights
+            begin_building(*cpu_kernels(model_config.head_dim, model_config.vocab_size))
         draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
         target = group.load(folder, device=device, dtype=dtype)
         return cls(target, tokenizer, config, draft, draft_model, parallel, plan)
@@ -375,7 +376,9 @@ class Engine:
         parts += [partial(self.rounds.warm_up, [gamma], [(False, False)]) for gamma in self._gammas]
         if policy:
             selecting = self._time_selecting if policy.refresh_every else None
-            parts.append(partial(self.planner.calibrate, self._time_steps, 2 * SPLIT, self.cache.capacity, selecting))
+            steps = getattr(policy, "n_steps", None)
+            timed = partial(self.planner.calibrate, self._time_steps, 2 * SPLIT, self.cache.capacity)
+            parts.append(partial(timed, selecting, steps))
         for done, part in enumerate(parts):
             if self.on_progress:
                 self.on_progress("compile" if self.compiled else "warm up", done, len(parts))
@@ -388,7 +391,10 @@ class Engine:
         self._compile_seconds = time.perf_counter() - started
 
     def _time_steps(self, gamma: int, n_keys: int) -> tuple[float, float]:
-        """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three."""
+        """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three.
+
+        Drafting is timed for the highest tier alone.
+        """
         assert self.policy
         rows, policy, seconds, fed = self.rows, self.policy, [], slice(n_keys - gamma - 1, n_keys + MAX_GAMMA)
         held = [(buffer, buffer[:, :, fed].clone()) for buffer in (*self.cache.k, *self.cache.v)]
@@ -398,7 +404,8 @@ class Engine:
             rows.n_keys = n_keys - gamma
             tokens = torch.zeros(len(self._slots), gamma + 1, dtype=torch.int64, device=self.device)
             # once each before they are timed, since a first call may compile
-            propose = self.rounds.runner(lambda: policy.propose(rows, gamma)) if gamma else lambda: None
+            highest = gamma == self._tiers[-1]
+            propose = self.rounds.runner(lambda: policy.propose(rows, gamma)) if highest else lambda: None
             verify = self.rounds.runner(lambda: self.rounds.feed(tokens, n_keys))
             for _ in range(3):
                 started = time.perf_counter()
@@ -575,7 +582,7 @@ class Engine:
         rows, policy = self.rows, self.policy if speculate else None
         rows.look({slot: request.length for slot, request in live}, [request.params for _, request in live], ahead)
         if self._chosen is None:  # once a round, whenever that is launched: to try drafting again is decided only once
-            self._chosen = self.planner.choose(rows.n_keys) if policy else 0
+            self._chosen = self.planner.choose(rows.mean_keys) if policy else 0
             if isinstance(self.draft.gamma, str):  # each process has its own clock
                 self._chosen = self.parallel.same(self._chosen)
         gamma = self._chosen
@@ -637,7 +644,8 @@ class Engine:
                 stats.draft_seconds += drafted - begun
             stats.verify_seconds += verified - drafted
             if flight.planned:
-                self.planner.record(gamma, flight.n_keys, drafted - begun, verified - drafted, taken)
+                beside = time.perf_counter() - verified - flight.watching
+                self.planner.record(gamma, flight.n_keys, drafted - begun, verified - drafted, taken, beside)
         elif flight.planned and events:
             # it ran alone from the landing of the round before, if it was launched by then
             followed = self._landed_at is not None and flight.begun < self._landed_at

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from gpt_fast_sd.tp import Vocabulary
 
@@ -52,12 +51,13 @@ def verify_sampled(p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u:
     p_chosen, q_chosen = (x.gather(-1, chosen).squeeze(-1) for x in (p[:, :gamma], q))  # [B, gamma]
     # strictly below: p(x) = 0 fails even where u or q(x) is 0
     n_accepted = _n_leading(accept_u * q_chosen < p_chosen, cap)
-    p_next = _each_row_at(p, n_accepted)  # [B, V]
-    q_next = _each_row_at(F.pad(q, (0, 0, 0, 1)), n_accepted)  # [B, V], at gamma zeros
-    rejected = (n_accepted < cap)[:, None]
-    residual = (p_next - q_next).clamp(min=0)
-    # a residual of zeros after a rejection: p and q differ by rounding only
-    weight = torch.where(rejected & (residual > 0).any(-1, keepdim=True), residual, p_next)
+    weight = p_next = _each_row_at(p, n_accepted)  # [B, V]
+    if gamma:
+        q_next = _each_row_at(q, n_accepted.clamp(max=gamma - 1))  # [B, V]; at gamma nothing was rejected
+        rejected = (n_accepted < cap)[:, None]
+        residual = (p_next - q_next).clamp(min=0)
+        # a residual of zeros after a rejection: p and q differ by rounding only
+        weight = torch.where(rejected & (residual > 0).any(-1, keepdim=True), residual, p_next)
     return Verdict(n_accepted, draw(weight, _each_row_at(next_u, n_accepted)))
 
 

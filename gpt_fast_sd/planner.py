@@ -1,9 +1,10 @@
 """How many tokens to draft a round: measured step times and the run's own acceptance, over a few tiers.
 
-A round of gamma drafts costs gamma * T_D + T_V(gamma), and T_S for every token that it emits a row, the share of a pass
-that selects anew what drafts read, where such passes are made. It emits 1 + r_1 + r_1 r_2 + ... tokens a row, r_i
-how often the i-th draft was accepted where the one before it was (Leviathan et al. 2023, arXiv 2211.17192, with a
-measured r_i where they have alpha). The tier with the most tokens a second wins; 0 is plain decoding.
+A round of gamma drafts costs T_D(gamma) + T_V(gamma) + T_H, what the host adds, and T_S for every token that it emits a
+row, the share of a pass that selects anew what drafts read, where such passes are made. It emits 1 + r_1 + r_1 r_2 +
+... tokens a row, r_i how often the i-th draft was accepted where the one before it was (Leviathan et al. 2023, arXiv
+2211.17192, with a measured r_i where they have alpha). The tier with the most tokens a second wins; 0 is plain
+decoding.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Callable, Sequence
 
 Measure = Callable[
     [int, int], tuple[float, float]
-]  # (gamma, n_keys) -> seconds of a draft step, seconds of the target's
+]  # (gamma, n_keys) -> seconds of drafting by tokens (asked of the highest tier), seconds of the target's step
+
+Steps = Callable[[int], float]  # gamma -> draft steps that drafting so many tokens takes
 
 Selecting = Callable[[int], float]  # n_keys -> seconds of selecting for a token that every row emits
 
@@ -50,6 +53,8 @@ class GammaPlanner:
         self.tiers = tuple(tiers)
         self.draft: StepTimes | None = None  # one draft step
         self.verify: dict[int, StepTimes] = {}  # the target's step, by gamma
+        self.host = 0.0  # seconds of a round that are neither
+        self.steps: Steps = float
         self.select: StepTimes | None = None  # selecting, for a token that every row emits
         self._last = 0
         self._plain_rounds = self._drafting_rounds = 0  # since drafting was last tried again
@@ -58,20 +63,21 @@ class GammaPlanner:
         self._trials = [0.0] * max(self.tiers, default=0)
         self._accepted = [0.0] * len(self._trials)
 
-    def calibrate(self, measure: Measure, few: int, many: int, selecting: Selecting | None = None) -> None:
-        """Time the steps, and selecting where there is any, with few and with many keys in view."""
+    def calibrate(
+        self, measure: Measure, few: int, many: int, selecting: Selecting | None = None, steps: Steps | None = None
+    ) -> None:
+        """Time the steps, and selecting where there is any, with few and with many keys in view.
+
+        steps: None where each token takes a draft step of its own.
+        """
         if self.fixed is not None:
             return
-        lowest, highest = min(g for g in self.tiers if g), max(self.tiers)
-        at = {(g, n): measure(g, n) for g in (0, lowest, highest) for n in (few, many)}
-        self.draft = StepTimes((few, at[highest, few][0]), (many, at[highest, many][0]))
-        for g in self.tiers:
-            share = (g - lowest) / max(1, highest - lowest)
-            small, large = (
-                at[0, n][1] if g == 0 else (1 - share) * at[lowest, n][1] + share * at[highest, n][1]
-                for n in (few, many)
-            )
-            self.verify[g] = StepTimes((few, small), (many, large))
+        self.steps, highest = steps or float, max(self.tiers)
+        # each tier: kernels take rows by tiles, so that one draft more may cost nothing, or as much as the four before
+        at = {(g, n): measure(g, n) for g in self.tiers for n in (few, many)}
+        share = highest / self.steps(highest)
+        self.draft = StepTimes((few, share * at[highest, few][0]), (many, share * at[highest, many][0]))
+        self.verify = {g: StepTimes((few, at[g, few][1]), (many, at[g, many][1])) for g in self.tiers}
         if selecting:
             self.select = StepTimes((few, selecting(few)), (many, selecting(many)))
 
@@ -88,7 +94,7 @@ class GammaPlanner:
         self._plain_rounds = self._drafting_rounds = 0
 
     def choose(self, n_keys: int) -> int:
-        """Gamma of the next round, n_keys in view."""
+        """Gamma of the next round, in which a slot reads n_keys on average, idle ones none."""
         if self.fixed is not None:
             return self.fixed
         speeds = {g: self.tokens(g) / self.seconds(g, n_keys) for g in self.tiers}
@@ -103,15 +109,18 @@ class GammaPlanner:
                 return max(could, key=lambda g: speeds[g])  # the one that loses least
         return best
 
-    def record(self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int]) -> None:
-        """A round took these seconds in the draft's and in the target's steps; accepted drafts of each live row."""
+    def record(
+        self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int], host: float = 0.0
+    ) -> None:
+        """A round took these seconds in the draft's and the target's steps and beside; accepted drafts of each row."""
         if self.fixed is not None or self.draft is None:
             return
+        self.host += 0.1 * (min(host, 1.5 * self.host) - self.host) if self.host else host
         self.verify[self._tier(gamma)].learn(n_keys, verifying)
         if not gamma:
             self._last, self._plain_rounds = 0, self._plain_rounds + 1
             return
-        self.draft.learn(n_keys, drafting / gamma)
+        self.draft.learn(n_keys, drafting / self.steps(gamma))
         for i in range(len(self._trials)):
             self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
             self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)
@@ -125,7 +134,7 @@ class GammaPlanner:
         if self.fixed is not None or self.draft is None:
             return
         tier = self._tier(gamma)
-        drafting, verifying = gamma * self.draft(n_keys), self.verify[tier](n_keys)
+        drafting, verifying = self.steps(gamma) * self.draft(n_keys), self.verify[tier](n_keys)
         scale = 1.0 if seconds is None else seconds / (drafting + verifying + self.selecting(gamma, n_keys))
         self.record(gamma, n_keys, drafting * scale, verifying * scale, accepted)
 
@@ -141,7 +150,8 @@ class GammaPlanner:
     def seconds(self, gamma: int, n_keys: int) -> float:
         """What a round of gamma drafts is expected to take."""
         assert self.draft is not None
-        return gamma * self.draft(n_keys) + self.verify[gamma](n_keys) + self.selecting(gamma, n_keys)
+        known = self.steps(gamma) * self.draft(n_keys) + self.verify[gamma](n_keys) + self.host
+        return known + self.selecting(gamma, n_keys)
 
     def selecting(self, gamma: int, n_keys: int) -> float:
         """What a round of gamma drafts is expected to add to the passes that select anew: they come by tokens."""

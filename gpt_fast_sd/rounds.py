@@ -73,7 +73,7 @@ class Flight:
     """A round that was launched: what it was for, and its result, perhaps still on its way to the host."""
 
     gamma: int
-    n_keys: int  # in use at most, when it began
+    n_keys: int  # in use on average of all slots, when it began
     live: list[tuple[int, Request]]
     planned: bool  # whether gamma was the planner's choice
     begun: float  # clock at the launch
@@ -210,7 +210,7 @@ class Rounds:
 
         watched: look at what the draft reads, too, unless the round is captured.
         """
-        flight = Flight(gamma, self.rows.n_keys, list(live), planned, time.perf_counter(), self.rows.pending)
+        flight = Flight(gamma, self.rows.mean_keys, list(live), planned, time.perf_counter(), self.rows.pending)
         if not self.capture:
 
             def lap() -> None:

@@ -48,6 +48,7 @@ class Rows:
         self.ahead = 0  # tokens that rounds still under way may add to a row
         self.round = 0  # rounds begun
         self.n_keys = 1  # keys in use at most, once the longest row's pending token is fed
+        self.mean_keys = 1  # keys in use on average of all slots: what a step that reads only these takes hangs on it
         self.captured = False  # what runs now will be replayed for other rows
         self.sampled = self.filtered = False  # whether any live request samples, or filters
 
@@ -75,6 +76,7 @@ class Rows:
         self.round += 1
         self.lengths, self.ahead = dict(lengths), ahead
         self.n_keys = max(lengths.values()) + 1 + ahead
+        self.mean_keys = (sum(lengths.values()) + len(lengths) * (1 + ahead)) // len(self.pending)
         self.sampled = any(p.temperature > 0 for p in params)
         self.filtered = filters_anything(params)
 

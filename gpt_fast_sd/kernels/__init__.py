@@ -1,11 +1,11 @@
 """Kernels behind torch operators: what the compiled steps attend and select with where torch's own are slow.
 
 For CPUs with AVX-512 bf16 dot products `cpu_attention`: flash-decoding, dense, with the attention mass of each page, or
-over listed entries; `cpu_attention_fits` says whether it can be used; and `packed_linear`, products with weights that
-`pack` has packed; for those with large vocabularies `cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` beside whatever comes next, with `known_isa` among Inductor's
-options. For CUDA, in Triton: `decode_attention` (and with the mass of each page), `prefill_attention`, `key_mass`,
-`sparse_attention`, and what selects: `top_pages`, `guided_select`, `page_bounds`, `quest_pages`, and of tokens
-`likeliest`. On CPU tensors these are references with the
+over listed entries; `cpu_attention_fits` says whether it can be used; `packed_linear`, products with weights that
+`pack` has packed; and for large vocabularies `cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels`
+beside whatever comes next, with `known_isa` among Inductor's options. For CUDA, in Triton: `decode_attention` (and with
+the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`, and what selects: `top_pages`,
+`guided_select`, `page_bounds`, `quest_pages`, and of tokens `likeliest`. On CPU tensors these are references with the
 same results, most of them slow. `prepare_launches` does beforehand what Triton needs for launching any of them, and
 `launches` says how many kernels a call of one launches.
 """

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cpu as attention
+from . import cpu_sampling as sampling
 from .cpu_build import builds, library
 
 SOURCE = Path(__file__).with_name("cpu_linear.cpp")
@@ -25,10 +26,11 @@ _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
 _library.define("cpu_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
 
 
-def cpu_kernels(head_dim: int) -> tuple[tuple[Path, int], ...]:
+def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], ...]:
     """What `begin_building` is to build for a model: sources, each with the head dim that it is built for."""
     own = [(attention.SOURCE, head_dim)] if head_dim in attention.HEAD_DIMS else []
-    return (*own, (SOURCE, 0))
+    drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY else []
+    return (*own, (SOURCE, 0), *drawn)
 
 
 def packable(weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-// Logits to distributions, and distributions to tokens, on a CPU with AVX-512: a row is read from memory once.
+// Logits to distributions, and distributions to tokens, on a CPU with AVX-512: a row stays in a core's cache.
 //
 // What is kept is what `likeliest` keeps: weights are exp in fp64 in whole units of 2**-44 of the best token's, so their
 // sums are exact in any order. A row's bits hang neither on the other rows nor on the number of threads.

@@ -1,7 +1,7 @@
 """cpu_sampling.cpp as torch operators: logits to distributions, filters and all, and distributions to tokens.
 
-Plain tensor operations read and write the vocabulary some twenty times, and sort it where top-p is asked for; the kernel
-keeps what `likeliest` keeps, by the same exact sums, and reads a row once.
+Plain tensor operations read and write the vocabulary some twenty times, and sort it where top-p is asked for; the
+kernel keeps what `likeliest` keeps, by the same exact sums, while a row stays in a core's cache.
 
 Shapes: B rows, V vocabulary.
 """

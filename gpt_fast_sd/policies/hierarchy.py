@@ -126,6 +126,10 @@ class HierarchyDraft:
         self.view.refresh(rows, n_keys)
         self.cheap.refresh(rows, n_keys)
 
+    def n_steps(self, gamma: int) -> float:
+        """What drafting costs comes by middle steps, see GammaPlanner."""
+        return n_middle_steps(gamma)
+
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """Middle steps, each judging cheap drafts; a row that is full takes part and goes nowhere."""
         self.view.begin(rows)

@@ -212,7 +212,7 @@ def test_a_new_run_relies_on_earlier_ones_as_little_as_on_the_prior() -> None:
 # ---- what it knows of time ------------------------------------------------------------------------------------------
 
 
-def test_tiers_that_are_not_measured_lie_between_those_that_are() -> None:
+def test_every_tier_is_measured_and_times_are_lines_over_the_keys() -> None:
     world = World(0.4, per_draft=0.1, draft_per_key=1e-5, target_per_key=3e-4)
     asked = []
 
@@ -222,10 +222,57 @@ def test_tiers_that_are_not_measured_lie_between_those_that_are() -> None:
 
     plan = GammaPlanner("auto", GAMMA_TIERS)
     plan.calibrate(measure, few=FEW, many=MANY)
-    assert sorted(asked) == [(gamma, n) for gamma in (0, 1, 8) for n in (FEW, MANY)]
+    assert sorted(asked) == [(gamma, n) for gamma in GAMMA_TIERS for n in (FEW, MANY)]
     for gamma in GAMMA_TIERS:
         for n_keys in (100, FEW, 3000, MANY, 16000):  # times are lines over the keys
             assert plan.seconds(gamma, n_keys) == pytest.approx(world.round(gamma, n_keys))
+
+
+class Tiled(World):
+    """A machine that judges up to four drafts in the time of none, and more in half as much again."""
+
+    def target_step(self, gamma: int, n_keys: int) -> float:
+        return 1.5 if gamma > 4 else 1.0
+
+
+@pytest.mark.parametrize(("draft", "acceptance"), [(0.1, 0.8), (0.15, 0.85), (0.2, 0.9)])
+def test_it_finds_the_last_draft_that_is_judged_for_nothing(draft: float, acceptance: float) -> None:
+    """Once tiers between were taken to lie on a line, and four drafts to cost a fifth more than they did."""
+    world = Tiled(draft)
+    assert [planner(world).seconds(g, 1000) for g in GAMMA_TIERS] == pytest.approx(
+        [world.round(g, 1000) for g in GAMMA_TIERS]
+    )
+    speed, gammas = simulate(world, lambda i: acceptance, rounds=64)
+    assert world.best(acceptance)[1] == 4 and gammas[32:].count(4) > 24
+    assert speed > 0.97 * world.best(acceptance)[0]
+
+
+class Levels(World):
+    """A hierarchy: a step of its middle level, of 1.6 target steps, brings two drafts at once."""
+
+    def round(self, gamma: int, n_keys: int) -> float:
+        return -(-gamma // 2) * self.draft + self.target_step(gamma, n_keys)
+
+    def measure(self, gamma: int, n_keys: int) -> tuple[float, float]:
+        return -(-gamma // 2) * self.draft / max(1, gamma), self.target_step(gamma, n_keys)
+
+
+def test_a_first_draft_costs_a_whole_step_of_a_middle_level() -> None:
+    """Once it was taken for half of one, and was drafted where plain decoding is a quarter faster."""
+    world, plan = Levels(1.6), GammaPlanner("auto", GAMMA_TIERS)
+    plan.calibrate(world.measure, FEW, MANY, steps=lambda gamma: -(-gamma // 2))
+    assert [plan.seconds(g, 1000) for g in GAMMA_TIERS] == pytest.approx([world.round(g, 1000) for g in GAMMA_TIERS])
+    plan.record(1, 1000, 1.6, world.target_step(1, 1000), [1] * 8)
+    assert plan.draft is not None and plan.draft.correction == pytest.approx(1.0)
+
+
+def test_what_the_host_adds_to_a_round_is_part_of_what_it_costs() -> None:
+    """Many drafts share what a round costs beside its steps; one slow round moves it little."""
+    world, plan = World(0.5), planner(World(0.5))
+    plan.record(2, 1000, 1.0, world.target_step(2, 1000), [2] * 8, 0.4)
+    assert plan.seconds(2, 1000) == pytest.approx(world.round(2, 1000) + 0.4)
+    plan.record(2, 1000, 1.0, world.target_step(2, 1000), [2] * 8, 40.0)
+    assert plan.host == pytest.approx(0.42)
 
 
 def test_a_step_that_seems_faster_with_more_keys_does_not_cost_less_than_nothing_elsewhere() -> None:
