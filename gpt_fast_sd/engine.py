@@ -644,8 +644,8 @@ class Engine:
                 stats.draft_seconds += drafted - begun
             stats.verify_seconds += verified - drafted
             if flight.planned:
-                beside = time.perf_counter() - verified - flight.watching
-                self.planner.record(gamma, flight.n_keys, drafted - begun, verified - drafted, taken, beside)
+                self.planner.record(gamma, flight.n_keys, drafted - begun, verified - drafted, taken)
+                self.planner.record_host(time.perf_counter() - verified - flight.watching)
         elif flight.planned and events:
             # it ran alone from the landing of the round before, if it was launched by then
             followed = self._landed_at is not None and flight.begun < self._landed_at

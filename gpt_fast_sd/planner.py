@@ -21,6 +21,7 @@ Selecting = Callable[[int], float]  # n_keys -> seconds of selecting for a token
 
 PRIOR = 0.7  # chance that a draft is accepted, until the run has shown its own; later ones are expected as the last
 PRIOR_WEIGHT = 2.0  # drafts that such an expectation counts as
+KEPT_WEIGHT = 8.0  # drafts that what earlier runs accepted counts as: a round of eight rows outweighs it
 DECAY = 0.98  # of what was seen, a round that drafts
 GAIN = 1.02  # a tier must promise this much more before it replaces the last one
 FIRST_PROBE, LAST_PROBE = 48, 768  # plain rounds after which drafting is tried again: doubled each time it does not pay
@@ -82,8 +83,8 @@ class GammaPlanner:
             self.select = StepTimes((few, selecting(few)), (many, selecting(many)))
 
     def begin(self) -> None:
-        """A new run: what earlier ones accepted counts as little as the prior."""
-        self._forget(PRIOR_WEIGHT)
+        """A new run: what earlier ones accepted counts little."""
+        self._forget(KEPT_WEIGHT)
         self._probe_after = FIRST_PROBE
 
     def _forget(self, weight: float) -> None:
@@ -109,13 +110,10 @@ class GammaPlanner:
                 return max(could, key=lambda g: speeds[g])  # the one that loses least
         return best
 
-    def record(
-        self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int], host: float = 0.0
-    ) -> None:
-        """A round took these seconds in the draft's and the target's steps and beside; accepted drafts of each row."""
+    def record(self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int]) -> None:
+        """A round took these seconds in the draft's and in the target's steps; accepted drafts of each live row."""
         if self.fixed is not None or self.draft is None:
             return
-        self.host += 0.1 * (min(host, 1.5 * self.host) - self.host) if self.host else host
         self.verify[self._tier(gamma)].learn(n_keys, verifying)
         if not gamma:
             self._last, self._plain_rounds = 0, self._plain_rounds + 1
@@ -128,6 +126,10 @@ class GammaPlanner:
         self._drafting_rounds += 1
         if self._drafting_rounds >= FIRST_PROBE:  # it has paid for a while
             self._probe_after = FIRST_PROBE
+
+    def record_host(self, seconds: float) -> None:
+        """A round took so many seconds beside its steps: one slow round among many moves little."""
+        self.host += 0.1 * (min(seconds, 1.5 * self.host) - self.host) if self.host else seconds
 
     def record_whole(self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int]) -> None:
         """A round took so many seconds in all (None: unknown); its parts are taken to have the expected shares."""

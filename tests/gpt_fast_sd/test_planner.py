@@ -199,7 +199,7 @@ def test_it_stops_soon_when_acceptance_falls() -> None:
     assert sum(g > 0 for g in gammas[400:]) <= 4
 
 
-def test_a_new_run_relies_on_earlier_ones_as_little_as_on_the_prior() -> None:
+def test_a_new_run_soon_finds_that_earlier_ones_were_others() -> None:
     world = World(0.3)
     plan = planner(world)
     simulate(world, lambda i: 0.0, rounds=300, plan=plan)
@@ -269,9 +269,9 @@ def test_a_first_draft_costs_a_whole_step_of_a_middle_level() -> None:
 def test_what_the_host_adds_to_a_round_is_part_of_what_it_costs() -> None:
     """Many drafts share what a round costs beside its steps; one slow round moves it little."""
     world, plan = World(0.5), planner(World(0.5))
-    plan.record(2, 1000, 1.0, world.target_step(2, 1000), [2] * 8, 0.4)
+    plan.record_host(0.4)
     assert plan.seconds(2, 1000) == pytest.approx(world.round(2, 1000) + 0.4)
-    plan.record(2, 1000, 1.0, world.target_step(2, 1000), [2] * 8, 40.0)
+    plan.record_host(40.0)
     assert plan.host == pytest.approx(0.42)
 
 
