@@ -101,7 +101,8 @@ def gated(pairs: Tensor) -> Tensor:
         low, high = (words << 16).view(torch.float32), (words & -(1 << 16)).view(torch.float32)
         return (F.silu(low) * high).to(pairs.dtype)
     gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)  # [..., F] each
-    return F.silu(gate) * up
+    out: Tensor = F.silu(gate) * up
+    return out
 
 
 class Block(nn.Module):
