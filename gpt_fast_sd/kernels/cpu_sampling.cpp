@@ -114,10 +114,11 @@ static Token cut_by_weight(const float* scores, int64_t V, double top_p, uint32_
     const int64_t total = _mm512_reduce_add_epi64(sums);
     if (total <= 0) return {most, (uint32_t)(V - 1)}; // a row that holds NaN
     int64_t wanted = std::max<int64_t>((int64_t)((double)total * top_p), 1);
-    // all tokens below this weigh no more than 1 - top_p of the best one does: those above suffice, but for rounding
-    const float bound = std::max((float)std::log((1.0 - top_p) / (double)V), least);
-    int64_t n = list(scores, V, bound, room.tokens);
-    if (weigh(room.tokens.data(), n) < wanted) n = list(scores, V, least, room.tokens);
+    int64_t n = 0;
+    for (float bound = -3.0f;; bound *= 2) { // few tokens have most of the weight, as a rule
+        n = list(scores, V, std::max(bound, least), room.tokens);
+        if (bound <= least || weigh(room.tokens.data(), n) >= wanted) break;
+    }
     Token *from = room.tokens.data(), *to = from + n;
     while (to - from > 32) {
         Token* middle = from + (to - from) / 8; // most of the weight is with few
