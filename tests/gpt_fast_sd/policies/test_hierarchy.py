@@ -70,6 +70,15 @@ def test_all_drafts_of_a_middle_level_that_sees_everything_are_accepted(cheap: s
     assert one.stats.drafted > 100
 
 
+def test_gamma_auto_counts_what_drafting_costs_by_middle_steps() -> None:
+    """One draft takes a whole middle step: once it was planned as half of one, and rows were slower than plain ones."""
+    one = drafting("hierarchy", gamma="auto", **ALIKE)
+    one.warm_up()
+    costs = [one.planner.seconds(gamma, 100) - one.planner.verify[gamma](100) for gamma in (1, 2, 3, 4)]
+    assert costs[0] == pytest.approx(costs[1]) and costs[2] == pytest.approx(costs[3])
+    assert costs[2] == pytest.approx(2 * costs[0]) and costs[0] > 0
+
+
 def test_a_middle_step_has_all_that_it_feeds_in_view_and_hardly_more() -> None:
     one = drafting("hierarchy", view="full", gamma=8, **ALIKE)
     one.warm_up()
