@@ -172,3 +172,12 @@ def test_what_a_round_needs_from_the_host_is_taken_from_the_live_requests_alone(
         rows.look({0: 4, 2: 9}, params)
         assert (rows.sampled, rows.filtered) == wanted
     assert rows.n_keys == 10 and rows.lengths == {0: 4, 2: 9} and rows.round == 4
+
+
+def test_idle_slots_have_no_keys_in_use() -> None:
+    """Two of four slots are live: times are planned by what is read, which falls as rows end."""
+    rows = Rows(torch.zeros(4, dtype=torch.int64), HISTORY, VOCAB, [])
+    rows.look({0: 19, 2: 9}, [SamplingParams()] * 2)
+    assert (rows.n_keys, rows.mean_keys) == (20, 7)
+    rows.look({2: 9}, [SamplingParams()], ahead=2)
+    assert (rows.n_keys, rows.mean_keys) == (12, 3)
