@@ -33,9 +33,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import importlib.util
-import json
 import math
 import os
 import statistics
@@ -53,9 +51,11 @@ import torch
 from tqdm import tqdm
 
 from common import (
+    Ledger,
     Record,
     add_model_flags,
-    as_json,
+    digest,
+    distinct_4grams,
     engine_config,
     environment,
     gammas,
@@ -67,7 +67,6 @@ from common import (
     restart_peak,
     sentence,
     sizes,
-    write_whole,
 )
 from frontier import NEEDS_MODEL, Setting, buildable, by_position, drafters, round_ms, settings_of, spread, tokens_of
 from generate import check_writable
@@ -120,13 +119,14 @@ class Point:
     context: int
     setting: Setting
     gamma: int | str
+    temperature: float = 0.0
 
     @property
     def key(self) -> Record:
         """How its result is found again."""
         return {
             "batch": self.batch, "context": self.context, "policy": self.setting.policy,
-            "budget": self.setting.budget, "gamma": self.gamma,
+            "budget": self.setting.budget, "gamma": self.gamma, "temperature": self.temperature,
         }  # fmt: skip
 
 
@@ -454,34 +454,13 @@ def length_record(kind: str, draft: str, batch: int | None, at: Crossing, contex
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-class Ledger:
-    """The JSON document, on the disk after every point; points of an earlier run with the same settings stay."""
-
-    def __init__(self, path: Path | None, settings: Record, machine: Record, *, fresh: bool) -> None:
-        """ValueError where the file holds something else, or was measured with other settings."""
-        self.path = path
-        self.document: Record = {
-            "benchmark": "batch", "settings": as_json(settings), "environment": machine, "points": [], "lengths": [],
-        }  # fmt: skip
-        if path is None or fresh or not path.exists():
-            return
-        advice = "name another file, or begin anew with --fresh"
-        try:
-            old = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise ValueError(f"{path} exists and is not JSON: {advice}") from None
-        if not isinstance(old, dict) or old.get("benchmark") != "batch":
-            raise ValueError(f"{path} exists and holds no results of this benchmark: {advice}")
-        for name, value in self.document["settings"].items():
-            before = old.get("settings", {}).get(name)
-            if before != value:
-                raise ValueError(f"{path} was measured with {name} {before}, not {value}: {advice}")
-        self.document = old
+class Points(Ledger):
+    """The JSON document: points, and what follows from them."""
 
     @property
     def measured(self) -> list[Record]:
         """Points that have figures."""
-        return [record for record in self.document["points"] if record["status"] == "measured"]
+        return [record for record in self.records if record["status"] == "measured"]
 
     def holds(self, point: Point) -> bool:
         """Whether the point has its figures."""
@@ -489,15 +468,8 @@ class Ledger:
 
     def add(self, point: Point, record: Record) -> None:
         """Put the point's result, or why there is none, in the place of an older one."""
-        others = [old for old in self.document["points"] if not same_key(old, point)]
-        self.document["points"] = [*others, record]
-        self.document["lengths"] = lengths_of(self.measured)
-        self.write()
-
-    def write(self) -> None:
-        """The file as it should be now."""
-        if self.path:
-            write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
+        self.put(point.key, record)
+        self.write(lengths=lengths_of(self.measured))
 
 
 # ---- the sweep -------------------------------------------------------------------------------------------------------
@@ -615,11 +587,6 @@ def prepare(args: argparse.Namespace) -> Job:
             **{name: getattr(args, name) for name in names},
         },
     )  # fmt: skip
-
-
-def digest(ids: Sequence[int]) -> str:
-    """A short name that changes with the tokens."""
-    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
 
 
 def groups(points: Sequence[Point], *, exact: bool) -> Iterator[list[Point]]:
@@ -924,7 +891,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         job = prepare(args)
         machine = environment(job.parallel.device)
         main_only = args.json if job.parallel.is_main else None
-        ledger = Ledger(main_only, job.settings, machine, fresh=args.fresh)
+        ledger = Points(main_only, "batch", job.settings, machine, fresh=args.fresh, results="points")
     except (ValueError, OSError) as error:
         refuse(error, PROGRAM)
     with job.parallel.guard():
@@ -934,7 +901,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report(job, ledger)
 
 
-def measure_all(job: Job, ledger: Ledger) -> None:
+def measure_all(job: Job, ledger: Points) -> None:
     """Measure what the ledger does not hold yet, and print it."""
     parallel, args = job.parallel, job.args
     # the first rank has the file, and says what is left
@@ -953,7 +920,7 @@ def measure_all(job: Job, ledger: Ledger) -> None:
     with tqdm(total=len(todo), unit="point", disable=None if parallel.is_main else True) as bar:
 
         def done(point: Point, record: Record) -> None:
-            ledger.add(point, as_json(record))
+            ledger.add(point, record)
             if parallel.is_main:
                 bar.write(line(record))
                 if record["status"] == "measured":
@@ -963,7 +930,7 @@ def measure_all(job: Job, ledger: Ledger) -> None:
         sweep(job, todo, done, bar)
 
 
-def report(job: Job, ledger: Ledger) -> None:
+def report(job: Job, ledger: Points) -> None:
     """All points in one table, the lengths, the pictures; exit code 2 without a point, 1 where output was not equal."""
     args = job.args
     wanted = [r for r in ledger.document["points"] if any(same_key(r, point) for point in job.points)]
