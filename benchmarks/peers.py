@@ -71,6 +71,7 @@ from gpt_fast_sd.model import (
 BUNDLED = Path(__file__).resolve().parent.parent / "gpt_fast_sd" / "bundled"
 PREFILL_CHUNK = 512
 WARMUP_STEPS = 3
+DEBUG = 1  # ggml's number of that level: of many layers it says more than is kept
 INSTALL = {
     "ours": "pip install -e .",
     "transformers": "pip install transformers",
@@ -303,7 +304,8 @@ class LlamaCpp:
         return tokens
 
     def _keep_log(self, level: int, text: bytes, user_data: Any) -> None:
-        self.log = (self.log + text.decode(errors="replace"))[-100_000:]
+        if level != DEBUG:
+            self.log = (self.log + text.decode(errors="replace"))[-100_000:]
 
     def _refuse_shared_rows(self, batch: int, capacity: int) -> None:
         """RuntimeError unless llama.cpp says that it allocated keys and values for batch full rows."""
