@@ -15,6 +15,7 @@ What is compared, and why it is fair:
   static cache under torch.compile with both; llama.cpp with F16 and BF16 weights and KV, flash attention off and on.
 * A GGUF file is dequantized to 16 bits once, for all peers alike. llama.cpp is timed on the file as it comes, too, as a
   peer of its own: it then reads fewer bytes a weight, which its ceiling takes into account, and computes in 8 bits.
+* Each mode holds a model and all rows of its own at the same time: --without leaves out what memory cannot hold.
 * Prefill is timed once a cell and mode: tokens/s of the one row, its copying into the others included.
 * The ceiling is the time to read the weights and the context's keys and values once, at the read bandwidth that this
   machine shows in this run. Cells that fit into a CPU cache can pass 100 %.
@@ -547,7 +548,8 @@ class Run:
     def __init__(self, args: argparse.Namespace, setup: Setup) -> None:
         self.args, self.setup = args, setup
         self.prompt: list[int] = []
-        self.entries = [entry for peer in args.peers for entry in entries(peer, "bf16")]
+        timed = [entry for peer in args.peers for entry in entries(peer, "bf16")]
+        self.entries = [entry for entry in timed if entry.mode not in args.without]
         self.workers: dict[Entry, Worker] = {}
         self.skipped: dict[str, str] = {}
         self.failures: list[str] = []
@@ -836,6 +838,7 @@ def parse_args() -> argparse.Namespace:
     add("--contexts", type=whole_numbers(2), default=[512, 8192, 16000], help="tokens in the cache, as 512,8192")
     add("--batches", type=whole_numbers(1), default=[1, 8], help="rows, as 1,8")
     add("--peers", type=peer_names, default=list(INSTALL), help=f"among {','.join(INSTALL)}")
+    add("--without", metavar="MODE", nargs="+", default=[], help="modes that are not timed, as the table names them")
     add("--steps", type=whole_number(1), default=16, help="timed steps of a block")
     add("--repeats", type=whole_number(1), default=5, help="blocks each peer gets, in turns")
     add("--threads", type=whole_number(1), default=torch.get_num_threads(), help="threads of every peer")

@@ -354,7 +354,7 @@ def draw_panels(rows: Sequence[Sequence[Panel]], title: str, path: Path) -> None
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=9, wrap=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -561,7 +561,7 @@ def draw_known(args: argparse.Namespace) -> None:
     documents = read_results(args.draw)
     settings = documents[0]["settings"]
     what = f"{settings['model']}, {settings['dtype']}: acceptance of each policy, gamma {settings['gamma']}"
-    draw_files(documents, f"{what}, {settings['batch_size']} rows of {settings['text']}", args.plot)
+    draw_files(documents, f"{what}\n{settings['batch_size']} rows of {settings['text']}", args.plot)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -74,11 +74,11 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
     monkeypatch.setattr(peers, "Worker", Quick)
     monkeypatch.setattr(peers, "read_bandwidth", lambda: {"sum": 10.0})
     file = tmp_path / "peers.json"
-    argv = ["peers.py", "--model", str(source), "--peers", "ours", "--batches", "1", "--steps", "2", "--repeats", "1"]
-    argv += ["--agree", "0", "--json", str(file)]
+    argv = ["peers.py", "--model", str(source), "--peers", "ours,transformers", "--batches", "1", "--steps", "2"]
+    argv += ["--repeats", "1", "--without", "eager", "--agree", "0", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", [*argv, "--contexts", "20"])
     peers.main()
-    assert [entry.peer for entry, _ in seen] == ["ours"]
+    assert [entry.peer for entry, _ in seen] == ["ours", "transformers"] and seen[1][0].mode == "sdpa"
     assert f"the file has {source.stat().st_size / 1e6:.1f} MB, dequantized to bf16" in capsys.readouterr().out
     first = json.loads(file.read_text())["cells"]
     monkeypatch.setattr(sys, "argv", [*argv, "--contexts", "20,30"])
