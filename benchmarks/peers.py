@@ -212,7 +212,7 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp through the low-level calls of llama-cpp-python, one KV stream per sequence."""
 
-    def __init__(self, gguf: Path, config: ModelConfig, kv: str, threads: int, *, flash: bool) -> None:
+    def __init__(self, gguf: Path, config: ModelConfig, kv: str, threads: int, *, flash: bool, repacked: bool) -> None:
         import gguf as gguf_format
         import llama_cpp
         import numpy as np
@@ -226,6 +226,7 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
+        params.use_extra_bufts = repacked
         self.model: Any = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
         if not self.model:
             raise RuntimeError(f"llama.cpp refused the model: {self.log.strip().splitlines()[-1:]}")
@@ -332,6 +333,7 @@ class Entry:
     weights: str = ""  # ggml's dtypes
     kv: str = ""
     flash: bool = False
+    repacked: bool = True  # as llama.cpp does it by itself; with AMX its Q4_1 ended the process (0.3.36)
 
     @property
     def label(self) -> str:
@@ -346,10 +348,11 @@ def entries(peer: str, dtype: str) -> list[Entry]:
     if peer == "llama.cpp-file":
         return [
             Entry(
-                peer=peer, mode=f"fewer bytes a weight, F16 KV, flash {'on' if flash else 'off'}",
-                dtype=dtype, weights=AS_IT_COMES, kv="F16", flash=flash,
+                peer=peer, dtype=dtype,
+                mode=f"fewer bytes a weight, {'repacked' if repacked else 'mapped'}, flash {'on' if flash else 'off'}",
+                weights=AS_IT_COMES, kv="F16", flash=flash, repacked=repacked,
             )
-            for flash in (False, True) if dtype != "fp32"
+            for repacked in (True, False) for flash in (False, True) if dtype != "fp32"
         ]  # fmt: skip
     if peer == "llama.cpp":
         return [
@@ -378,7 +381,7 @@ def build(entry: Entry, setup: Setup) -> Peer:
         return Ours(setup.folder, entry.dtype)
     if entry.peer.startswith("llama.cpp"):
         gguf = setup.ggufs / f"{entry.weights}.gguf"
-        return LlamaCpp(gguf, setup.config, entry.kv, setup.threads, flash=entry.flash)
+        return LlamaCpp(gguf, setup.config, entry.kv, setup.threads, flash=entry.flash, repacked=entry.repacked)
     compiled = entry.peer == "transformers-compiled"
     return Transformers(setup.folder, entry.dtype, entry.attention, compiled=compiled)
 
