@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py                                   # the bundled model, everything that is installed
     python benchmarks/peers.py --model FOLDER --contexts 512,8192 --batches 1,8 --json peers.json --plot peers.png
+    python benchmarks/peers.py --model smollm2 --contexts 512,2000 --json peers.json   # or FILE.gguf
 
 What is compared, and why it is fair:
 * Decoding only. Prefill is timed apart: one row is prefilled and its keys and values are *copied* into the other rows,
@@ -12,10 +13,17 @@ What is compared, and why it is fair:
   take turns, A B C A B C: a block of steps each, its first step untimed (caches and thread pools wake up).
 * Every mode of a peer is timed and the fastest counts (marked *): transformers with sdpa and eager attention; its
   static cache under torch.compile with both; llama.cpp with F16 and BF16 weights and KV, flash attention off and on.
+* A GGUF file is dequantized to 16 bits once, for all peers alike. llama.cpp is timed on the file as it comes, too, as a
+  peer of its own: it then reads fewer bytes a weight, which its ceiling takes into account, and computes in 8 bits.
+* Each mode holds a model and all rows of its own at the same time: --without leaves out what memory cannot hold.
+* Prefill is timed once a cell and mode: tokens/s of the one row, its copying into the others included.
 * The ceiling is the time to read the weights and the context's keys and values once, at the read bandwidth that this
   machine shows in this run. Cells that fit into a CPU cache can pass 100 %.
 * Greedy tokens are compared with transformers in fp32: every peer in fp32 (they must agree), and every timed cell in
   its own dtype (where rounding may decide between near-equal logits: the gap there is shown).
+
+--json FILE is whole after every cell. Started again with the same settings it goes on where it ended; contexts and
+batches may be added. Other settings are refused; --fresh begins anew.
 
 Shapes: B batch rows, S tokens a row holds, V vocabulary.
 """
@@ -47,19 +55,32 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
+from common import Ledger
 from gguf_export import export_gguf
-from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config, resolve_model
+from gpt_fast_sd.engine import locate
+from gpt_fast_sd.model import (
+    ModelConfig,
+    gguf_parts,
+    load_model,
+    load_tokenizer,
+    read_config,
+    save_hugging_face,
+)
 
 BUNDLED = Path(__file__).resolve().parent.parent / "gpt_fast_sd" / "bundled"
 PREFILL_CHUNK = 512
 WARMUP_STEPS = 3
+DEBUG = 1  # ggml's number of that level: of many layers it says more than is kept
 INSTALL = {
     "ours": "pip install -e .",
     "transformers": "pip install transformers",
     "transformers-compiled": "pip install transformers (and a C++ compiler for torch.compile)",
     "llama.cpp": 'CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python gguf',
 }
+INSTALL["llama.cpp-file"] = INSTALL["llama.cpp"]
+AS_IT_COMES = "file"  # weights of llama.cpp-file
 # Weights, KV, flash attention. With BF16 KV its flash attention leaves the fast path on a CPU. In F32 it has none: it
 # casts keys and values to F16 and sums in F16, which costs digits as the context grows (each cell shows its agreement).
 LLAMA_MODES = {
@@ -191,7 +212,7 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp through the low-level calls of llama-cpp-python, one KV stream per sequence."""
 
-    def __init__(self, gguf: Path, config: ModelConfig, kv: str, threads: int, *, flash: bool) -> None:
+    def __init__(self, gguf: Path, config: ModelConfig, kv: str, threads: int, *, flash: bool, repacked: bool) -> None:
         import gguf as gguf_format
         import llama_cpp
         import numpy as np
@@ -205,6 +226,7 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
+        params.use_extra_bufts = repacked
         self.model: Any = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
         if not self.model:
             raise RuntimeError(f"llama.cpp refused the model: {self.log.strip().splitlines()[-1:]}")
@@ -284,7 +306,8 @@ class LlamaCpp:
         return tokens
 
     def _keep_log(self, level: int, text: bytes, user_data: Any) -> None:
-        self.log = (self.log + text.decode(errors="replace"))[-100_000:]
+        if level != DEBUG:
+            self.log = (self.log + text.decode(errors="replace"))[-100_000:]
 
     def _refuse_shared_rows(self, batch: int, capacity: int) -> None:
         """RuntimeError unless llama.cpp says that it allocated keys and values for batch full rows."""
@@ -310,6 +333,7 @@ class Entry:
     weights: str = ""  # ggml's dtypes
     kv: str = ""
     flash: bool = False
+    repacked: bool = True  # as llama.cpp does it by itself; with AMX its Q4_1 ended the process (0.3.36)
 
     @property
     def label(self) -> str:
@@ -321,6 +345,15 @@ def entries(peer: str, dtype: str) -> list[Entry]:
     """Every mode in which a peer may compete."""
     if peer == "ours":
         return [Entry(peer=peer, mode="", dtype=dtype)]
+    if peer == "llama.cpp-file":
+        return [
+            Entry(
+                peer=peer, dtype=dtype,
+                mode=f"fewer bytes a weight, {'repacked' if repacked else 'mapped'}, flash {'on' if flash else 'off'}",
+                weights=AS_IT_COMES, kv="F16", flash=flash, repacked=repacked,
+            )
+            for repacked in (True, False) for flash in (False, True) if dtype != "fp32"
+        ]  # fmt: skip
     if peer == "llama.cpp":
         return [
             Entry(
@@ -346,9 +379,9 @@ def build(entry: Entry, setup: Setup) -> Peer:
     """The peer an entry names, its model loaded."""
     if entry.peer == "ours":
         return Ours(setup.folder, entry.dtype)
-    if entry.peer == "llama.cpp":
+    if entry.peer.startswith("llama.cpp"):
         gguf = setup.ggufs / f"{entry.weights}.gguf"
-        return LlamaCpp(gguf, setup.config, entry.kv, setup.threads, flash=entry.flash)
+        return LlamaCpp(gguf, setup.config, entry.kv, setup.threads, flash=entry.flash, repacked=entry.repacked)
     compiled = entry.peer == "transformers-compiled"
     return Transformers(setup.folder, entry.dtype, entry.attention, compiled=compiled)
 
@@ -518,7 +551,8 @@ class Run:
     def __init__(self, args: argparse.Namespace, setup: Setup) -> None:
         self.args, self.setup = args, setup
         self.prompt: list[int] = []
-        self.entries = [entry for peer in args.peers for entry in entries(peer, "bf16")]
+        timed = [entry for peer in args.peers for entry in entries(peer, "bf16")]
+        self.entries = [entry for entry in timed if entry.mode not in args.without]
         self.workers: dict[Entry, Worker] = {}
         self.skipped: dict[str, str] = {}
         self.failures: list[str] = []
@@ -589,7 +623,7 @@ class Run:
                     tokens += worker.call("steps", self.args.agree - 1, 0)[0]
                     worker.close()
                     report[entry.label] = reference.agreement(tokens)
-                    print(f"  {entry.label:<42}{agreement_phrase(report[entry.label])}", flush=True)
+                    print(f"  {entry.label:<62}{agreement_phrase(report[entry.label])}", flush=True)
                 except (PeerMissing, PeerFailed) as reason:
                     self.fail(entry, f"context {context}", str(reason))
         return report
@@ -647,15 +681,21 @@ def cell_report(
             "counts": t.median == fastest[t.entry.peer],
             "ms_per_step": {"median": t.median, "min": min(t.milliseconds), "max": max(t.milliseconds)},
             "tokens_per_second": batch / t.median * 1e3,
-            "percent_of_roofline": 100 * needs["roofline_ms"] / t.median,
+            "percent_of_roofline": 100 * needs[roofline_of(t.entry)] / t.median,
             "time_over_ours": t.median / fastest["ours"] if "ours" in fastest else None,
             "prefill_one_row_seconds": t.prefill_seconds,
+            "prefill_tokens_per_second": context / t.prefill_seconds,
             "greedy": reference.agreement(t.tokens) if reference else None,
             "first_tokens": [row[0] for row in t.tokens[:16]],
         }
         for t in timings
     ]
     return {"context": context, "batch": batch, **needs, "results": rows}
+
+
+def roofline_of(entry: Entry) -> str:
+    """The name of the ceiling that holds for it among what a cell needs."""
+    return "file_roofline_ms" if entry.weights == AS_IT_COMES else "roofline_ms"
 
 
 def agreement_phrase(greedy: dict[str, Any] | None) -> str:
@@ -672,16 +712,16 @@ def print_cell(cell: dict[str, Any]) -> None:
     """The cell's rows of the table."""
     print(f"context {cell['context']}, batch {cell['batch']}: roofline {cell['roofline_ms']:.2f} ms")
     print(
-        f"  {'peer':<42}{'ms/step':>9}{'min':>9}{'max':>9}{'tok/s':>9}{'% roof':>8}{'/ ours':>8}{'prefill s':>11}"
+        f"  {'peer':<62}{'ms/step':>9}{'min':>9}{'max':>9}{'tok/s':>9}{'% roof':>8}{'/ ours':>8}{'prefill/s':>11}"
         "  same tokens as fp32"
     )
     for row in cell["results"]:
         ms, ratio = row["ms_per_step"], row["time_over_ours"]
         label = f"{'*' if row['counts'] else ' '} {row['peer']}{' (' + row['mode'] + ')' if row['mode'] else ''}"
         print(
-            f"  {label:<42}{ms['median']:>9.2f}{ms['min']:>9.2f}{ms['max']:>9.2f}{row['tokens_per_second']:>9.0f}"
+            f"  {label:<62}{ms['median']:>9.2f}{ms['min']:>9.2f}{ms['max']:>9.2f}{row['tokens_per_second']:>9.0f}"
             f"{row['percent_of_roofline']:>8.0f}{'-' if ratio is None else format(ratio, '.2f'):>8}"
-            f"{row['prefill_one_row_seconds']:>11.1f}  {agreement_phrase(row['greedy'])}",
+            f"{row['prefill_tokens_per_second']:>11,.0f}  {agreement_phrase(row['greedy'])}",
             flush=True,
         )
 
@@ -792,16 +832,22 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default=str(BUNDLED), help="Hugging Face style folder of a Llama, or a hub id")
+    add(
+        "--model",
+        default=str(BUNDLED),
+        help="Hugging Face style folder of a Llama, a GGUF file, 'smollm2', or a hub id",
+    )
     add("--text", type=Path, default=BUNDLED / "document.txt", help="text the prompt is made of, repeated or cut")
     add("--contexts", type=whole_numbers(2), default=[512, 8192, 16000], help="tokens in the cache, as 512,8192")
     add("--batches", type=whole_numbers(1), default=[1, 8], help="rows, as 1,8")
     add("--peers", type=peer_names, default=list(INSTALL), help=f"among {','.join(INSTALL)}")
+    add("--without", metavar="MODE", nargs="+", default=[], help="modes that are not timed, as the table names them")
     add("--steps", type=whole_number(1), default=16, help="timed steps of a block")
     add("--repeats", type=whole_number(1), default=5, help="blocks each peer gets, in turns")
     add("--threads", type=whole_number(1), default=torch.get_num_threads(), help="threads of every peer")
     add("--agree", type=whole_number(0), default=16, help="greedy tokens compared with fp32; 0: none")
-    add("--json", metavar="FILE", help="write one JSON document; - prints it as the last line")
+    add("--json", metavar="FILE", help="keep one JSON document here, go on from it; - prints it as the last line")
+    add("--fresh", action="store_true", help="forget what --json holds")
     add("--plot", type=Path, metavar="FILE", help="write a bar plot (PNG)")
     return parser.parse_args()
 
@@ -817,9 +863,24 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     """Run everything, printing as it goes, and return the report; ValueError for input that makes no sense."""
-    folder = resolve_model(args.model)
-    config = read_config(folder)
+    source = locate(args.model)
+    config = read_config(source)
+    is_file = source.suffix.lower() == ".gguf"
+    peers = [peer for peer in args.peers if is_file or peer != "llama.cpp-file"]
+    file = Path(args.json) if args.json and args.json != "-" else None
+    settings = {
+        "model": source.name, "transformer": asdict(config), "text": args.text.name, "threads": args.threads,
+        "steps": args.steps, "repeats": args.repeats, "warmup": WARMUP_STEPS, "peers": peers,
+    }  # fmt: skip
+    machine = environment(args.threads)
+    ledger = Ledger(file, "peers", settings, machine, fresh=args.fresh or file is None, results="cells")
+    folder = source
+    if is_file:  # every peer reads the same 16-bit weights
+        folder = ggufs / source.stem
+        save_hugging_face(load_model(source, dtype=torch.bfloat16), folder, dtype=torch.bfloat16)
+        (ggufs / f"{AS_IT_COMES}.gguf").symlink_to(source.resolve())
     setup = Setup(folder=folder.resolve(), config=config, ggufs=ggufs, threads=args.threads)
+    args.peers = peers
     run = Run(args, setup)
     room = config.max_seq_len - run.decoded
     if max(args.contexts) > room:
@@ -827,7 +888,7 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
             f"context {max(args.contexts)} and {run.decoded} decoded tokens pass the model's {config.max_seq_len} "
             f"positions; use at most {room}, or fewer --steps or --repeats"
         )
-    run.prompt = prompt_tokens(folder, config, args.text.read_text(encoding="utf-8"), max(args.contexts))
+    run.prompt = prompt_tokens(source, config, args.text.read_text(encoding="utf-8"), max(args.contexts))
 
     torch.set_num_threads(args.threads)
     ways = read_bandwidth()
@@ -836,40 +897,52 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     print(f"model {args.model}: {config.n_params / 1e6:.1f} M parameters, {per_token} bytes of KV per token (16 bit)")
     print(f"read bandwidth {bandwidth:.1f} GB/s, {args.threads} threads, 1 GiB (", end="")
     print(", ".join(f"{way} {rate:.1f}" for way, rate in ways.items()) + ")")
+    in_file = sum(part.stat().st_size for part in gguf_parts(source)) if is_file else 0
+    if is_file:
+        print(f"the file has {in_file / 1e6:.1f} MB, dequantized to bf16 {weights / 1e6:.1f}")
     print(f"{'context':>9}{'batch':>7}{'weights MB':>12}{'KV MB':>9}{'roofline ms':>13}")
     needs = {}
     for context in args.contexts:
         for batch in args.batches:
             kv = batch * (context + run.decoded // 2) * per_token  # the cache grows: its mean over the steps
             needs[context, batch] = {
+                "read_gb_per_second": bandwidth,
                 "weight_bytes": weights,
                 "kv_bytes": kv,
                 "roofline_ms": (weights + kv) / bandwidth / 1e6,
+                **({"file_roofline_ms": (in_file + kv) / bandwidth / 1e6} if is_file else {}),
             }
             roofline = needs[context, batch]["roofline_ms"]
             print(f"{context:>9}{batch:>7}{weights / 1e6:>12.1f}{kv / 1e6:>9.1f}{roofline:>13.2f}")
 
+    todo = [cell for cell in needs if not ledger.find(dict(zip(("context", "batch"), cell, strict=True)))]
+    if len(todo) < len(needs):
+        print(f"{len(needs) - len(todo)} of {len(needs)} cells are in {args.json} already")
+    extra: dict[str, Any] = {"read_gb_per_second": {"start": ways, "best": bandwidth}}
     try:
-        if "llama.cpp" in args.peers:
+        if todo and any(peer.startswith("llama.cpp") for peer in args.peers):
             try:
                 for name in ("F16", "BF16", "F32"):
                     export_gguf(folder, ggufs / f"{name}.gguf", name.lower())
             except ImportError as error:
                 run.skip("llama.cpp", one_line(error))
-        run.find_missing()
+        if todo:
+            run.find_missing()
         for peer, notes in run.notes.items():
             print(f"{peer}: {notes}")
-        references = {context: run.reference(context) if args.agree else None for context in args.contexts}
-        in_fp32: dict[str, Any] = {}
+        extra["notes"] = ledger.document.get("notes", {}) | run.notes
+        wanted = dict.fromkeys(context for context, _ in todo)
+        references = {context: run.reference(context) if args.agree else None for context in wanted}
         shortest = min(args.contexts)
-        if reference := references[shortest]:
+        if reference := references.get(shortest):
             print(f"first {args.agree} greedy tokens in fp32, context {shortest}, the same as transformers (eager):")
-            in_fp32 = run.agreement_in_fp32(shortest, reference)
-        cells = []
-        for context, batch in needs:
+            extra["greedy_fp32"] = {"context": shortest, "peers": run.agreement_in_fp32(shortest, reference)}
+        for context, batch in todo:
             timings = run.cell(context, batch)
-            cells.append(cell_report(timings, context, batch, needs[context, batch], references[context]))
-            print_cell(cells[-1])
+            cell = cell_report(timings, context, batch, needs[context, batch], references[context])
+            print_cell(cell)
+            ledger.put({"context": context, "batch": batch}, cell)
+            ledger.write(**extra)
     finally:
         run.close()
     again = max(read_bandwidth().values())
@@ -879,18 +952,14 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
         print(f"skipped {peer}: {reason}. To install it: {INSTALL[peer]}")
     for failure in run.failures:
         print(f"failed: {failure}")
-    return {
-        "benchmark": "peers",
-        "environment": environment(args.threads),
-        "model": {"name": folder.name, "n_params": config.n_params, **asdict(config)},
-        "settings": {"steps": args.steps, "repeats": args.repeats, "warmup": WARMUP_STEPS, "peers": args.peers},
-        "read_gb_per_second": {"start": ways, "best": bandwidth, "end": again},
-        "greedy_fp32": {"context": shortest, "peers": in_fp32},
-        "notes": run.notes,
-        "cells": cells,
-        "skipped": [{"peer": p, "reason": r, "install": INSTALL[p]} for p, r in run.skipped.items()],
-        "failures": run.failures,
-    }
+    if todo:
+        extra["read_gb_per_second"]["end"] = again
+        ledger.write(
+            **extra,
+            skipped=[{"peer": p, "reason": r, "install": INSTALL[p]} for p, r in run.skipped.items()],
+            failures=ledger.document.get("failures", []) + run.failures,
+        )
+    return ledger.document
 
 
 def main() -> None:
@@ -907,8 +976,6 @@ def main() -> None:
             plot(report["cells"], f"Plain decoding: {cpu}, threads {args.threads}, {rate:.0f} GB/s", args.plot)
         if args.json == "-":
             print(json.dumps(report))
-        elif args.json:
-            Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if not any(cell["results"] for cell in report["cells"]):
             sys.exit("peers.py: no peer gave a result; the reasons are above")
     except ImportError as error:

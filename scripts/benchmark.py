@@ -5,11 +5,11 @@
         --gamma 6,auto --text books/*.txt --json sweep.json --plots sweep/
     torchrun --nproc_per_node=8 scripts/benchmark.py --model meta-llama/Llama-3.1-8B --tp 8 --batch 32,64,128 ...
 
-A point is one batch, context, draft policy, budget and gamma. Its rows are prompts of `context` tokens (k is 1,000, as
-in MagicDec's tables), each from another place of the texts, and every run adds --max-new-tokens to each of them. Plain
-and speculative runs take turns on one engine (A B, B A, A B, ...), whose slots keep their prompts, so that only the
-first run prefills. What counts is the ratio of a pair: the median over the pairs, with the least and the greatest. All
-points of a batch share an engine, whose cache is as long as the longest context needs.
+A point is one batch, context, draft policy, budget, gamma and temperature. Its rows are prompts of `context` tokens (k
+is 1,000, as in MagicDec's tables), each from another place of the texts, and every run adds --max-new-tokens to each of
+them. Plain and speculative runs take turns on one engine (A B, B A, A B, ...), whose slots keep their prompts, so that
+only the first run prefills, for all temperatures. What counts is the ratio of a pair: the median over the pairs, with
+the least and the greatest. All points of a batch share an engine, whose cache is as long as the longest context needs.
 
 steady        tokens a second while all rows are live: from the end of the first round to the last one that ended no row
 completion    tokens a second from the first round to the end of the slowest row
@@ -33,9 +33,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import importlib.util
-import json
 import math
 import os
 import statistics
@@ -53,9 +51,11 @@ import torch
 from tqdm import tqdm
 
 from common import (
+    Ledger,
     Record,
     add_model_flags,
-    as_json,
+    digest,
+    distinct_4grams,
     engine_config,
     environment,
     gammas,
@@ -67,9 +67,19 @@ from common import (
     restart_peak,
     sentence,
     sizes,
-    write_whole,
 )
-from frontier import NEEDS_MODEL, Setting, buildable, by_position, drafters, round_ms, settings_of, spread, tokens_of
+from frontier import (
+    NEEDS_MODEL,
+    Setting,
+    buildable,
+    by_position,
+    drafters,
+    round_ms,
+    settings_of,
+    shares,
+    spread,
+    tokens_of,
+)
 from generate import check_writable
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams, TokenEvent
 from gpt_fast_sd.config import VIEWS
@@ -120,19 +130,21 @@ class Point:
     context: int
     setting: Setting
     gamma: int | str
+    temperature: float = 0.0
 
     @property
     def key(self) -> Record:
         """How its result is found again."""
         return {
             "batch": self.batch, "context": self.context, "policy": self.setting.policy,
-            "budget": self.setting.budget, "gamma": self.gamma,
+            "budget": self.setting.budget, "gamma": self.gamma, "temperature": self.temperature,
         }  # fmt: skip
 
 
 def draft_label(record: Record) -> str:
-    """Who drafted, with which budget and gamma."""
-    return f"{Setting(policy=record['policy'], budget=record['budget']).label}, gamma {record['gamma']}"
+    """Who drafted, with which budget and gamma, and the temperature where it is not greedy."""
+    who = f"{Setting(policy=record['policy'], budget=record['budget']).label}, gamma {record['gamma']}"
+    return f"{who}, T {record['temperature']:g}" if record.get("temperature") else who
 
 
 def same_key(record: Record, point: Point) -> bool:
@@ -337,7 +349,7 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Chip:
 def account(point: Point, turns: Turns, engine: Engine, args: argparse.Namespace, ceiling: Ceiling) -> Record:
     """Everything that a point says, JSON-ready."""
     counts = totals(turns.speculative)
-    is_comparable = args.temperature == 0
+    is_comparable = point.temperature == 0
     differences = turns.first_differences if is_comparable else []
     speedup = {name: spread(turns.ratios(name)) if turns.ratios(name) else None for name in ("steady", "completion")}
     predicted = ceiling.predict(point, args.max_new_tokens, counts)
@@ -357,6 +369,10 @@ def account(point: Point, turns: Turns, engine: Engine, args: argparse.Namespace
         },
         "acceptance_rate": counts.acceptance_rate,
         "acceptance_by_position": by_position(counts),
+        "distinct_4grams": {
+            "plain": distinct_4grams([row for one in turns.plain for row in one.outputs]),
+            "speculative": distinct_4grams([row for one in turns.speculative for row in one.outputs]),
+        },
         "rounds_by_gamma": {str(gamma): n for gamma, n in sorted(counts.rounds_by_gamma.items())},
         "lossless": {
             "compared": is_comparable, "rows": point.batch, "equal": point.batch - len(differences),
@@ -454,34 +470,19 @@ def length_record(kind: str, draft: str, batch: int | None, at: Crossing, contex
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-class Ledger:
-    """The JSON document, on the disk after every point; points of an earlier run with the same settings stay."""
+class Points(Ledger):
+    """The JSON document: points, and what follows from them."""
 
     def __init__(self, path: Path | None, settings: Record, machine: Record, *, fresh: bool) -> None:
         """ValueError where the file holds something else, or was measured with other settings."""
-        self.path = path
-        self.document: Record = {
-            "benchmark": "batch", "settings": as_json(settings), "environment": machine, "points": [], "lengths": [],
-        }  # fmt: skip
-        if path is None or fresh or not path.exists():
-            return
-        advice = "name another file, or begin anew with --fresh"
-        try:
-            old = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise ValueError(f"{path} exists and is not JSON: {advice}") from None
-        if not isinstance(old, dict) or old.get("benchmark") != "batch":
-            raise ValueError(f"{path} exists and holds no results of this benchmark: {advice}")
-        for name, value in self.document["settings"].items():
-            before = old.get("settings", {}).get(name)
-            if before != value:
-                raise ValueError(f"{path} was measured with {name} {before}, not {value}: {advice}")
-        self.document = old
+        super().__init__(path, "batch", settings, machine, fresh=fresh, results="points")
+        for record in self.records:  # files of before several temperatures could be asked for
+            record.setdefault("temperature", self.document["settings"].get("temperature", 0.0))
 
     @property
     def measured(self) -> list[Record]:
         """Points that have figures."""
-        return [record for record in self.document["points"] if record["status"] == "measured"]
+        return [record for record in self.records if record["status"] == "measured"]
 
     def holds(self, point: Point) -> bool:
         """Whether the point has its figures."""
@@ -489,15 +490,8 @@ class Ledger:
 
     def add(self, point: Point, record: Record) -> None:
         """Put the point's result, or why there is none, in the place of an older one."""
-        others = [old for old in self.document["points"] if not same_key(old, point)]
-        self.document["points"] = [*others, record]
-        self.document["lengths"] = lengths_of(self.measured)
-        self.write()
-
-    def write(self) -> None:
-        """The file as it should be now."""
-        if self.path:
-            write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
+        self.put(point.key, record)
+        self.write(lengths=lengths_of(self.measured))
 
 
 # ---- the sweep -------------------------------------------------------------------------------------------------------
@@ -520,13 +514,13 @@ class Job:
         """The rows of a point."""
         return pack(self.ids, batch, context, self.bos)
 
-    def params(self, batch: int) -> list[SamplingParams]:
+    def params(self, batch: int, temperature: float) -> list[SamplingParams]:
         """Of the rows; sampled ones draw with a seed of their own, so that every run is the same."""
         args = self.args
         return [
             SamplingParams(
-                max_tokens=args.max_new_tokens, temperature=args.temperature,
-                seed=args.seed + row if args.temperature else None, ignore_eos=True,
+                max_tokens=args.max_new_tokens, temperature=temperature,
+                seed=args.seed + row if temperature else None, ignore_eos=True,
             )
             for row in range(batch)
         ]  # fmt: skip
@@ -561,7 +555,8 @@ def prepare(args: argparse.Namespace) -> Job:
     if args.text and args.synthetic:
         raise ValueError("--text and --synthetic exclude each other: prompts are read or made up")
     settings, skipped = buildable(settings_of(args.draft, args.budget), args.gamma, args.draft_model)
-    SamplingParams(max_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
+    for temperature in args.temperature:
+        SamplingParams(max_tokens=args.max_new_tokens, temperature=temperature, seed=args.seed)
     engine_config(args, 1, 1)
     folder = locate(args.model)
     config = read_config(folder)
@@ -590,7 +585,6 @@ def prepare(args: argparse.Namespace) -> Job:
         "draft_tp",
         "max_new_tokens",
         "pairs",
-        "temperature",
         "seed",
         "exact",
         "dtype",
@@ -598,11 +592,12 @@ def prepare(args: argparse.Namespace) -> Job:
         "quantize",
     )
     points = [
-        Point(batch=batch, context=context, setting=setting, gamma=gamma)
+        Point(batch=batch, context=context, setting=setting, gamma=gamma, temperature=temperature)
         for batch in args.batch
         for setting in settings
         for gamma in args.gamma
         for context in args.context  # rising: a longer prompt begins as the shorter one that a slot holds
+        for temperature in args.temperature
     ]
     return Job(
         args=args, parallel=parallel, config=config, ids=ids, bos=bos, points=points, skipped=skipped,
@@ -615,11 +610,6 @@ def prepare(args: argparse.Namespace) -> Job:
             **{name: getattr(args, name) for name in names},
         },
     )  # fmt: skip
-
-
-def digest(ids: Sequence[int]) -> str:
-    """A short name that changes with the tokens."""
-    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
 
 
 def groups(points: Sequence[Point], *, exact: bool) -> Iterator[list[Point]]:
@@ -714,7 +704,11 @@ def measure_point(job: Job, point: Point, engine: Engine, ceiling: Ceiling, bar:
     name = f"{point.batch} x {point.context:,}, {draft_label(point.key)}"
     restart_peak(engine.device)
     turns = take_turns(
-        engine, prompts, job.params(point.batch), job.args.pairs, lambda what: bar.set_description(f"{name}: {what}")
+        engine,
+        prompts,
+        job.params(point.batch, point.temperature),
+        job.args.pairs,
+        lambda what: bar.set_description(f"{name}: {what}"),
     )
     rates = {"bandwidth": ceiling.chip.bandwidth, "peak": ceiling.chip.peak}
     return account(point, turns, engine, job.args, ceiling) | {"note": note, "machine": rates}
@@ -723,8 +717,9 @@ def measure_point(job: Job, point: Point, engine: Engine, ceiling: Ceiling, bar:
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 HEAD = (
-    f"{'context':>8}{'batch':>6}  {'draft':<26}{'plain':>8}{'spec.':>8} tok/s{'steady':>8} {'(min to max)':<14}"
-    f"{'to end':>7}{'pred.':>6}{'accept':>8}{'tok/round':>10}  {'round ms = draft + verify + host':<34}{'equal':>6}"
+    f"{'context':>8}{'batch':>6}  {'draft':<34}{'plain':>8}{'spec.':>8} tok/s{'steady':>8} {'(min to max)':<14}"
+    f"{'to end':>7}{'pred.':>6}{'accept':>8}{'4-grams':>11}{'tok/round':>10}  {'round ms = draft + verify + host':<34}"
+    f"{'equal':>6}"
 )
 
 
@@ -735,7 +730,7 @@ def cell(value: float | None, width: int, digits: int) -> str:
 
 def line(r: Record) -> str:
     """A point as a row under HEAD."""
-    head = f"{r['context']:>8,}{r['batch']:>6}  {draft_label(r):<26}"
+    head = f"{r['context']:>8,}{r['batch']:>6}  {draft_label(r):<34}"
     if r["status"] != "measured":
         return f"{head}skipped: {r['reason']}"
     shown, ms, lossless = shown_speedup(r), r["speculative"]["round_ms"], r["lossless"]
@@ -748,7 +743,8 @@ def line(r: Record) -> str:
     return (
         f"{head}{cell(speeds[0], 8, 0)}{cell(speeds[1], 8, 0)}      {shown['median']:>7.2f}x {extremes:<14}"
         f"{r['speedup']['completion']['median']:>6.2f}x{cell(r['predicted']['speedup'], 6, 2)}"
-        f"{r['acceptance_rate']:>8.1%}{r['speculative']['tokens_per_round']:>10.2f}  {' = '.join(parts):<34}{equal:>6}"
+        f"{r['acceptance_rate']:>8.1%}{shares(r['distinct_4grams']) if 'distinct_4grams' in r else '-':>11}"
+        f"{r['speculative']['tokens_per_round']:>10.2f}  {' = '.join(parts):<34}{equal:>6}"
     )
 
 
@@ -823,7 +819,52 @@ def draw(points: Sequence[Record], lengths: Sequence[Record], title: str, folder
         figure.suptitle(f"{title}\n{how}", fontsize=8)
         figure.savefig(folder / name, dpi=150)
         pyplot.close(figure)
-    return [folder / name for name, *_ in pictures]
+    draw_hero(points, folder / "hero.png")
+    return [folder / name for name in (*(name for name, *_ in pictures), "hero.png")]
+
+
+INK = "#808890"  # and the colours below: read on white and on black
+COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf62a8", "#7f9a2c")
+
+
+def draw_hero(points: Sequence[Record], path: Path) -> None:
+    """Speed-up over context, a line for each batch, a panel a draft, on no background: for a page light or dark."""
+    from matplotlib import pyplot
+
+    drafts = [*dict.fromkeys(map(draft_label, points))]
+    colors = dict(zip(sorted({r["batch"] for r in points}), COLORS * 9, strict=False))
+    figure, axes = pyplot.subplots(
+        1, len(drafts), figsize=(0.8 + 4.2 * len(drafts), 3.6), squeeze=False, sharey=True, layout="constrained"
+    )
+    for panel, draft in zip(axes.flat, drafts, strict=True):
+        ours = [r for r in points if draft_label(r) == draft]
+        xs = sorted({r["context"] for r in ours})
+        for batch, color in colors.items():
+            row = sorted((r for r in ours if r["batch"] == batch), key=lambda r: r["context"])
+            shown = [shown_speedup(r) for r in row]
+            middle = [one["median"] for one in shown]
+            ends = [[abs(one[end] - one["median"]) for one in shown] for end in ("min", "max")]
+            panel.errorbar(
+                [r["context"] for r in row], middle, yerr=ends, fmt="o-", color=color, lw=2, ms=4, elinewidth=1,
+                label=f"batch {batch}",
+            )  # fmt: skip
+        panel.axhline(1.0, color=INK, linewidth=1)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(xs, [f"{x:,}" for x in xs])
+        panel.minorticks_off()
+        panel.yaxis.set_major_formatter("{x:.1f}x")
+        panel.set_title(draft, fontsize=10, color=INK)
+        panel.set_xlabel("context, tokens", color=INK)
+        panel.tick_params(colors=INK)
+        panel.grid(alpha=0.25, color=INK)
+        panel.spines[:].set_visible(False)
+    axes[0][0].set_ylabel(SPEED, color=INK)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelcolor=INK
+    )  # as the lines lie, the greatest batch on top
+    figure.savefig(path, dpi=200, transparent=True)
+    pyplot.close(figure)
 
 
 def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None:
@@ -883,6 +924,14 @@ def draw_latency(panel: Any, ours: Sequence[Record]) -> None:
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
+def temperatures(text: str) -> list[float]:
+    """Numbers: "0,0.8"."""
+    try:
+        return sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers, as in 0,0.8; got {text!r}") from None
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -894,7 +943,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--gamma", metavar="N,N", type=gammas, default=["auto"], help="tokens drafted a round, or auto (default: auto)")
     add("--max-new-tokens", metavar="N", type=positive, default=96, help="tokens to add to each row (default: 96)")
     add("--pairs", metavar="N", type=positive, default=3, help="pairs of timed runs for each point (default: 3)")
-    add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--temperature", metavar="T,T", type=temperatures, default=[0.0], help="0 is greedy (default: 0)")
     add("--seed", metavar="S", type=int, default=0, help="of sampling (row i: S + i) and of --synthetic (default: 0)")
     add("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts to continue (default: the bundled document)")
     add("--synthetic", action="store_true", help="prompts of random tokens: real work, acceptance without meaning")
@@ -909,7 +958,7 @@ def describe(job: Job, dtype: str) -> str:
     """What is measured, in one line."""
     args, config = job.args, job.config
     text = "synthetic prompts" if args.synthetic else f"{job.settings['text']['tokens']:,} tokens of text"
-    how = f"temperature {args.temperature:g}" if args.temperature else "greedy"
+    how = ", ".join(f"temperature {t:g}" if t else "greedy" for t in args.temperature)
     where = f"{job.parallel.device.type}, tp {job.parallel.tp}, {args.threads} threads"
     return (
         f"{args.model}, {config.n_params / 1e6:.1f} M parameters, {dtype}{', exact' if args.exact else ''} on "
@@ -924,7 +973,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         job = prepare(args)
         machine = environment(job.parallel.device)
         main_only = args.json if job.parallel.is_main else None
-        ledger = Ledger(main_only, job.settings, machine, fresh=args.fresh)
+        ledger = Points(main_only, job.settings, machine, fresh=args.fresh)
     except (ValueError, OSError) as error:
         refuse(error, PROGRAM)
     with job.parallel.guard():
@@ -934,7 +983,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report(job, ledger)
 
 
-def measure_all(job: Job, ledger: Ledger) -> None:
+def measure_all(job: Job, ledger: Points) -> None:
     """Measure what the ledger does not hold yet, and print it."""
     parallel, args = job.parallel, job.args
     # the first rank has the file, and says what is left
@@ -953,7 +1002,7 @@ def measure_all(job: Job, ledger: Ledger) -> None:
     with tqdm(total=len(todo), unit="point", disable=None if parallel.is_main else True) as bar:
 
         def done(point: Point, record: Record) -> None:
-            ledger.add(point, as_json(record))
+            ledger.add(point, record)
             if parallel.is_main:
                 bar.write(line(record))
                 if record["status"] == "measured":
@@ -963,7 +1012,7 @@ def measure_all(job: Job, ledger: Ledger) -> None:
         sweep(job, todo, done, bar)
 
 
-def report(job: Job, ledger: Ledger) -> None:
+def report(job: Job, ledger: Points) -> None:
     """All points in one table, the lengths, the pictures; exit code 2 without a point, 1 where output was not equal."""
     args = job.args
     wanted = [r for r in ledger.document["points"] if any(same_key(r, point) for point in job.points)]

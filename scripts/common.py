@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
 import re
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,6 +125,75 @@ def write_whole(path: Path, text: str) -> None:
 def as_json(value: object) -> Any:
     """The value as it comes back from a JSON file: tuples are lists, keys are texts."""
     return json.loads(json.dumps(value))
+
+
+class Ledger:
+    """A JSON document of results, on the disk after every one; those of an earlier run with the same settings stay."""
+
+    def __init__(
+        self, path: Path | None, benchmark: str, settings: Record, machine: Record, *, fresh: bool, results: str
+    ) -> None:
+        """results: what the document calls its list of them.
+
+        ValueError where the file holds something else, or was measured with other settings.
+        """
+        self.path, self._results = path, results
+        self.document: Record = {
+            "benchmark": benchmark, "settings": as_json(settings), "environment": machine, results: [],
+        }  # fmt: skip
+        if path is None or fresh or not path.exists():
+            return
+        advice = "name another file, or begin anew with --fresh"
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise ValueError(f"{path} exists and is not JSON: {advice}") from None
+        if not isinstance(old, dict) or old.get("benchmark") != benchmark:
+            raise ValueError(f"{path} exists and holds no results of this benchmark: {advice}")
+        for name, value in self.document["settings"].items():
+            before = old.get("settings", {}).get(name)
+            if before != value:
+                raise ValueError(f"{path} was measured with {name} {before}, not {value}: {advice}")
+        self.document = old
+
+    @property
+    def records(self) -> list[Record]:
+        """All results so far."""
+        found: list[Record] = self.document[self._results]
+        return found
+
+    def find(self, key: Record) -> Record | None:
+        """The result with these values, if it is there."""
+        return next((r for r in self.records if all(r[name] == value for name, value in key.items())), None)
+
+    def put(self, key: Record, record: Record) -> None:
+        """The result with these values is this one; nothing is written yet."""
+        older = self.find(key)
+        self.document[self._results] = [*(r for r in self.records if r is not older), as_json(record)]
+
+    def write(self, **more: Any) -> None:
+        """The file as it should be now, with what else belongs in it."""
+        self.document |= more
+        if self.path:
+            write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
+
+
+# ---- what was said ---------------------------------------------------------------------------------------------------
+
+
+def distinct_4grams(outputs: Sequence[Sequence[int]]) -> float | None:
+    """The share of distinct ones among each row's runs of four tokens, its mean over the rows; 1: nothing comes twice.
+
+    Text that repeats itself is easy to draft. Rows of less than four tokens do not count; None where there is no other.
+    """
+    rows = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in outputs]
+    shares = [len(set(runs)) / len(runs) for runs in rows if runs]
+    return statistics.fmean(shares) if shares else None
+
+
+def digest(ids: Sequence[Any]) -> str:
+    """A short name that changes with the tokens."""
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------

@@ -3,12 +3,17 @@
     python scripts/frontier.py                                   the bundled model on the bundled document
     python scripts/frontier.py --text book.txt --json frontier.json --plot frontier.png
     python scripts/frontier.py --text book.txt --policies streaming,guided,standalone --draft-model M --no-compile
+    python scripts/frontier.py --text book*.txt --context 4000 --pairs 0 --json 4k.json       acceptance alone
+    python scripts/frontier.py --draw 2k.json 4k.json 8k.json --plot acceptance.png           a panel for each file
 
-Each row of the batch continues its own stretch of the text, --context tokens long. For every policy and budget the same
-prompts are decoded plainly and speculatively in turns by one engine, whose slots keep their prefilled keys meanwhile;
-speed is the ratio within such a pair, so a machine that is busy now and then changes it little. Policies without a
-budget (lookup, full) are horizontal lines. --no-compile starts at once and gives the same acceptance, but no speed that
-means anything.
+Each row of the batch continues its own stretch of the texts, --context tokens long. For every policy and budget the
+same prompts are decoded plainly and speculatively in turns by one engine, whose slots keep their prefilled keys
+meanwhile; speed is the ratio within such a pair, so a machine that is busy now and then changes it little. Policies
+without a budget (lookup, full) are horizontal lines. --no-compile starts at once and gives the same acceptance, but no
+speed that means anything. --pairs 0 decodes each point once, counts, and times nothing.
+
+--json FILE is whole after every point. Started again with the same settings it goes on where it ended; policies and
+budgets may be added. Other settings are refused; --fresh begins anew.
 """
 
 from __future__ import annotations
@@ -16,23 +21,21 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import platform
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import torch
 from tqdm import tqdm
 
+from common import Ledger, digest, distinct_4grams, environment, refuse
 from generate import check_writable, read_text
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, __version__
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import POLICIES
 from gpt_fast_sd.engine import BUNDLED, locate
 from gpt_fast_sd.model import Tokenizer, Transformer, load_model, load_tokenizer, read_config
@@ -42,7 +45,9 @@ OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the
 DRAFTERS = (*(policy for policy in POLICIES if policy != "off"), OVER_STANDALONE)
 NEEDS_MODEL = ("standalone", OVER_STANDALONE)
 CONTEXT = 4096  # tokens of a prompt, if the text holds as many for every row
+PROGRAM = "frontier.py"
 Record = dict[str, Any]
+Panel = tuple[str, Sequence[Record], Callable[[Record], float]]  # its name, and what it shows of each result
 
 
 # ---- who drafts ------------------------------------------------------------------------------------------------------
@@ -217,18 +222,34 @@ def by_position(stats: EngineStats) -> list[float]:
     return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
 
 
-def result_of(setting: Setting, pairs: Pairs) -> Record:
-    """One point of the frontier, JSON-ready."""
+def count_once(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], plain: Pairs
+) -> Pairs:
+    """Decode the prompts speculatively, once; how they are decoded plainly is known already."""
+    outputs = engine.generate(prompts, params)
+    return Pairs(plain.plain, [engine.stats], plain.plain_outputs, outputs)
+
+
+def plain_once(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Pairs:
+    """Decode the prompts plainly, once."""
+    outputs = engine.generate(prompts, params, speculate=False)
+    return Pairs(plain=[engine.stats], plain_outputs=outputs)
+
+
+def result_of(setting: Setting, pairs: Pairs, *, timed: bool = True) -> Record:
+    """One point of the frontier, JSON-ready; where nothing was timed, ratio and milliseconds are None."""
     stats = pairs.counts
+    ways = {"plain": pairs.plain_outputs, "speculative": pairs.speculative_outputs}
     return {
         "policy": setting.policy,
         "budget": setting.budget,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_by_position": by_position(stats),
         "tokens_per_round": stats.tokens_per_round,
-        "ratio": spread(pairs.ratios),
-        "plain_ms": round_ms(pairs.plain),
-        "speculative_ms": round_ms(pairs.speculative),
+        "distinct_4grams": {way: distinct_4grams([c.tokens for c in outputs]) for way, outputs in ways.items()},
+        "ratio": spread(pairs.ratios) if timed else None,
+        "plain_ms": round_ms(pairs.plain) if timed else None,
+        "speculative_ms": round_ms(pairs.speculative) if timed else None,
         "kv_bytes_per_token": {
             "plain": pairs.plain[-1].kv_bytes_per_token,
             "speculative": stats.kv_bytes_per_token,
@@ -238,57 +259,102 @@ def result_of(setting: Setting, pairs: Pairs) -> Record:
 
 # ---- the report ------------------------------------------------------------------------------------------------------
 
-HEAD = f"{'policy':<22}{'budget':>8}{'acceptance':>12}{'tokens/round':>14}{'ms/round':>10}{'plain ms':>10}{'speed':>8}"
+HEAD = (
+    f"{'policy':<22}{'budget':>8}{'acceptance':>12}{'tokens/round':>14}  {'distinct 4-grams':<18}"
+    f"{'ms/round':>8}{'plain ms':>10}{'speed':>8}"
+)
+
+
+def shares(found: Record) -> str:
+    """Of distinct 4-grams, of both ways."""
+    return ", ".join("-" if found[way] is None else f"{found[way]:.0%}" for way in ("plain", "speculative"))
 
 
 def line(result: Record) -> str:
     """A result as a row under HEAD."""
     budget, ratio = result["budget"], result["ratio"]
-    return (
+    head = (
         f"{result['policy']:<22}{'-' if budget is None else format(budget, ','):>8}{result['acceptance_rate']:>12.1%}"
-        f"{result['tokens_per_round']:>14.2f}{result['speculative_ms']['round']:>10.2f}"
-        f"{result['plain_ms']['round']:>10.2f}{ratio['median']:>7.2f}x  ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        f"{result['tokens_per_round']:>14.2f}  {shares(result['distinct_4grams']):<18}"
+    )
+    if ratio is None:
+        return f"{head}{'-':>8}{'-':>10}{'-':>8}"
+    return (
+        f"{head}{result['speculative_ms']['round']:>8.2f}{result['plain_ms']['round']:>10.2f}"
+        f"{ratio['median']:>7.2f}x  ({ratio['min']:.2f} to {ratio['max']:.2f})"
     )
 
 
-def draw(results: Sequence[Record], budgets: Sequence[int], title: str, path: Path) -> None:
-    """Three panels over the budget: acceptance, tokens a round, and speed with the spread of its pairs."""
+def draw(results: Sequence[Record], title: str, path: Path) -> None:
+    """Panels over the budget: acceptance, tokens a round and, where it was timed, speed with its spread."""
+    timed = [r for r in results if r["ratio"]]
+    panels: list[Panel] = [
+        ("acceptance", results, lambda r: r["acceptance_rate"]),
+        ("tokens a round", results, lambda r: r["tokens_per_round"]),
+        *([("speed, times plain decoding", timed, lambda r: r["ratio"]["median"])] if timed else []),
+    ]
+    draw_panels([panels], title, path)
+
+
+def draw_files(documents: Sequence[Record], title: str, path: Path) -> None:
+    """Acceptance over the budget, a panel for each document: a row for each temperature, contexts side by side."""
+    rows: dict[float, list[Panel]] = {}
+    for document in sorted(documents, key=lambda d: (d["settings"]["temperature"], d["settings"]["context"])):
+        settings, results = document["settings"], document["results"]
+        how = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+        name = f"{settings['context']:,} tokens, {how}"
+        rows.setdefault(settings["temperature"], []).append((name, results, lambda r: r["acceptance_rate"]))
+    draw_panels(list(rows.values()), title, path)
+
+
+def draw_panels(rows: Sequence[Sequence[Panel]], title: str, path: Path) -> None:
+    """One grid of panels over the budget, a colour a policy; policies without a budget are horizontal."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import PercentFormatter
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(12.5, 4.4), layout="constrained")
-    policies = [*dict.fromkeys(result["policy"] for result in results)]
-    for color, policy in enumerate(policies):
-        points = sorted((r for r in results if r["policy"] == policy), key=lambda r: r["budget"] or 0)
-        panels = (
-            [r["acceptance_rate"] for r in points],
-            [r["tokens_per_round"] for r in points],
-            [r["ratio"]["median"] for r in points],
-        )
-        for panel, values in zip(axes, panels, strict=True):
-            if points[0]["budget"] is None:
-                panel.axhline(values[0], color=f"C{color}", linestyle="--", label=policy)
-            else:
-                panel.plot([r["budget"] for r in points], values, "o-", color=f"C{color}", label=policy, markersize=4)
-        if points[0]["budget"] is not None:
-            low, high = ([abs(r["ratio"][end] - r["ratio"]["median"]) for r in points] for end in ("min", "max"))
-            where = [r["budget"] for r in points]
-            axes[2].errorbar(where, panels[2], yerr=[low, high], color=f"C{color}", fmt="none", capsize=2, alpha=0.6)
-    axes[2].axhline(1.0, color="black", linewidth=0.8)
-    for panel, name in zip(axes, ("acceptance", "tokens a round", "speed, times plain decoding"), strict=True):
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
-        panel.set_xlim(min(budgets) / 1.2, max(budgets) * 1.2)
-        panel.set_xlabel("draft budget, cache entries")
-        panel.set_title(name, fontsize=10)
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0].yaxis.set_major_formatter(PercentFormatter(1.0))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(policies), frameon=False)
-    figure.suptitle(title, fontsize=10)
+    shown = [r for row in rows for _, results, _ in row for r in results]
+    colors = {policy: f"C{i}" for i, policy in enumerate(dict.fromkeys(r["policy"] for r in shown))}
+    budgets = sorted({r["budget"] for r in shown if r["budget"]}) or [1]
+    n_columns = max(map(len, rows))
+    figure, axes = pyplot.subplots(
+        len(rows), n_columns, figsize=(0.5 + 4 * n_columns, 0.8 + 3.6 * len(rows)), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat:
+        axis.set_visible(False)
+    handles: dict[str, Any] = {}
+    for axis, (name, results, value) in (
+        pair for n, row in enumerate(rows) for pair in zip(axes[n], row, strict=False)
+    ):
+        axis.set_visible(True)
+        for policy, color in colors.items():
+            points = sorted((r for r in results if r["policy"] == policy), key=lambda r: r["budget"] or 0)
+            if not points:
+                continue
+            where, values = [r["budget"] for r in points], [value(r) for r in points]
+            if where[0] is None:
+                handles[policy] = axis.axhline(values[0], color=color, linestyle="--")
+                continue
+            (handles[policy],) = axis.plot(where, values, "o-", color=color, markersize=4)
+            if name.startswith("speed"):
+                ends = [[abs(r["ratio"][end] - r["ratio"]["median"]) for r in points] for end in ("min", "max")]
+                axis.errorbar(where, values, yerr=ends, color=color, fmt="none", capsize=2, alpha=0.6)
+        if name.startswith("speed"):
+            axis.axhline(1.0, color="black", linewidth=0.8)
+        elif name != "tokens a round":
+            axis.set_ylim(0, 1.03)
+            axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+        axis.set_xlim(min(budgets) / 1.2, max(budgets) * 1.2)
+        axis.set_xlabel("draft budget, cache entries")
+        axis.set_title(name, fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.suptitle(title, fontsize=9, wrap=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -301,6 +367,11 @@ def whole_number(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number, or 0."""
+    return 0 if text.strip() == "0" else whole_number(text)
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -320,8 +391,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--text", metavar="FILE", type=Path, help="UTF-8 text to continue (default: the bundled document)")
-    add("--model", default="bundled", help="'bundled', a model folder, or a hub id (default: bundled)")
+    add("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts to continue (default: the bundled document)")
+    add(
+        "--model", default="bundled",
+        help="'bundled', 'smollm2', a model folder, a GGUF file, or a hub id (default: bundled)",
+    )  # fmt: skip
     add(
         "--context", metavar="N", type=whole_number,
         help=f"tokens of each prompt (default: {CONTEXT:,}, or what the text holds for every row)",
@@ -334,15 +408,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     add("--gamma", metavar="N", type=whole_number, default=4, help="tokens drafted a round (default: 4)")
     add("--new-tokens", metavar="N", type=whole_number, default=64, help="tokens to add to each prompt (default: 64)")
-    add("--pairs", metavar="N", type=whole_number, default=3, help="pairs of timed runs for each point (default: 3)")
+    add(
+        "--pairs", metavar="N", type=count, default=3,
+        help="pairs of timed runs for each point, 0: count acceptance only (default: 3)",
+    )  # fmt: skip
     add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
     add("--seed", metavar="S", type=int, default=0, help="of sampling; row i draws with seed S + i (default: 0)")
     add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
     add("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     add("--dtype", default="auto", help="fp32, bf16, fp16 or auto (default: auto)")
     add("--no-compile", action="store_true", help="run eagerly: the same acceptance at once, but no meaningful speed")
-    add("--json", metavar="FILE", type=Path, help="write every number")
+    add("--json", metavar="FILE", type=Path, help="keep every number here; go on from what it holds")
+    add("--fresh", action="store_true", help="forget what --json holds")
     add("--plot", metavar="FILE.png", type=Path, help="draw the frontier")
+    add(
+        "--draw", metavar="FILE.json", type=Path, nargs="+",
+        help="measure nothing: draw the acceptance that these files hold into --plot, a panel for each",
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -373,6 +455,7 @@ class Job:
     params: list[SamplingParams]
     settings: list[Setting]
     skipped: dict[str, str]
+    ledger: Ledger
 
 
 def prepare(args: argparse.Namespace) -> Job:
@@ -392,16 +475,16 @@ def prepare(args: argparse.Namespace) -> Job:
     tokenizer = load_tokenizer(folder, config)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer to read the text with")
-    path = args.text or BUNDLED / "document.txt"
-    ids = tokens_of(path, tokenizer)
+    texts = {str(path): tokens_of(path, tokenizer) for path in args.text or [BUNDLED / "document.txt"]}
     room = min(config.max_seq_len, config.sliding_window or config.max_seq_len) - args.new_tokens
-    context = args.context or longest_context(len(ids), args.batch_size, room)
+    share = -(-args.batch_size // len(texts))  # rows of a text
+    context = args.context or longest_context(min(map(len, texts.values())), share, room)
     if not 2 <= context <= room:
         raise ValueError(
             f"a context of {context:,} does not fit: from 2 to {max(room, 0):,} tokens leave the model's "
             f"{room + args.new_tokens:,} positions room for {args.new_tokens:,} new ones"
         )
-    prompts = stretches({str(path): ids}, args.batch_size, context, tokenizer.bos_id)
+    prompts = stretches(texts, args.batch_size, context, tokenizer.bos_id)
     engine = Engine.from_pretrained(
         args.model,
         EngineConfig(
@@ -412,51 +495,85 @@ def prepare(args: argparse.Namespace) -> Job:
     draft_model = None
     if args.draft_model and any(setting.policy in NEEDS_MODEL for setting in settings):
         draft_model = load_model(locate(args.draft_model), device=engine.device, dtype=engine.dtype)
+    names = ("model", "batch_size", "gamma", "new_tokens", "pairs", "temperature", "seed", "draft_model")
+    ledger = Ledger(
+        args.json, "frontier",
+        {
+            **{name: getattr(args, name) for name in names}, "text": ", ".join(Path(name).name for name in texts),
+            "digest": digest(prompts), "context": context, "dtype": engine.dtype_name, "compiled": engine.compiled,
+        },
+        environment(engine.device), fresh=args.fresh, results="results",
+    )  # fmt: skip
     return Job(
-        engine=engine, draft_model=draft_model, prompts=prompts, params=params, settings=settings, skipped=skipped
-    )
+        engine=engine, draft_model=draft_model, prompts=prompts, params=params, settings=settings, skipped=skipped,
+        ledger=ledger,
+    )  # fmt: skip
 
 
 def measure(job: Job, gamma: int, draft_model: str | None, n_pairs: int) -> list[Record]:
-    """Measure every setting and print it; those that do not fit the model join job.skipped."""
-    results = []
+    """Measure every setting that the ledger does not hold and print all; those that do not fit join job.skipped."""
+    results, plain = [], None
     bar = tqdm(job.settings, unit="point", leave=False)
     for setting in bar:
         bar.set_description(setting.label)
+        key: Record = {"policy": setting.policy, "budget": setting.budget}
+        if known := job.ledger.find(key):
+            results.append(known)
+            bar.write(line(known))
+            continue
         try:
             draft_with(job.engine, setting.draft(gamma, draft_model), job.draft_model)
         except ValueError as error:
             job.skipped[setting.label] = str(error)
             bar.write(f"skipped {setting.label}: {error}")
             continue
-        results.append(result_of(setting, take_turns(job.engine, job.prompts, job.params, n_pairs)))
+        if n_pairs:
+            pairs = take_turns(job.engine, job.prompts, job.params, n_pairs)
+        else:
+            plain = plain or plain_once(job.engine, job.prompts, job.params)
+            pairs = count_once(job.engine, job.prompts, job.params, plain)
+        results.append(result_of(setting, pairs, timed=n_pairs > 0))
+        job.ledger.put(key, results[-1])
+        job.ledger.write(transformer=asdict(job.engine.model.config), skipped=job.skipped)
         bar.write(line(results[-1]))
     return results
 
 
-def environment(engine: Engine) -> Record:
-    """What the numbers were measured on."""
-    return {
-        "gpt_fast_sd": __version__, "torch": torch.__version__, "python": platform.python_version(),
-        "platform": platform.platform(), "threads": torch.get_num_threads(), "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
-    }  # fmt: skip
+def read_results(paths: Sequence[Path]) -> list[Record]:
+    """What this program wrote into these files; ValueError where it did not."""
+    documents = []
+    for path in paths:
+        try:
+            document = json.loads(read_text(path))
+        except json.JSONDecodeError:
+            document = None
+        if not isinstance(document, dict) or document.get("benchmark") != "frontier":
+            raise ValueError(f"{path} holds no results of this program")
+        documents.append(document)
+    return documents
 
 
-def refuse(error: Exception, program: str) -> NoReturn:
-    """One sentence on stderr and exit code 2."""
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    print(f"{program}: {text}", file=sys.stderr)
-    raise SystemExit(2)
+def draw_known(args: argparse.Namespace) -> None:
+    """Draw the files of --draw."""
+    if not args.plot:
+        raise ValueError("--draw needs --plot FILE.png to draw into")
+    check_outputs(None, args.plot)
+    documents = read_results(args.draw)
+    settings = documents[0]["settings"]
+    what = f"{settings['model']}, {settings['dtype']}: acceptance of each policy, gamma {settings['gamma']}"
+    draw_files(documents, f"{what}\n{settings['batch_size']} rows of {settings['text']}", args.plot)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, measure, write."""
     args = parse(argv)
     try:
+        if args.draw:
+            draw_known(args)
+            return
         job = prepare(args)
     except (ValueError, OSError) as error:
-        refuse(error, "frontier.py")
+        refuse(error, PROGRAM)
     engine, config = job.engine, job.engine.model.config
     context = len(job.prompts[0])
     what = (
@@ -472,25 +589,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(HEAD, flush=True)
     results = measure(job, args.gamma, args.draft_model, args.pairs)
     if not results:
-        refuse(ValueError("no policy could be measured; the reasons are above"), "frontier.py")
-    if not engine.compiled:
+        refuse(ValueError("no policy could be measured; the reasons are above"), PROGRAM)
+    if not args.pairs:
+        print("no pairs: each point was decoded once to count acceptance, and nothing was timed")
+    elif not engine.compiled:
         print("not compiled: acceptance and tokens a round hold, the speeds mean little")
-    if args.json:
-        document = {
-            "settings": {
-                "model": args.model, "text": str(args.text or "bundled document"), "context": context,
-                "batch_size": args.batch_size, "gamma": args.gamma, "new_tokens": args.new_tokens, "pairs": args.pairs,
-                "temperature": args.temperature, "seed": args.seed, "draft_model": args.draft_model,
-                "dtype": engine.dtype_name, "compiled": engine.compiled,
-            },
-            "environment": environment(engine),
-            "transformer": asdict(config),
-            "results": results,
-            "skipped": job.skipped,
-        }  # fmt: skip
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if args.plot:
-        draw(results, args.budgets, what, args.plot)
+        draw(results, what, args.plot)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import benchmark
 from benchmark import Ceiling, Crossing, Mark, Point, crossing, lengths_of, pack, slope, steady_speed
-from common import gammas, sizes
+from common import distinct_4grams, gammas, sizes
 from frontier import Setting
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import save_hugging_face
@@ -100,6 +100,7 @@ def test_every_point_is_in_the_file_and_in_the_table(
             speed, wait = point[way]["tokens_per_second"]["completion"], point[way]["ms_per_token"]["completion"]
             assert speed * wait == pytest.approx(1e3 * point["batch"])
         assert point["plain"]["tokens_per_round"] == 1 <= point["speculative"]["tokens_per_round"] <= 3
+        assert 0 < point["distinct_4grams"]["plain"] == point["distinct_4grams"]["speculative"] <= 1
         assert len(point["acceptance_by_position"]) == 2 and set(point["rounds_by_gamma"]) <= {"0", "1", "2"}
         assert 0 < point["prefill"]["tokens_computed"] <= point["prefill"]["tokens_held"]
         assert point["memory"]["kv_in_use_bytes"] == point["batch"] * (point["context"] + 8) * 2 * 2 * 2 * 8 * 4
@@ -110,7 +111,7 @@ def test_every_point_is_in_the_file_and_in_the_table(
         assert point["machine"] == {"bandwidth": 2e9, "peak": 4e9}
     kinds = [(r["kind"], r["draft"], r["batch"]) for r in document["lengths"]]
     assert len(kinds) == 6 and ("critical length", "streaming 16, gamma 2", None) in kinds
-    for name in ("speedup_by_batch", "speedup_by_context", "throughput_latency"):
+    for name in ("speedup_by_batch", "speedup_by_context", "throughput_latency", "hero"):
         assert (plots / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert out.count("streaming 16, gamma 2") >= 9  # as measured, in the table, and the critical length
@@ -190,6 +191,35 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_ended(
 
 
 @pytest.mark.usefixtures("quick")
+def test_several_temperatures_share_prompts_that_are_prefilled_once(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sweep.json"
+    argv = ["--batch", "2", "--context", "40,300", "--json", str(file)]
+    assert run(model, *argv, "--temperature", "0,0.8") == 0
+    points = json.loads(file.read_text())["points"]
+    assert [(r["context"], r["temperature"]) for r in points] == [(40, 0.0), (40, 0.8), (300, 0.0), (300, 0.8)]
+    assert [r["prefill"]["tokens_computed"] > 0 for r in points] == [True, False, True, False]
+    assert [r["lossless"]["compared"] for r in points] == [True, False, True, False]
+    out = capsys.readouterr().out
+    assert "streaming 16, gamma 2, T 0.8: " in out and "4 of 4 rows equal plain decoding" in out
+    assert run(model, *argv, "--temperature", "1") == 0  # more may be asked for
+    assert len(json.loads(file.read_text())["points"]) == 6
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_file_with_one_temperature_for_all_points_is_gone_on_with(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    argv = ["--batch", "1", "--context", "40", "--json", str(file), "--temperature"]
+    assert run(model, *argv, "0.8") == 0
+    document: Record = json.loads(file.read_text())
+    document["settings"]["temperature"] = document["points"][0].pop("temperature")
+    file.write_text(json.dumps(document))
+    assert run(model, *argv, "0,0.8") == 0
+    assert [r["temperature"] for r in json.loads(file.read_text())["points"]] == [0.8, 0.0]
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_point_that_does_not_fit_or_fails_is_recorded_and_the_others_go_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +284,7 @@ def test_output_that_is_not_plain_decodings_is_an_error_in_fp32(
         (["--gamma", "17"], "gamma must be from 1 to 16, got 17"),
         (["--gamma", "few"], "'few'"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or a positive number"),
+        (["--temperature", "0,hot"], "expected numbers, as in 0,0.8; got '0,hot'"),
         (["--pairs", "0"], "expected a whole number of at least 1, got '0'"),
         (["--dtype", "fp8"], "'fp8'"),
         (["--device", "tpu"], "'tpu'"),
@@ -295,6 +326,19 @@ def test_as_a_program_it_measures_a_text_and_the_machine(tmp_path: Path) -> None
     assert "GB/s and computes" in done.stdout and "rows equal plain decoding, token for token" in done.stdout
     points = json.loads(file.read_text())["points"]
     assert [r["batch"] for r in points] == [1, 2] and all(r["machine"]["bandwidth"] > 1e8 for r in points)
+
+
+# ---- what was said ---------------------------------------------------------------------------------------------------
+
+
+def test_text_that_repeats_itself_has_few_distinct_4grams() -> None:
+    assert distinct_4grams([[1, 2, 3, 4, 5, 6]]) == 1.0
+    assert distinct_4grams([[7] * 13]) == pytest.approx(0.1)  # ten times the same four
+    assert distinct_4grams([[1, 2, 1, 2, 1, 2, 1]]) == pytest.approx(0.5)
+    assert distinct_4grams([[7] * 13, [1, 2, 3, 4]]) == pytest.approx(0.55)  # every row counts alike
+    assert distinct_4grams([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == 1.0  # rows are not compared with each other
+    assert distinct_4grams([[1, 2, 3], [1, 2, 3, 4]]) == 1.0  # nor do short ones count
+    assert distinct_4grams([[1, 2, 3], []]) is None
 
 
 # ---- the prompts -----------------------------------------------------------------------------------------------------

@@ -52,7 +52,18 @@ def test_every_policy_and_budget_is_a_point_and_what_cannot_be_built_is_named(
     pytest.importorskip("matplotlib")
     found, picture = tmp_path / "frontier.json", tmp_path / "frontier.png"
     policies = "streaming,snapkv,lookup,standalone"
-    argv = ["--policies", policies, "--budgets", "16,64", "--json", str(found), "--plot", str(picture)]
+    argv = [
+        "--policies",
+        policies,
+        "--budgets",
+        "16,64",
+        "--json",
+        str(found),
+        "--plot",
+        str(picture),
+        "--dtype",
+        "fp32",
+    ]
     frontier.main([*QUICK, *argv])
     document: dict[str, Any] = json.loads(found.read_text())
     points = [(r["policy"], r["budget"]) for r in document["results"]]
@@ -60,6 +71,8 @@ def test_every_policy_and_budget_is_a_point_and_what_cannot_be_built_is_named(
     assert set(document["skipped"]) == {"snapkv 16", "standalone 16", "standalone 64"}
     for result in document["results"]:
         assert 0 <= result["acceptance_rate"] <= 1 <= result["tokens_per_round"] <= 5
+        assert 0 < result["distinct_4grams"]["plain"] <= 1
+        assert result["distinct_4grams"]["speculative"] == result["distinct_4grams"]["plain"]  # greedy, in fp32
         assert result["ratio"]["min"] <= result["ratio"]["median"] <= result["ratio"]["max"]
         assert set(result["speculative_ms"]) == {"round", "draft", "verify", "host"}
         assert result["kv_bytes_per_token"]["plain"] > 0
@@ -70,6 +83,80 @@ def test_every_policy_and_budget_is_a_point_and_what_cannot_be_built_is_named(
     assert [line.split()[:2] for line in out.splitlines() if line.startswith(("streaming", "snapkv", "lookup"))] == [
         ["streaming", "16"], ["streaming", "64"], ["snapkv", "64"], ["lookup", "-"],
     ]  # fmt: skip
+
+
+def test_a_frontier_that_was_interrupted_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, original, drafted = tmp_path / "frontier.json", frontier.draft_with, []
+
+    def interrupted(engine: Engine, draft: DraftConfig, draft_model: Any = None) -> None:
+        if len(drafted) == 2:
+            raise KeyboardInterrupt
+        drafted.append(draft.budget)
+        original(engine, draft, draft_model)
+
+    monkeypatch.setattr(frontier, "draft_with", interrupted)
+    argv = [*QUICK, "--policies", "streaming", "--budgets", "16,32,64", "--pairs", "0", "--json", str(found)]
+    with pytest.raises(KeyboardInterrupt):
+        frontier.main(argv)
+    before = json.loads(found.read_text())["results"]
+    assert [r["budget"] for r in before] == drafted == [16, 32]
+    drafted.clear()
+    frontier.main(argv)
+    after = json.loads(found.read_text())["results"]
+    assert drafted == [64] and after[:2] == before and len(after) == 3
+    capsys.readouterr()
+    said = refusal(capsys, *argv, "--gamma", "2")
+    assert "was measured with gamma 4, not 2: name another file, or begin anew with --fresh" in said
+    drafted.clear()
+    frontier.main([*argv, "--gamma", "2", "--budgets", "16", "--fresh"])
+    assert len(json.loads(found.read_text())["results"]) == 1
+
+
+def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, generate = [], Engine.generate
+
+    def noting(*args: Any, speculate: bool = True, **others: Any) -> Any:
+        runs.append("SP"[not speculate])
+        return generate(*args, speculate=speculate, **others)
+
+    monkeypatch.setattr(Engine, "generate", noting)
+    found = []
+    for pairs in ("1", "0"):
+        file = tmp_path / f"{pairs}.json"
+        argv = ["--policies", "streaming,lookup", "--budgets", "64", "--pairs", pairs, "--json", str(file)]
+        frontier.main([*QUICK, *argv, "--temperature", "0.8"])
+        found.append(json.loads(file.read_text())["results"])
+    assert "".join(runs) == 2 * "SPPS" + "P" + "SS"
+    for timed, counted in zip(*found, strict=True):
+        assert timed["ratio"] and counted["ratio"] is counted["plain_ms"] is counted["speculative_ms"] is None
+        for name in ("acceptance_rate", "acceptance_by_position", "tokens_per_round", "distinct_4grams"):
+            assert timed[name] == counted[name]
+    assert "nothing was timed" in capsys.readouterr().out
+
+
+def test_several_texts_share_the_rows_and_several_files_are_one_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for path, sentence in zip(texts, ("The captain wrote. ", "Rain fell on the hills. "), strict=True):
+        path.write_text(sentence * 60, encoding="utf-8")
+    files = []
+    for context, temperature in (("90", "0"), ("60", "0"), ("60", "0.8")):
+        files.append(str(tmp_path / f"{context}_{temperature}.json"))
+        argv = ["--text", *map(str, texts), "--context", context, "--temperature", temperature, "--json", files[-1]]
+        frontier.main([*QUICK, *argv, "--pairs", "0", "--policies", "streaming,lookup", "--budgets", "16,32"])
+        assert json.loads(Path(files[-1]).read_text())["settings"]["text"] == "a.txt, b.txt"
+    picture = tmp_path / "all.png"
+    frontier.main(["--draw", *files, "--plot", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert "--draw needs --plot" in refusal(capsys, "--draw", *files)
+    assert "a.txt holds no results of this program" in refusal(capsys, "--draw", str(texts[0]), "--plot", str(picture))
 
 
 def test_a_policy_that_does_not_fit_the_model_is_skipped_and_the_others_go_on(

@@ -1,0 +1,91 @@
+"""benchmarks/peers.py: what it reads of a GGUF file, and of what llama.cpp says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import peers
+from gpt_fast_sd.model import read_config
+from peers import Entry, LlamaCpp, Reference, Timing, cell_report, entries
+
+NEEDS = {"weight_bytes": 4_000, "kv_bytes": 1_000, "roofline_ms": 5.0, "file_roofline_ms": 2.0}
+
+
+def test_the_size_of_a_cache_is_found_behind_any_amount_of_debugging() -> None:
+    """Of 30 layers llama.cpp says so much that the line of interest was cut off, and every cell failed."""
+    peer: Any = SimpleNamespace(log="", config=SimpleNamespace(kv_bytes_per_token=lambda _: 2**20), kv="F16")
+    LlamaCpp._keep_log(peer, 2, b"llama_kv_cache: CPU KV buffer size = 20.00 MiB\n", None)
+    for _ in range(2000):
+        LlamaCpp._keep_log(peer, 1, b"llama_graph_n_input_tensors: input tensor is used by a node, and so on" * 2, None)
+    LlamaCpp._refuse_shared_rows(peer, 2, 10)
+    with pytest.raises(RuntimeError, match="reports 20 MiB of KV where 2 separate rows need 22"):
+        LlamaCpp._refuse_shared_rows(peer, 2, 11)
+
+
+def test_a_file_as_it_comes_is_a_peer_of_its_own_with_the_ceiling_of_its_own_bytes() -> None:
+    """Weights of fewer bits are other weights: they must not stand for llama.cpp at our dtype."""
+    timings = [
+        Timing(entry=entry, prefill_seconds=4.0, tokens=[[1], [2]], milliseconds=[10.0])
+        for entry in (*entries("ours", "bf16"), *entries("llama.cpp", "bf16"), *entries("llama.cpp-file", "bf16"))
+    ]
+    cell = cell_report(timings, 400, 1, NEEDS, Reference(tokens=[1, 2], gaps=[0.5, 0.5]))
+    shares = {row["peer"]: row["percent_of_roofline"] for row in cell["results"]}
+    assert shares == {"ours": 50.0, "llama.cpp": 50.0, "llama.cpp-file": 20.0}
+    assert {row["prefill_tokens_per_second"] for row in cell["results"]} == {100.0}
+    assert all("fewer bytes" in row["mode"] for row in cell["results"] if row["peer"] == "llama.cpp-file")
+    assert entries("llama.cpp-file", "fp32") == []  # it has no such weights
+
+
+def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cells_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "model.gguf"
+    peers.export_gguf(peers.BUNDLED, source, "f32")
+    seen: list[tuple[Entry, Path]] = []
+
+    class Quick:
+        """Says 7 at once."""
+
+        notes = "a stand-in"
+
+        def __init__(self, entry: Entry, setup: Any) -> None:
+            assert read_config(setup.folder).n_params == read_config(source).n_params
+            seen.append((entry, setup.folder))
+            tensors = peers.load_model(setup.folder).state_dict()
+            assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+        def call(self, name: str, *arguments: Any) -> Any:
+            return (
+                [7] if name == "prefill" else ([[7]] * sum(arguments), [1.0] * arguments[1]) if name == "steps" else 0
+            )
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(peers, "Worker", Quick)
+    monkeypatch.setattr(peers, "read_bandwidth", lambda: {"sum": 10.0})
+    file = tmp_path / "peers.json"
+    argv = ["peers.py", "--model", str(source), "--peers", "ours,transformers", "--batches", "1", "--steps", "2"]
+    argv += ["--repeats", "1", "--without", "eager", "--agree", "0", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", [*argv, "--contexts", "20"])
+    peers.main()
+    assert [entry.peer for entry, _ in seen] == ["ours", "transformers"] and seen[1][0].mode == "sdpa"
+    assert f"the file has {source.stat().st_size / 1e6:.1f} MB, dequantized to bf16" in capsys.readouterr().out
+    first = json.loads(file.read_text())["cells"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--contexts", "20,30"])
+    peers.main()
+    cells = json.loads(file.read_text())["cells"]
+    assert cells[:1] == first and [cell["context"] for cell in cells] == [20, 30]
+    assert "1 of 2 cells are in" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*argv, "--contexts", "20", "--threads", "99"])
+    with pytest.raises(SystemExit, match="was measured with threads"):
+        peers.main()
