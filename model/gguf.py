@@ -85,7 +85,7 @@ class _Reader(GGUFReader):
     def fill(self, buffer: np.ndarray, offset: int) -> None:
         """Read the bytes that begin there, uint8 of any shape; OSError where the file has become shorter."""
         self._file.seek(offset)
-        rest = memoryview(buffer).cast("B")
+        rest = memoryview(buffer.data).cast("B")
         while rest:
             n_read = self._file.readinto(rest)
             if not n_read:
@@ -145,9 +145,7 @@ class _Reader(GGUFReader):
         for _ in range(count):
             length = int.from_bytes(self._bytes(offset, 8), "little")
             if offset + 8 + length > self.n_bytes:
-                raise _Damaged(
-                    f"it has {self.n_bytes:,} bytes, but a text in it ends at byte {offset + 8 + length:,}"
-                )
+                raise _Damaged(f"it has {self.n_bytes:,} bytes, but a text in it ends at byte {offset + 8 + length:,}")
             found.append(self._bytes(offset + 8, length))
             offset += 8 + length
         return found, offset
