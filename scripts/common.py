@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -107,7 +108,12 @@ def meet(parallel: Parallel) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put the text where the file was: a kill leaves the old file or the new one, and no other file is touched."""
+    """Put the text where the file was: a kill leaves the old file or the new one, and no other file is touched.
+
+    OSError where that fails, and for what is no file, such as a device: it would be gone.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file that can be replaced", str(path))
     partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.partial")
     file = partial.open("x", encoding="utf-8")  # which is nobody's: what is there is not opened
     try:

@@ -186,6 +186,8 @@ def read_requests(
             temperature, shown_p = SHOWN_AT[args.model == "smollm2"]
             min_p, seed = shown_p if min_p is None else min_p, seed or 0
     before = f"{read_text(args.document)}\n\n" if args.document else ""
+    if args.document and not before.strip():
+        raise ValueError(f"--document {args.document} is empty: give it some text, or leave it out")
     common = SamplingParams(
         max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=args.top_p,
         min_p=min_p, seed=seed, stop=args.stop, ignore_eos=args.ignore_eos,
@@ -730,6 +732,8 @@ def check_apart(report: Path | None, args: argparse.Namespace) -> None:
     """Refuse a report that would take the place of a file of the same run."""
     if report is None:
         return
+    if report.exists() and not (report.is_file() or report.is_dir()):
+        raise ValueError(f"cannot write {report}: it is no file that can be replaced")
     others = {
         "--output": args.output, "--json": args.json if args.json != "-" else None, "--profile": args.profile,
         "--prompts": args.prompts, "--document": args.document, "--model": args.model,
@@ -771,7 +775,8 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     """What main does once the processes have met."""
     try:
         nobody_named = args.model is None
-        args.model = args.model or ("bundled" if find_smollm2() is None else "smollm2")
+        if nobody_named:
+            args.model = "bundled" if find_smollm2() is None else "smollm2"
         folder = locate(args.model)
         config = read_config(folder)
         if (showpiece := is_showpiece(args)) and args.model == "smollm2":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -752,7 +753,7 @@ def test_long_phases_say_so_where_there_is_no_terminal(
     progress("compile", 0, 3)
     assert capsys.readouterr().err == "prefilling 1,536 tokens ...\n"
     monkeypatch.setattr(script, "LONG_READ", 1)
-    script.main([*QUICK, *NIGHT])
+    script.main([*QUICK, *NIGHT, "--model", "bundled"])
     assert capsys.readouterr().err.splitlines()[-1] == "reading 8 M parameters ..."
 
 
@@ -767,3 +768,23 @@ def test_help_says_that_a_draft_model_may_be_a_gguf_file(
     with pytest.raises(SystemExit):
         script.main(["--help"])
     assert "--draft-model M       folder, GGUF file or hub id" in capsys.readouterr().out
+
+
+def test_a_report_never_takes_the_place_of_what_is_no_file(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A page for a device was moved over the device."""
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is no file that can be replaced" in refusal(script, capsys, *NIGHT, "--report", str(tmp_path / "pipe"))
+    with pytest.raises(OSError, match="it is no file that can be replaced"):
+        script.write_whole(tmp_path / "pipe", "text")
+    assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
+
+
+def test_an_empty_document_and_a_model_of_no_name_are_refused(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for text in ("", " \n"):
+        (tmp_path / "log.txt").write_text(text)
+        assert "log.txt is empty" in refusal(script, capsys, "--document", str(tmp_path / "log.txt"), *NIGHT)
+    refusal(script, capsys, "--model", "", *NIGHT)
