@@ -1085,7 +1085,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             help="ask for every prompt N times: rows that are done are refilled, as in a busy engine (default: 1)",
         )  # fmt: skip
         add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
-        add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
+        add("--draft-model", metavar="M", help="folder, GGUF file or hub id of a standalone draft model")
         add("--dtype", default="auto", help="fp32, bf16, fp16 or auto (default: auto)")
         add("--no-compile", dest="compile", action="store_false", help="run eagerly: for tests, not for numbers")
         add("--plot", metavar="FILE.png", type=Path, help="draw the ratios")
@@ -1099,7 +1099,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--policies", metavar="P,P", type=drafters, default=list(DRAFTERS), help=f"default: {','.join(DRAFTERS)}")
     add("--budget", metavar="K", type=whole_number, default=64, help="so small that views leave much out (default: 64)")
     add("--gamma", metavar="N", type=whole_number, default=4, help="tokens drafted a round (default: 4)")
-    add("--draft-model", metavar="M", help="standalone draft model (default: the model itself, with a sparse view)")
+    add(
+        "--draft-model",
+        metavar="M",
+        help="standalone draft model, a folder, GGUF file or hub id (default: the model itself, with a sparse view)",
+    )
     add("--seed", metavar="S", type=whole_number, default=1, help="of the prompts (default: 1)")
     add("--dtype", default="fp32", help="fp32, bf16, fp16 or auto (default: fp32)")
     add("--no-compile", dest="compile", action="store_false", help="run eagerly")

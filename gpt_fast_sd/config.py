@@ -203,4 +203,6 @@ class SamplingParams:
         stops = tuple(stops) if isinstance(stops, Sequence) else (stops,)
         if not all(isinstance(s, str) and s for s in stops):
             raise ValueError(f"stop must be a non-empty string or several, got {self.stop!r}")
+        if half := next((c for s in stops for c in s if 0xD800 <= ord(c) < 0xE000), None):
+            raise ValueError(f"stop holds U+{ord(half):04X}, half a character, which no text has, got {self.stop!r}")
         object.__setattr__(self, "stop_strings", stops)

@@ -273,8 +273,8 @@ class _PickleFile:
 class Weights:
     """The stored tensors of a folder, memory-mapped: safetensors or, where there are none, pytorch_model.bin.
 
-    Or those of a GGUF file and of the other parts that it is split into. They are asked for by the names that Hugging
-    Face has for them, whatever the file calls them.
+    Or those of a GGUF file and of the other parts that it is split into, which are read, not mapped. They are asked for
+    by the names that Hugging Face has for them, whatever the file calls them.
     """
 
     def __init__(self, folder: Path) -> None:

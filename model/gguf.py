@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import struct
+import weakref
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -32,6 +34,7 @@ MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tent
 MOST_RECORDS = 1 << 16  # tensors, or fields, of a file
 MOST_LAYERS = 1 << 10  # the largest models have an eighth of it
 CHUNK = 1 << 18  # numbers that are dequantized at once: what the library needs beside them stays small
+WINDOW = 1 << 20  # bytes of a header that are read at once
 
 # Other rules of calculation that these architectures may be given: (name, the values that change nothing).
 _NEUTRAL: tuple[tuple[str, tuple[object, ...]], ...] = (
@@ -64,13 +67,59 @@ class _Damaged(ValueError):
 
 
 class _Reader(GGUFReader):
-    """gguf's reader, which trusts a file, made to ask it; arrays are one part each, not one a number."""
+    """gguf's reader, which trusts a file, made to ask it; arrays are one part each, not one a number.
+
+    The library maps the file into memory, where a byte that is gone by the time it is looked at ends the process. Here
+    no byte of that map is touched: all are read, from the file that was opened, whatever its name stands for meanwhile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        weakref.finalize(self, self._file.close)
+        self.n_bytes = os.fstat(self._file.fileno()).st_size
+        self._begin, self._window = 0, b""  # what was read last of the header, and where it begins
+        self._in_header = True
+        super().__init__(path)
+        del self.data, self._window
+
+    def fill(self, buffer: np.ndarray, offset: int) -> None:
+        """Read the bytes that begin there, uint8 of any shape; OSError where the file has become shorter."""
+        self._file.seek(offset)
+        rest = memoryview(buffer.data).cast("B")
+        while rest:
+            n_read = self._file.readinto(rest)
+            if not n_read:
+                left = os.fstat(self._file.fileno()).st_size
+                raise OSError(f"the file had {self.n_bytes:,} bytes when it was opened, and has {left:,}")
+            rest = rest[n_read:]
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        """These bytes of the header."""
+        begin, end = offset - self._begin, offset - self._begin + count
+        if begin < 0 or end > len(self._window):
+            self._require(offset + count)
+            window = np.empty(min(max(count, WINDOW), self.n_bytes - offset), np.uint8)
+            self.fill(window, offset)
+            self._begin, self._window = offset, window.tobytes()
+            begin, end = 0, count
+        return self._window[begin:end]
+
+    def _require(self, end: int) -> None:
+        """Raise unless the file has so many bytes."""
+        if end > self.n_bytes:
+            raise _Damaged(f"it has {self.n_bytes:,} bytes, but what it speaks of ends at byte {end:,}")
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
-        if end > len(self.data):
-            raise _Damaged(f"it has {len(self.data):,} bytes, but what it speaks of ends at byte {end:,}")
-        return super()._get(offset, dtype, count, override_order)
+        """Numbers of the header; of a tensor, zeros that take no memory."""
+        kind, offset, count = np.dtype(dtype), int(offset), int(count)
+        self._require(offset + kind.itemsize * count)
+        if not self._in_header:
+            return np.broadcast_to(np.zeros((), kind), count)
+        return np.frombuffer(self._bytes(offset, kind.itemsize * count), kind)
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        self._in_header = False
+        super()._build_tensors(start_offs, fields)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
@@ -91,15 +140,14 @@ class _Reader(GGUFReader):
 
     def _strings(self, offset: int, count: int) -> tuple[list[bytes], int]:
         """The strings that begin there, and where they end."""
-        data, found = memoryview(self.data.data), []
-        self._get(offset, np.uint64, count)  # each is at least its length
+        found = []
+        self._require(offset + 8 * count)  # each is at least its length
         for _ in range(count):
-            end = offset + 8
-            end += struct.unpack_from("<Q", data, offset)[0] if end <= len(data) else 0
-            if end > len(data):
-                raise _Damaged(f"it has {len(data):,} bytes, but a text in it ends at byte {end:,}")
-            found.append(data[offset + 8 : end].tobytes())
-            offset = end
+            length = int.from_bytes(self._bytes(offset, 8), "little")
+            if offset + 8 + length > self.n_bytes:
+                raise _Damaged(f"it has {self.n_bytes:,} bytes, but a text in it ends at byte {offset + 8 + length:,}")
+            found.append(self._bytes(offset + 8, length))
+            offset += 8 + length
         return found, offset
 
 
@@ -125,12 +173,12 @@ def _open(path: Path) -> _Reader:
             if not sizes or 0 in sizes:  # of which there may be any number in a small file
                 raise _Damaged(f"{name} is empty: its shape is {sizes}")
             end = reader.data_offset + int(tensor.field.parts[-1][0]) + tensor.n_bytes
-            if end > len(reader.data):
-                raise _Damaged(f"{name} ends at byte {end:,}, but the file has {len(reader.data):,}")
+            if end > reader.n_bytes:
+                raise _Damaged(f"{name} ends at byte {end:,}, but the file has {reader.n_bytes:,}")
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path} is damaged or incomplete: {first_line(error)}") from None
     return reader
@@ -159,6 +207,7 @@ class Header(Fields):
         readers = [_open(part) for part in parts]
         super().__init__({name: _value(field) for name, field in readers[0].fields.items()}, f"{path}: ")
         self._tensors: dict[str, tuple[Path, ReaderTensor]] = {}
+        self._readers = dict(zip(parts, readers, strict=True))
         for part, reader in zip(parts, readers, strict=True):
             for tensor in reader.tensors:
                 if tensor.name in self._tensors:
@@ -381,7 +430,7 @@ class Header(Fields):
             raise CheckpointError(f"{where} must have {head_dim // 2} factors, one a pair, got {shape[0]:,}")
         if kind not in self.readable:
             raise CheckpointError(f"{where} is stored as {kind}, but only {', '.join(self.readable)} can be read")
-        factors = self.read("rope_freqs.weight", slice(None), slice(None)).tolist()
+        factors = self._read("rope_freqs.weight", slice(None), slice(None)).tolist()
         for i, factor in enumerate(factors):
             if not 0 < factor < math.inf:
                 raise CheckpointError(f"{where} needs positive factors, but factor {i} is {factor}")
@@ -424,24 +473,40 @@ class Header(Fields):
         return self.shape(name), self._tensors[name][1].tensor_type.name
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Rows of a [R] tensor, or rows and columns of a [R, C] one, in fp32; no other block is dequantized."""
-        stored, shape = self._tensors[name][1], self.shape(name)
+        """Rows of a [R] tensor, or rows and columns of a [R, C] one, in fp32; no other block is dequantized.
+
+        CheckpointError where the file has become shorter, and for what is no number.
+        """
+        out = self._read(name, rows, columns)
+        if not torch.isfinite(out.sum()) and not torch.isfinite(out).all():
+            raise CheckpointError(f"{self.file_of(name)} is damaged: {readable_name(name)} holds what is no number")
+        if self.architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
+            return self._halves(out)
+        return out
+
+    def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """What `read` gives, rows in the order of the file, and numbers as they are."""
+        (part, stored), shape = self._tensors[name], self.shape(name)
         block, block_bytes = gguf.GGML_QUANT_SIZES[stored.tensor_type]
         n_rows, n_columns = shape if len(shape) == 2 else (1, *shape)
         if len(shape) == 1:
             rows, columns = slice(None), rows
-        first, last, _ = columns.indices(n_columns)
-        begin, end = first // block, -(-last // block)
-        held = stored.data.view(np.uint8).reshape(n_rows, -1)[rows, begin * block_bytes : end * block_bytes]
-        out = torch.empty(len(held), last - first)  # [R, C]
-        step = max(1, CHUNK // max(1, last - first))
-        for row in range(0, len(held), step):
-            raw = np.ascontiguousarray(held[row : row + step])
-            flat = gguf.dequantize(raw.reshape(1, -1), stored.tensor_type)  # which goes by 16 rows, short as they are
+        (top, bottom, _), (first, last, _) = rows.indices(n_rows), columns.indices(n_columns)
+        begin, end, row_bytes = first // block, -(-last // block), n_columns // block * block_bytes
+        out = torch.empty(bottom - top, last - first)  # [R, C]
+        step = max(1, CHUNK // n_columns)
+        held = np.empty((step, row_bytes), np.uint8)
+        for row in range(0, len(out), step):
+            raw = held[: len(out) - row]
+            try:
+                self._readers[part].fill(raw, stored.data_offset + (top + row) * row_bytes)
+            except OSError as error:
+                raise CheckpointError(f"{part}: {name} cannot be read: {error.strerror or error}") from None
+            own = np.ascontiguousarray(raw[:, begin * block_bytes : end * block_bytes]).reshape(1, -1)
+            with np.errstate(all="ignore"):  # of a damaged file's scales, which are refused by what they give
+                flat = gguf.dequantize(own, stored.tensor_type)  # which goes by 16 rows, short as they are
             whole = flat.reshape(len(raw), -1)  # whole blocks of each row
             out[row : row + step].numpy()[:] = whole[:, first - begin * block : last - begin * block]
-        if self.architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
-            out = self._halves(out)
         return out if len(shape) == 2 else out[0]
 
     def _halves(self, rows: Tensor) -> Tensor:

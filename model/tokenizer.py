@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import base64
 import codecs
-import json
 import re
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from .checkpoint import CheckpointError, first_line, is_gguf, read_json, refuse_pointer
 from .config import ModelConfig
+from .templating import MOST_OF_A_TEMPLATE, Template, TemplateError
 
 if TYPE_CHECKING:
     from .gguf import Header
-
-MOST_OF_A_TEMPLATE = 1 << 20  # characters; the longest ones have a fiftieth of it
-MOST_RENDERED = 1 << 25  # characters: more than any model has positions for
 
 
 class Tokenizer(Protocol):
@@ -180,6 +176,7 @@ class _BytesTokenizer(ABC):
 
     def __init__(self, notes: _Notes) -> None:
         self.notes = notes
+        self._template = Template(notes.template, notes.special) if notes.template is not None else None
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes: ...
@@ -197,7 +194,7 @@ class _BytesTokenizer(ABC):
         return text.removeprefix(" ") if self.drops_first_space else text
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode(_render(self.notes, messages), bos=False)  # the template writes BOS itself
+        return self.encode(_render(self.notes, self._template, messages), bos=False)  # the template writes BOS itself
 
 
 def _refuse_surrogates(text: str) -> None:
@@ -209,50 +206,22 @@ def _refuse_surrogates(text: str) -> None:
         raise ValueError(f"character {error.start:,} of the text is {half}, half a character: it is no UTF-8") from None
 
 
-def _render(notes: _Notes, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a conversation by the folder's own template, which is untrusted and runs in a sandbox.
-
-    Whatever it brings about is a CheckpointError, and its text is bounded. Its time is not, nor is the memory of a
-    value that it makes on the way: a hostile template can keep the program busy until somebody ends it.
-    """
-    if notes.template is None:
+def _render(notes: _Notes, template: Template | None, messages: Sequence[Mapping[str, str]]) -> str:
+    """The text of a conversation by the folder's own template, which is untrusted; CheckpointError if it gives none."""
+    if notes.template is None or template is None:
         raise CheckpointError(f"{notes.folder} has no chat template, so its model continues plain text only")
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
+    if not _installed("jinja2"):
         _refuse_missing(notes.folder / "tokenizer_config.json", "jinja2")
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def to_json(value: object, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     if len(notes.template) > MOST_OF_A_TEMPLATE:
         raise CheckpointError(
             f"the chat template of {notes.folder} has {len(notes.template):,} characters, over {MOST_OF_A_TEMPLATE:,}"
         )
-    pieces, length = [], 0
     try:
-        template = environment.from_string(notes.template)
-        for piece in template.generate(
-            **notes.special, messages=messages, tools=None, documents=None, add_generation_prompt=True
-        ):
-            pieces.append(piece)
-            length += len(piece)
-            if length > MOST_RENDERED:
-                raise TemplateError(f"its text is longer than {MOST_RENDERED:,} characters")
-    except Exception as error:  # a template is a program: it divides by 0, recurses, does not even compile
-        why = first_line(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {first_line(error)}"
-        raise CheckpointError(f"the chat template of {notes.folder} refuses these messages: {why}") from None
-    return "".join(pieces)
+        return template.render(messages)
+    except TemplateError as error:
+        raise CheckpointError(
+            f"the chat template of {notes.folder} refuses these messages: {first_line(error)}"
+        ) from None
 
 
 # ---- sentencepiece -------------------------------------------------------------------------------------------------

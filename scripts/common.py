@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import platform
 import re
+import secrets
 import statistics
 import sys
 import time
@@ -60,7 +62,7 @@ def add_model_flags(add: Callable[..., argparse.Action]) -> None:
         "--model", default="bundled",
         help="'bundled', 'smollm2', a model folder, a GGUF file, or a hub id (default: bundled)",
     )  # fmt: skip
-    add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
+    add("--draft-model", metavar="M", help="folder, GGUF file or hub id of a standalone draft model")
     add("--tp", metavar="N", type=positive, help="processes that hold one model together (default: all of torchrun's)")
     add("--draft-tp", metavar="M", type=positive, help="of these, as many hold the draft model together (default: all)")
     add("--device", default="auto", help="cpu, cuda or auto (default: auto)")
@@ -108,10 +110,16 @@ def meet(parallel: Parallel) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put the text where the file was: a kill leaves the old file or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Put the text where the file was: a kill leaves the old file or the new one, and no other file is touched.
+
+    OSError where that fails, and for what is no file, such as a device: it would be gone.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file that can be replaced", str(path))
+    partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.partial")
+    file = partial.open("x", encoding="utf-8")  # which is nobody's: what is there is not opened
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -414,7 +414,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     add("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (default: 0)")
     add("--seed", metavar="S", type=int, default=0, help="of sampling; row i draws with seed S + i (default: 0)")
-    add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
+    add("--draft-model", metavar="M", help="folder, GGUF file or hub id of a standalone draft model")
     add("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     add("--dtype", default="auto", help="fp32, bf16, fp16 or auto (default: auto)")
     add("--no-compile", action="store_true", help="run eagerly: the same acceptance at once, but no meaningful speed")

@@ -62,6 +62,7 @@ from gpt_fast_sd.tp import Parallel, start
 
 PROGRAM = "generate.py"
 DRAFT = "streaming"  # who drafts unless --draft says otherwise
+LONG_READ, LONG_PREFILL = 50_000_000, 1000  # parameters, and tokens, from which on a line says what takes its time
 SHOWN_AT = {False: (0.7, None), True: (1.0, 0.05)}  # temperature and min_p where no prompt is given; True: SmolLM2
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
@@ -95,7 +96,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--gamma", metavar="N|auto", type=number_or_auto, default="auto",
         help=f"tokens drafted a round, 1 to {MAX_GAMMA}, or auto: what pays best (default: auto)",
     )  # fmt: skip
-    add("--draft-model", metavar="M", help="folder or hub id of a standalone draft model")
+    add("--draft-model", metavar="M", help="folder, GGUF file or hub id of a standalone draft model")
     add("--view", help=f"what standalone, early_exit and hierarchy read: {', '.join(VIEWS)} (default: streaming)")
     add("--cheap", metavar="WHO", default=CHEAP[0], help=f"who drafts for a hierarchy: {', '.join(CHEAP)}")
     add("--exit-layers", metavar="N", type=int, help="how many layers early_exit runs")
@@ -162,7 +163,7 @@ def is_showpiece(args: argparse.Namespace) -> bool:
 
 def write_about_the_logbook(args: argparse.Namespace) -> None:
     """Eight requests on one long document, which all slots share."""
-    args.document, args.prompts = BUNDLED / "logbook.txt", BUNDLED / "requests.jsonl"
+    args.document, args.prompts = BUNDLED / "document.txt", BUNDLED / "requests.jsonl"
 
 
 def read_text(path: Path) -> str:
@@ -185,6 +186,8 @@ def read_requests(
             temperature, shown_p = SHOWN_AT[args.model == "smollm2"]
             min_p, seed = shown_p if min_p is None else min_p, seed or 0
     before = f"{read_text(args.document)}\n\n" if args.document else ""
+    if args.document and not before.strip():
+        raise ValueError(f"--document {args.document} is empty: give it some text, or leave it out")
     common = SamplingParams(
         max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=args.top_p,
         min_p=min_p, seed=seed, stop=args.stop, ignore_eos=args.ignore_eos,
@@ -293,6 +296,26 @@ def draft_config(args: argparse.Namespace) -> DraftConfig:
     )  # fmt: skip
 
 
+def positions(config: ModelConfig) -> int:
+    """The longest text that the model reads."""
+    return min(config.max_seq_len, config.sliding_window or config.max_seq_len)
+
+
+def check_prompts(prompts: list[list[int]], params: list[SamplingParams], config: ModelConfig) -> None:
+    """Refuse before weights are read what the engine would refuse for its length, or for a token it has not."""
+    limit = positions(config)
+    for index, (ids, p) in enumerate(zip(prompts, params, strict=True)):
+        if (total := len(ids) + p.max_tokens) > limit:
+            raise ValueError(
+                f"prompt {index} has {len(ids):,} tokens, what stands before it included, and max_tokens is "
+                f"{p.max_tokens:,}: together {total:,}, over max_seq_len {limit:,}, the positions that the model has"
+            )
+        wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
+        if wrong is not None or not ids:
+            what = "is empty" if wrong is None else f"holds token id {wrong}"
+            raise ValueError(f"prompt {index} {what}; the vocabulary goes from 0 to {config.vocab_size - 1}")
+
+
 def build(
     args: argparse.Namespace,
     prompts: list[list[int]],
@@ -302,10 +325,9 @@ def build(
 ) -> Engine:
     """An engine with room for these prompts, or for this replica's share of them."""
     room = max(len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True))
-    limit = min(config.max_seq_len, config.sliding_window or config.max_seq_len)
     engine_config = EngineConfig(
         batch_size=args.batch_size if args.batch_size is not None else min(8, -(-len(prompts) // parallel.dp)),
-        max_seq_len=min(room, limit), device=args.device, dtype=args.dtype, compile=not args.no_compile,
+        max_seq_len=min(room, positions(config)), device=args.device, dtype=args.dtype, compile=not args.no_compile,
         exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype, cuda_graphs=args.cuda_graphs,
         max_autotune=args.max_autotune,
     )  # fmt: skip
@@ -315,7 +337,7 @@ def build(
 class ProgressLine:
     """Draws how far something is that takes over a second, on stderr where that is a terminal; see Engine.on_progress.
 
-    The line goes away when all is done.
+    The line goes away when all is done. Where there is no terminal, a plain line says once that a long prefill begins.
     """
 
     def __init__(self) -> None:
@@ -327,6 +349,8 @@ class ProgressLine:
         if self._bar is None or (what, total) != (self._what, self._bar.total) or done < self._bar.n:
             self.clear()
             self._what = what
+            if what == "prefill" and total - done >= LONG_PREFILL and not sys.stderr.isatty():
+                print(f"prefilling {total - done:,} tokens ...", file=sys.stderr, flush=True)
             self._bar = tqdm(
                 total=total, initial=done, desc=what, unit="", unit_scale=True, leave=False, delay=1.0, disable=None
             )
@@ -708,6 +732,8 @@ def check_apart(report: Path | None, args: argparse.Namespace) -> None:
     """Refuse a report that would take the place of a file of the same run."""
     if report is None:
         return
+    if report.exists() and not (report.is_file() or report.is_dir()):
+        raise ValueError(f"cannot write {report}: it is no file that can be replaced")
     others = {
         "--output": args.output, "--json": args.json if args.json != "-" else None, "--profile": args.profile,
         "--prompts": args.prompts, "--document": args.document, "--model": args.model,
@@ -749,12 +775,16 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     """What main does once the processes have met."""
     try:
         nobody_named = args.model is None
-        args.model = args.model or ("bundled" if find_smollm2() is None else "smollm2")
+        if nobody_named:
+            args.model = "bundled" if find_smollm2() is None else "smollm2"
         folder = locate(args.model)
         config = read_config(folder)
         if (showpiece := is_showpiece(args)) and args.model == "smollm2":
             write_about_the_logbook(args)
         prompts, params = read_requests(args, load_tokenizer(folder, config), config, showpiece)
+        check_prompts(prompts, params, config)
+        if config.n_params >= LONG_READ and parallel.is_main:
+            print(f"reading {config.n_params / 1e6:,.0f} M parameters ...", file=sys.stderr, flush=True)
         engine = build(args, prompts, params, config, parallel)
         engine.check(prompts, params)
     except (ValueError, OSError) as error:

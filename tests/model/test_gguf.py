@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -488,6 +490,42 @@ def test_a_file_cut_anywhere_is_refused(share: float, tmp_path: Path) -> None:
     path.write_bytes(whole[: int(share * len(whole))])
     ends = r"it has only \d+ bytes|but what it speaks of ends at byte|but a text in it ends at byte|ends at byte"
     assert re.search(f"is damaged or incomplete: .*({ends})|is no GGUF file: ", say(path))
+
+
+SHRINKING = """
+import os, sys
+from pathlib import Path
+from gpt_fast_sd.model import CheckpointError, Weights
+path = Path(sys.argv[1])
+weights = Weights(path)
+os.truncate(path, path.stat().st_size // 2)
+try:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights.read(name)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_one_sentence(tmp_path: Path) -> None:
+    """Through a memory map, looking at a byte that is gone ended the process: SIGBUS."""
+    path = write_gguf(tmp_path / "model.gguf", transformers_model("Llama", vocab_size=20_000))
+    n_bytes = path.stat().st_size
+    command = [sys.executable, "-c", SHRINKING, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-500:]
+    lost = f"the file had {n_bytes:,} bytes when it was opened, and has {n_bytes // 2:,}"
+    assert re.fullmatch(rf"{path}: (output|token_embd)\.weight cannot be read: {lost}\n", done.stdout)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.Q6_K, Kind.F16], ids=lambda kind: kind.name)
+def test_scales_that_are_no_numbers_are_one_sentence_and_no_warning(kind: Kind, tmp_path: Path) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.full((96, 256 // block * size), 0x7F, np.uint8)  # as fp16 that is NaN
+    theirs = transformers_model("Llama", intermediate_size=256)
+    path = write_gguf(tmp_path / "model.gguf", theirs, tensors={"blk.1.ffn_down.weight": (raw, kind)})
+    assert say(path) == f"{path} is damaged: blk.1.ffn_down.weight holds what is no number"
 
 
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -444,6 +445,42 @@ def test_a_template_and_its_text_are_bounded(tmp_path: Path, bpe: Any) -> None:
         load(llama_3(tmp_path, bpe, chat_template=endless)).chat(MESSAGES)
     with pytest.raises(CheckpointError, match=r"the chat template of .* has 2,000,000 characters, over 1,048,576"):
         load(llama_3(tmp_path, bpe, chat_template="x" * 2_000_000)).chat(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 1 s"),
+        ("{{ (messages | length) ** ((messages | length) * 10 ** 9) % 7 }}", "it takes more than 1 s"),
+        ("{{ ('a' * 10 ** 10) | length }}", "MemoryError: it takes more than 1,024 MiB"),
+        ("{{ '%10000000000d' % 1 }}", "MemoryError: "),
+        ("{{ 'a'.ljust(10 ** 10) | length }}", "MemoryError: "),
+        ("{{ 'a'.center(10 ** 8).replace(' ', ' ' * 1000) | length }}", "MemoryError: "),
+        ("{% set n = namespace(s='aaaa') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "MemoryErr"),
+        ("{{ (['a'] * 10 ** 9) | length }}", "MemoryError: "),
+        ("{{ lipsum(n=10 ** 7) | length }}", "it takes more than 1 s"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError: Range too big"),
+    ],
+)
+def test_a_template_that_takes_all_time_or_memory_is_ended_with_one_sentence(
+    template: str, why: str, tmp_path: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process it ran until somebody ended it, or took the machine's memory."""
+    if why == "it takes more than 1 s":
+        monkeypatch.setattr("gpt_fast_sd.model.templating.SECONDS", 1.0)
+    ours = load(llama_3(tmp_path, bpe, chat_template=f"{{% if messages | length > 1 %}}{template}{{% endif %}}fine"))
+    with pytest.raises(CheckpointError, match=r"the chat template of .* refuses these messages: ") as refused:
+        ours.chat(MESSAGES)
+    monkeypatch.undo()
+    assert why in str(refused.value) and str(refused.value).isprintable()
+    assert ours.chat(MESSAGES[:1]) == ours.encode("fine", bos=False)  # the next conversation is none the worse
+
+
+def test_messages_that_json_cannot_say_are_one_sentence(tmp_path: Path, bpe: Any) -> None:
+    ours = load(llama_3(tmp_path, bpe))
+    with pytest.raises(CheckpointError, match=r"refuses these messages: they are not what JSON can say: b'x' is no "):
+        ours.chat([{"role": "user", "content": b"x"}])  # type: ignore[dict-item]
+    assert ours.chat(tuple(map(MappingProxyType, MESSAGES))) == ours.chat(MESSAGES)
 
 
 def test_half_a_character_is_refused_with_its_place(tokenizer: Tokenizer) -> None:

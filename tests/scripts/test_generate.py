@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -691,7 +692,7 @@ def test_a_report_that_fails_at_the_end_is_one_sentence_after_the_texts(
         script.main([*QUICK, *NIGHT, "--report", str(folder / "run.html")])
     out, err = capsys.readouterr()
     assert stopped.value.code == 1 and "tokens/s" in out and len(out) > 200
-    assert err.strip().splitlines()[-1].endswith("run.html.partial: No such file or directory")
+    assert err.strip().splitlines()[-1].endswith(".partial: No such file or directory")
     assert "Traceback" not in err
 
 
@@ -702,3 +703,88 @@ def test_a_file_that_cannot_be_moved_into_its_place_leaves_nothing_beside_it(
     with pytest.raises(OSError):
         script.write_whole(tmp_path / "run.html", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["run.html"]
+
+
+def test_writing_a_file_whole_leaves_every_other_file_as_it_was(tmp_path: Path, script: ModuleType) -> None:
+    for name in ("run.html.partial", ".run.html.partial"):
+        (tmp_path / name).write_text("somebody's own")
+    script.write_whole(tmp_path / "run.html", "text")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "run.html": "text", "run.html.partial": "somebody's own", ".run.html.partial": "somebody's own",
+    }  # fmt: skip
+
+
+# ---- before weights are read, and what is said meanwhile -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"prompt": "word " * 20000}, "together 20,0.., over max_seq_len 16,384"),
+        ({"prompt": "a", "max_tokens": 17000}, "together 17,.*, over max_seq_len 16,384"),
+        ({"tokens": [4096]}, "prompt 0 holds token id 4096; the vocabulary goes from 0 to 4095"),
+        ({"tokens": [-1]}, "prompt 0 holds token id -1"),
+        ({"tokens": []}, "prompt 0 is empty"),
+        ({"prompt": "a", "stop": "b\ud800"}, r"line 1: stop holds U\+D800, half a character"),
+    ],
+)
+def test_what_a_prompt_cannot_be_is_refused_before_weights_are_read(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    line: dict[str, Any], said: str,
+) -> None:  # fmt: skip
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(script.Engine, "from_pretrained", read)
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    assert re.search(said, refusal(script, capsys, "--prompts", str(tmp_path / "in.jsonl")))
+    (tmp_path / "long.txt").write_text("word " * 20000)
+    said = refusal(script, capsys, "--document", str(tmp_path / "long.txt"), *NIGHT)
+    assert "what stands before it included" in said and "over max_seq_len 16,384" in said
+
+
+def test_long_phases_say_so_where_there_is_no_terminal(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = script.ProgressLine()
+    for done in (512, 1024, 2048):
+        progress("prefill", done, 2048)
+    progress("prefill", 1536, 2048)  # most of it is there already
+    progress("compile", 0, 3)
+    assert capsys.readouterr().err == "prefilling 1,536 tokens ...\n"
+    monkeypatch.setattr(script, "LONG_READ", 1)
+    script.main([*QUICK, *NIGHT, "--model", "bundled"])
+    assert capsys.readouterr().err.splitlines()[-1] == "reading 8 M parameters ..."
+
+
+def test_half_a_character_to_stop_at_is_refused(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(script, capsys, *NIGHT, "--stop", "a\udcff")
+    assert "stop holds U+DCFF, half a character" in said and said.isprintable()
+
+
+def test_help_says_that_a_draft_model_may_be_a_gguf_file(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    assert "--draft-model M       folder, GGUF file or hub id" in capsys.readouterr().out
+
+
+def test_a_report_never_takes_the_place_of_what_is_no_file(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A page for a device was moved over the device."""
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is no file that can be replaced" in refusal(script, capsys, *NIGHT, "--report", str(tmp_path / "pipe"))
+    with pytest.raises(OSError, match="it is no file that can be replaced"):
+        script.write_whole(tmp_path / "pipe", "text")
+    assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
+
+
+def test_an_empty_document_and_a_model_of_no_name_are_refused(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for text in ("", " \n"):
+        (tmp_path / "log.txt").write_text(text)
+        assert "log.txt is empty" in refusal(script, capsys, "--document", str(tmp_path / "log.txt"), *NIGHT)
+    refusal(script, capsys, "--model", "", *NIGHT)

@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import evaluate_bundled
 import train_bundled
-import write_document
 from bundled_data import person, thing
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import CausalSelf, load_model, load_tokenizer, read_config
@@ -238,12 +237,6 @@ def test_a_needle_prompt_states_its_fact_at_its_depth_and_leaves_room_for_the_an
         assert f" {probe.answer}.\n" in text
         assert text.endswith(" ")
         assert text.index(probe.answer) / len(text) == pytest.approx(0.97 * depth + 0.01, abs=0.05)
-
-
-def test_a_chapter_ends_where_its_last_sentence_ends() -> None:
-    assert write_document.whole_sentences("He came. She left! And th") == "He came. She left!"
-    assert write_document.whole_sentences('"Is it so?" he said. "Yes."') == '"Is it so?" he said. "Yes."'
-    assert write_document.whole_sentences("no end") == ""
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
