@@ -19,7 +19,14 @@
 
 typedef uint16_t bf16;
 namespace { // a process may hold this built in two ways, whose names must not meet
-constexpr int TILE = 64, PAGE = 16, SPLIT = 4096;
+constexpr int TILE = 64, PAGE = 16, SPLIT = 4096, WEIGHTS = 16 * 16;
+#ifndef AHEAD
+#define AHEAD 1
+#endif
+#ifndef HINT
+#define HINT _MM_HINT_T0
+#endif
+
 constexpr float LOWEST = -1e30f; // finite, so that the difference of two is no NaN
 
 // 2^x for x <= 0, relative error below 3e-6; what would be smaller than 2^-126 is next to it. The weights are rounded to
@@ -88,21 +95,72 @@ struct Tile {
     bool gaps; // whether any before n does not
 };
 
-// The values of a tile by pairs of keys; what does not exist counts as 0, whatever it holds.
-template <int H> static inline void pair_values(const Tile& tile, __m512i (*to)[H / 16], int64_t ahead) {
-    for (int j = 0; j < TILE; j += 2) {
+// Of the keys of a tile, those that exist and that a row with this limit may see, a bit each.
+static inline uint64_t seen_keys(const Tile& tile, int64_t limit) {
+    const uint64_t exist = tile.n < TILE ? (uint64_t(1) << tile.n) - 1 : ~uint64_t(0);
+    if (!tile.position) {
+        const int64_t n = std::clamp<int64_t>(limit + 1 - tile.first, 0, TILE);
+        return exist & (n < TILE ? (uint64_t(1) << n) - 1 : ~uint64_t(0));
+    }
+    uint64_t seen = 0;
+    for (int j = 0; j < TILE; j += 8) seen |= uint64_t(_mm512_cmple_epi64_mask(_mm512_loadu_si512(tile.position + j), _mm512_set1_epi64(limit))) << j;
+    return exist & seen;
+}
+
+// A row's scores over a tile, a key in every lane -> its weights in pairs of keys. Where the softmax stands moves on;
+// returns by what has been summed so far shrinks.
+template <int H> static inline float soften(__m512* score, const Tile& tile, Row<H>& row, float to_log2, uint32_t* weight, float* page_sum, float* page_max) {
+    constexpr int V = TILE / 16;
+    if (tile.n < TILE || tile.gaps || tile.last > row.limit) {
+        const uint64_t seen = seen_keys(tile, row.limit);
+#pragma GCC unroll 4
+        for (int c = 0; c < V; c++) score[c] = _mm512_mask_blend_ps(seen >> 16 * c, _mm512_set1_ps(LOWEST), score[c]);
+    }
+    const __m512 best = _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]));
+    float shrink = 1.f;
+    if (_mm512_cmp_ps_mask(best, _mm512_set1_ps(row.max), _CMP_GT_OQ)) { // seldom, after the first tiles
+        const float top = _mm512_reduce_max_ps(best);
+        shrink = exp2f((row.max - top) * to_log2);
+        row.max = top;
+    }
+    const __m512 scale = _mm512_set1_ps(to_log2), shift = _mm512_set1_ps(-row.max * to_log2);
+    __m512 w[V];
+#pragma GCC unroll 4
+    for (int c = 0; c < V; c++) w[c] = exp2_of(_mm512_fmadd_ps(score[c], scale, shift));
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
+    _mm512_store_ps(row.sum, _mm512_fmadd_ps(_mm512_load_ps(row.sum), _mm512_set1_ps(shrink), sum));
+    _mm512_store_si512(weight, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
+    _mm512_store_si512(weight + WEIGHTS, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
+    if (page_sum) { // the four sums of 16 lanes each
+        __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
+        __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
+        __m512d lo = _mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), hi = _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+        __m512 all = _mm512_add_ps((__m512)lo, (__m512)hi);
+        __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+        _mm_storeu_ps(page_sum, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+        *page_max = row.max;
+    }
+    return shrink;
+}
+
+// The values of keys from .. to of a tile by pairs of keys; what does not exist counts as 0, whatever it holds.
+template <int H> static inline void pair_values(const Tile& tile, __m512i (*pairs)[H / 16], int from, int to) {
+    for (int j = from; j < to; j += 2) {
         const bf16* value = tile.value[j / 16] + j % 16 * H;
-        if (ahead)
-            for (int h = 0; h < 2 * H; h += 32) _mm_prefetch((const char*)(value + TILE * H + h), _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int c = 0; c < H / 32; c++) {
             const __m512i none = _mm512_setzero_si512();
             const __m512i even = j < tile.n ? _mm512_loadu_si512(value + 32 * c) : none;
             const __m512i odd = j + 1 < tile.n ? _mm512_loadu_si512(value + H + 32 * c) : none;
-            to[j / 2][2 * c] = _mm512_unpacklo_epi16(even, odd);
-            to[j / 2][2 * c + 1] = _mm512_unpackhi_epi16(even, odd);
+            pairs[j / 2][2 * c] = _mm512_unpacklo_epi16(even, odd);
+            pairs[j / 2][2 * c + 1] = _mm512_unpackhi_epi16(even, odd);
         }
     }
+}
+
+// Ask for 16 keys or values that lie one after the other.
+template <int H> static inline void fetch(const bf16* from, int n) {
+    for (int h = 0; h < n * H; h += 32) _mm_prefetch((const char*)(from + h), HINT);
 }
 
 #ifdef __AMX_BF16__
@@ -116,22 +174,39 @@ static void end() { _tile_release(); }
 static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers do not see
 
 template <int H> struct Scratch {
-    __m512 score[TILE]; // of a key, a row in every lane
-    __m512i weight[TILE / 2], weight_of[2][16]; // pairs of keys: a row in every lane; of a row, 16 pairs and 16 more
+    alignas(64) float score[TILE][16]; // of a key, 16 rows
+    alignas(64) uint32_t weight[2][16][16]; // of 32 keys and 32 more, in pairs: of a row
     __m512i value[TILE / 2][H / 16]; // pairs of keys
     alignas(64) bf16 picked_key[TILE * H], picked_value[TILE * H];
     int64_t position[TILE];
 };
 
-// Up to 16 query rows of a split and where their softmax stands, a row in every lane.
-template <int H> struct Group {
-    alignas(64) uint32_t q[H / 2][16]; // pairs of dims
-    alignas(64) float out[16][H], max[16], sum[16];
-    alignas(64) int32_t limit[16];
-    int32_t least; // of the limits
-};
+template <int H> struct alignas(64) Queries { uint32_t q[H / 2][16]; }; // of 16 rows, pairs of dims
 
-template <int H> static void read_group(const Tile& tile, Scratch<H>& at, Group<H>& group, int n_rows, float to_log2, float* page_sum, float* page_max) {
+// The scores of four rows over 16 keys, as products leave them -> a key in every lane.
+static inline void turn(const float (*score)[16], __m512* to, int apart) {
+    __m512 a[4], b[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { // keys i, i + 4, i + 8, i + 12
+        a[i] = _mm512_castps128_ps512(_mm_load_ps(score[i]));
+        a[i] = _mm512_mask_broadcast_f32x4(a[i], 0x00f0, _mm_load_ps(score[i + 4]));
+        a[i] = _mm512_mask_broadcast_f32x4(a[i], 0x0f00, _mm_load_ps(score[i + 8]));
+        a[i] = _mm512_mask_broadcast_f32x4(a[i], 0xf000, _mm_load_ps(score[i + 12]));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        to[2 * i * apart] = (__m512)_mm512_unpacklo_pd((__m512d)b[i], (__m512d)b[i + 2]);
+        to[(2 * i + 1) * apart] = (__m512)_mm512_unpackhi_pd((__m512d)b[i], (__m512d)b[i + 2]);
+    }
+}
+
+// Up to 16 rows over a tile. beside: what is done while products are under way, in 2 * H / 32 * V parts.
+template <int H, class Beside> static inline void read_group(const Tile& tile, Scratch<H>& at, const Queries<H>& group, Row<H>* rows, int n_rows, float to_log2, float* page_sum, float* page_max, Beside beside) {
     constexpr int V = TILE / 16;
     written();
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
@@ -139,75 +214,54 @@ template <int H> static void read_group(const Tile& tile, Scratch<H>& at, Group<
         _tile_loadd(4, group.q[16 * d], 64);
         _tile_loadd(5, tile.key[0] + 32 * d, 2 * H);
         _tile_dpbf16ps(0, 5, 4);
+        beside(4 * d);
         _tile_loadd(6, tile.key[1] + 32 * d, 2 * H);
         _tile_dpbf16ps(1, 6, 4);
+        beside(4 * d + 1);
         _tile_loadd(5, tile.key[2] + 32 * d, 2 * H);
         _tile_dpbf16ps(2, 5, 4);
+        beside(4 * d + 2);
         _tile_loadd(6, tile.key[3] + 32 * d, 2 * H);
         _tile_dpbf16ps(3, 6, 4);
+        beside(4 * d + 3);
     }
-    _tile_stored(0, at.score, 64); _tile_stored(1, at.score + 16, 64);
-    _tile_stored(2, at.score + 32, 64); _tile_stored(3, at.score + 48, 64);
-
-    if (tile.n < TILE || tile.gaps || tile.last > group.least) {
-        const __m512i limit = _mm512_load_si512(group.limit);
-        for (int j = 0; j < TILE; j++) {
-            const int64_t place = j >= tile.n ? INT32_MAX : tile.position ? std::min<int64_t>(tile.position[j], INT32_MAX) : tile.first + j;
-            const __mmask16 seen = _mm512_cmple_epi32_mask(_mm512_set1_epi32(place), limit);
-            at.score[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(LOWEST), at.score[j]);
-        }
-    }
-    __m512 best[V] = {at.score[0], at.score[16], at.score[32], at.score[48]};
-    for (int j = 1; j < 16; j++)
+    _tile_stored(0, at.score[0], 64); _tile_stored(1, at.score[16], 64);
+    _tile_stored(2, at.score[32], 64); _tile_stored(3, at.score[48], 64);
+    written();
+    for (int r = 0; r < n_rows; r += 4) {
+        __m512 score[4][V];
 #pragma GCC unroll 4
-        for (int c = 0; c < V; c++) best[c] = _mm512_max_ps(best[c], at.score[16 * c + j]);
-    const __m512 before = _mm512_load_ps(group.max), scale = _mm512_set1_ps(to_log2);
-    const __m512 top = _mm512_max_ps(before, _mm512_max_ps(_mm512_max_ps(best[0], best[1]), _mm512_max_ps(best[2], best[3])));
-    const __mmask16 grown = _mm512_cmp_ps_mask(before, top, _CMP_NEQ_UQ);
-    alignas(64) float by[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}; // what was summed so far shrinks
-    for (int r = 0; grown >> r; r++)
-        if (grown >> r & 1) by[r] = exp2f((group.max[r] - ((float*)&top)[r]) * to_log2);
-    const __m512 shrink = _mm512_load_ps(by);
-    const __m512 shift = _mm512_mul_ps(top, _mm512_set1_ps(-to_log2));
-    const __m512i both = _mm512_set_epi16( // the first vector's lanes beside the second's
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512 sum[V];
-    for (int c = 0; c < V; c++) {
-        sum[c] = _mm512_setzero_ps();
-#pragma GCC unroll 8
-        for (int j = 16 * c; j < 16 * c + 16; j += 2) {
-            const __m512 even = exp2_of(_mm512_fmadd_ps(at.score[j], scale, shift)), odd = exp2_of(_mm512_fmadd_ps(at.score[j + 1], scale, shift));
-            sum[c] = _mm512_add_ps(sum[c], _mm512_add_ps(even, odd));
-            at.weight[j / 2] = _mm512_permutexvar_epi16(both, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+        for (int c = 0; c < V; c++) turn((const float (*)[16])&at.score[16 * c][r], &score[0][c], V);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            if (r + i >= n_rows) break;
+            Row<H>& row = rows[r + i];
+            const float shrink = soften<H>(score[i], tile, row, to_log2, at.weight[0][r + i], page_sum ? page_sum + (r + i) * V : nullptr, page_max + r + i);
+            if (shrink != 1.f)
+                for (int h = 0; h < H; h += 16) _mm512_store_ps(row.out + h, _mm512_mul_ps(_mm512_load_ps(row.out + h), _mm512_set1_ps(shrink)));
         }
     }
-    _mm512_store_ps(group.max, top);
-    _mm512_store_ps(group.sum, _mm512_fmadd_ps(_mm512_load_ps(group.sum), shrink, _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3]))));
-    if (page_sum)
-        for (int r = 0; r < n_rows; r++) {
-            for (int c = 0; c < V; c++) page_sum[r * V + c] = ((float*)&sum[c])[r];
-            page_max[r] = group.max[r];
-        }
-    for (int r = 0; r < n_rows && grown; r++)
-        for (int h = 0; h < H; h += 16) _mm512_store_ps(group.out[r] + h, _mm512_mul_ps(_mm512_load_ps(group.out[r] + h), _mm512_set1_ps(by[r])));
-    for (int half = 0; half < 2; half++) transpose((const uint32_t*)(at.weight + 16 * half), 16, at.weight_of[half], 1);
     written();
     for (int c = 0; c < H / 16; c += 4) {
-        float* out = group.out[0] + 16 * c;
-        _tile_loadd(0, out, 4 * H); _tile_loadd(1, out + 16, 4 * H); _tile_loadd(2, out + 32, 4 * H); _tile_loadd(3, out + 48, 4 * H);
+        float* out = rows[0].out + 16 * c;
+        _tile_loadd(0, out, sizeof *rows); _tile_loadd(1, out + 16, sizeof *rows); _tile_loadd(2, out + 32, sizeof *rows); _tile_loadd(3, out + 48, sizeof *rows);
         for (int half = 0; half < 2; half++) {
             const __m512i* value = at.value[16 * half] + c;
-            _tile_loadd(4, at.weight_of[half], 64);
+            _tile_loadd(4, at.weight[half], 64);
             _tile_loadd(5, value, 4 * H);
             _tile_dpbf16ps(0, 4, 5);
+            beside(H / 8 + 2 * (c + 2 * half));
             _tile_loadd(6, value + 1, 4 * H);
             _tile_dpbf16ps(1, 4, 6);
+            beside(H / 8 + 2 * (c + 2 * half) + 1);
             _tile_loadd(5, value + 2, 4 * H);
             _tile_dpbf16ps(2, 4, 5);
+            beside(H / 8 + 2 * (c + 2 * half) + 2);
             _tile_loadd(6, value + 3, 4 * H);
             _tile_dpbf16ps(3, 4, 6);
+            beside(H / 8 + 2 * (c + 2 * half) + 3);
         }
-        _tile_stored(0, out, 4 * H); _tile_stored(1, out + 16, 4 * H); _tile_stored(2, out + 32, 4 * H); _tile_stored(3, out + 48, 4 * H);
+        _tile_stored(0, out, sizeof *rows); _tile_stored(1, out + 16, sizeof *rows); _tile_stored(2, out + 32, sizeof *rows); _tile_stored(3, out + 48, sizeof *rows);
     }
 }
 
@@ -216,43 +270,33 @@ template <int H> struct Rows {
     static Scratch<H>& scratch() { static thread_local Scratch<H> at; return at; }
 
     Rows(Row<H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
-        static thread_local std::vector<Group<H>> kept;
+        static thread_local std::vector<Queries<H>> kept;
         const int64_t n = (n_rows + 15) / 16;
         if ((int64_t)kept.size() < n) kept.resize(n);
         groups = kept.data();
-        for (int64_t g = 0; g < n; g++) {
-            Group<H>& group = groups[g];
-            memset((void*)&group, 0, sizeof group);
-            group.least = INT32_MAX;
-            for (int r = 0; r < 16; r++) {
-                group.max[r] = LOWEST, group.limit[r] = -1;
-                if (16 * g + r >= n_rows) continue;
-                const Row<H>& row = rows[16 * g + r];
-                for (int h = 0; h < H / 2; h++) group.q[h][r] = row.q[h];
-                group.limit[r] = std::clamp<int64_t>(row.limit, -1, INT32_MAX - 1);
-                group.least = std::min(group.least, group.limit[r]);
+        for (int64_t r = 0; r < 16 * n; r++)
+            for (int h = 0; h < H / 2; h++) groups[r / 16].q[h][r % 16] = r < n_rows ? rows[r].q[h] : 0;
+    }
+    void read(const Tile& tile, float to_log2, float* page_sum, float* page_max, bool ahead) {
+        constexpr int PARTS = H / 8; // of keys while scores are computed and of values after that
+        for (int64_t r = 0; r < n_rows; r += 16) {
+            const int n = std::min<int64_t>(16, n_rows - r);
+            float *sums = page_sum ? page_sum + r * (TILE / 16) : nullptr, *maxima = page_max + r;
+            if (r) {
+                read_group<H>(tile, at, groups[r / 16], rows + r, n, to_log2, sums, maxima, [](int) {});
+                continue;
             }
-        }
-    }
-    void read(const Tile& tile, float to_log2, float* page_sum, float* page_max, int64_t ahead) {
-        if (ahead) // the next tile, while this one is computed
-            for (int c = 0; c < TILE / 16; c++)
-                for (int h = 0; h < 16 * H; h += 32) _mm_prefetch((const char*)(tile.key[c] + TILE * H + h), _MM_HINT_T0);
-        pair_values<H>(tile, at.value, ahead);
-        for (int64_t r = 0; r < n_rows; r += 16)
-            read_group<H>(tile, at, groups[r / 16], std::min<int64_t>(16, n_rows - r), to_log2, page_sum ? page_sum + r * (TILE / 16) : nullptr, page_sum ? page_max + r : nullptr);
-    }
-    void finish() {
-        for (int64_t r = 0; r < n_rows; r++) {
-            const Group<H>& group = groups[r / 16];
-            memcpy(rows[r].out, group.out[r % 16], sizeof rows[r].out);
-            rows[r].max = group.max[r % 16], rows[r].sum[0] = group.sum[r % 16];
+            read_group<H>(tile, at, groups[0], rows, n, to_log2, sums, maxima, [&](int part) {
+                const int i = part % PARTS * (TILE / PARTS);
+                if (part < PARTS) pair_values<H>(tile, at.value, i, i + TILE / PARTS);
+                if (ahead) fetch<H>((part < PARTS ? tile.key : tile.value)[i / 16] + (AHEAD * TILE + i % 16) * H, TILE / PARTS);
+            });
         }
     }
     Row<H>* rows;
     int64_t n_rows;
     Scratch<H>& at;
-    Group<H>* groups;
+    Queries<H>* groups;
 };
 #else
 static void begin() {}
@@ -261,7 +305,7 @@ static void end() {}
 template <int H> struct Scratch {
     __m512i key[H / 2][TILE / 16]; // pairs of dims, a key in every lane
     __m512i value[TILE / 2][H / 16]; // pairs of keys
-    alignas(64) uint32_t weight[6][TILE / 2]; // pairs of keys
+    alignas(64) uint32_t weight[2][16][TILE / 4]; // pairs of keys
     alignas(64) bf16 picked_key[TILE * H], picked_value[TILE * H];
     int64_t position[TILE];
 };
@@ -283,37 +327,7 @@ template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, 
     float shrink[N];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++) {
-        Row<H>& row = rows[r];
-        if (tile.n < TILE || tile.gaps || tile.last > row.limit)
-            for (int c = 0; c < V; c++) {
-                unsigned seen = 0;
-                for (int i = 0; i < 16; i++) {
-                    const int j = 16 * c + i;
-                    seen |= unsigned(j < tile.n && (tile.position ? tile.position[j] : tile.first + j) <= row.limit) << i;
-                }
-                score[r][c] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(LOWEST), score[r][c]);
-            }
-        __m512 best = _mm512_max_ps(_mm512_max_ps(score[r][0], score[r][1]), _mm512_max_ps(score[r][2], score[r][3]));
-        const float top = std::max(row.max, _mm512_reduce_max_ps(best));
-        shrink[r] = top == row.max ? 1.f : exp2f((row.max - top) * to_log2);
-        row.max = top;
-        const __m512 scale = _mm512_set1_ps(to_log2), shift = _mm512_set1_ps(-top * to_log2);
-        __m512 w[V];
-#pragma GCC unroll 4
-        for (int c = 0; c < V; c++) w[c] = exp2_of(_mm512_fmadd_ps(score[r][c], scale, shift));
-        const __m512 sum = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
-        _mm512_store_ps(row.sum, _mm512_fmadd_ps(_mm512_load_ps(row.sum), _mm512_set1_ps(shrink[r]), sum));
-        _mm512_store_si512(at.weight[r], (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
-        _mm512_store_si512(at.weight[r] + 16, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
-        if (page_sum) { // the four sums of 16 lanes each
-            __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
-            __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
-            __m512d lo = _mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), hi = _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
-            __m512 all = _mm512_add_ps((__m512)lo, (__m512)hi);
-            __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-            _mm_storeu_ps(page_sum + r * V, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-            page_max[r] = top;
-        }
+        shrink[r] = soften<H>(score[r], tile, rows[r], to_log2, at.weight[0][r], page_sum ? page_sum + r * V : nullptr, page_max + r);
     }
     constexpr int STEP = H == 64 ? N : N > 2 ? N / 2 : N; // rows whose outputs fit the registers
     static_assert(N % STEP == 0);
@@ -326,7 +340,7 @@ template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, 
         for (int j = 0; j < TILE / 2; j++)
 #pragma GCC unroll 6
             for (int r = 0; r < STEP; r++) {
-                const __m512bh w = (__m512bh)_mm512_set1_epi32(at.weight[from + r][j]);
+                const __m512bh w = (__m512bh)_mm512_set1_epi32(at.weight[j / 16][from + r][j % 16]);
 #pragma GCC unroll 8
                 for (int c = 0; c < C; c++) out[r][c] = _mm512_dpbf16_ps(out[r][c], (__m512bh)at.value[j][c], w);
             }
@@ -337,15 +351,16 @@ template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, 
     }
 }
 
-template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>* rows, int64_t n_rows, float to_log2, float* page_sum, float* page_max, int64_t ahead) {
+template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>* rows, int64_t n_rows, float to_log2, float* page_sum, float* page_max, bool ahead) {
     constexpr int V = TILE / 16;
     for (int c = 0; c < V; c++) {
-        if (ahead) // part of the next tile, while this one is computed
-            for (int j = 0; j < 16; j++)
-                for (int h = 0; h < H; h += 32) _mm_prefetch((const char*)(tile.key[c] + (TILE + j) * H + h), _MM_HINT_T0);
+        if (ahead) fetch<H>(tile.key[c] + AHEAD * TILE * H, 16); // part of a later tile, while this one is computed
         for (int h = 0; h < H / 2; h += 16) transpose((const uint32_t*)tile.key[c] + h, H / 2, &at.key[h][c], V);
     }
-    pair_values<H>(tile, at.value, ahead);
+    for (int c = 0; c < TILE; c += 16) {
+        if (ahead) fetch<H>(tile.value[c / 16] + AHEAD * TILE * H, 16);
+        pair_values<H>(tile, at.value, c, c + 16);
+    }
     int64_t r = 0;
     auto read = [&](auto n) {
         read_rows<H, decltype(n)::value>(tile, at, rows + r, to_log2, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr);
@@ -362,8 +377,7 @@ template <int H> struct Rows {
     static Scratch<H>& scratch() { static thread_local Scratch<H> at; return at; }
 
     Rows(Row<H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {}
-    void read(const Tile& tile, float to_log2, float* page_sum, float* page_max, int64_t ahead) { read_tile<H>(tile, at, rows, n_rows, to_log2, page_sum, page_max, ahead); }
-    void finish() {}
+    void read(const Tile& tile, float to_log2, float* page_sum, float* page_max, bool ahead) { read_tile<H>(tile, at, rows, n_rows, to_log2, page_sum, page_max, ahead); }
     Row<H>* rows;
     int64_t n_rows;
     Scratch<H>& at;
@@ -376,14 +390,14 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
                    int64_t kv_b, int64_t kv_k, float scale, int threads) {
     constexpr int V = TILE / PAGE;
     const float to_log2 = scale * 1.44269504f;
-    const int64_t R = G * T;
+    const int64_t R = G * T, places = (R + 15) / 16 * 16; // products read and write 16 rows
     int64_t longest = index ? M : 0; // keys that some query sees, or entries listed
     for (int64_t i = 0; i < B * T && !index; i++) longest = std::max(longest, pos[i] < M ? pos[i] + 1 : 0);
     const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
     // kept between calls: fresh pages of memory would cost more than a small call
     static thread_local std::vector<Row<H>> kept_rows;
     static thread_local std::vector<float> kept_sums, kept_maxima;
-    if ((int64_t)kept_rows.size() < B * K * n_splits * R) kept_rows.resize(B * K * n_splits * R);
+    if ((int64_t)kept_rows.size() < B * K * n_splits * places) kept_rows.resize(B * K * n_splits * places);
     if (mass) {
         kept_sums.resize(B * K * n_tiles * R * V);
         kept_maxima.assign(B * K * n_tiles * R, LOWEST);
@@ -393,13 +407,13 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
 
     auto merge = [&](int64_t bk) { // the splits of one kv head of one row
 
-        const Row<H>* splits = all + bk * n_splits * R;
+        const Row<H>* splits = all + bk * n_splits * places;
         std::vector<float> top(R, LOWEST), total(R, 0.f);
         for (int64_t r = 0; r < R; r++) {
             float merged[H] = {};
-            for (int64_t s = 0; s < n_splits; s++) top[r] = std::max(top[r], splits[s * R + r].max);
+            for (int64_t s = 0; s < n_splits; s++) top[r] = std::max(top[r], splits[s * places + r].max);
             for (int64_t s = 0; s < n_splits; s++) {
-                const Row<H>& row = splits[s * R + r];
+                const Row<H>& row = splits[s * places + r];
                 if (row.max == LOWEST) continue; // nothing seen here
                 const float share = exp2f((row.max - top[r]) * to_log2);
                 total[r] += _mm512_reduce_add_ps(_mm512_load_ps(row.sum)) * share;
@@ -429,7 +443,7 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
     for (int64_t task = 0; task < B * K * n_splits; task++) {
         const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
         const bf16 *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
-        Row<H>* rows = all + task * R;
+        Row<H>* rows = all + task * places;
         int64_t n_keys = 0;
         for (int64_t r = 0; r < R; r++) {
             const int64_t g = r / T, t = r % T;
@@ -473,9 +487,8 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
                 }
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
-            reading.read(tile, to_log2, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + 2 * TILE <= end);
+            reading.read(tile, to_log2, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + (AHEAD + 1) * TILE <= end);
         }
-        reading.finish();
         if (n_splits == 1) merge(bk);
     }
     end();
