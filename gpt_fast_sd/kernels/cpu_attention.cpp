@@ -173,12 +173,13 @@ static void begin() { static thread_local TileConfig config; _tile_loadconfig(&c
 static void end() { _tile_release(); }
 static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers do not see
 
+// Of what two follow each other in the making, the parity of the tile or of the step tells which.
 template <int H> struct Scratch {
-    alignas(64) float score[TILE][16]; // of a key, 16 rows
-    alignas(64) uint32_t weight[2][16][16]; // of 32 keys and 32 more, in pairs: of a row
-    __m512i value[TILE / 2][H / 16]; // pairs of keys
-    alignas(64) bf16 picked_key[TILE * H], picked_value[TILE * H];
-    int64_t position[TILE];
+    alignas(64) float score[2][TILE][16]; // of a key, 16 rows
+    alignas(64) uint32_t weight[2][2][16][16]; // of 32 keys and 32 more, in pairs: of a row
+    __m512i value[2][TILE / 2][H / 16]; // pairs of keys
+    alignas(64) bf16 picked_key[2][TILE * H], picked_value[2][TILE * H];
+    int64_t position[2][TILE];
 };
 
 template <int H> struct alignas(64) Queries { uint32_t q[H / 2][16]; }; // of 16 rows, pairs of dims
@@ -205,71 +206,23 @@ static inline void turn(const float (*score)[16], __m512* to, int apart) {
     }
 }
 
-// Up to 16 rows over a tile. beside: what is done while products are under way, in 2 * H / 32 * V parts.
-template <int H, class Beside> static inline void read_group(const Tile& tile, Scratch<H>& at, const Queries<H>& group, Row<H>* rows, int n_rows, float to_log2, float* page_sum, float* page_max, Beside beside) {
-    constexpr int V = TILE / 16;
-    written();
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    for (int d = 0; d < H / 32; d++) { // a key's product with all rows
-        _tile_loadd(4, group.q[16 * d], 64);
-        _tile_loadd(5, tile.key[0] + 32 * d, 2 * H);
-        _tile_dpbf16ps(0, 5, 4);
-        beside(4 * d);
-        _tile_loadd(6, tile.key[1] + 32 * d, 2 * H);
-        _tile_dpbf16ps(1, 6, 4);
-        beside(4 * d + 1);
-        _tile_loadd(5, tile.key[2] + 32 * d, 2 * H);
-        _tile_dpbf16ps(2, 5, 4);
-        beside(4 * d + 2);
-        _tile_loadd(6, tile.key[3] + 32 * d, 2 * H);
-        _tile_dpbf16ps(3, 6, 4);
-        beside(4 * d + 3);
-    }
-    _tile_stored(0, at.score[0], 64); _tile_stored(1, at.score[16], 64);
-    _tile_stored(2, at.score[32], 64); _tile_stored(3, at.score[48], 64);
-    written();
-    for (int r = 0; r < n_rows; r += 4) {
-        __m512 score[4][V];
-#pragma GCC unroll 4
-        for (int c = 0; c < V; c++) turn((const float (*)[16])&at.score[16 * c][r], &score[0][c], V);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            if (r + i >= n_rows) break;
-            Row<H>& row = rows[r + i];
-            const float shrink = soften<H>(score[i], tile, row, to_log2, at.weight[0][r + i], page_sum ? page_sum + (r + i) * V : nullptr, page_max + r + i);
-            if (shrink != 1.f)
-                for (int h = 0; h < H; h += 16) _mm512_store_ps(row.out + h, _mm512_mul_ps(_mm512_load_ps(row.out + h), _mm512_set1_ps(shrink)));
-        }
-    }
-    written();
-    for (int c = 0; c < H / 16; c += 4) {
-        float* out = rows[0].out + 16 * c;
-        _tile_loadd(0, out, sizeof *rows); _tile_loadd(1, out + 16, sizeof *rows); _tile_loadd(2, out + 32, sizeof *rows); _tile_loadd(3, out + 48, sizeof *rows);
-        for (int half = 0; half < 2; half++) {
-            const __m512i* value = at.value[16 * half] + c;
-            _tile_loadd(4, at.weight[half], 64);
-            _tile_loadd(5, value, 4 * H);
-            _tile_dpbf16ps(0, 4, 5);
-            beside(H / 8 + 2 * (c + 2 * half));
-            _tile_loadd(6, value + 1, 4 * H);
-            _tile_dpbf16ps(1, 4, 6);
-            beside(H / 8 + 2 * (c + 2 * half) + 1);
-            _tile_loadd(5, value + 2, 4 * H);
-            _tile_dpbf16ps(2, 4, 5);
-            beside(H / 8 + 2 * (c + 2 * half) + 2);
-            _tile_loadd(6, value + 3, 4 * H);
-            _tile_dpbf16ps(3, 4, 6);
-            beside(H / 8 + 2 * (c + 2 * half) + 3);
-        }
-        _tile_stored(0, out, sizeof *rows); _tile_stored(1, out + 16, sizeof *rows); _tile_stored(2, out + 32, sizeof *rows); _tile_stored(3, out + 48, sizeof *rows);
-    }
-}
-
-// The rows of a split while its tiles are read.
+// The rows of a split while its tiles are read, 16 rows and a tile at a step. What a step begins ends two steps later:
+// its scores' products, then their softmax, then its values' products, so that vectors and tiles work side by side, and
+// neither waits for what the other has just written.
 template <int H> struct Rows {
     static Scratch<H>& scratch() { static thread_local Scratch<H> at; return at; }
 
-    Rows(Row<H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
+    struct Reading { // of a tile
+        Tile tile;
+        float *page_sum, *page_max;
+        bool ahead;
+    };
+    struct Stage {
+        int parity = 0; // of the tile
+        int64_t row = -1; // the first of 16; -1: there is none
+    };
+
+    Rows(Row<H>* rows, int64_t n_rows, float to_log2) : rows(rows), n_rows(n_rows), to_log2(to_log2), at(scratch()) {
         static thread_local std::vector<Queries<H>> kept;
         const int64_t n = (n_rows + 15) / 16;
         if ((int64_t)kept.size() < n) kept.resize(n);
@@ -277,26 +230,95 @@ template <int H> struct Rows {
         for (int64_t r = 0; r < 16 * n; r++)
             for (int h = 0; h < H / 2; h++) groups[r / 16].q[h][r % 16] = r < n_rows ? rows[r].q[h] : 0;
     }
-    void read(const Tile& tile, float to_log2, float* page_sum, float* page_max, bool ahead) {
-        constexpr int PARTS = H / 8; // of keys while scores are computed and of values after that
-        for (int64_t r = 0; r < n_rows; r += 16) {
-            const int n = std::min<int64_t>(16, n_rows - r);
-            float *sums = page_sum ? page_sum + r * (TILE / 16) : nullptr, *maxima = page_max + r;
-            if (r) {
-                read_group<H>(tile, at, groups[r / 16], rows + r, n, to_log2, sums, maxima, [](int) {});
-                continue;
-            }
-            read_group<H>(tile, at, groups[0], rows, n, to_log2, sums, maxima, [&](int part) {
-                const int i = part % PARTS * (TILE / PARTS);
-                if (part < PARTS) pair_values<H>(tile, at.value, i, i + TILE / PARTS);
-                if (ahead) fetch<H>((part < PARTS ? tile.key : tile.value)[i / 16] + (AHEAD * TILE + i % 16) * H, TILE / PARTS);
-            });
-        }
+    void read(const Tile& tile, int parity, float* page_sum, float* page_max, bool ahead) {
+        readings[parity] = {tile, page_sum, page_max, ahead};
+        for (int64_t r = 0; r < n_rows; r += 16) step({parity, r});
     }
+    void finish() {
+        step({});
+        step({});
+        scored = softened = {};
+    }
+
+    void step(Stage begun) {
+        constexpr int V = TILE / 16, PARTS = H / 8;
+        const int odd = n_steps++ & 1;
+        const Reading &from = readings[begun.parity], &of = readings[scored.parity];
+        const Queries<H>& group = groups[std::max<int64_t>(begun.row, 0) / 16];
+        Row<H> *now = rows + scored.row, *last = rows + softened.row;
+        const int n = scored.row < 0 ? 0 : std::min<int64_t>(16, n_rows - scored.row);
+        const auto value = at.value[softened.parity];
+        float shrinks[16] = {};
+        bool shrunk = false;
+        __m512 score[4][V];
+        written();
+        for (int half = 0; half < 2; half++)
+#pragma GCC unroll 8
+            for (int i = 0; i < H / 16; i++) {
+                const int part = half * (H / 16) + i, d = i / 2, pair = half * (H / 64) + i / 4, keys = i / 2 % 2;
+                if (begun.row >= 0) { // keys by 32 and 32, of those 16 and 16: their product with all rows
+                    if (i == 0) { _tile_zero(0); _tile_zero(1); }
+                    if (i % 2 == 0) {
+                        _tile_loadd(2, group.q[16 * d], 64);
+                        _tile_loadd(3, from.tile.key[2 * half] + 32 * d, 2 * H);
+                        _tile_dpbf16ps(0, 3, 2);
+                    } else {
+                        _tile_loadd(3, from.tile.key[2 * half + 1] + 32 * d, 2 * H);
+                        _tile_dpbf16ps(1, 3, 2);
+                    }
+                    if (i == H / 16 - 1) {
+                        _tile_stored(0, at.score[odd][32 * half], 64);
+                        _tile_stored(1, at.score[odd][32 * half + 16], 64);
+                    }
+                    if (begun.row == 0 && from.ahead) {
+                        fetch<H>(from.tile.key[part * V / PARTS] + (AHEAD * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                        fetch<H>(from.tile.value[part * V / PARTS] + (AHEAD * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                    }
+                }
+                if (softened.row >= 0) { // outputs by 32 dims, in the order of pair_values
+                    float* out = last->out + 32 * pair;
+                    if (i % 4 == 0) { _tile_loadd(4, out, sizeof *last); _tile_loadd(5, out + 16, sizeof *last); }
+                    if (i % 2 == 0) {
+                        _tile_loadd(6, at.weight[odd][keys], 64);
+                        _tile_loadd(7, &value[16 * keys][2 * pair], 4 * H);
+                        _tile_dpbf16ps(4, 6, 7);
+                    } else {
+                        _tile_loadd(7, &value[16 * keys][2 * pair + 1], 4 * H);
+                        _tile_dpbf16ps(5, 6, 7);
+                    }
+                    if (i % 4 == 3) { _tile_stored(4, out, sizeof *last); _tile_stored(5, out + 16, sizeof *last); }
+                }
+                if (scored.row == 0) pair_values<H>(of.tile, at.value[scored.parity], part * TILE / PARTS, (part + 1) * TILE / PARTS);
+                constexpr int EACH = 16 / PARTS; // rows
+                const int r = part * EACH;
+                if (r >= n) continue;
+                if (r % 4 == 0)
+#pragma GCC unroll 4
+                    for (int c = 0; c < V; c++) turn((const float (*)[16])&at.score[!odd][16 * c][r], &score[0][c], V);
+#pragma GCC unroll 2
+                for (int j = 0; j < EACH; j++) {
+                    if (r + j >= n) break;
+                    const int64_t at_row = scored.row + r + j;
+                    shrinks[r + j] = soften<H>(score[(i * EACH + j) % 4], of.tile, now[r + j], to_log2, at.weight[!odd][0][r + j], of.page_sum ? of.page_sum + at_row * V : nullptr, of.page_max + at_row);
+                    shrunk |= shrinks[r + j] != 1.f;
+                }
+            }
+        written();
+        if (shrunk)
+            for (int r = 0; r < n; r++)
+                for (int h = 0; h < H; h += 16) _mm512_store_ps(now[r].out + h, _mm512_mul_ps(_mm512_load_ps(now[r].out + h), _mm512_set1_ps(shrinks[r])));
+        softened = scored;
+        scored = begun;
+    }
+
     Row<H>* rows;
     int64_t n_rows;
+    float to_log2;
     Scratch<H>& at;
     Queries<H>* groups;
+    Reading readings[2];
+    Stage scored, softened;
+    int64_t n_steps = 0;
 };
 #else
 static void begin() {}
@@ -306,8 +328,8 @@ template <int H> struct Scratch {
     __m512i key[H / 2][TILE / 16]; // pairs of dims, a key in every lane
     __m512i value[TILE / 2][H / 16]; // pairs of keys
     alignas(64) uint32_t weight[2][16][TILE / 4]; // pairs of keys
-    alignas(64) bf16 picked_key[TILE * H], picked_value[TILE * H];
-    int64_t position[TILE];
+    alignas(64) bf16 picked_key[2][TILE * H], picked_value[2][TILE * H];
+    int64_t position[2][TILE];
 };
 
 template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, Row<H>* rows, float to_log2, float* page_sum, float* page_max) {
@@ -376,10 +398,12 @@ template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>*
 template <int H> struct Rows {
     static Scratch<H>& scratch() { static thread_local Scratch<H> at; return at; }
 
-    Rows(Row<H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {}
-    void read(const Tile& tile, float to_log2, float* page_sum, float* page_max, bool ahead) { read_tile<H>(tile, at, rows, n_rows, to_log2, page_sum, page_max, ahead); }
+    Rows(Row<H>* rows, int64_t n_rows, float to_log2) : rows(rows), n_rows(n_rows), to_log2(to_log2), at(scratch()) {}
+    void read(const Tile& tile, int, float* page_sum, float* page_max, bool ahead) { read_tile<H>(tile, at, rows, n_rows, to_log2, page_sum, page_max, ahead); }
+    void finish() {}
     Row<H>* rows;
     int64_t n_rows;
+    float to_log2;
     Scratch<H>& at;
 };
 #endif
@@ -454,11 +478,14 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
             n_keys = std::max(n_keys, rows[r].limit + 1);
         }
         n_keys = index ? M : std::min(n_keys, M);
-        Rows<H> reading(rows, R);
+        Rows<H> reading(rows, R, to_log2);
         Scratch<H>& at = reading.at;
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {
-            Tile tile{{}, {}, index ? at.position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
+            const int parity = start / TILE % 2;
+            int64_t* position = at.position[parity];
+            bf16 *picked_key = at.picked_key[parity], *picked_value = at.picked_value[parity];
+            Tile tile{{}, {}, index ? position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
             if (!index) tile.last = start + tile.n - 1;
             for (int64_t j = TILE; index && j < std::min<int64_t>(2 * TILE, M - start); j++) { // the next tile's, wherever they are
                 const int64_t place = std::min(std::max<int64_t>(index[bk * M + start + j], 0), S - 1);
@@ -473,22 +500,23 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
                 bool together = first >= 0 && first + 16 <= S && (!named || c + 16 <= tile.n);
                 for (int j = 0; j < 16 && named && c + j < tile.n; j++) {
                     together &= named[j] == first + j;
-                    at.position[c + j] = named[j] < 0 ? INT64_MAX : named[j];
+                    position[c + j] = named[j] < 0 ? INT64_MAX : named[j];
                     tile.last = std::max(tile.last, named[j]);
                     tile.gaps |= named[j] < 0;
                 }
-                tile.key[c / 16] = together ? keys + first * H : at.picked_key + c * H;
-                tile.value[c / 16] = together ? values + first * H : at.picked_value + c * H;
+                tile.key[c / 16] = together ? keys + first * H : picked_key + c * H;
+                tile.value[c / 16] = together ? values + first * H : picked_value + c * H;
                 for (int j = c; j < std::min(c + 16, tile.n) && !together; j++) {
                     const int64_t name = named ? named[j - c] : start + j, place = std::min(std::max<int64_t>(name, 0), S - 1);
-                    memcpy(at.picked_key + j * H, keys + place * H, 2 * H);
-                    if (name < 0) memset(at.picked_value + j * H, 0, 2 * H);
-                    else memcpy(at.picked_value + j * H, values + place * H, 2 * H);
+                    memcpy(picked_key + j * H, keys + place * H, 2 * H);
+                    if (name < 0) memset(picked_value + j * H, 0, 2 * H);
+                    else memcpy(picked_value + j * H, values + place * H, 2 * H);
                 }
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
-            reading.read(tile, to_log2, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + (AHEAD + 1) * TILE <= end);
+            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + (AHEAD + 1) * TILE <= end);
         }
+        reading.finish();
         if (n_splits == 1) merge(bk);
     }
     end();
