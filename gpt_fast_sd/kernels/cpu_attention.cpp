@@ -75,7 +75,7 @@ static inline void transpose(const uint32_t* from, int stride, __m512i* to, int 
     }
 }
 
-// One query row of a split: where the softmax stands. out has its dims in the order of `interleaved`.
+// One query row of a split: where the softmax stands. out has its dims as pair_values has them.
 template <int H> struct Row {
     alignas(64) uint32_t q[H / 2]; // pairs of dims
     alignas(64) float out[H], sum[16]; // sum: by lanes
@@ -83,8 +83,11 @@ template <int H> struct Row {
     int64_t limit; // last position it may see
 };
 
-// Dim of lane i of vector c of a pair of value rows after unpacklo (even c) and unpackhi (odd c) of their 32-dim halves.
-static inline int interleaved(int c, int i) { return c / 2 * 32 + i / 4 * 8 + c % 2 * 4 + i % 4; }
+// 32 dims as unpacklo and unpackhi of two value rows leave them -> in their order, as bf16.
+static inline __m512i in_order(__m512 low, __m512 high) {
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0), half = _mm512_set1_epi32(8);
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(low, _mm512_add_epi32(first, half), high), _mm512_permutex2var_ps(low, first, high));
+}
 
 // The keys and values of one tile, each 16 one after the other; position is null for first, first + 1, ...
 struct Tile {
@@ -227,8 +230,8 @@ template <int H> struct Rows {
         const int64_t n = (n_rows + 15) / 16;
         if ((int64_t)kept.size() < n) kept.resize(n);
         groups = kept.data();
-        for (int64_t r = 0; r < 16 * n; r++)
-            for (int h = 0; h < H / 2; h++) groups[r / 16].q[h][r % 16] = r < n_rows ? rows[r].q[h] : 0;
+        for (int64_t g = 0; g < n; g++)
+            for (int h = 0; h < H / 2; h += 16) transpose(rows[16 * g].q + h, sizeof *rows / 4, (__m512i*)groups[g].q[h], 1);
     }
     void read(const Tile& tile, int parity, float* page_sum, float* page_max, bool ahead) {
         readings[parity] = {tile, page_sum, page_max, ahead};
@@ -255,39 +258,53 @@ template <int H> struct Rows {
         for (int half = 0; half < 2; half++)
 #pragma GCC unroll 8
             for (int i = 0; i < H / 16; i++) {
-                const int part = half * (H / 16) + i, d = i / 2, pair = half * (H / 64) + i / 4, keys = i / 2 % 2;
-                if (begun.row >= 0) { // keys by 32 and 32, of those 16 and 16: their product with all rows
-                    if (i == 0) { _tile_zero(0); _tile_zero(1); }
-                    if (i % 2 == 0) {
-                        _tile_loadd(2, group.q[16 * d], 64);
-                        _tile_loadd(3, from.tile.key[2 * half] + 32 * d, 2 * H);
-                        _tile_dpbf16ps(0, 3, 2);
-                    } else {
-                        _tile_loadd(3, from.tile.key[2 * half + 1] + 32 * d, 2 * H);
-                        _tile_dpbf16ps(1, 3, 2);
-                    }
-                    if (i == H / 16 - 1) {
-                        _tile_stored(0, at.score[odd][32 * half], 64);
-                        _tile_stored(1, at.score[odd][32 * half + 16], 64);
-                    }
-                    if (begun.row == 0 && from.ahead) {
-                        fetch<H>(from.tile.key[part * V / PARTS] + (AHEAD * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
-                        fetch<H>(from.tile.value[part * V / PARTS] + (AHEAD * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
-                    }
+                const int part = half * (H / 16) + i;
+                if (begun.row == 0 && from.ahead) {
+                    fetch<H>(from.tile.key[part * V / PARTS] + (AHEAD * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                    fetch<H>(from.tile.value[part * V / PARTS] + (AHEAD * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
                 }
-                if (softened.row >= 0) { // outputs by 32 dims, in the order of pair_values
-                    float* out = last->out + 32 * pair;
-                    if (i % 4 == 0) { _tile_loadd(4, out, sizeof *last); _tile_loadd(5, out + 16, sizeof *last); }
-                    if (i % 2 == 0) {
-                        _tile_loadd(6, at.weight[odd][keys], 64);
-                        _tile_loadd(7, &value[16 * keys][2 * pair], 4 * H);
-                        _tile_dpbf16ps(4, 6, 7);
-                    } else {
-                        _tile_loadd(7, &value[16 * keys][2 * pair + 1], 4 * H);
-                        _tile_dpbf16ps(5, 6, 7);
+                // Tiles are loaded four products before they are used, as far as there are registers: where another thread of
+                // the core has the rest of them, one that is loaded anew waits for what still reads it.
+                if (i == 0 && begun.row >= 0) { // 16 keys and 16 more: their products with all rows
+                    const bf16 *key = from.tile.key[2 * half], *other = from.tile.key[2 * half + 1];
+                    _tile_zero(0);
+                    _tile_zero(1);
+#pragma GCC unroll 2
+                    for (int d = 0; d < H; d += 64) {
+                        _tile_loadd(2, group.q[d / 2], 64);
+                        _tile_loadd(3, group.q[d / 2 + 16], 64);
+                        _tile_loadd(4, key + d, 2 * H);
+                        _tile_loadd(5, other + d, 2 * H);
+                        _tile_loadd(6, key + d + 32, 2 * H);
+                        _tile_loadd(7, other + d + 32, 2 * H);
+                        _tile_dpbf16ps(0, 4, 2);
+                        _tile_dpbf16ps(1, 5, 2);
+                        _tile_dpbf16ps(0, 6, 3);
+                        _tile_dpbf16ps(1, 7, 3);
                     }
-                    if (i % 4 == 3) { _tile_stored(4, out, sizeof *last); _tile_stored(5, out + 16, sizeof *last); }
+                    _tile_stored(0, at.score[odd][32 * half], 64);
+                    _tile_stored(1, at.score[odd][32 * half + 16], 64);
                 }
+                if (i == H / 32 && softened.row >= 0)
+#pragma GCC unroll 2
+                    for (int d = 0; d < H / 2; d += 32) { // 32 dims of all rows, as pair_values has them
+                        float* out = last->out + half * H / 2 + d;
+                        const __m512i* v = &value[0][half * H / 32 + d / 16];
+                        _tile_loadd(0, out, sizeof *last);
+                        _tile_loadd(1, out + 16, sizeof *last);
+                        _tile_loadd(2, at.weight[odd][0], 64);
+                        _tile_loadd(3, at.weight[odd][1], 64);
+                        _tile_loadd(4, v, 4 * H);
+                        _tile_loadd(5, v + 1, 4 * H);
+                        _tile_loadd(6, v + H, 4 * H);
+                        _tile_loadd(7, v + H + 1, 4 * H);
+                        _tile_dpbf16ps(0, 2, 4);
+                        _tile_dpbf16ps(1, 2, 5);
+                        _tile_dpbf16ps(0, 3, 6);
+                        _tile_dpbf16ps(1, 3, 7);
+                        _tile_stored(0, out, sizeof *last);
+                        _tile_stored(1, out + 16, sizeof *last);
+                    }
                 if (scored.row == 0) pair_values<H>(of.tile, at.value[scored.parity], part * TILE / PARTS, (part + 1) * TILE / PARTS);
                 constexpr int EACH = 16 / PARTS; // rows
                 const int r = part * EACH;
@@ -434,19 +451,19 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
         const Row<H>* splits = all + bk * n_splits * places;
         std::vector<float> top(R, LOWEST), total(R, 0.f);
         for (int64_t r = 0; r < R; r++) {
-            float merged[H] = {};
+            __m512 merged[H / 16] = {};
             for (int64_t s = 0; s < n_splits; s++) top[r] = std::max(top[r], splits[s * places + r].max);
             for (int64_t s = 0; s < n_splits; s++) {
                 const Row<H>& row = splits[s * places + r];
                 if (row.max == LOWEST) continue; // nothing seen here
                 const float share = exp2f((row.max - top[r]) * to_log2);
                 total[r] += _mm512_reduce_add_ps(_mm512_load_ps(row.sum)) * share;
-                for (int h = 0; h < H; h++) merged[h] += row.out[h] * share;
+                for (int c = 0; c < H / 16; c++) merged[c] = _mm512_add_ps(merged[c], _mm512_mul_ps(_mm512_load_ps(row.out + 16 * c), _mm512_set1_ps(share)));
             }
-            alignas(64) float ordered[H];
-            for (int c = 0; c < H / 16; c++)
-                for (int i = 0; i < 16; i++) ordered[interleaved(c, i)] = total[r] ? merged[16 * c + i] / total[r] : 0.f;
-            for (int h = 0; h < H; h += 16) _mm256_storeu_si256((__m256i*)(out + (bk * R + r) * H + h), (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(ordered + h)));
+            const __m512 by = _mm512_set1_ps(total[r]);
+            const __mmask16 any = total[r] ? 0xffff : 0;
+            for (int c = 0; c < H / 16; c += 2)
+                _mm512_storeu_si512(out + (bk * R + r) * H + 16 * c, in_order(_mm512_maskz_div_ps(any, merged[c], by), _mm512_maskz_div_ps(any, merged[c + 1], by)));
         }
         if (!mass) return;
         float* shares = mass + bk * (M / PAGE);
@@ -465,9 +482,9 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
     begin();
 #pragma omp for schedule(dynamic) nowait
     for (int64_t task = 0; task < B * K * n_splits; task++) {
-        const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
+        const int64_t bk = task % (B * K), split = task / (B * K), head = bk % K, b = bk / K; // the last splits, which are shorter, last
         const bf16 *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
-        Row<H>* rows = all + task * places;
+        Row<H>* rows = all + (bk * n_splits + split) * places;
         int64_t n_keys = 0;
         for (int64_t r = 0; r < R; r++) {
             const int64_t g = r / T, t = r % T;
