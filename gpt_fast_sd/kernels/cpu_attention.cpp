@@ -4,9 +4,10 @@
 // with a running softmax, and the splits are merged. Sums never depend on what else is in the batch, on the number of
 // queries or on how much of the cache is in view.
 //
-// A tile is 64 keys. With AMX, products take up to 16 rows at once, keys as they lie in the cache, and the softmax has a
-// row in every lane. Without, scores lie with a key in every lane, so the tile is transposed once and each query then
-// costs dot products alone, no horizontal sum; rows are taken up to six at a time, which is what the registers hold.
+// A tile is 64 keys. The softmax has a key in every lane, so that few rows cost few exponentials. With AMX, products take
+// up to 16 rows at once, keys as they lie in the cache; their scores are turned, four rows at a time. Without, the tile is
+// transposed once and each query then costs dot products alone, no horizontal sum; rows are taken up to six at a time,
+// which is what the registers hold.
 //
 // Names: B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
 // S capacity, M keys in view or entries listed.
@@ -19,14 +20,8 @@
 
 typedef uint16_t bf16;
 namespace { // a process may hold this built in two ways, whose names must not meet
-constexpr int TILE = 64, PAGE = 16, SPLIT = 4096, WEIGHTS = 16 * 16;
-#ifndef AHEAD
-#define AHEAD 1
-#endif
-#ifndef HINT
-#define HINT _MM_HINT_T0
-#endif
-
+constexpr int TILE = 64, PAGE = 16, SPLIT = 4096;
+constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys and of the next, 16 rows of 16
 constexpr float LOWEST = -1e30f; // finite, so that the difference of two is no NaN
 
 // 2^x for x <= 0, relative error below 3e-6; what would be smaller than 2^-126 is next to it. The weights are rounded to
@@ -161,9 +156,9 @@ template <int H> static inline void pair_values(const Tile& tile, __m512i (*pair
     }
 }
 
-// Ask for 16 keys or values that lie one after the other.
+// Ask for n keys or values that lie one after the other.
 template <int H> static inline void fetch(const bf16* from, int n) {
-    for (int h = 0; h < n * H; h += 32) _mm_prefetch((const char*)(from + h), HINT);
+    for (int h = 0; h < n * H; h += 32) _mm_prefetch((const char*)(from + h), _MM_HINT_T0);
 }
 
 #ifdef __AMX_BF16__
@@ -258,53 +253,39 @@ template <int H> struct Rows {
         for (int half = 0; half < 2; half++)
 #pragma GCC unroll 8
             for (int i = 0; i < H / 16; i++) {
-                const int part = half * (H / 16) + i;
-                if (begun.row == 0 && from.ahead) {
-                    fetch<H>(from.tile.key[part * V / PARTS] + (AHEAD * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
-                    fetch<H>(from.tile.value[part * V / PARTS] + (AHEAD * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
-                }
-                // Tiles are loaded four products before they are used, as far as there are registers: where another thread of
-                // the core has the rest of them, one that is loaded anew waits for what still reads it.
-                if (i == 0 && begun.row >= 0) { // 16 keys and 16 more: their products with all rows
-                    const bf16 *key = from.tile.key[2 * half], *other = from.tile.key[2 * half + 1];
-                    _tile_zero(0);
-                    _tile_zero(1);
-#pragma GCC unroll 2
-                    for (int d = 0; d < H; d += 64) {
-                        _tile_loadd(2, group.q[d / 2], 64);
-                        _tile_loadd(3, group.q[d / 2 + 16], 64);
-                        _tile_loadd(4, key + d, 2 * H);
-                        _tile_loadd(5, other + d, 2 * H);
-                        _tile_loadd(6, key + d + 32, 2 * H);
-                        _tile_loadd(7, other + d + 32, 2 * H);
-                        _tile_dpbf16ps(0, 4, 2);
-                        _tile_dpbf16ps(1, 5, 2);
-                        _tile_dpbf16ps(0, 6, 3);
-                        _tile_dpbf16ps(1, 7, 3);
+                const int part = half * (H / 16) + i, d = i / 2, pair = half * (H / 64) + i / 4, keys = i / 2 % 2;
+                if (begun.row >= 0) { // keys by 32 and 32, of those 16 and 16: their product with all rows
+                    if (i == 0) { _tile_zero(0); _tile_zero(1); }
+                    if (i % 2 == 0) {
+                        _tile_loadd(2, group.q[16 * d], 64);
+                        _tile_loadd(3, from.tile.key[2 * half] + 32 * d, 2 * H);
+                        _tile_dpbf16ps(0, 3, 2);
+                    } else {
+                        _tile_loadd(3, from.tile.key[2 * half + 1] + 32 * d, 2 * H);
+                        _tile_dpbf16ps(1, 3, 2);
                     }
-                    _tile_stored(0, at.score[odd][32 * half], 64);
-                    _tile_stored(1, at.score[odd][32 * half + 16], 64);
-                }
-                if (i == H / 32 && softened.row >= 0)
-#pragma GCC unroll 2
-                    for (int d = 0; d < H / 2; d += 32) { // 32 dims of all rows, as pair_values has them
-                        float* out = last->out + half * H / 2 + d;
-                        const __m512i* v = &value[0][half * H / 32 + d / 16];
-                        _tile_loadd(0, out, sizeof *last);
-                        _tile_loadd(1, out + 16, sizeof *last);
-                        _tile_loadd(2, at.weight[odd][0], 64);
-                        _tile_loadd(3, at.weight[odd][1], 64);
-                        _tile_loadd(4, v, 4 * H);
-                        _tile_loadd(5, v + 1, 4 * H);
-                        _tile_loadd(6, v + H, 4 * H);
-                        _tile_loadd(7, v + H + 1, 4 * H);
-                        _tile_dpbf16ps(0, 2, 4);
-                        _tile_dpbf16ps(1, 2, 5);
-                        _tile_dpbf16ps(0, 3, 6);
-                        _tile_dpbf16ps(1, 3, 7);
-                        _tile_stored(0, out, sizeof *last);
-                        _tile_stored(1, out + 16, sizeof *last);
+                    if (i == H / 16 - 1) {
+                        _tile_stored(0, at.score[odd][32 * half], 64);
+                        _tile_stored(1, at.score[odd][32 * half + 16], 64);
                     }
+                    if (begun.row == 0 && from.ahead) {
+                        fetch<H>(from.tile.key[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                        fetch<H>(from.tile.value[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                    }
+                }
+                if (softened.row >= 0) { // outputs by 32 dims, in the order of pair_values
+                    float* out = last->out + 32 * pair;
+                    if (i % 4 == 0) { _tile_loadd(4, out, sizeof *last); _tile_loadd(5, out + 16, sizeof *last); }
+                    if (i % 2 == 0) {
+                        _tile_loadd(6, at.weight[odd][keys], 64);
+                        _tile_loadd(7, &value[16 * keys][2 * pair], 4 * H);
+                        _tile_dpbf16ps(4, 6, 7);
+                    } else {
+                        _tile_loadd(7, &value[16 * keys][2 * pair + 1], 4 * H);
+                        _tile_dpbf16ps(5, 6, 7);
+                    }
+                    if (i % 4 == 3) { _tile_stored(4, out, sizeof *last); _tile_stored(5, out + 16, sizeof *last); }
+                }
                 if (scored.row == 0) pair_values<H>(of.tile, at.value[scored.parity], part * TILE / PARTS, (part + 1) * TILE / PARTS);
                 constexpr int EACH = 16 / PARTS; // rows
                 const int r = part * EACH;
@@ -365,9 +346,7 @@ template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, 
         }
     float shrink[N];
 #pragma GCC unroll 6
-    for (int r = 0; r < N; r++) {
-        shrink[r] = soften<H>(score[r], tile, rows[r], to_log2, at.weight[0][r], page_sum ? page_sum + r * V : nullptr, page_max + r);
-    }
+    for (int r = 0; r < N; r++) shrink[r] = soften<H>(score[r], tile, rows[r], to_log2, at.weight[0][r], page_sum ? page_sum + r * V : nullptr, page_max + r);
     constexpr int STEP = H == 64 ? N : N > 2 ? N / 2 : N; // rows whose outputs fit the registers
     static_assert(N % STEP == 0);
     for (int from = 0; from < N; from += STEP) {
@@ -393,11 +372,11 @@ template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, 
 template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>* rows, int64_t n_rows, float to_log2, float* page_sum, float* page_max, bool ahead) {
     constexpr int V = TILE / 16;
     for (int c = 0; c < V; c++) {
-        if (ahead) fetch<H>(tile.key[c] + AHEAD * TILE * H, 16); // part of a later tile, while this one is computed
+        if (ahead) fetch<H>(tile.key[c] + TILE * H, 16); // part of a later tile, while this one is computed
         for (int h = 0; h < H / 2; h += 16) transpose((const uint32_t*)tile.key[c] + h, H / 2, &at.key[h][c], V);
     }
     for (int c = 0; c < TILE; c += 16) {
-        if (ahead) fetch<H>(tile.value[c / 16] + AHEAD * TILE * H, 16);
+        if (ahead) fetch<H>(tile.value[c / 16] + TILE * H, 16);
         pair_values<H>(tile, at.value, c, c + 16);
     }
     int64_t r = 0;
@@ -482,9 +461,9 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
     begin();
 #pragma omp for schedule(dynamic) nowait
     for (int64_t task = 0; task < B * K * n_splits; task++) {
-        const int64_t bk = task % (B * K), split = task / (B * K), head = bk % K, b = bk / K; // the last splits, which are shorter, last
+        const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
         const bf16 *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
-        Row<H>* rows = all + (bk * n_splits + split) * places;
+        Row<H>* rows = all + task * places;
         int64_t n_keys = 0;
         for (int64_t r = 0; r < R; r++) {
             const int64_t g = r / T, t = r % T;
@@ -531,7 +510,7 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
                 }
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
-            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + (AHEAD + 1) * TILE <= end);
+            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + 2 * TILE <= end);
         }
         reading.finish();
         if (n_splits == 1) merge(bk);
