@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import Linear
+from gpt_fast_sd.model import FeedForward, Linear
 
-from .kernels import pack, packable, packed_linear, packed_rows, unpack
+from .kernels import pack, packable, packed_linear, packed_rows, packed_swiglu, unpack
 
 
 class _Packed(nn.Module):
@@ -43,6 +43,15 @@ class PackedEmbedding(_Packed, nn.Embedding):
         return packed_rows(self.weight, tokens)
 
 
+class PackedFeedForward(FeedForward):
+    """A FeedForward that takes SwiGLU of what its packed w_in gives while that is at hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]"""
+        out: Tensor = self.w_out(packed_swiglu(x, self.w_in.weight))
+        return out
+
+
 def pack_linears(model: nn.Module) -> int:
     """Pack in place the weights of a bf16 model that the kernel serves, one after another; how many there are.
 
@@ -65,4 +74,7 @@ def pack_linears(model: nn.Module) -> int:
         if tied is not None:
             tied.__class__ = PackedEmbedding
         n_packed += 1
+    for module in model.modules():
+        if type(module) is FeedForward and type(module.w_in) is PackedLinear and module.w_in.bias is None:
+            module.__class__ = PackedFeedForward
     return n_packed

@@ -21,7 +21,7 @@ from .checkpoint import (
     save_hugging_face,
 )
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
-from .llama import Attention, Block, Linear, Transformer
+from .llama import Attention, Block, FeedForward, Linear, Transformer
 from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Block",
     "CausalSelf",
     "CheckpointError",
+    "FeedForward",
     "FullKV",
     "KVCache",
     "Linear",

@@ -20,10 +20,12 @@ from . import cpu_sampling as sampling
 from .cpu_build import builds, library
 
 SOURCE = Path(__file__).with_name("cpu_linear.cpp")
+BF16 = torch.bfloat16
 LANES, DEPTH = 32, 32  # outputs and inputs of a block; both sizes of a packed weight are multiples of them
 
 _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
 _library.define("cpu_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+_library.define("cpu_swiglu(Tensor x, Tensor packed) -> Tensor")
 
 
 def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], ...]:
@@ -43,6 +45,15 @@ def packable(weight: Tensor) -> bool:
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """x W' + bias: bf16 x [..., I], packed [O, I], bias [O] -> bf16 [..., O]; TypeError for other dtypes."""
     out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias)
+    return out
+
+
+def packed_swiglu(x: Tensor, packed: Tensor) -> Tensor:
+    """silu(gate) * up, of which packed [2 * F, I] holds the rows in turns: bf16 x [..., I] -> bf16 [..., F].
+
+    Taken of fp32 sums; TypeError for other dtypes.
+    """
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_swiglu(x, packed)
     return out
 
 
@@ -74,28 +85,45 @@ def _blocks(packed: Tensor) -> Tensor:
 def _kernel() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     kernel = library(SOURCE)().linear_cpu
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes, kernel.restype = [pointer] * 4 + [size] * 4 + [ctypes.c_int], None
+    kernel.argtypes, kernel.restype = [pointer] * 4 + [size] * 4 + [ctypes.c_int] * 2, None
     return kernel
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    # of a step with a single row what stands here takes longer than the product of a small weight
+    if x.dtype is not BF16 or packed.dtype is not BF16 or not packed.is_contiguous():
+        raise TypeError(f"packed weights are contiguous bf16 and multiply bf16, got {packed.dtype} and {x.dtype}")
+    if bias is not None and bias.dtype is not BF16:
+        raise TypeError(f"the bias of packed weights is bf16, got {bias.dtype}")
+    n_out, n_in = packed.shape
+    rows, apart = x, n_in  # [M, I], from one row to the next
+    if not x.is_contiguous():
+        rows = x.reshape(-1, n_in)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        apart = rows.stride(0)
+    out = torch.empty((*x.shape[:-1], n_out // 2 if gated else n_out), dtype=BF16)
+    _kernel()(
+        rows.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+        rows.numel() // n_in, n_in, n_out, apart, gated, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 @torch.library.impl(_library, "cpu_linear", "CPU")
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    if not x.dtype == packed.dtype == torch.bfloat16 or not packed.is_contiguous():
-        raise TypeError(f"packed weights are contiguous bf16 and multiply bf16, got {packed.dtype} and {x.dtype}")
-    if bias is not None and bias.dtype != torch.bfloat16:
-        raise TypeError(f"the bias of packed weights is bf16, got {bias.dtype}")
-    n_out, n_in = packed.shape
-    rows = x.reshape(-1, n_in)  # [M, I]
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    out = torch.empty(*x.shape[:-1], n_out, dtype=x.dtype)
-    _kernel()(
-        rows.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-        len(rows), n_in, n_out, rows.stride(0), torch.get_num_threads(),
-    )  # fmt: skip
-    return out
+    return _product(x, packed, bias, False)
+
+
+@torch.library.impl(_library, "cpu_swiglu", "CPU")
+def _swiglu(x: Tensor, packed: Tensor) -> Tensor:
+    return _product(x, packed, None, True)
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_linear", lib=_library)  # type: ignore[untyped-decorator]
 def _linear_fake(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+@torch.library.register_fake("gpt_fast_sd::cpu_swiglu", lib=_library)  # type: ignore[untyped-decorator]
+def _swiglu_fake(x: Tensor, packed: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0] // 2)

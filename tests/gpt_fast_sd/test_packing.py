@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.kernels import packed_swiglu
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.packing import pack_linears
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -54,6 +55,33 @@ def test_products_are_those_of_fp64_for_any_number_of_rows(n_out: int, n_in: int
         torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5 * n_in**0.5)
 
 
+@pytest.mark.parametrize(("n_out", "n_in"), [(32, 32), (96, 64), (192, 576)])
+def test_swiglu_is_that_of_fp64_for_any_number_of_rows(n_out: int, n_in: int) -> None:
+    linear, weight, _ = packed(n_out, n_in)
+    for n_rows in ROWS:
+        x = torch.randn(n_rows, n_in).to(BF16) * 3
+        gate, up = nn.functional.linear(x.double(), weight).unflatten(-1, (-1, 2)).unbind(-1)
+        got = packed_swiglu(x, linear.weight)
+        assert got.dtype == BF16 and got.is_contiguous()
+        torch.testing.assert_close(got.double(), nn.functional.silu(gate) * up, rtol=2**-8, atol=3e-5 * n_in**0.5)
+
+
+def test_swiglu_takes_gates_of_any_size() -> None:
+    """Past 88 the exponential is infinite; the first input is the gate, the second one is up."""
+    linear = Linear(32, 32, bias=False).to(BF16).requires_grad_(False)
+    linear.weight.copy_(torch.eye(32))
+    if not pack_linears(linear):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    x = torch.zeros(13, 32).to(BF16)
+    x[:, 0] = torch.tensor([0, 1e-30, 1, -1, 80, -80, -87.5, -88, -89, 1e4, -1e4, 1e38, -1e38])
+    x[:, 1] = 2.0
+    expected = 2 * nn.functional.silu(x[:, 0].double())
+    torch.testing.assert_close(packed_swiglu(x, linear.weight)[:, 0].double(), expected, rtol=2**-8, atol=1e-35)
+    x[4, 0] = torch.nan
+    got = packed_swiglu(x, linear.weight)
+    assert got[4].isnan().all() and got[[3, 5]].isfinite().all()
+
+
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
 def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_threads: int) -> None:
@@ -65,6 +93,28 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_t
     for n_rows in ROWS:
         assert linear(x[:n_rows]).equal(alone[:n_rows])
         assert linear(x[-n_rows:]).equal(alone[-n_rows:])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_a_row_of_swiglu_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_threads: int) -> None:
+    linear, *_ = packed(160, 96)
+    x = torch.randn(130, 96).to(BF16)
+    torch.set_num_threads(1)
+    alone = torch.cat([packed_swiglu(x[i : i + 1], linear.weight) for i in range(len(x))])
+    torch.set_num_threads(n_threads)
+    for n_rows in ROWS:
+        assert packed_swiglu(x[-n_rows:], linear.weight).equal(alone[-n_rows:])
+
+
+@pytest.mark.parametrize("apart", [96, 104, 200, 224, 1024, 2048])
+def test_where_rows_lie_changes_no_bit(apart: int) -> None:
+    """Rows of whole lines are read in place, those that begin anywhere or would meet in a cache are put together."""
+    linear, *_ = packed(64, 96)
+    wide = torch.randn(70, apart).to(BF16)
+    for begin in (0, 7) if apart > 103 else (0,):
+        x = wide[:, begin : begin + 96]
+        assert linear(x).equal(torch.cat([linear(row.clone()[None]) for row in x]))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
