@@ -72,7 +72,7 @@ from frontier import (
 )
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import VIEWS
-from gpt_fast_sd.engine import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Tokenizer, Transformer, load_model
 from gpt_fast_sd.stats import EngineStats
 from peers import environment, read_bandwidth, weight_bytes

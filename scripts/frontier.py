@@ -34,7 +34,7 @@ from tqdm import tqdm
 from generate import check_writable, read_text
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, __version__
 from gpt_fast_sd.config import POLICIES
-from gpt_fast_sd.engine import BUNDLED, locate
+from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import Tokenizer, Transformer, load_model, load_tokenizer, read_config
 from gpt_fast_sd.stats import EngineStats
 

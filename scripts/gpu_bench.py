@@ -24,7 +24,7 @@ from torch import Tensor
 from frontier import spread, stretches, take_turns, tokens_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import gamma_tiers
-from gpt_fast_sd.engine import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.planner import GammaPlanner
 from gpt_fast_sd.replay import PROFILES, Replay, replay_table

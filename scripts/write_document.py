@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from bundled_data import distinct, fact, number, person, thing
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.engine import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import Tokenizer
 
 TITLE = "A Winter Journey to the Salt Coast"

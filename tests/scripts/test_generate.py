@@ -14,7 +14,7 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.config import POLICIES
-from gpt_fast_sd.engine import find_smollm2, locate
+from gpt_fast_sd.loading import find_smollm2, locate
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.requests import TokenEvent
 from gpt_fast_sd.stats import EngineStats

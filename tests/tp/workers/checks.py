@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd import rows as rows_module
 from gpt_fast_sd.compiling import CompiledStep
-from gpt_fast_sd.engine import draft_group
+from gpt_fast_sd.loading import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Weights, load_model, save_hugging_face
 from gpt_fast_sd.rounds import judge_step
 from gpt_fast_sd.tp import (
