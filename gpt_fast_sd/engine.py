@@ -36,9 +36,10 @@ from .loading import TORCH_DTYPES, draft_group, kv_dtype_of, load, plan_for
 from .memory import MemoryPlan
 from .packing import pack_linears
 from .planner import GammaPlanner
-from .policies import DraftPolicy, OwnPrefill, Reader, build_policy
+from .policies import DraftPolicy, OwnPrefill, build_policy
 from .prefill import Prefill
 from .quantize import quantize
+from .reader import Reader
 from .replay import Replay
 from .requests import Arrival, Completion, Intake, Prompt, Request, RoundEvent, TokenEvent, Waiting
 from .rounds import Flight, Rounds

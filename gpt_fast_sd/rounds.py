@@ -27,7 +27,8 @@ from .compiling import CompiledStep, span, varying
 from .config import MAX_GAMMA, DraftConfig
 from .devices import ways_of
 from .graphs import MOST_STEPS, REFRESH_STEPS, Capture, GraphPool, doubling, steps_of
-from .policies import Draft, DraftPolicy, Reader
+from .policies import Draft, DraftPolicy
+from .reader import Reader
 from .replay import Replay
 from .requests import Request
 from .rows import Rows

@@ -15,12 +15,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, KVCache, Transformer
-from gpt_fast_sd.tp import ALONE, Group, Vocabulary
+from gpt_fast_sd.model import KV, Transformer
+from gpt_fast_sd.tp import Vocabulary
 
-from ..compiling import CompiledStep, Options, span
+from ..compiling import CompiledStep, span
 from ..devices import ways_of
 from ..prefill import Filling
+from ..reader import Reader
 from ..rows import Rows
 from ..sampling import DRAFT_STREAM
 
@@ -110,26 +111,6 @@ class OwnPrefill(Protocol):
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
         """Begin with what admit would prefill: rounds may come between its chunks, and admit when all are computed."""
         ...
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A model and the cache it reads and writes. A self-draft's is the target's own."""
-
-    model: Transformer
-    cache: KVCache
-    compiled: bool | Options | None  # see CompiledStep
-    group: Group = ALONE  # the ranks that hold the model together
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(L, B, K) of the cache."""
-        return len(self.cache.k), self.cache.k[0].shape[0], self.cache.k[0].shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the cache is."""
-        return self.cache.seq_len.device
 
 
 class View(Protocol):

@@ -6,8 +6,9 @@ from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
+from ..reader import Reader
 from ..sampling import CHEAP_STREAM
-from .base import DraftPolicy, ModelDraft, Reader, View
+from .base import DraftPolicy, ModelDraft, View
 from .early_exit import EarlyExitDraft, first_layers
 from .full import FullView
 from .guided import GuidedView

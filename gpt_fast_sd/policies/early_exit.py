@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..reader import Reader
 from ..rows import Rows
-from .base import ModelDraft, Reader
+from .base import ModelDraft
 
 
 def first_layers(target: Reader, n: int | None) -> Reader:

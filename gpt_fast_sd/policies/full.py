@@ -11,8 +11,8 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, SPLIT
 
 from ..attending import DenseKV
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
 
 
 def full_kv(k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor) -> KV:

@@ -18,8 +18,8 @@ from torch import Tensor
 from gpt_fast_sd.kernels import guided_select
 
 from ..attending import on_cuda
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
 from .sparse import SlotView, entries_of
 
 

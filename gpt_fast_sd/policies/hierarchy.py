@@ -21,9 +21,10 @@ from gpt_fast_sd.model import KV, Transformer
 
 from ..compiling import CompiledStep, span
 from ..prefill import Filling
+from ..reader import Reader
 from ..rows import Rows
 from ..sampling import CHEAP_ACCEPT_STREAM, DRAFT_STREAM
-from .base import Draft, DraftPolicy, OwnPrefill, Reader, View
+from .base import Draft, DraftPolicy, OwnPrefill, View
 
 Count = TypeVar("Count", int, Tensor)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT
 
+from ..reader import Reader
 from ..rows import Rows
-from .base import Draft, Reader
+from .base import Draft
 
 
 def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,8 @@ from gpt_fast_sd.model import KV, SPLIT, store
 
 from ..attending import on_cuda
 from ..compiling import CompiledStep
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
 from .sparse import attend_at, entries_of, positions_of
 
 LEAST = torch.finfo(torch.float32).min

@@ -25,8 +25,8 @@ from gpt_fast_sd.model import SPLIT, Transformer, attend_with_mass
 from ..attending import on_cuda
 from ..compiling import CompiledStep, span
 from ..devices import ways_of
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
 from .sparse import SlotView
 
 WINDOW = 32  # observation window, as in the paper

@@ -17,8 +17,8 @@ from gpt_fast_sd.kernels import cpu_attention_at, sparse_attention
 from gpt_fast_sd.model import KV, SPLIT, store
 
 from ..attending import kernel_serves, on_cuda
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
 
 
 @dataclass(frozen=True)

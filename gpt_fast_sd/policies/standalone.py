@@ -19,8 +19,9 @@ from gpt_fast_sd.tp import Group, broadcast, local_config
 
 from ..compiling import CompiledStep
 from ..prefill import CHUNK, Filling, Prefill
+from ..reader import Reader
 from ..rows import Rows
-from .base import Draft, ModelDraft, Reader, View, draft_step
+from .base import Draft, ModelDraft, View, draft_step
 
 
 def beside(target: Reader, model: Transformer, group: Group) -> Reader:

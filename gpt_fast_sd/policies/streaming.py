@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
 from .sparse import SlotView
 
 

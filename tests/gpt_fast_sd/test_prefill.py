@@ -18,8 +18,8 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import KVCache
-from gpt_fast_sd.policies import Reader
 from gpt_fast_sd.prefill import CHUNK, Prefill
+from gpt_fast_sd.reader import Reader
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 MAX_LEN = 4 * CHUNK

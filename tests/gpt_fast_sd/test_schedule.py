@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.model import KVCache
-from gpt_fast_sd.policies import Reader
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import CHUNK, Prefill
+from gpt_fast_sd.reader import Reader
 from tests.gpt_fast_sd.policies.drafting import drafting
 from tests.gpt_fast_sd.test_rounds import POLICIES, captured, engine, told
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model

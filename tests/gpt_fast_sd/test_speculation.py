@@ -20,11 +20,12 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Draft, Reader
+from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.base import ModelDraft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.requests import Completion, TokenEvent
 from gpt_fast_sd.rows import Rows
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model

@@ -12,9 +12,10 @@ from torch import Tensor
 from gpt_fast_sd.compiling import span
 from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.judging import verify_greedy, verify_sampled
-from gpt_fast_sd.policies import Reader, build_policy
+from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.replay import Replay
 from gpt_fast_sd.rounds import Rounds, decode_step
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig

@@ -19,8 +19,9 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Draft, Reader
+from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.requests import Completion
 from gpt_fast_sd.sampling import probabilities
 from tests.helpers import chi_square, random_ids, table_of, tiny_config, tiny_model, whole_text_logits

@@ -20,9 +20,10 @@ from torch import Tensor
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import SPLIT, CausalSelf, KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Reader, snapkv
+from gpt_fast_sd.policies import snapkv
 from gpt_fast_sd.policies.snapkv import WINDOW, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.rows import Rows
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpuless.recorder import capture

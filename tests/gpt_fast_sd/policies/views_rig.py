@@ -17,8 +17,9 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import ModelDraft, Reader, build_view
+from gpt_fast_sd.policies import ModelDraft, build_view
 from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.rounds import decode_step
 from gpt_fast_sd.rows import Rows
 from tests.helpers import random_ids, tiny_config, tiny_model
