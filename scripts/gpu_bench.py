@@ -96,7 +96,7 @@ class Bench:
         gamma, replay = self.gammas[profile], self.engine.replay
         assert replay is not None
         replay.table.copy_(replay_table(PROFILES[profile], len(replay.table), self.batch, gamma, 0, self.setup.device))
-        self.engine.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
+        self.engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
         return float(replay.table.double().mean()) + 1
 
     def run(self, speculate: bool, rounds: int | None = None, new: int | None = None) -> Record:

@@ -123,7 +123,7 @@ def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_an
         one = Engine(model, None, config, DraftConfig(policy="guided", budget=48, gamma=3))
         one.warm_up()
         n_nodes = sum(node.op.startswith("call") for part in parts for node in part.graph.nodes)
-        found.append((one._graphs, len(parts), n_nodes))
+        found.append((one.schedule.graphs, len(parts), n_nodes))
         parts.clear()
     assert found[0] == found[1]
     graphs, n_parts, n_nodes = found[1]

@@ -57,7 +57,7 @@ class Watched:
 
     def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         logits, mass = self._feed(tokens, n_keys)
-        for slot, request in enumerate(self.engine._slots):
+        for slot, request in enumerate(self.engine.schedule.slots):
             if request is not None:
                 text = [*request.prompt, *request.tokens]
                 for i in range(tokens.shape[1]):

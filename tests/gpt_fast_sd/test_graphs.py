@@ -83,7 +83,7 @@ def expected() -> list[list[int]]:
 def test_graphs_of_a_calibration_leave_a_pool_that_rounds_can_use(cuda: Cuda, expected: list[list[int]]) -> None:
     one = engine(gamma="auto")
     assert tokens(one) == expected
-    assert one.rounds.lateness == 1 and len(one._flights) == 0
+    assert one.rounds.lateness == 1 and len(one.schedule.flights) == 0
 
 
 def test_a_sweep_of_drafts_captures_round_after_round_into_one_pool(cuda: Cuda, expected: list[list[int]]) -> None:

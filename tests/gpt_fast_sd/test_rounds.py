@@ -118,7 +118,7 @@ def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_unde
     launched, launch, before = list[tuple[int, int]](), one.rounds.launch, one.rows.round
 
     def noted(gamma: int, *args: Any, **kwargs: Any) -> Flight:
-        launched.append((gamma, len(one._flights)))
+        launched.append((gamma, len(one.schedule.flights)))
         return launch(gamma, *args, **kwargs)
 
     monkeypatch.setattr(one.rounds, "launch", noted)
@@ -196,7 +196,7 @@ def test_a_stream_left_half_way_leaves_nothing_in_the_air() -> None:
     for _ in range(5):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert not one._flights
+    assert not one.schedule.flights
     assert [c.tokens for c in one.generate(PROMPTS, GREEDY)] == [
         c.tokens for c in engine("off").generate(PROMPTS, GREEDY)
     ]

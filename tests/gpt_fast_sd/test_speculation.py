@@ -369,7 +369,7 @@ def test_a_speculative_stream_left_half_way_leaves_the_engine_as_good_as_new(nam
         next(stream)
     del stream
     gc.collect()
-    assert all(slot is None for slot in one._slots)
+    assert all(slot is None for slot in one.schedule.slots)
     got = one.generate(PROMPTS, PARAMS)
     assert tokens_of(got) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
     fresh = speculator(name).generate(PROMPTS, PARAMS)
@@ -442,7 +442,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(name: str, promp
     fresh, n_accepted = [prefilled(one.model, text) for text in texts], set()
     for event in one.stream(prompts, params):
         n_accepted.add(event.accepted)
-        for slot, request in enumerate(one._slots):
+        for slot, request in enumerate(one.schedule.slots):
             if request is not None:
                 text, n = texts[request.index], request.length
                 assert int(one.cache.seq_len[slot]) == n
@@ -465,7 +465,7 @@ def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytes
     """MagicDec's stop after 80 tokens let a row run over into the pages of the next."""
     one, gamma = speculator(name), 4
     reach = gamma + (CHEAP_GAMMA if name.startswith("hierarchy") else 0)  # positions behind the pending token's
-    launch, n_written = one._launch, []
+    launch, n_written = one.schedule._launch, []
 
     def watched(speculate: bool) -> bool:
         lengths = one.cache.seq_len[:, None]  # [B, 1]
@@ -571,14 +571,14 @@ def compiled_engine_keeps_its_graphs(name: str, check: Callable[[Engine], None] 
     prompts = [random_ids(n, seed=n) for n in lengths]
     params = [SamplingParams(max_tokens=6 + 3 * i) for i in range(len(prompts))]
     one.warm_up()
-    graphs = one._graphs
+    graphs = one.schedule.graphs
     for chosen in (slice(0, 2), slice(2, 5), slice(0, 8)):
         got = tokens_of(one.generate(prompts[chosen], params[chosen]))
-        assert one.stats.recompiles == 0 and one._graphs == graphs
+        assert one.stats.recompiles == 0 and one.schedule.graphs == graphs
     plain_config = EngineConfig(batch_size=3, max_seq_len=1100, device="cpu", compile=False)
     assert got == tokens_of(Engine(tiny_model(config), None, plain_config).generate(prompts, params))
     assert got == tokens_of(one.generate(prompts, params, speculate=False))
-    assert one.stats.recompiles == 0 and one._graphs == graphs
+    assert one.stats.recompiles == 0 and one.schedule.graphs == graphs
 
 
 @pytest.mark.slow
@@ -593,11 +593,11 @@ def test_a_compiled_engine_that_chooses_gamma_compiles_nothing_after_its_warm_up
 ) -> None:
     one = speculator("streaming", "auto", tiny_config(n_layers=1), compile=True, max_seq_len=1100)
     one.warm_up()
-    graphs, tiers = one._graphs, itertools.cycle([0, 1, 8, 2, 6, 3, 4])
+    graphs, tiers = one.schedule.graphs, itertools.cycle([0, 1, 8, 2, 6, 3, 4])
     monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(tiers))
     one.generate(PROMPTS, SamplingParams(max_tokens=40))
     assert set(one.stats.rounds_by_gamma) >= {0, 1, 2, 3, 4, 6, 8}
-    assert one.stats.recompiles == 0 and one._graphs == graphs
+    assert one.stats.recompiles == 0 and one.schedule.graphs == graphs
 
 
 def test_a_hierarchy_over_another_model_leaves_the_prompts_alone_that_slots_hold() -> None:

@@ -95,11 +95,11 @@ def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_grap
     # three kinds of sampling, none, one or several drafts; drawn by chance or not, by one proposer or two
     assert one.rounds.judge.graphs <= 3 * 3 * 3
     assert one.rounds.decode.graphs == 1 and one.rounds.verify.graphs <= 2  # with and without mass
-    before = one._graphs
+    before = one.schedule.graphs
     for params in (GREEDY, SAMPLED, FILTERED, MIXED[::-1]):
         one.generate(PROMPTS, params)
         assert one.stats.recompiles == 0
-    assert one._graphs == before
+    assert one.schedule.graphs == before
 
 
 def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:

@@ -193,7 +193,7 @@ def test_events_say_which_level_proposed_a_token() -> None:
 def test_what_is_committed_is_never_the_scratch_of_a_draft() -> None:
     one = drafting("hierarchy", view="streaming", budget=32, gamma=6)
     for _ in one.stream(PROMPTS, SamplingParams(max_tokens=20)):
-        for slot, request in enumerate(one._slots):
+        for slot, request in enumerate(one.schedule.slots):
             if request is not None:
                 text = [*request.prompt, *request.tokens]
                 assert int(one.cache.seq_len[slot]) == len(text) - 1

@@ -153,16 +153,16 @@ def test_a_prompt_that_a_live_slot_holds_is_copied_as_it_was_prefilled() -> None
     prompt = random_ids(300)
     one, policy = standalone(view="streaming", budget=16)
     rounds = one.stream([prompt, *PROMPTS[:3], prompt], [SamplingParams(max_tokens=n) for n in (40, 4, 40, 40, 40)])
-    while one._slots[1] is None or one._slots[1].index != 4:
+    while one.schedule.slots[1] is None or one.schedule.slots[1].index != 4:
         next(rounds)
     for got, expected in zip(entries(policy.reader.cache, 1, 298), prefilled(policy.reader, prompt[:-1]), strict=True):
         assert torch.equal(got, expected[:, :298])
     request = Request(0, prompt, SamplingParams(), frozenset(), None)
-    one._release(1)
+    one.schedule.release(1)
     with torch.inference_mode():
-        one._admit(request)
-        while one._arrival:
-            one._fill()
+        one.schedule._admit(request)
+        while one.schedule.arrival:
+            one.schedule._fill()
     found, wanted = entries(policy.reader.cache, 1, 299), prefilled(policy.reader, prompt[:-1])
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
@@ -221,7 +221,7 @@ def test_a_slot_is_given_up_without_asking_the_device_for_anything() -> None:
     one, _ = standalone(gamma=2)
     one.generate(PROMPTS[:4], SamplingParams(max_tokens=5))
     with mixed_devices() as seen, torch.inference_mode():
-        one._release(0)
+        one.schedule.release(0)
     assert not seen
 
 

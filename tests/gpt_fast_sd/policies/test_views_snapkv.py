@@ -289,8 +289,8 @@ def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
     name: str, windows_fed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, launched = drafting(name), list[bool]()
-    launch = one._launch
-    monkeypatch.setattr(one, "_launch", lambda speculate: launched.append(launch(speculate)) or launched[-1])
+    launch = one.schedule._launch
+    monkeypatch.setattr(one.schedule, "_launch", lambda speculate: launched.append(launch(speculate)) or launched[-1])
     one.generate(LONG, SAMPLED)
     assert set(launched) == {True}
     assert windows_fed  # what is captured is called once

@@ -408,7 +408,7 @@ def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[t
     def listening(tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         logits, mass = feed(tokens, n_keys)
         whole = engine.vocabulary.whole(logits)
-        for slot, request in enumerate(engine._slots):
+        for slot, request in enumerate(engine.schedule.slots):
             if request is not None:
                 text = [*request.prompt, *request.tokens]
                 for i in range(tokens.shape[1]):
