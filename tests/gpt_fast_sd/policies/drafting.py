@@ -135,8 +135,6 @@ def holds_what_a_prefill_gives(one: Engine, reader: Reader, prompts: Sequence[Se
         accepted.append(event.accepted)
         placed = ((s, r) for s, r in enumerate(one.schedule.slots) if r and r.index == event.index)
         slot, request = next(placed, (0, None))
-            ((s, r) for s, r in enumerate(one.schedule.slots) if r and r.index == event.index), (0, None)
-        )
         if request is None:
             continue
         text = [*request.prompt, *request.tokens]
