@@ -30,6 +30,7 @@ from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, require_current, require_kernels, ways_of
 from .graphs import GraphPool
+from .inflight import Rounds
 from .kernels import begin_building, cpu_kernels
 from .loading import TORCH_DTYPES, draft_group, kv_dtype_of, load, plan_for
 from .memory import MemoryPlan
@@ -41,7 +42,6 @@ from .quantize import quantize
 from .reader import Reader
 from .replay import Replay
 from .requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
-from .rounds import Rounds
 from .rows import Rows
 from .scheduling import Schedule, kinds_of
 from .stats import EngineStats

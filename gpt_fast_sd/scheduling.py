@@ -17,11 +17,11 @@ from gpt_fast_sd.tp import Parallel
 
 from .compiling import span
 from .config import SamplingParams
+from .inflight import Flight, Rounds
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill
 from .prefill import Prefill
 from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting
-from .rounds import Flight, Rounds
 from .rows import Rows
 from .sampling import filters_anything
 from .stats import EngineStats

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.graphs import GraphPool, steps_of
+from gpt_fast_sd.inflight import Rounds
 from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
 from gpt_fast_sd.model import SPLIT, save_hugging_face
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.rounds import Rounds
 from gpt_fast_sd.rows import Rows
 from gpt_fast_sd.tp import Parallel
 from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
@@ -156,7 +156,7 @@ def test_no_more_steps_are_held_in_graphs_than_the_bound(
     cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go all together: one that went alone would take along what the others need."""
-    monkeypatch.setattr("gpt_fast_sd.rounds.MOST_STEPS", 6)
+    monkeypatch.setattr("gpt_fast_sd.inflight.MOST_STEPS", 6)
     one, gammas, held = engine(gamma="auto"), itertools.cycle([3, 1, 2, 3, 3, 1, 0]), list[int]()
     steps: list[int] = []
     monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)

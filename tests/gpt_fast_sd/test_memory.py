@@ -19,7 +19,7 @@ from gpt_fast_sd.graphs import MOST_STEPS
 from gpt_fast_sd.memory import DRAWING, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
 from gpt_fast_sd.model import PRESETS, SPLIT
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.rounds import judge_step
+from gpt_fast_sd.round import judge_step
 from gpt_fast_sd.rows import Rows
 from scripts import batch
 from tests.gpuless.live import LiveBytes

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.inflight import Flight
 from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.rounds import Flight
 from tests.gpuless.recorder import HostRead, capture
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from gpt_fast_sd.compiling import span
 from gpt_fast_sd.config import DraftConfig
+from gpt_fast_sd.inflight import Rounds
 from gpt_fast_sd.judging import verify_greedy, verify_sampled
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
 from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.rounds import Rounds, decode_step
+from gpt_fast_sd.round import decode_step
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
 from tests.gpuless.recorder import waits

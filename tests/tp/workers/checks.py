@@ -29,7 +29,7 @@ from gpt_fast_sd import rows as rows_module
 from gpt_fast_sd.compiling import CompiledStep
 from gpt_fast_sd.loading import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Weights, load_model, save_hugging_face
-from gpt_fast_sd.rounds import judge_step
+from gpt_fast_sd.round import judge_step
 from gpt_fast_sd.tp import (
     Agreement,
     Disagreement,
