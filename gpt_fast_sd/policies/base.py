@@ -36,72 +36,79 @@ class Draft:
     proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
 
 
-class DraftPolicy(Protocol):
-    """Proposes up to gamma tokens a row. Its methods are called in the order they stand here, round after round."""
+class Drafts:
+    """What policies and views share: nothing to do at any point of a round, which each of them says otherwise.
 
-    proposers: tuple[str, ...]
-    wants_mass: (
-        bool  # whether observe is to be given the attention mass of the verification; by its page, if it has one
+    The methods run in the order they stand here, round after round: on the host between rounds, or on the device inside
+    them, where nothing may be decided by values that the host would have to read.
+    """
+
+    wants_mass = False  # whether observe is to be given the mass of the verification; by its page, if it has one
+        False  # whether observe is to be given the attention mass of the verification; by its page, if it has one
     )
-    refresh_every: int  # tokens that a row commits from one refresh to the next; 0: it needs none
+    refresh_every = 0  # tokens that a row commits from one refresh to the next; 0: it needs none
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return 0
 
     def warm_up(self) -> None:
         """Compile what is called between rounds. A round over idle slots follows, which compiles what rounds call.
 
         What slots hold must stay as it is.
         """
-        ...
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """A slot was prefilled with all of its prompt but the last token, which is pending."""
-        ...
+        """On the host: a slot was prefilled with all of its prompt but the last token, which is pending."""
 
     def due(self, rows: Rows) -> bool:
-        """Whether renew has work that needs to know exactly how far the rows are, see View.due.
+        """On the host: whether renew must know exactly how far the rows are: rows.ahead has to be 0 then.
 
-        Asked before a round that drafts, which then waits for the one under way, and before one that does not.
+        Told from rows.lengths, of which each may have grown by up to rows.ahead. Asked before a round that drafts,
+        which then waits for the one under way, and before one that does not.
         """
-        ...
+        return False
 
     def renew(self, rows: Rows) -> None:
-        """A round that drafts will follow: do on the host what a captured round cannot, see View.renew."""
-        ...
+        """On the host, before a round that drafts: what needs a decision or a step of its own, and is not captured."""
 
     def refreshes(self, rows: Rows) -> list[int]:
-        """Keys to have in view for each call of refresh that is wanted after renew, see View.refreshes."""
-        ...
+        """On the host, after renew: keys to have in view for each call of refresh that is wanted now.
+
+        Told from rows.lengths, of which each may have grown by up to rows.ahead: enough for all rows that may be due.
+        """
+        return []
 
     def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Select anew for rows that are due, n_keys in view. All on the device: the host decides nothing by values."""
-        ...
+        """On the device: select anew for rows that are due, which only the device tells.
 
-    def propose(self, rows: Rows, gamma: int) -> Draft:
-        """Draft for all rows; nothing committed is changed. All on the device: the host decides nothing by values."""
-        ...
+        n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
+        """
 
     def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """The round is committed. mass fp32 [L, B, K, S // page]: attention that each block of keys received.
-
-        All on the device, as in propose.
-        """
-        ...
+        """On the device, the round is committed. mass fp32 [L, B, K, S // page]: what each block of keys received."""
 
     def vacate(self, slot: int) -> None:
-        """The slot is free again."""
-        ...
+        """On the host: the slot is free again."""
+
+
+class DraftPolicy(Drafts):
+    """Proposes up to gamma tokens a row."""
+
+    proposers: tuple[str, ...] = ()  # who may have proposed a token, see Draft.proposer
+
+    def propose(self, rows: Rows, gamma: int) -> Draft:
+        """On the device, before observe: draft for all rows; nothing committed is changed."""
+        raise NotImplementedError
 
     def kv_bytes(self, rows: Rows, gamma: int) -> int:
         """Bytes of keys and values (or bounds of them) that drafting gamma tokens for all slots reads."""
-        ...
+        return 0
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """What a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
-        ...
-
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled so far."""
-        ...
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -113,74 +120,25 @@ class OwnPrefill(Protocol):
         ...
 
 
-class View(Protocol):
+class View(Drafts):
     """Which committed entries of a reader's cache a query reads: at most `budget` in each layer and kv head."""
 
-    wants_mass: bool
-    refresh_every: int  # see DraftPolicy
+    reader: Reader
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """(make, args): a compiled step calls make(k, v, span, *args); the tensors of args never move."""
-        ...
-
-    def warm_up(self) -> None:
-        """Compile what selecting needs."""
-        ...
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Select for a slot that was prefilled with all of its prompt but the last token."""
-        ...
-
-    def due(self, rows: Rows) -> bool:
-        """Whether renew must know exactly how far the rows are: rows.ahead has to be 0 then.
-
-        Told from rows.lengths, of which each may have grown by up to rows.ahead.
-        """
-        ...
-
-    def renew(self, rows: Rows) -> None:
-        """Before a round that drafts, on the host: what needs a decision or a step of its own (see due)."""
-        ...
-
-    def refreshes(self, rows: Rows) -> list[int]:
-        """Keys to have in view for each call of refresh that is wanted before a round that drafts.
-
-        Told on the host from rows.lengths, of which each may have grown by up to rows.ahead: enough for all rows that
-        may be due.
-        """
-        ...
-
-    def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Select anew for rows that are due, which only the device tells: this may be captured.
-
-        n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
-        """
-        ...
+        raise NotImplementedError
 
     def begin(self, rows: Rows) -> None:
-        """A round begins: let the window slide to the committed end. On the device alone, as it may be captured."""
-        ...
-
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """A round was committed, see DraftPolicy.observe."""
-        ...
-
-    def vacate(self, slot: int) -> None:
-        """Forget the slot's selection."""
-        ...
+        """On the device, before a round's drafts: let the window slide to the committed end."""
 
     def entries_read(self, n_keys: int) -> int:
         """Cache entries a slot whose step reads costs in one layer and kv head, bounds counted as entries."""
-        ...
+        raise NotImplementedError
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """What queries at pos [B] read: bool [L, B, K, S]."""
-        ...
-
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled so far."""
-        ...
+        raise NotImplementedError
 
 
 def draft_step(
@@ -199,7 +157,7 @@ def draft_step(
     return logits
 
 
-class ModelDraft:
+class ModelDraft(DraftPolicy):
     """A model drafts token by token through a view of a cache; with the target's own model and cache, a self-draft.
 
     Self-drafts write their approximate keys at the positions that verification overwrites with exact ones, so they need

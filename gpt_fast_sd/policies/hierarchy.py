@@ -67,7 +67,7 @@ def ahead(rows: Rows, n: Tensor, at_most: int) -> Rows:
     return virtual
 
 
-class HierarchyDraft:
+class HierarchyDraft(DraftPolicy):
     """Speculative decoding of the middle level by the cheap one; what it emits is the draft for the target.
 
     The target needs to know what each of its drafts was drawn from. Speculative sampling draws from the distribution of

@@ -8,8 +8,6 @@ Shapes: B slots, S places of text in view, L layers, K kv heads, gamma tokens dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from gpt_fast_sd.model import SPLIT
 
 from ..reader import Reader
 from ..rows import Rows
-from .base import Draft
+from .base import Draft, DraftPolicy
 
 
 def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor, Tensor]:
@@ -42,36 +40,13 @@ def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor,
     return text.gather(1, index), best >= n_places
 
 
-class LookupDraft:
+class LookupDraft(DraftPolicy):
     """Drafts from the row's own text, prompt and output alike."""
 
-    proposers: tuple[str, ...] = ("lookup",)
-    wants_mass = False
-    refresh_every = 0
-    graphs = 0
+    proposers = ("lookup",)
 
     def __init__(self, target: Reader, ngram: int) -> None:
         self.target, self.ngram = target, ngram
-
-    def warm_up(self) -> None:
-        """Nothing to compile."""
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """The text stands in the rows already."""
-
-    def due(self, rows: Rows) -> bool:
-        """Never."""
-        return False
-
-    def renew(self, rows: Rows) -> None:
-        """Nothing to renew."""
-
-    def refreshes(self, rows: Rows) -> list[int]:
-        """None."""
-        return []
-
-    def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Nothing to refresh."""
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma tokens where anything matched, else none; drawn without chance."""
@@ -79,16 +54,6 @@ class LookupDraft:
         last = rows.seq_len.clamp(max=in_view - 1)  # an idle slot may hold more text than any live one
         tokens, matched = look_up(rows.history[:, :in_view], last, self.ngram, gamma)
         return Draft(tokens, None, gamma * matched)
-
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """Nothing to learn."""
-
-    def vacate(self, slot: int) -> None:
-        """Nothing to forget."""
-
-    def kv_bytes(self, rows: Rows, gamma: int) -> int:
-        """It reads no keys."""
-        return 0
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """It reads no keys: bool [L, B, K, S], all False."""

@@ -24,6 +24,7 @@ from ..attending import on_cuda
 from ..compiling import CompiledStep
 from ..reader import Reader
 from ..rows import Rows
+from .base import View
 from .sparse import attend_at, entries_of, positions_of
 
 LEAST = torch.finfo(torch.float32).min
@@ -103,14 +104,11 @@ def bound_step(keys: Tensor, bounds: Tensor, first: Tensor, n: int, page: int) -
     bounds[row, :, pages] = torch.cat([in_pages.amax(2), in_pages.amin(2)], -1)  # [B, n, K, 2H]
 
 
-class QuestView:
+class QuestView(View):
     """The pages whose bounds promise a query most, chosen anew at each step and layer, and a tail of recent entries.
 
     The tail begins at the edge of a page, so that all pages before it are full and their keys final.
     """
-
-    wants_mass = False
-    refresh_every = 0
 
     def __init__(self, reader: Reader, *, budget: int, page: int, room: int) -> None:
         """room: the most tokens a round feeds beyond the committed ones."""
@@ -161,13 +159,6 @@ class QuestView:
             self._bounded[slot] = n
         self._round = rows.round
 
-    def refreshes(self, rows: Rows) -> list[int]:
-        """None."""
-        return []
-
-    def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Nothing to refresh."""
-
     def begin(self, rows: Rows) -> None:
         """Take the bounds of the pages that the last round may have closed, and let the tail slide by whole pages.
 
@@ -176,9 +167,6 @@ class QuestView:
         self._bound(self.tail_start // self.page)
         over = (rows.seq_len - self.tail).clamp(min=0)  # [B]
         self.tail_start.copy_((over + self.page - 1) // self.page * self.page)
-
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """Nothing to learn."""
 
     def vacate(self, slot: int) -> None:
         """Forget the slot's pages."""
