@@ -53,7 +53,7 @@ def time_selecting(at: Schedule, n_keys: int) -> float:
         rows.active.fill_(True)
         for _ in range(4):  # the first one may compile
             for slot in slots:
-                policy.vacate(slot)
+                policy.host_free(slot)
             rows.look(dict.fromkeys(slots, n_keys - 1), [])
             rounds.synchronize()
             started = time.perf_counter()

@@ -143,7 +143,7 @@ class Rounds(Round):
                 if (gamma, *kind) not in self._warm:
                     rows.n_keys, (rows.sampled, rows.filtered) = 1, kind
                     if self.policy and gamma:
-                        self.policy.refresh(rows, 1)
+                        self.policy.device_refresh(rows, 1)
                         self._warm.add(("refresh",))
                     self.device_round(gamma)
                     self._warm.add((gamma, *kind))
@@ -160,7 +160,7 @@ class Rounds(Round):
 
     def refresh(self) -> int:
         """Let the policy select anew before a round that drafts -> passes that this took."""
-        passes = self.policy.refreshes(self.rows) if self.policy else []
+        passes = self.policy.host_refreshes(self.rows) if self.policy else []
         for n_keys in passes:
             self._refresh(n_keys)
         return len(passes)
@@ -170,11 +170,11 @@ class Rounds(Round):
         rows, policy = self.rows, self.policy
         assert policy
         if not self.capture or ("refresh",) not in self._warm:  # as in a round: what is captured was called before
-            policy.refresh(rows, n_keys)
+            policy.device_refresh(rows, n_keys)
             self._warm.add(("refresh",))
             return
         in_view = doubling(n_keys, self.target.cache.capacity)
-        self._graph(("refresh", in_view), REFRESH_STEPS, in_view, lambda: policy.refresh(rows, in_view))()
+        self._graph(("refresh", in_view), REFRESH_STEPS, in_view, lambda: policy.device_refresh(rows, in_view))()
 
     def _captured_round(self, gamma: int) -> Callable[[], Tensor]:
         """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view."""

@@ -56,7 +56,7 @@ class Round:
         lap()
         result = self.judged(logits[:, : gamma + 1], draft)
         if policy and gamma:
-            policy.observe(rows, mass)
+            policy.device_after_verify(rows, mass)
         return result
 
     def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:

@@ -132,7 +132,7 @@ class Schedule:
             seed = request.params.seed if request.params.seed is not None else self.parallel.same(secrets.randbits(63))
             self.rows.put(slot, request.prompt, request.params, seed)
             if self.policy:
-                self.policy.admit(slot, request.prompt)
+                self.policy.host_admit(slot, request.prompt)
             self.slots[slot], self.arrival = request, None
         self.rounds.synchronize()
         self._landed_at = None
@@ -157,7 +157,7 @@ class Schedule:
                 self._chosen = self.parallel.same(self._chosen)
         gamma = self._chosen
         # a policy is asked whatever is drafted, as it may have to follow every round
-        if policy and self.flights and policy.due(rows) and gamma:
+        if policy and self.flights and policy.host_must_wait(rows) and gamma:
             rows.put_off()
             return False
         self._chosen = None
@@ -165,7 +165,7 @@ class Schedule:
             longest = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
             gamma = min(gamma, longest)
         if policy and gamma:
-            policy.renew(rows)
+            policy.host_before_round(rows)
             self.rounds.refresh()
             self.stats.kv_bytes += policy.kv_bytes(rows, gamma)
         n_splits = span(self.cache, self.rounds.in_view(rows.n_keys + gamma)).shape[0]
@@ -242,7 +242,7 @@ class Schedule:
         self.cache.seq_len[slot] = self.prefill.held(slot)  # an idle slot keeps its prompt and scribbles behind it
         self.rows.vacate(slot)
         if self.policy:
-            self.policy.vacate(slot)
+            self.policy.host_free(slot)
 
     @property
     def graphs(self) -> int:

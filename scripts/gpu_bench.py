@@ -152,12 +152,12 @@ class Bench:
                     "judge": partial(rounds.judged, logits, draft),
                 }
                 if policy.wants_mass:
-                    parts["select"] = partial(policy.observe, rows, mass)
+                    parts["select"] = partial(policy.device_after_verify, rows, mass)
                 for name, part in parts.items():
                     found[name][str(gamma)] = self.figure(name, gamma, part)
         rows.active.fill_(False)
         for slot in range(self.batch):
-            policy.vacate(slot)
+            policy.host_free(slot)
         return found
 
     def figure(self, name: str, gamma: int, call: Callable[[], object]) -> Record:
@@ -179,7 +179,7 @@ class Bench:
         rows.remaining.fill_(PLENTY)
         engine.replay.rewind()
         for slot, prompt in enumerate(self.prompts):
-            policy.admit(slot, prompt)
+            policy.host_admit(slot, prompt)
             rows.pending[slot] = prompt[-1]
         rows.lengths = dict.fromkeys(range(self.batch), self.context)
         engine.rounds.refresh()  # a view that lists by a pass of its own has no list before

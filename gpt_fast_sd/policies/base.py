@@ -43,9 +43,7 @@ class Drafts:
     them, where nothing may be decided by values that the host would have to read.
     """
 
-    wants_mass = False  # whether observe is to be given the mass of the verification; by its page, if it has one
-        False  # whether observe is to be given the attention mass of the verification; by its page, if it has one
-    )
+    wants_mass = False  # whether device_after_verify is given attention mass; by its page, if it has one
     refresh_every = 0  # tokens that a row commits from one refresh to the next; 0: it needs none
 
     @property
@@ -59,37 +57,37 @@ class Drafts:
         What slots hold must stay as it is.
         """
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """On the host: a slot was prefilled with all of its prompt but the last token, which is pending."""
 
-    def due(self, rows: Rows) -> bool:
-        """On the host: whether renew must know exactly how far the rows are: rows.ahead has to be 0 then.
+    def host_must_wait(self, rows: Rows) -> bool:
+        """On the host: whether host_before_round must know exactly how far rows are, rows.ahead being 0.
 
         Told from rows.lengths, of which each may have grown by up to rows.ahead. Asked before a round that drafts,
         which then waits for the one under way, and before one that does not.
         """
         return False
 
-    def renew(self, rows: Rows) -> None:
+    def host_before_round(self, rows: Rows) -> None:
         """On the host, before a round that drafts: what needs a decision or a step of its own, and is not captured."""
 
-    def refreshes(self, rows: Rows) -> list[int]:
-        """On the host, after renew: keys to have in view for each call of refresh that is wanted now.
+    def host_refreshes(self, rows: Rows) -> list[int]:
+        """On the host, after host_before_round: keys to have in view for each device_refresh that is wanted now.
 
         Told from rows.lengths, of which each may have grown by up to rows.ahead: enough for all rows that may be due.
         """
         return []
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """On the device: select anew for rows that are due, which only the device tells.
 
         n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
         """
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """On the device, the round is committed. mass fp32 [L, B, K, S // page]: what each block of keys received."""
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """On the host: the slot is free again."""
 
 
@@ -99,7 +97,7 @@ class DraftPolicy(Drafts):
     proposers: tuple[str, ...] = ()  # who may have proposed a token, see Draft.proposer
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
-        """On the device, before observe: draft for all rows; nothing committed is changed."""
+        """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
         raise NotImplementedError
 
     def kv_bytes(self, rows: Rows, gamma: int) -> int:
@@ -116,7 +114,7 @@ class OwnPrefill(Protocol):
     """A policy that has to prefill prompts itself, beside what the target does."""
 
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
-        """Begin with what admit would prefill: rounds may come between its chunks, and admit when all are computed."""
+        """Begin with what host_admit would prefill: rounds may come between its chunks; that call comes last."""
         ...
 
 
@@ -129,7 +127,7 @@ class View(Drafts):
         """(make, args): a compiled step calls make(k, v, span, *args); the tensors of args never move."""
         raise NotImplementedError
 
-    def begin(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows) -> None:
         """On the device, before a round's drafts: let the window slide to the committed end."""
 
     def entries_read(self, n_keys: int) -> int:
@@ -184,29 +182,29 @@ class ModelDraft(DraftPolicy):
         """Compile what the view needs."""
         self.view.warm_up()
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Select for the slot."""
-        self.view.admit(slot, prompt)
+        self.view.host_admit(slot, prompt)
 
-    def due(self, rows: Rows) -> bool:
+    def host_must_wait(self, rows: Rows) -> bool:
         """Whether the view has to be renewed by exact lengths."""
-        return self.view.due(rows)
+        return self.view.host_must_wait(rows)
 
-    def renew(self, rows: Rows) -> None:
-        """Let the view renew itself."""
-        self.view.renew(rows)
+    def host_before_round(self, rows: Rows) -> None:
+        """Let the view do its part."""
+        self.view.host_before_round(rows)
 
-    def refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, rows: Rows) -> list[int]:
         """The refreshes of the view."""
-        return self.view.refreshes(rows)
+        return self.view.host_refreshes(rows)
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """Let the view select anew for rows that are due."""
-        self.view.refresh(rows, n_keys)
+        self.view.device_refresh(rows, n_keys)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma steps, each feeding the token of the one before."""
-        self.begin(rows)
+        self.device_before_draft(rows)
         token, tokens, qs = rows.pending, [], []
         for i in range(gamma):
             pos = rows.seq_len + i  # [B]
@@ -219,9 +217,9 @@ class ModelDraft(DraftPolicy):
         drawn = None if qs[0] is None else torch.stack([q for q in qs if q is not None], 1)  # [B, gamma, V]
         return Draft(torch.stack(tokens, 1), drawn, torch.full_like(rows.pending, gamma))
 
-    def begin(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows) -> None:
         """Let the view slide: all committed tokens are in the cache."""
-        self.view.begin(rows)
+        self.view.device_before_draft(rows)
 
     def first(self, rows: Rows) -> Tensor:
         """Feed what the drafting model has not seen yet -> logits [B, V] after the pending token."""
@@ -235,13 +233,13 @@ class ModelDraft(DraftPolicy):
         out: Tensor = (step or self._step)(self.reader.model, tokens, pos, cache.k, cache.v, in_view, make, args)
         return out
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw."""
-        self.view.observe(rows, mass)
+        self.view.device_after_verify(rows, mass)
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot."""
-        self.view.vacate(slot)
+        self.view.host_free(slot)
 
     def kv_bytes(self, rows: Rows, gamma: int) -> int:
         """Bytes of keys and values that drafting gamma tokens reads, all slots."""

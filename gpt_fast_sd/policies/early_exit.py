@@ -24,6 +24,6 @@ def first_layers(target: Reader, n: int | None) -> Reader:
 class EarlyExitDraft(ModelDraft):
     """A self-draft that leaves after n layers: it reads and writes the target's cache as far as these go."""
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw in these layers: mass fp32 [L, B, K, S // page]."""
-        super().observe(rows, None if mass is None else mass[: self.reader.shape[0]])
+        super().device_after_verify(rows, None if mass is None else mass[: self.reader.shape[0]])

@@ -42,20 +42,20 @@ class GuidedView(SlotView):
         self.growth = min(growth, self.tail - 2 * page)  # so that a block and more are left of the tail
         self.selected_at = torch.full_like(self.tail_start, -refresh)  # [B] seq_len at the last selection
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """What precedes the tail, as far as the list goes: all of a short prompt, the beginning of a long one."""
-        super().admit(slot, prompt)
+        super().host_admit(slot, prompt)
         start = self._start(torch.tensor(len(prompt) - 1, device=self.slots.device))
         entry = torch.arange(self.slots.shape[-1], device=self.slots.device)
         self.slots[:, slot] = torch.where(entry < start, entry, -1)
         self.tail_start[slot] = start
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
-        super().vacate(slot)
+        super().host_free(slot)
         self.selected_at[slot] = -self.apart
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Select by mass [L, B, K, P] for each row that has grown by `refresh` tokens since, or whose tail is full."""
         if mass is None:
             return

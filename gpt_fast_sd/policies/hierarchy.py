@@ -103,33 +103,33 @@ class HierarchyDraft(DraftPolicy):
         """Let the cheap level begin to prefill the slot, where its model has a cache of its own."""
         return self.cheap.prepare(slot, prompt) if isinstance(self.cheap, OwnPrefill) else []
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Let both levels take the slot."""
-        self.view.admit(slot, prompt)
-        self.cheap.admit(slot, prompt)
+        self.view.host_admit(slot, prompt)
+        self.cheap.host_admit(slot, prompt)
 
-    def due(self, rows: Rows) -> bool:
-        """Whether either level has to renew itself."""
-        return self.view.due(rows) or self.cheap.due(rows)
+    def host_must_wait(self, rows: Rows) -> bool:
+        """Whether either level must know exact lengths."""
+        return self.view.host_must_wait(rows) or self.cheap.host_must_wait(rows)
 
-    def renew(self, rows: Rows) -> None:
-        """Let both levels renew themselves."""
-        self.view.renew(rows)
-        self.cheap.renew(rows)
+    def host_before_round(self, rows: Rows) -> None:
+        """Let both levels do their part."""
+        self.view.host_before_round(rows)
+        self.cheap.host_before_round(rows)
 
-    def refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, rows: Rows) -> list[int]:
         """The refreshes that either level wants; one call serves both."""
-        both = itertools.zip_longest(self.view.refreshes(rows), self.cheap.refreshes(rows), fillvalue=0)
+        both = itertools.zip_longest(self.view.host_refreshes(rows), self.cheap.host_refreshes(rows), fillvalue=0)
         return [max(n_keys) for n_keys in both]
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """Let both levels select anew."""
-        self.view.refresh(rows, n_keys)
-        self.cheap.refresh(rows, n_keys)
+        self.view.device_refresh(rows, n_keys)
+        self.cheap.device_refresh(rows, n_keys)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """Middle steps, each judging cheap drafts; a row that is full takes part and goes nowhere."""
-        self.view.begin(rows)
+        self.view.device_before_draft(rows)
         n_slots, device, width = len(rows.pending), rows.pending.device, CHEAP_GAMMA + 1
         row, step = torch.arange(n_slots, device=device)[:, None], torch.arange(width, device=device)  # [B, 1], [T]
         filled = torch.zeros_like(rows.seq_len)  # [B]
@@ -158,15 +158,15 @@ class HierarchyDraft(DraftPolicy):
         drafted = rows.history.gather(1, rows.seq_len[:, None] + 1 + torch.arange(gamma, device=device))
         return Draft(drafted, None if q is None else q[:, :gamma], filled, who[:, :gamma])
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw."""
-        self.view.observe(rows, mass)
-        self.cheap.observe(rows, None)
+        self.view.device_after_verify(rows, mass)
+        self.cheap.device_after_verify(rows, None)
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot."""
-        self.view.vacate(slot)
-        self.cheap.vacate(slot)
+        self.view.host_free(slot)
+        self.cheap.host_free(slot)
 
     def kv_bytes(self, rows: Rows, gamma: int) -> int:
         """Bytes that the middle steps read, and those that drafting for them reads."""

@@ -137,7 +137,7 @@ class QuestView(View):
         """Compile the step that keeps up bounds."""
         self._bound(torch.zeros_like(self.tail_start))
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Take the bounds of all pages of the slot."""
         for keys, bound in zip(self.reader.cache.k, self.bounds, strict=True):
             pages = keys[slot].unflatten(1, (-1, self.page))  # [K, S // page, page, H]
@@ -145,11 +145,11 @@ class QuestView(View):
         self.tail_start[slot] = self._closed(len(prompt) - 1) * self.page
         self._bounded[slot] = self._closed(len(prompt) - 1)
 
-    def due(self, rows: Rows) -> bool:
+    def host_must_wait(self, rows: Rows) -> bool:
         """Whether rounds passed that drafted nothing: they may have left more pages than begin looks at."""
         return rows.round > self._round + 1
 
-    def renew(self, rows: Rows) -> None:
+    def host_before_round(self, rows: Rows) -> None:
         """Take the bounds of all pages that rows have closed, but for those that begin looks at."""
         closed = {slot: self._closed(length) for slot, length in rows.lengths.items()}
         behind = max((n - self._bounded[slot] for slot, n in closed.items()), default=0)
@@ -159,7 +159,7 @@ class QuestView(View):
             self._bounded[slot] = n
         self._round = rows.round
 
-    def begin(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows) -> None:
         """Take the bounds of the pages that the last round may have closed, and let the tail slide by whole pages.
 
         Bounds of a page that is not full yet are taken again before any query reads them.
@@ -168,7 +168,7 @@ class QuestView(View):
         over = (rows.seq_len - self.tail).clamp(min=0)  # [B]
         self.tail_start.copy_((over + self.page - 1) // self.page * self.page)
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot's pages."""
         self.tail_start[slot] = self._bounded[slot] = 0
         for chosen in self.chosen:

@@ -130,14 +130,14 @@ class SnapKVView(SlotView):
         """Graphs compiled so far."""
         return self._step.graphs
 
-    def due(self, rows: Rows) -> bool:
+    def host_must_wait(self, rows: Rows) -> bool:
         """Never: the device tells which rows are due. The host learns here what was decided in the round before."""
         self._learn(rows)
         return False
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
-        super().vacate(slot)
+        super().host_free(slot)
         self._bounds[slot] = 0, 0
         self._asked.pop(slot, None)
 
@@ -146,7 +146,7 @@ class SnapKVView(SlotView):
         selecting = n_keys // self.refresh_every if n_keys > self.budget else 0
         return super().entries_read(n_keys) + (3 * selecting // 2 if on_cuda(self.slots) else selecting)
 
-    def refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, rows: Rows) -> list[int]:
         """A pass for every W rows that may be due; while a round is under way some passes may find fewer, or none."""
         self._learn(rows)
         spans = {slot: (length, length + rows.ahead) for slot, length in sorted(rows.lengths.items())}
@@ -158,7 +158,7 @@ class SnapKVView(SlotView):
         certain = rows.ahead == 0 and all(low == high for low, high in map(self._bounds.__getitem__, self._asked))
         return [max(some if certain else longest) for some in passes]
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """Select for the first W of the rows whose tail is full, by the windows at the end of what is committed.
 
         The list is what a window attends to most before it, the tail is the window.

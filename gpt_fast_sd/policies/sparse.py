@@ -117,11 +117,11 @@ class SlotView(View):
         """SparseKV over the tensors that selections are written into."""
         return sparse_kv, (self._slots, self.tail_start, self.tail_width, self.run)
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Begin with a tail from the first entries on: the tails of idle slots slide too."""
-        self.vacate(slot)
+        self.host_free(slot)
 
-    def begin(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows) -> None:
         """Slide the tail where it would be longer than W; what it leaves behind is listed while the list has room."""
         start = torch.maximum(self.tail_start, rows.seq_len - self.tail)  # [B]
         if rows.any_within(self.budget):
@@ -130,7 +130,7 @@ class SlotView(View):
             self.slots.copy_(torch.where(left[:, None], entry, self.slots))
         self.tail_start.copy_(start)
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
         self.slots[:, slot] = -1
         self.tail_start[slot] = self.first_tail

@@ -16,10 +16,10 @@ class StreamingView(SlotView):
         super().__init__(reader, n_listed=n_sink, tail=budget - n_sink, room=room, first_tail=n_sink)
         self.slots.copy_(torch.arange(n_sink, device=reader.device).expand_as(self.slots))
 
-    def begin(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows) -> None:
         """Let the window end with the committed tokens, forwards or, after tokens that were only drafted, backwards."""
         self.tail_start.copy_((rows.seq_len - self.tail).clamp(min=self.first_tail))
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """The sinks are the same for every row."""
         self.tail_start[slot] = self.first_tail

@@ -64,7 +64,7 @@ def arguments(name: str, model: Transformer, cache: KVCache) -> tuple[Callable[.
     if kind == "draft":
         policy: Any = build_policy(DraftConfig(policy=detail, budget=64, gamma=3), Reader(model, cache, None), None)
         for slot in range(SLOTS):
-            policy.admit(slot, random_ids(400, seed=slot))
+            policy.host_admit(slot, random_ids(400, seed=slot))
         return draft_step, (model, *tokens_at(399, 1), cache.k, cache.v, span(cache, 400), *policy.view.kv())
     n, page = (1, 0) if kind == "decode" else (4, 16 if detail else 0)
     tokens, pos = tokens_at(300, n)

@@ -161,7 +161,7 @@ def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, 
         rows.look(dict.fromkeys(range(3), length - 1), [FILTERED] * 3)
         with LiveBytes(of) as live:
             if engine.policy:
-                engine.policy.renew(rows)
+                engine.policy.host_before_round(rows)
                 assert engine.rounds.refresh() == (policy == "snapkv") * (1 if of == "cuda" else 3)
         peaks.append(live.peak)
         with LiveBytes(of) as live:

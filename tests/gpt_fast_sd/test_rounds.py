@@ -209,14 +209,14 @@ def test_exact_mode_keeps_its_bits_in_captured_rounds() -> None:
 
 def test_a_policy_that_reads_on_the_host_cannot_be_captured() -> None:
     one = captured("streaming")
-    begin = one.policy.begin  # type: ignore[union-attr]
+    begin = one.policy.device_before_draft  # type: ignore[union-attr]
 
     def peeking(rows: Any) -> None:
         begin(rows)
         if int(rows.seq_len.max()) > 10**9:
             raise AssertionError
 
-    one.policy.begin = peeking  # type: ignore[union-attr]
+    one.policy.device_before_draft = peeking  # type: ignore[union-attr]
     with pytest.raises(HostRead):
         one.generate(PROMPTS[:2], GREEDY[:2])
 

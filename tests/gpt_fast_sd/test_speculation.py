@@ -62,16 +62,16 @@ class Script:
         self.right, self.count, self.calls = right, count, list[str]()
         self.proposers: tuple[str, ...] = ("script", "other") if turns else ("script",)
 
-    def due(self, rows: Rows) -> bool:
+    def host_must_wait(self, rows: Rows) -> bool:
         return False
 
-    def renew(self, rows: Rows) -> None:
+    def host_before_round(self, rows: Rows) -> None:
         self.calls.append("renew")
 
-    def refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, rows: Rows) -> list[int]:
         return [7]
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         self.calls.append(f"refresh {n_keys}")
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
@@ -85,13 +85,13 @@ class Script:
     def warm_up(self) -> None:
         self.calls.append("warm_up")
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         self.calls.append(f"admit {slot}")
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         self.calls.append("observe")
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         self.calls.append(f"vacate {slot}")
 
     def kv_bytes(self, rows: Rows, gamma: int) -> int:

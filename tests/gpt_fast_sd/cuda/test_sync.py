@@ -54,12 +54,12 @@ def test_the_targets_step_does_not_wait(rig: Rig, n_tokens: int, page: int) -> N
 def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     view, cache, token = rig.view(name), rig.cache, rig.tokens(1)
     make, args = view.kv()
-    assert waits(lambda: view.refresh(rig.rows, CAPACITY)) == []
-    assert waits(lambda: view.begin(rig.rows)) == []
+    assert waits(lambda: view.device_refresh(rig.rows, CAPACITY)) == []
+    assert waits(lambda: view.device_before_draft(rig.rows)) == []
     in_view = span(cache, CAPACITY)
     assert waits(lambda: draft_step(rig.model, token, token.clone(), cache.k, cache.v, in_view, make, args)) == []
     mass = torch.zeros(*cache_shape(rig), CAPACITY // 64, device=cache.seq_len.device)
-    assert waits(lambda: view.observe(rig.rows, mass if view.wants_mass else None)) == []
+    assert waits(lambda: view.device_after_verify(rig.rows, mass if view.wants_mass else None)) == []
 
 
 def cache_shape(rig: Rig) -> tuple[int, int, int]:

@@ -180,7 +180,7 @@ def first_tokens(
     one._prefill.fill(0, TOY_PROMPT[:-1])
     for slot in range(n_slots):
         rows.put(slot, TOY_PROMPT, params, slot)
-    policy.admit(0, TOY_PROMPT)
+    policy.host_admit(0, TOY_PROMPT)
     levels: list[Any] = [policy, getattr(policy, "cheap", None)]
     caches = [one.cache, *[level.reader.cache for level in levels if hasattr(level, "reader")]]
     for buffer in (buffer for cache in caches for buffer in (*cache.k, *cache.v)):
@@ -200,7 +200,7 @@ def first_tokens(
             draft = plant(one, draft) if plant else draft
             logits, mass = one.rounds.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
             one.rounds.judge(rows, logits, draft, None)
-            policy.observe(rows, mass)
+            policy.device_after_verify(rows, mass)
         emitted.append(rows.history[:, start + 1 : start + 1 + N_JOINT].clone())
     return torch.cat(emitted)
 

@@ -93,7 +93,7 @@ def test_a_view_has_room_for_the_last_token_that_a_middle_step_feeds(view: str) 
         committed = int(one.cache.seq_len[0])
         with torch.inference_mode():
             one.rows.look({0: committed}, [SamplingParams()])
-            middle(one).view.begin(one.rows)
+            middle(one).view.device_before_draft(one.rows)
         for pos in range(committed, committed + gamma + CHEAP_GAMMA + 1):
             assert event.completion or middle(one).positions_read(torch.full((4,), pos))[:, 0, :, pos].all()
 

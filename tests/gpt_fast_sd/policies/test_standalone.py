@@ -127,7 +127,7 @@ def test_a_view_is_shown_no_token_that_is_not_in_the_cache(pattern: list[int]) -
         assert_holds(policy, rows, rows.lengths)
         shown.extend(rows.lengths.values())
 
-    policy.view.begin = begin  # type: ignore[method-assign]
+    policy.view.device_before_draft = begin  # type: ignore[method-assign]
     one.generate(PROMPTS[:5], SamplingParams(max_tokens=20))
     assert max(shown) > 300 and min(shown) == 0
 
@@ -208,12 +208,12 @@ def test_a_policy_that_is_admitted_to_without_preparing_prefills_by_itself() -> 
             for filling in fillings[:1]:  # of the last one no chunk is missing, but nobody has said that it is done
                 while filling.left and filling.body == prompt[:-1]:
                     filling.step()
-            policy.admit(0, prompt)
+            policy.host_admit(0, prompt)
             for got, expected in zip(
                 entries(policy.reader.cache, 0, 299), prefilled(policy.reader, prompt[:-1]), strict=True
             ):
                 assert torch.equal(got, expected)
-            policy.vacate(0)
+            policy.host_free(0)
 
 
 def test_a_slot_is_given_up_without_asking_the_device_for_anything() -> None:

@@ -129,7 +129,7 @@ def test_a_slot_that_is_vacated_and_filled_again_reads_what_a_new_one_reads(name
         used.begin()
         used.step()
     for slot in (0, 2):
-        used.policy.vacate(slot)
+        used.policy.host_free(slot)
         del used.lengths[slot]
     used.cache.seq_len[2] = 3
     for by in ([2, 1], [1, 3]):  # they idle for some rounds

@@ -66,14 +66,14 @@ class Rig:
         self.lengths[slot] = length
         self._reveal(slot, 0, length)
         self.rows.put(slot, self.prompts[slot][: length + 1], SamplingParams(), 0)
-        self.policy.admit(slot, self.prompts[slot][: length + 1])
+        self.policy.host_admit(slot, self.prompts[slot][: length + 1])
 
     def begin(self) -> None:
         self.rows.look(self.lengths, [SamplingParams()] * len(self.lengths))
-        self.policy.renew(self.rows)
-        for n_keys in self.policy.refreshes(self.rows):
-            self.policy.refresh(self.rows, n_keys)
-        self.policy.begin(self.rows)
+        self.policy.host_before_round(self.rows)
+        for n_keys in self.policy.host_refreshes(self.rows):
+            self.policy.device_refresh(self.rows, n_keys)
+        self.policy.device_before_draft(self.rows)
 
     def grow(self, by: Sequence[int], *, observed: bool = True) -> None:
         """Commit `by` more tokens a row, in a round that drafted, or in several that did not."""
@@ -84,7 +84,7 @@ class Rig:
             self.rows.put(slot, self.prompts[slot][: after + 1], SamplingParams(), 0)
             self.lengths[slot] = after
         if observed:
-            self.policy.observe(self.rows, mass)
+            self.policy.device_after_verify(self.rows, mass)
 
     def verify(self) -> tuple[Tensor, Tensor | None]:
         """Logits [B, T, V] and mass of the next T = gamma + 1 tokens of every row; the cache stays as it is."""
