@@ -71,9 +71,9 @@ from frontier import (
     whole_numbers,
 )
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.config import VIEWS
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Tokenizer, Transformer, load_model
+from gpt_fast_sd.registry import VIEWS
 from gpt_fast_sd.stats import EngineStats
 from peers import environment, read_bandwidth, weight_bytes
 

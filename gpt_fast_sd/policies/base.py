@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import KV, Transformer
-from gpt_fast_sd.tp import Vocabulary
+from gpt_fast_sd.tp import Group, Vocabulary
 
+from .. import registry
 from ..compiling import CompiledStep, span
+from ..config import DraftConfig
 from ..devices import ways_of
 from ..prefill import Filling
 from ..reader import Reader
@@ -94,7 +96,41 @@ class Drafts:
 class DraftPolicy(Drafts):
     """Proposes up to gamma tokens a row."""
 
+    about = "nobody: plain decoding"  # who proposes, in a phrase
+    flags: tuple[str, ...] = ()  # the fields of DraftConfig that it heeds beside gamma
+    beyond = 0  # tokens that a step of it may feed past gamma
+    own_cache = False  # whether it drafts from a cache that is not the target's
     proposers: tuple[str, ...] = ()  # who may have proposed a token, see Draft.proposer
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> DraftPolicy:
+        """The one that a configuration asks for; ValueError where it does not fit the models.
+
+        draft_group: the ranks that hold the draft model together.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """The views that models of it read caches through, the target's or its own first."""
+        return ()
+
+    @classmethod
+    def needs_model(cls, config: DraftConfig) -> bool:
+        """Whether it drafts with a model of its own."""
+        return False
+
+    @classmethod
+    def searches(cls, config: DraftConfig) -> bool:
+        """Whether it searches the texts of all rows."""
+        return False
+
+    @classmethod
+    def steps(cls, gamma: int) -> int:
+        """Steps of models, and searches, that drafting gamma tokens takes at most."""
+        return gamma
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
@@ -121,7 +157,27 @@ class OwnPrefill(Protocol):
 class View(Drafts):
     """Which committed entries of a reader's cache a query reads: at most `budget` in each layer and kv head."""
 
+    about = ""  # what it reads, in a phrase
+    flags: tuple[str, ...] = ("budget",)  # the fields of DraftConfig that it heeds
+    of_target = False  # whether it selects by what only the target's verification tells
+    window = 0  # committed tokens that it feeds again, in a pass of its own, to select
+
     reader: Reader
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> View:
+        """The view of a reader's cache. room: the most tokens a round feeds beyond the committed ones."""
+        raise NotImplementedError
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """The smallest budget that makes sense."""
+        return 1
+
+    @classmethod
+    def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
+        """Bytes of selections: n_lists L * B * K of them, beside a cache of so many bytes."""
+        return 0
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """(make, args): a compiled step calls make(k, v, span, *args); the tensors of args never move."""
@@ -155,12 +211,33 @@ def draft_step(
     return logits
 
 
+def build_view(config: DraftConfig, name: str, reader: Reader) -> View:
+    """The view of that name over a reader's cache, as the policy of a configuration needs it."""
+    room = config.max_gamma + 2 + registry.policy_class(config.policy).beyond
+    view: View = registry.view_class(name).build(config, reader, room)
+    return view
+
+
 class ModelDraft(DraftPolicy):
     """A model drafts token by token through a view of a cache; with the target's own model and cache, a self-draft.
 
     Self-drafts write their approximate keys at the positions that verification overwrites with exact ones, so they need
     no cache, no prefill and no rollback of their own.
     """
+
+    about = "the target itself"
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> DraftPolicy:
+        """The target drafts through the view that is its name."""
+        return ModelDraft(target, build_view(config, config.policy, target), config.policy)
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """The view that is its name."""
+        return (config.policy,)
 
     def __init__(self, reader: Reader, view: View, name: str) -> None:
         self.reader, self.view = reader, view

@@ -11,6 +11,7 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, SPLIT
 
 from ..attending import DenseKV
+from ..config import DraftConfig
 from ..reader import Reader
 from .base import View
 
@@ -22,6 +23,14 @@ def full_kv(k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor) -> KV:
 
 class FullView(View):
     """Everything at or before the query."""
+
+    about = "its whole cache: a check of the engine"
+    flags = ()
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> View:
+        """It has no budget."""
+        return cls(reader)
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader

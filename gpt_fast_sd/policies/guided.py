@@ -18,6 +18,7 @@ from torch import Tensor
 from gpt_fast_sd.kernels import guided_select
 
 from ..attending import on_cuda
+from ..config import DraftConfig
 from ..reader import Reader
 from ..rows import Rows
 from .sparse import SlotView, entries_of
@@ -30,7 +31,19 @@ class GuidedView(SlotView):
     those of drafts that it rejects too: which they are is known only when the mass has been summed.
     """
 
-    wants_mass = True
+    about = "the pages that the last verification attended to most, and a window"
+    flags = ("budget", "page", "refresh")
+    of_target = wants_mass = True
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> GuidedView:
+        """Selected anew by every verification, or as the configuration says."""
+        return cls(reader, budget=config.budget, page=config.page, refresh=config.refresh or 1, room=room)
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """A page, and two of the tail."""
+        return 3 * config.page
 
     def __init__(self, reader: Reader, *, budget: int, page: int, refresh: int, room: int) -> None:
         """refresh: committed tokens after which a row is selected anew; sooner where its tail is full."""

@@ -18,13 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.model import KV, Transformer
+from gpt_fast_sd.tp import Group
 
 from ..compiling import CompiledStep, span
+from ..config import DraftConfig
 from ..prefill import Filling
 from ..reader import Reader
 from ..rows import Rows
-from ..sampling import CHEAP_ACCEPT_STREAM, DRAFT_STREAM
-from .base import Draft, DraftPolicy, OwnPrefill, View
+from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
+from .base import Draft, DraftPolicy, OwnPrefill, View, build_view
+from .lookup import LookupDraft
+from .standalone import StandaloneDraft, beside
 
 Count = TypeVar("Count", int, Tensor)
 
@@ -80,6 +84,46 @@ class HierarchyDraft(DraftPolicy):
     kept, and the next step begins behind that token. Numbers of cheap drafts that were not kept come again, at the same
     places: nothing that is kept hangs on them.
     """
+
+    about = "`--cheap` drafts for the target reading a `--view` of its cache"
+    flags = ("cheap", "ngram", "draft_model", "draft_tp", "view", "budget")
+    beyond = CHEAP_GAMMA
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> HierarchyDraft:
+        """The target through a view, over lookup or a draft model with a sliding window."""
+        name, *cheap_view = cls.views(config)
+        view = build_view(config, name, target)
+        cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
+        if cheap_view:
+            reader = beside(target, draft_model, draft_group)
+            # the middle level's own token comes between the cheap drafts and the target's: one more may be unfed
+            cheap = StandaloneDraft(reader, build_view(config, cheap_view[0], reader), target.group, unfed=3)
+            cheap.stream = CHEAP_STREAM
+        return cls(target, view, name, cheap)
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """The middle level's, and the draft model's where one drafts for it."""
+        own = config.view or "streaming"
+        return (own, "streaming") if cls.needs_model(config) else (own,)
+
+    @classmethod
+    def needs_model(cls, config: DraftConfig) -> bool:
+        """Where one drafts for the middle level."""
+        return config.cheap == "standalone"
+
+    @classmethod
+    def searches(cls, config: DraftConfig) -> bool:
+        """Where lookup drafts for the middle level."""
+        return config.cheap == "lookup"
+
+    @classmethod
+    def steps(cls, gamma: int) -> int:
+        """Middle steps, and the drafts for each of them."""
+        return n_middle_steps(gamma) * (1 + CHEAP_GAMMA)
 
     def __init__(self, target: Reader, view: View, view_name: str, cheap: DraftPolicy) -> None:
         self.target, self.view, self.cheap = target, view, cheap

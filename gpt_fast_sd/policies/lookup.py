@@ -11,8 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.model import SPLIT, Transformer
+from gpt_fast_sd.tp import Group
 
+from ..config import DraftConfig
 from ..reader import Reader
 from ..rows import Rows
 from .base import Draft, DraftPolicy
@@ -43,7 +45,21 @@ def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor,
 class LookupDraft(DraftPolicy):
     """Drafts from the row's own text, prompt and output alike."""
 
+    about = "no model"
+    flags = ("ngram",)
     proposers = ("lookup",)
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> LookupDraft:
+        """N-grams of the target's texts."""
+        return cls(target, config.ngram)
+
+    @classmethod
+    def searches(cls, config: DraftConfig) -> bool:
+        """That is all it does."""
+        return True
 
     def __init__(self, target: Reader, ngram: int) -> None:
         self.target, self.ngram = target, ngram

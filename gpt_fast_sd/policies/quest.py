@@ -22,6 +22,7 @@ from gpt_fast_sd.model import KV, SPLIT, store
 
 from ..attending import on_cuda
 from ..compiling import CompiledStep
+from ..config import DraftConfig
 from ..reader import Reader
 from ..rows import Rows
 from .base import View
@@ -109,6 +110,24 @@ class QuestView(View):
 
     The tail begins at the edge of a page, so that all pages before it are full and their keys final.
     """
+
+    about = "for each token the pages of its cache that may matter most to it, and a window"
+    flags = ("budget", "page")
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> QuestView:
+        """Pages and tail of a budget."""
+        return cls(reader, budget=config.budget, page=config.page, room=room)
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """A page, and two of the tail."""
+        return 3 * config.page
+
+    @classmethod
+    def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
+        """Two bounds a page, as large as one of its entries; and the pages that were chosen."""
+        return kv_bytes // config.page + n_lists * config.budget // config.page * 8
 
     def __init__(self, reader: Reader, *, budget: int, page: int, room: int) -> None:
         """room: the most tokens a round feeds beyond the committed ones."""

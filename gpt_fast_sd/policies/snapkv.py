@@ -24,6 +24,7 @@ from gpt_fast_sd.model import SPLIT, Transformer, attend_with_mass
 
 from ..attending import on_cuda
 from ..compiling import CompiledStep, span
+from ..config import DraftConfig
 from ..devices import ways_of
 from ..reader import Reader
 from ..rows import Rows
@@ -110,6 +111,20 @@ class SnapKVView(SlotView):
 
     A row that fits into the budget is read whole and needs no selection; so every window is full of committed tokens.
     """
+
+    about = "what the latest tokens attended to most when it last looked, and a window"
+    flags = ("budget", "refresh")
+    window = WINDOW
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> SnapKVView:
+        """Selected anew every 64 tokens, or as the configuration says."""
+        return cls(reader, budget=config.budget, refresh=config.refresh or 64, room=room)
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """Twice the window."""
+        return 2 * WINDOW
 
     def __init__(self, reader: Reader, *, budget: int, refresh: int, room: int, window: int = WINDOW) -> None:
         """refresh: committed tokens after which a row is selected anew; sooner where half of the budget is full."""

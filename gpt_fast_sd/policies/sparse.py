@@ -17,6 +17,7 @@ from gpt_fast_sd.kernels import cpu_attention_at, sparse_attention
 from gpt_fast_sd.model import KV, SPLIT, store
 
 from ..attending import kernel_serves, on_cuda
+from ..config import DraftConfig
 from ..reader import Reader
 from ..rows import Rows
 from .base import View
@@ -101,6 +102,11 @@ class SlotView(View):
     is W long; from then on it slides. What it leaves behind then is listed while the list has room, so that a row of no
     more than C + W entries is read whole, selected or not. A list holds min(C, tail_start) entries, then empty ones.
     """
+
+    @classmethod
+    def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
+        """An int64 for each entry of the budget."""
+        return n_lists * config.budget * 8
 
     run = 1  # listed entries come in runs of so many, each a page of the cache
 

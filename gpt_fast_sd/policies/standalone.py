@@ -18,17 +18,20 @@ from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
 from ..compiling import CompiledStep
+from ..config import DraftConfig
 from ..prefill import CHUNK, Filling, Prefill
 from ..reader import Reader
 from ..rows import Rows
-from .base import Draft, ModelDraft, View, draft_step
+from .base import Draft, ModelDraft, View, build_view, draft_step
 
 
-def beside(target: Reader, model: Transformer, group: Group) -> Reader:
-    """A draft model and a cache for it with the target's slots and seq_len; ValueError where it does not fit.
+def beside(target: Reader, model: Transformer | None, group: Group) -> Reader:
+    """A draft model and a cache for it with the target's slots and seq_len; ValueError where there is none that fits.
 
     group: the ranks that hold the draft model together.
     """
+    if model is None:
+        raise ValueError("a standalone draft needs a draft model: give one to Engine, or use Engine.from_pretrained")
     config, theirs, max_seq_len = model.config, target.model.config, target.cache.max_seq_len
     if config.vocab_size != theirs.vocab_size:
         raise ValueError(
@@ -51,6 +54,28 @@ class StandaloneDraft(ModelDraft):
     first step feeds two tokens in every round, whatever was accepted: shapes stay static, and where the first of them
     was fed before, it is written over with the same. What rounds without a draft committed is prefilled first.
     """
+
+    about = "`--draft-model`, of the same vocabulary"
+    flags = ("draft_model", "draft_tp", "view", "budget")
+    own_cache = True
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> StandaloneDraft:
+        """The draft model, through a view of a cache of its own."""
+        reader, (name,) = beside(target, draft_model, draft_group), cls.views(config)
+        return cls(reader, build_view(config, name, reader), target.group)
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """As `view` says."""
+        return (config.view or "streaming",)
+
+    @classmethod
+    def needs_model(cls, config: DraftConfig) -> bool:
+        """It is nothing else."""
+        return True
 
     def __init__(self, reader: Reader, view: View, listeners: Group, *, unfed: int = 2) -> None:
         """listeners: the ranks that verify, all of which need the same draft.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..config import DraftConfig
 from ..reader import Reader
 from ..rows import Rows
 from .sparse import SlotView
@@ -11,6 +12,19 @@ from .sparse import SlotView
 
 class StreamingView(SlotView):
     """The first n_sink entries and the last budget - n_sink; the window slides with every committed token."""
+
+    about = "its first tokens and a sliding window"
+    flags = ("budget", "n_sink")
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> StreamingView:
+        """Sinks and window of a budget."""
+        return cls(reader, budget=config.budget, n_sink=config.n_sink, room=room)
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """The sinks and a few tokens."""
+        return config.n_sink + 8
 
     def __init__(self, reader: Reader, *, budget: int, n_sink: int, room: int) -> None:
         super().__init__(reader, n_listed=n_sink, tail=budget - n_sink, room=room, first_tail=n_sink)

@@ -19,7 +19,7 @@ from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import CHUNK, Prefill
 from gpt_fast_sd.reader import Reader
 from tests.gpt_fast_sd.policies.drafting import drafting
-from tests.gpt_fast_sd.test_rounds import POLICIES, captured, engine, told
+from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
 KINDS = {"eager": engine, "captured": captured}
@@ -30,8 +30,8 @@ PARAMS = [
     for i, n in enumerate((60, 3, 5, 7, 9, 8))
 ]
 SOON = ["off", "streaming", "quest", "guided", "standalone"]  # in recorded rounds, which take their time
-ALL = [(name, "eager") for name in POLICIES] + [
-    pytest.param(name, "captured", marks=[] if name in SOON else pytest.mark.slow) for name in POLICIES
+ALL = [(name, "eager") for name in NAMES] + [
+    pytest.param(name, "captured", marks=[] if name in SOON else pytest.mark.slow) for name in NAMES
 ]
 N_CHUNKS = [-(-(len(prompt) - 1) // CHUNK) for prompt in PROMPTS]
 

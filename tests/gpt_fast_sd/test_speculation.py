@@ -28,6 +28,7 @@ from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.requests import Completion, TokenEvent
 from gpt_fast_sd.rows import Rows
+from tests.drafts import POLICIES, draft_of
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
 
@@ -227,18 +228,6 @@ def test_every_token_names_who_proposed_it() -> None:
 
 # ---- every policy beside plain decoding -----------------------------------------------------------------------------
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "streaming": {"budget": 24},
-    "snapkv": {"budget": 64, "refresh": 4},
-    "quest": {"budget": 48},
-    "guided": {"budget": 48},
-    "standalone": {"budget": 24},
-    "early_exit": {"budget": 24},
-    "lookup": {"ngram": 2},
-    "hierarchy": {"budget": 24},
-    "hierarchy over standalone": {"budget": 24, "cheap": "standalone"},
-}
 GROUPS = {1: (2, 2), 2: (4, 2), 4: (4, 1), 5: (10, 2), 7: (7, 1), 8: (8, 1)}  # G: query heads, kv heads
 GAMMAS = (1, 2, 4, 7)
 
@@ -262,10 +251,8 @@ def speculator(
 ) -> Engine:
     """An eager engine of 3 slots around the tiny model of that config, with that policy."""
     wanted: dict[str, Any] = {"batch_size": 3, "max_seq_len": 320, "device": "cpu", "compile": False} | changes
-    policy, model = name.split()[0], tiny_model(config or tiny_config(eos_ids=EOS_IDS))
-    extra: dict[str, Any] = {"draft_model": "given"} if "standalone" in name else {}
-    draft = DraftConfig(policy=policy, gamma=gamma, **POLICIES.get(name, {}), **extra)
-    return Engine(model, tokenizer, EngineConfig(**wanted), draft, another(model) if extra else None)
+    model, draft = tiny_model(config or tiny_config(eos_ids=EOS_IDS)), draft_of(name, gamma)
+    return Engine(model, tokenizer, EngineConfig(**wanted), draft, another(model) if draft.draft_model else None)
 
 
 @functools.cache

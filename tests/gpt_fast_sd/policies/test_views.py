@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import SPLIT
-from tests.gpt_fast_sd.policies.views_rig import MAX_LEN, N_ROWS, SPARSE, VIEWS, Rig
+from tests.drafts import VIEWS
+from tests.gpt_fast_sd.policies.views_rig import MAX_LEN, N_ROWS, SPARSE, Rig
 from tests.helpers import random_ids, tiny_model
 
 BUDGET, PAGE, N_SINK = 100, 16, 4

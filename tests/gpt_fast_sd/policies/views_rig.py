@@ -22,11 +22,11 @@ from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.rows import Rows
+from tests.drafts import VIEWS
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 N_ROWS, MAX_LEN = 4, 1000
-VIEWS = ["full", "streaming", "snapkv", "quest", "guided"]
-SPARSE = VIEWS[1:]
+SPARSE = [name for name in VIEWS if name != "full"]
 
 
 def new_cache(config: ModelConfig) -> KVCache:
