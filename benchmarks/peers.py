@@ -59,7 +59,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from common import Ledger
 from gguf_export import export_gguf
-from gpt_fast_sd.engine import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import (
     ModelConfig,
     gguf_parts,

@@ -71,9 +71,9 @@ from frontier import (
     whole_numbers,
 )
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.config import VIEWS
-from gpt_fast_sd.engine import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Tokenizer, Transformer, load_model
+from gpt_fast_sd.registry import VIEWS
 from gpt_fast_sd.stats import EngineStats
 from peers import environment, read_bandwidth, weight_bytes
 
@@ -842,7 +842,7 @@ def swappable(engine: Engine, draft: DraftConfig) -> Callable[[], None]:
     rounds, planner = engine.rounds, engine.planner
 
     def use() -> None:
-        engine.draft, engine.rounds, engine.planner = draft, rounds, planner
+        engine.draft, engine.rounds, engine.schedule.planner = draft, rounds, planner
 
     return use
 

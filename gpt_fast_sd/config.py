@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import registry
+
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 CUDA_GRAPHS = ("round", "off")
 KV_DTYPES = ("fp32", "bf16", "fp16")
 QUANTIZATIONS = ("int8",)
-VIEWS = ("full", "streaming", "snapkv", "quest", "guided")  # which entries of a cache a drafting model reads
-POLICIES = ("off", *VIEWS, "standalone", "lookup", "early_exit", "hierarchy")
 CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
 GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
 MAX_GAMMA = 16
@@ -87,7 +87,7 @@ class DraftConfig:
     view of its own cache; "standalone" is draft_model, "early_exit" the target's first exit_layers layers, "lookup" an
     n-gram of at most `ngram` tokens from the row's own text, "hierarchy" lets `cheap` draft for the target with a
     sparse view of its cache, which drafts for the target.
-    view: whose entries standalone, early_exit and hierarchy read (one of VIEWS; None: "streaming").
+    view: which entries standalone, early_exit and hierarchy read, by the name of a view (None: "streaming").
     budget: committed cache entries a draft step may read in every layer and kv head. gamma: tokens drafted a round, or
     "auto". n_sink: first tokens that streaming always reads (Xiao et al. 2023, arXiv 2309.17453, use 4). refresh:
     tokens after which snapkv and guided select anew (None: 64 for snapkv, every round for guided). page: entries that
@@ -109,7 +109,7 @@ class DraftConfig:
     draft_tp: int | None = None
 
     def __post_init__(self) -> None:
-        _one_of("policy", self.policy, POLICIES)
+        _one_of("policy", self.policy, registry.policies())
         _one_of("cheap", self.cheap, CHEAP)
         for name in ("budget", "ngram", "n_sink", "page"):
             _at_least_one(name, getattr(self, name))
@@ -123,8 +123,8 @@ class DraftConfig:
                 _at_least_one(name, getattr(self, name))
         if self.page not in PAGES:
             raise ValueError(f"page must be one of {', '.join(map(str, PAGES))}, got {self.page}")
-        self._check_view()
-        needs_model = self.policy == "standalone" or (self.policy == "hierarchy" and self.cheap == "standalone")
+        self._check_views()
+        needs_model = registry.policy_class(self.policy).needs_model(self)
         if needs_model and self.draft_model is None:
             raise ValueError(f"policy {self.policy!r} with a standalone draft needs draft_model, a folder or a hub id")
         if self.draft_model is not None and not needs_model:
@@ -133,28 +133,29 @@ class DraftConfig:
             raise ValueError(
                 f"draft_tp is for a draft_model: policy {self.policy!r} drafts with the target's own weights"
             )
-        if self.exit_layers is not None and self.policy != "early_exit":
+        if self.exit_layers is not None and "exit_layers" not in registry.policy_class(self.policy).flags:
             raise ValueError(f"exit_layers is for policy 'early_exit', got policy {self.policy!r}")
 
-    def _check_view(self) -> None:
+    def _check_views(self) -> None:
+        policy = registry.policy_class(self.policy)
         if self.view is not None:
-            if self.policy not in ("standalone", "early_exit", "hierarchy"):
-                raise ValueError(f"view is for standalone, early_exit and hierarchy; policy {self.policy!r} is its own")
-            _one_of("view", self.view, VIEWS)
-            if self.view == "guided" and self.policy == "standalone":
-                raise ValueError("view 'guided' needs the target's own cache: a standalone draft cannot have it")
-        least = {"streaming": self.n_sink + 8, "snapkv": 64, "quest": 3 * self.page, "guided": 3 * self.page}
-        cheap_view = "streaming" if self.policy == "hierarchy" and self.cheap == "standalone" else None
-        for view in (self.view_name, cheap_view):
-            if view in least and self.budget < least[view]:
-                raise ValueError(f"budget must be at least {least[view]} for {view}, got {self.budget}")
+            if "view" not in policy.flags:
+                *others, last = (name for name in registry.DRAFTERS if "view" in registry.policy_class(name).flags)
+                raise ValueError(f"view is for {', '.join(others)} and {last}; policy {self.policy!r} is its own")
+            _one_of("view", self.view, tuple(registry.VIEWS))
+            if registry.view_class(self.view).of_target and policy.own_cache:
+                raise ValueError(
+                    f"view {self.view!r} needs the target's own cache: a {self.policy} draft cannot have it"
+                )
+        for view in policy.views(self):
+            least = registry.view_class(view).least_budget(self)
+            if self.budget < least:
+                raise ValueError(f"budget must be at least {least} for {view}, got {self.budget}")
 
     @property
     def view_name(self) -> str | None:
         """Which view of a cache the drafting model has; None where no model with a cache drafts."""
-        if self.policy in VIEWS:
-            return self.policy
-        return (self.view or "streaming") if self.policy in ("standalone", "early_exit", "hierarchy") else None
+        return next(iter(registry.policy_class(self.policy).views(self)), None)
 
     @property
     def max_gamma(self) -> int:

@@ -20,8 +20,8 @@ import torch
 
 from gpt_fast_sd.model import SPLIT, KVCache
 
+from . import registry
 from .config import MAX_GAMMA, DraftConfig, gamma_tiers
-from .policies.hierarchy import CHEAP_GAMMA, n_middle_steps
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -43,9 +43,8 @@ N_STREAMS = 32  # torch has so many streams a device, and deals them round and r
 
 def steps_of(draft: DraftConfig, gamma: int) -> int:
     """Steps of a round that drafts gamma tokens, the target's own included, at most."""
-    if draft.policy == "hierarchy":
-        return n_middle_steps(gamma) * (1 + CHEAP_GAMMA) + 1
-    return gamma + 1
+    drafting: int = registry.policy_class(draft.policy).steps(gamma)
+    return drafting + 1
 
 
 def steps_held(max_seq_len: int, draft: DraftConfig, group: int) -> int:
@@ -56,7 +55,7 @@ def steps_held(max_seq_len: int, draft: DraftConfig, group: int) -> int:
     gammas = [0] if draft.policy == "off" else gamma_tiers(group) if isinstance(draft.gamma, str) else [0, draft.gamma]
     views = max(1, (KVCache.splits(max_seq_len) - 1).bit_length())  # doublings of two splits, see doubling
     there_are = KINDS * sum(steps_of(draft, gamma) for gamma in gammas)
-    there_are += REFRESH_STEPS if draft.view_name == "snapkv" else 0
+    there_are += REFRESH_STEPS if draft.view_name and registry.view_class(draft.view_name).window else 0
     return min(MOST_STEPS, views * there_are)
 
 

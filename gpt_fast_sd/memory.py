@@ -13,12 +13,11 @@ import torch
 
 from gpt_fast_sd.model import QUERY_BLOCK, SPLIT, KVCache, ModelConfig
 
+from . import registry
 from .config import DraftConfig, EngineConfig
 from .devices import ways_of
 from .graphs import steps_held
 from .kernels import prefill_splits, split_for
-from .policies.hierarchy import CHEAP_GAMMA
-from .policies.snapkv import WINDOW
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -84,10 +83,8 @@ class MemoryPlan:
         b, capacity = config.batch_size, KVCache.splits(config.max_seq_len) * SPLIT
         entries = b * (capacity + SPLIT)
         kv = entries * model.kv_bytes_per_token(kv_dtype.itemsize)
-        view, n_lists = draft.view_name, model.n_layers * b * model.n_kv_heads
-        policy = n_lists * draft.budget * 8 if view in ("streaming", "snapkv", "guided") else 0
-        if view == "quest":
-            policy = kv // draft.page + n_lists * draft.budget // draft.page * 8
+        n_lists = model.n_layers * b * model.n_kv_heads
+        policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, kv) if draft.view_name else 0
         work = _Work(config, draft, model, capacity, device, ranks)
         captured = ways_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
@@ -211,7 +208,7 @@ class _Work:
         draft, model, b, width = self.draft, self.model, self.config.batch_size, self.draft.max_gamma + 1
         row = b * model.vocab_size * 4  # fp32 [B, V]
         # a hierarchy's middle steps judge, too, and may draft too much
-        cheap = CHEAP_GAMMA if draft.policy == "hierarchy" else 0
+        cheap: int = registry.policy_class(draft.policy).beyond
         judged = max(width, 1 + cheap)
         logits = judged * row  # fp32 [B, T, V]
         # what drafts were drawn from, fp32 [B, gamma, V] and more
@@ -223,31 +220,32 @@ class _Work:
         if ways_of(self.device).operators:  # what splits hand on of one layer, fp32
             split = split_for(self.capacity)
             attending = b * model.n_heads * judged * (model.head_dim + 2) * 4 * -(-self.capacity // split)
-        if draft.view_name == "guided":
+        if draft.view_name and registry.view_class(draft.view_name).wants_mass:
             # with the mass, a layer's sums of every block of keys and query
             pages = self.capacity // draft.page
             mass = 2 * model.n_layers * b * model.n_kv_heads * pages * 4 + 2 * b * model.n_heads * width * pages * 4
         step = b * judged * self._token + 2 * logits + attending  # logits as the model has them, and as fp32
         # the text of each row, in windows that are compared with its end
-        searches = draft.policy == "lookup" or (draft.policy == "hierarchy" and draft.cheap == "lookup")
+        searches = registry.policy_class(draft.policy).searches(draft)
         searched = LOOKUP * b * self.capacity if searches else 0
         return drafted + mass + max(step, judging, searched)
 
     @property
     def observing(self) -> int:
-        """SnapKV's windows of several rows, and what they choose."""
+        """A view's passes over windows of several rows, and what they choose."""
         model, b = self.model, self.config.batch_size
-        if self.draft.view_name != "snapkv":
+        window: int = registry.view_class(self.draft.view_name).window if self.draft.view_name else 0
+        if not window:
             return 0
         w, n, k, h = min(b, ways_of(self.device).windows), model.n_heads, model.n_kv_heads, model.head_dim
         chosen = 3 * model.n_layers * w * k * self.draft.budget * 8  # those before, those now, and what stays of both
         # fp32 [W, K, S]: the mass, of it what is before the window, and its averages
         scores = 3 * w * k * self.capacity * 4
         if ways_of(self.device).operators:  # of one layer, whose queries are widened to all slots
-            attending = 3 * b * n * WINDOW * (h + 1) * 4 + self._parts(b, WINDOW) + b * k * self.capacity * 4
+            attending = 3 * b * n * window * (h + 1) * 4 + self._parts(b, window) + b * k * self.capacity * 4
         else:  # of one layer a copy of the keys and values, scores, and places to sort
-            attending = w * self.capacity * (2 * k * h * 4 + 2 * k * 8) + self._scores(w, WINDOW)
-        return w * WINDOW * self._token + attending + scores + chosen
+            attending = w * self.capacity * (2 * k * h * 4 + 2 * k * 8) + self._scores(w, window)
+        return w * window * self._token + attending + scores + chosen
 
     def _parts(self, n_rows: int, n_tokens: int) -> int:
         """Of the attention of chunks or windows over all keys where CUDA splits these."""

@@ -6,7 +6,6 @@ Shapes: T tokens of a chunk, K kv heads, S cache capacity, H head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +15,7 @@ from gpt_fast_sd.model import SPLIT, Transformer
 from .attending import DenseKV
 from .compiling import CompiledStep, span
 from .devices import ways_of
-
-if TYPE_CHECKING:
-    from .policies import Reader
+from .reader import Reader
 
 CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays below it
 

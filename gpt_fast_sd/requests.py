@@ -1,10 +1,13 @@
-"""One prompt on its way through the engine: what it may still emit, and when it is done."""
+"""Prompts on their way through the engine: checked, waiting, arriving, and what each may still emit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpt_fast_sd.model import ModelConfig, StreamDecoder, Tokenizer
 
 from .config import SamplingParams
 from .stats import CompletionStats
@@ -175,6 +178,71 @@ class Request:
         )
 
 
+class Intake:
+    """Makes requests of prompts, for one model and one length of its rows; whatever is wrong is said before any work.
+
+    A prompt is a text or a list of token ids, alone or as (prompt, SamplingParams).
+    """
+
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None, max_seq_len: int) -> None:
+        self.tokenizer, self.vocab_size, self.max_seq_len = tokenizer, model.vocab_size, max_seq_len
+        self.eos_ids = model.eos_ids or (tokenizer.eos_ids if tokenizer else ())
+
+    def all(self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+        """A request of each prompt, params one for all or one each; ValueError for the first that cannot run."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
+        if params is None or isinstance(params, SamplingParams):
+            return [self.one(i, *_apart(prompt, params)) for i, prompt in enumerate(prompts)]
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need one SamplingParams, or one each, got {len(params)}")
+        twice = next((i for i, prompt in enumerate(prompts) if _brings_params(prompt)), None)
+        if twice is not None:
+            raise ValueError(f"prompt {twice} brings its own SamplingParams, and params holds some for it, too")
+        return [self.one(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
+
+    def each(self, prompts: Iterable[Any], params: SamplingParams | None) -> Iterator[Request | None]:
+        """Each request is made, and its ValueError raised, when it is asked for; None stands for no prompt now."""
+        index = 0
+        for prompt in prompts:
+            yield None if prompt is None else self.one(index, *_apart(prompt, params))
+            index += prompt is not None
+
+    def one(self, index: int, prompt: object, params: object) -> Request:
+        """The request of one prompt."""
+        name = f"prompt {index}"
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{name} needs SamplingParams, got {params!r}")
+        if isinstance(prompt, str):
+            if prompt and self.tokenizer is None:
+                raise ValueError(f"{name} is text, but this model has no tokenizer: give token ids")
+            prompt = self.tokenizer.encode(prompt) if prompt and self.tokenizer else []
+        ids = self.checked(prompt, name)
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"{name} has stop strings, but this model has no tokenizer to find them with")
+        total = len(ids) + params.max_tokens
+        if total > self.max_seq_len:
+            raise ValueError(
+                f"{name} has {len(ids):,} tokens and max_tokens is {params.max_tokens:,}: together {total:,}, "
+                f"over max_seq_len {self.max_seq_len:,}"
+            )
+        decoder = StreamDecoder(self.tokenizer, ids) if self.tokenizer else None
+        return Request(index, ids, params, frozenset(self.eos_ids), decoder)
+
+    def checked(self, tokens: Any, name: str) -> list[int]:
+        """Token ids of the vocabulary, one at least; the ValueError names them so."""
+        try:
+            ids = [operator.index(token) for token in tokens]
+        except TypeError:
+            raise ValueError(f"{name} must be a text or a list of whole token ids, got {tokens!r:.80}") from None
+        if not ids:
+            raise ValueError(f"{name} is empty: give it at least one token")
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{name} holds token id {wrong}, the vocabulary goes from 0 to {self.vocab_size - 1}")
+        return ids
+
+
 class Waiting:
     """Requests in the order they came, each taken when a slot is free for it; `over` is set when no more will come."""
 
@@ -209,3 +277,13 @@ class Arrival:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of text that begins stop."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _brings_params(prompt: object) -> bool:
+    """Whether it is (prompt, SamplingParams)."""
+    return isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], SamplingParams)
+
+
+def _apart(prompt: Any, params: SamplingParams | None) -> tuple[Any, SamplingParams]:
+    """A prompt, and its own parameters where it brings them, else these (None: the default)."""
+    return (prompt[0], prompt[1]) if _brings_params(prompt) else (prompt, params or SamplingParams())

@@ -64,9 +64,10 @@ from common import (
 )
 from generate import PER_PROMPT, ProgressLine, as_record, check_writable, encode_record, number_or_auto
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
-from gpt_fast_sd.engine import locate
+from gpt_fast_sd.config import CHEAP, MAX_GAMMA
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, gguf_parts, load_tokenizer, read_config
+from gpt_fast_sd.registry import VIEWS, policies
 from gpt_fast_sd.tp import Parallel
 
 try:
@@ -516,7 +517,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"tokens of the longest prompt and its output (default: {ROOM:,}, or what the model can)",
     )  # fmt: skip
     add("--chat", action="store_true", help="wrap each text in the model's chat template as a user message")
-    add("--draft", metavar="POLICY", default="streaming", help=f"{', '.join(POLICIES)} (default: streaming)")
+    add("--draft", metavar="POLICY", default="streaming", help=f"{', '.join(policies())} (default: streaming)")
     add("--budget", metavar="K", type=int, default=256, help="cache entries a draft may read (default: 256)")
     add(
         "--gamma", metavar="N|auto", type=number_or_auto, default="auto",

@@ -82,9 +82,9 @@ from frontier import (
 )
 from generate import check_writable
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams, TokenEvent
-from gpt_fast_sd.config import VIEWS
-from gpt_fast_sd.engine import BUNDLED, locate
+from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
+from gpt_fast_sd.registry import VIEWS
 from gpt_fast_sd.roofline import Chip, measure, step_seconds
 from gpt_fast_sd.stats import EngineStats
 from gpt_fast_sd.tp import Parallel, collectives_per_step

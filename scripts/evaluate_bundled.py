@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from bundled_data import MIXTURES, book_document, book_paths, distinct, fact, number, person, question, thing
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.engine import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, read_config
 
 END = 512  # tokens at the end of a window that are averaged on their own

@@ -36,13 +36,13 @@ from tqdm import tqdm
 from common import Ledger, digest, distinct_4grams, environment, refuse
 from generate import check_writable, read_text
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.config import POLICIES
-from gpt_fast_sd.engine import BUNDLED, locate
+from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import Tokenizer, Transformer, load_model, load_tokenizer, read_config
+from gpt_fast_sd.registry import policies
 from gpt_fast_sd.stats import EngineStats
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
-DRAFTERS = (*(policy for policy in POLICIES if policy != "off"), OVER_STANDALONE)
+DRAFTERS = (*(policy for policy in policies() if policy != "off"), OVER_STANDALONE)
 NEEDS_MODEL = ("standalone", OVER_STANDALONE)
 CONTEXT = 4096  # tokens of a prompt, if the text holds as many for every row
 PROGRAM = "frontier.py"

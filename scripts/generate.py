@@ -53,10 +53,11 @@ from tqdm import tqdm
 
 from common import refuse, write_whole
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, __version__
-from gpt_fast_sd.config import CHEAP, MAX_GAMMA, POLICIES, VIEWS
-from gpt_fast_sd.engine import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
+from gpt_fast_sd.config import CHEAP, MAX_GAMMA
+from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.measuring import Recorder, Way, page
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer, load_tokenizer, read_config
+from gpt_fast_sd.registry import VIEWS, policies
 from gpt_fast_sd.stats import EngineStats
 from gpt_fast_sd.tp import Parallel, start
 
@@ -90,7 +91,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--chat", action="store_true", help="wrap each text in the model's chat template as a user message")
     add("--max-new-tokens", metavar="N", type=int, default=200, help="tokens to add to each prompt (default: 200)")
     add("--batch-size", metavar="B", type=int, help="slots; more prompts wait (default: number of prompts, at most 8)")
-    add("--draft", metavar="POLICY", default=DRAFT, help=f"{', '.join(POLICIES)}; see above (default: {DRAFT})")
+    add("--draft", metavar="POLICY", default=DRAFT, help=f"{', '.join(policies())}; see above (default: {DRAFT})")
     add("--budget", metavar="K", type=int, default=256, help="cache entries a draft may read (default: 256)")
     add(
         "--gamma", metavar="N|auto", type=number_or_auto, default="auto",

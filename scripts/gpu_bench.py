@@ -24,7 +24,7 @@ from torch import Tensor
 from frontier import spread, stretches, take_turns, tokens_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import gamma_tiers
-from gpt_fast_sd.engine import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.planner import GammaPlanner
 from gpt_fast_sd.replay import PROFILES, Replay, replay_table
@@ -96,7 +96,7 @@ class Bench:
         gamma, replay = self.gammas[profile], self.engine.replay
         assert replay is not None
         replay.table.copy_(replay_table(PROFILES[profile], len(replay.table), self.batch, gamma, 0, self.setup.device))
-        self.engine.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
+        self.engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
         return float(replay.table.double().mean()) + 1
 
     def run(self, speculate: bool, rounds: int | None = None, new: int | None = None) -> Record:
@@ -152,12 +152,12 @@ class Bench:
                     "judge": partial(rounds.judged, logits, draft),
                 }
                 if policy.wants_mass:
-                    parts["select"] = partial(policy.observe, rows, mass)
+                    parts["select"] = partial(policy.device_after_verify, rows, mass)
                 for name, part in parts.items():
                     found[name][str(gamma)] = self.figure(name, gamma, part)
         rows.active.fill_(False)
         for slot in range(self.batch):
-            policy.vacate(slot)
+            policy.host_free(slot)
         return found
 
     def figure(self, name: str, gamma: int, call: Callable[[], object]) -> Record:
@@ -179,7 +179,7 @@ class Bench:
         rows.remaining.fill_(PLENTY)
         engine.replay.rewind()
         for slot, prompt in enumerate(self.prompts):
-            policy.admit(slot, prompt)
+            policy.host_admit(slot, prompt)
             rows.pending[slot] = prompt[-1]
         rows.lengths = dict.fromkeys(range(self.batch), self.context)
         engine.rounds.refresh()  # a view that lists by a pass of its own has no list before

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from frontier import tokens_of
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams, kernels
-from gpt_fast_sd.engine import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import SPLIT, Transformer
 from gpu_setup import SMALL, Findings, Record, Setup, difference, prompts_of, random_model, settings_of
 

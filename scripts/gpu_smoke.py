@@ -22,7 +22,7 @@ import torch
 
 import generate
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.engine import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import load_tokenizer, read_config
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.tp import Parallel

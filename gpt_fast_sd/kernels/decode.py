@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 SMALLEST_SPLIT, LARGEST_SPLIT = 256, 2048
-PAGES = (16, 32, 64, 128)  # block sizes whose attention mass can be summed
 
 
 def split_for(capacity: int) -> int:
@@ -87,18 +86,18 @@ def page_sums(mass: Tensor, page: int) -> Tensor:
 
 @_decode.register_kernel("cuda")
 def _decode_cuda(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int) -> Tensor:
-    from . import decode_triton
+    from . import decode_triton, triton_common
 
-    return decode_triton.attend(q, k, v, pos, n_keys, split, arch=decode_triton.architecture())
+    return decode_triton.attend(q, k, v, pos, n_keys, split, arch=triton_common.architecture())
 
 
 @_decode_with_mass.register_kernel("cuda")
 def _decode_with_mass_cuda(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int
 ) -> tuple[Tensor, Tensor]:
-    from . import decode_triton
+    from . import decode_triton, triton_common
 
-    return decode_triton.attend_with_mass(q, k, v, pos, n_keys, split, page, arch=decode_triton.architecture())
+    return decode_triton.attend_with_mass(q, k, v, pos, n_keys, split, page, arch=triton_common.architecture())
 
 
 @_decode.register_fake

@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode import PAGES
+from .sizes import PAGES
+from .triton_common import LOG2_E, family, row_limits, strides
 
 MERGED = 8  # splits that the merge reads at once
-LOG2_E = 1.4426950408889634
 
 
 class Config(NamedTuple):
@@ -38,22 +38,6 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     per_sm: int  # blocks of threads that an SM is meant to hold at a time; the launch does not need it, tests do
-
-
-def architecture() -> int | str:
-    """The compute capability that kernels are built for, 90 for Hopper; a text where that is no NVIDIA GPU."""
-    arch: int | str = triton.runtime.driver.active.get_current_target().arch
-    return arch
-
-
-def family(arch: int | str) -> int:
-    """Whose row of the tables serves: 90 where a block of threads may take 227 KiB of shared memory, else 80.
-
-    ValueError for what no row was reckoned for: a capability below 8.0, and GPUs of other makers ("gfx942").
-    """
-    if not isinstance(arch, int) or arch < 80:
-        raise ValueError(f"the kernels are for NVIDIA GPUs of compute capability 8.0 and later, not for {arch!r}")
-    return 90 if arch in (90, 100, 103) else 80
 
 
 # (family, bytes of an entry, padded head dim) -> keys of a block, {rows of a tile: (warps, stages, blocks an SM)}. The
@@ -95,13 +79,6 @@ def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
     block_n, tiles = CONFIGS[family(arch), itemsize, max(block_h, 64)]
     block_r = next((block_r for block_r in tiles if block_r >= n_rows), max(tiles))
     return Config(block_r, block_n, *tiles[block_r])
-
-
-@triton.jit
-def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
-    """The last key that each row reads, -1 if it reads none."""
-    b_pos = tl.load(p_pos + o_t.to(tl.int64) * stride_t, mask=m_r, other=-1)
-    return tl.where(b_pos < n_keys, b_pos, -1).to(tl.int32)
 
 
 @triton.jit(
@@ -328,8 +305,3 @@ def _attend(
             K=n_kv, G=group, PAGE=page, UNIT=unit, BLOCK_N=block_n, BLOCK_P=block_p, BLOCK_R=32, num_warps=4,
         )  # fmt: skip
     return out.transpose(1, 2), mass
-
-
-def strides(x: Tensor, n: int) -> list[int]:
-    """Strides of the first n dims; 0 where a dim has one entry, whose stride is arbitrary and would build a kernel."""
-    return [stride if size > 1 else 0 for size, stride in zip(x.shape[:n], x.stride(), strict=False)]

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from .decode import attention_reference, page_sums, scores_reference
-
-FEW_ROWS = 256  # so few rows a kv head are too few tiles for a GPU: their keys are split as in decoding
-SPLIT = 1024  # keys that one program reads of few rows
+from .sizes import FEW_ROWS, PREFILL_SPLIT
 
 
 def prefill_splits(n_rows: int, n_keys: int) -> int:
@@ -21,7 +19,7 @@ def prefill_splits(n_rows: int, n_keys: int) -> int:
 
     Each part hands on an fp32 row [H] and its sum for every query, until they are merged.
     """
-    return -(-n_keys // SPLIT) if n_rows <= FEW_ROWS else 0
+    return -(-n_keys // PREFILL_SPLIT) if n_rows <= FEW_ROWS else 0
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
@@ -70,23 +68,23 @@ def _key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page:
 
 @_prefill.register_kernel("cuda")
 def _prefill_cuda(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
-    from . import decode_triton, prefill_triton
+    from . import prefill_triton, triton_common
 
-    return prefill_triton.attend(q, k, v, pos, n_keys, arch=decode_triton.architecture())
+    return prefill_triton.attend(q, k, v, pos, n_keys, arch=triton_common.architecture())
 
 
 @_prefill_with_lse.register_kernel("cuda")
 def _prefill_with_lse_cuda(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    from . import decode_triton, prefill_triton
+    from . import prefill_triton, triton_common
 
-    return prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=decode_triton.architecture())
+    return prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=triton_common.architecture())
 
 
 @_key_mass.register_kernel("cuda")
 def _key_mass_cuda(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
-    from . import decode_triton, prefill_triton
+    from . import prefill_triton, triton_common
 
-    return prefill_triton.key_mass(q, k, lse, pos, n_keys, page, arch=decode_triton.architecture())
+    return prefill_triton.key_mass(q, k, lse, pos, n_keys, page, arch=triton_common.architecture())
 
 
 @_prefill.register_fake

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from . import decode_triton
 from .decode import page_sums
-from .decode_triton import LOG2_E, family, row_limits, strides
-from .prefill import FEW_ROWS, SPLIT
+from .sizes import FEW_ROWS, PREFILL_SPLIT
+from .triton_common import LOG2_E, family, row_limits, strides
 
 # (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks an SM (see
 # decode_triton.CONFIGS). Reckoned, not timed on a chip: the largest tiles that fit the registers, as such tiles use
@@ -191,7 +191,7 @@ def mass_kernel(
 def attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int | str) -> Tensor:
     """See prefill.prefill_attention."""
     if q.shape[1] // k.shape[1] * q.shape[2] <= FEW_ROWS:
-        return decode_triton.attend(q, k, v, pos, n_keys, SPLIT, arch=arch)
+        return decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, arch=arch)
     return _attend(q, k, v, pos, n_keys, None, arch)
 
 
@@ -205,7 +205,7 @@ def attend_with_lse(
     if n_heads // n_kv * n_tokens > FEW_ROWS:
         return _attend(q, k, v, pos, n_keys, lse, arch), lse
     rows = torch.empty((n_batch, n_kv, n_tokens, n_heads // n_kv), dtype=torch.float32, device=q.device)
-    out = decode_triton.attend(q, k, v, pos, n_keys, SPLIT, rows, arch=arch)
+    out = decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, rows, arch=arch)
     torch.div(rows.transpose(2, 3), LOG2_E, out=lse.unflatten(1, (n_kv, -1)))
     return out, lse
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode_triton import strides
+from .triton_common import strides
 
 BLOCK = 2048  # scores looked at together
 WARPS = 8

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ONE_CHUNK = 192  # entries that one program reads, so that nothing is merged
-
 
 @torch.library.custom_op("gpt_fast_sd::sparse_attention", mutates_args=())
 def sparse_attention(
@@ -67,9 +65,9 @@ def _sparse_cuda(
     n_keys: int,
     page: int,
 ) -> Tensor:
-    from . import decode_triton, sparse_triton
+    from . import sparse_triton, triton_common
 
-    arch = decode_triton.architecture()
+    arch = triton_common.architecture()
     return sparse_triton.attend(q, k, v, slots, tail_start, tail_width, pos, n_keys, page, arch=arch)
 
 

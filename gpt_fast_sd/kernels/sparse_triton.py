@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode_triton import LOG2_E, family, strides
-from .sparse import ONE_CHUNK
+from .sizes import ONE_CHUNK
+from .triton_common import LOG2_E, family, strides
 
 MOST_CHUNKS = 16  # that the merge reads at once
 LARGEST_TILE = 64  # rows of a program

@@ -3,7 +3,7 @@
 Behind this door: `build_policy`, which makes the policy that a DraftConfig names.
 """
 
-from .base import Draft, DraftPolicy, ModelDraft, OwnPrefill, Reader, View
-from .build import build_policy, build_view
+from .base import Draft, DraftPolicy, ModelDraft, OwnPrefill, View, build_view
+from .build import build_policy
 
-__all__ = ["Draft", "DraftPolicy", "ModelDraft", "OwnPrefill", "Reader", "View", "build_policy", "build_view"]
+__all__ = ["Draft", "DraftPolicy", "ModelDraft", "OwnPrefill", "View", "build_policy", "build_view"]

@@ -15,12 +15,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, KVCache, Transformer
-from gpt_fast_sd.tp import ALONE, Group, Vocabulary
+from gpt_fast_sd.model import KV, Transformer
+from gpt_fast_sd.tp import Group, Vocabulary
 
-from ..compiling import CompiledStep, Options, span
+from .. import registry
+from ..compiling import CompiledStep, span
+from ..config import DraftConfig
 from ..devices import ways_of
 from ..prefill import Filling
+from ..reader import Reader
 from ..rows import Rows
 from ..sampling import DRAFT_STREAM
 
@@ -35,72 +38,115 @@ class Draft:
     proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
 
 
-class DraftPolicy(Protocol):
-    """Proposes up to gamma tokens a row. Its methods are called in the order they stand here, round after round."""
+class Drafts:
+    """What policies and views share: nothing to do at any point of a round, which each of them says otherwise.
 
-    proposers: tuple[str, ...]
-    wants_mass: (
-        bool  # whether observe is to be given the attention mass of the verification; by its page, if it has one
-    )
-    refresh_every: int  # tokens that a row commits from one refresh to the next; 0: it needs none
+    The methods run in the order they stand here, round after round: on the host between rounds, or on the device inside
+    them, where nothing may be decided by values that the host would have to read.
+    """
+
+    wants_mass = False  # whether device_after_verify is given attention mass; by its page, if it has one
+    refresh_every = 0  # tokens that a row commits from one refresh to the next; 0: it needs none
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return 0
 
     def warm_up(self) -> None:
         """Compile what is called between rounds. A round over idle slots follows, which compiles what rounds call.
 
         What slots hold must stay as it is.
         """
-        ...
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """A slot was prefilled with all of its prompt but the last token, which is pending."""
-        ...
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """On the host: a slot was prefilled with all of its prompt but the last token, which is pending."""
 
-    def due(self, rows: Rows) -> bool:
-        """Whether renew has work that needs to know exactly how far the rows are, see View.due.
+    def host_must_wait(self, rows: Rows) -> bool:
+        """On the host: whether host_before_round must know exactly how far rows are, rows.ahead being 0.
 
-        Asked before a round that drafts, which then waits for the one under way, and before one that does not.
+        Told from rows.lengths, of which each may have grown by up to rows.ahead. Asked before a round that drafts,
+        which then waits for the one under way, and before one that does not.
         """
-        ...
+        return False
 
-    def renew(self, rows: Rows) -> None:
-        """A round that drafts will follow: do on the host what a captured round cannot, see View.renew."""
-        ...
+    def host_before_round(self, rows: Rows) -> None:
+        """On the host, before a round that drafts: what needs a decision or a step of its own, and is not captured."""
 
-    def refreshes(self, rows: Rows) -> list[int]:
-        """Keys to have in view for each call of refresh that is wanted after renew, see View.refreshes."""
-        ...
+    def host_refreshes(self, rows: Rows) -> list[int]:
+        """On the host, after host_before_round: keys to have in view for each device_refresh that is wanted now.
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Select anew for rows that are due, n_keys in view. All on the device: the host decides nothing by values."""
-        ...
+        Told from rows.lengths, of which each may have grown by up to rows.ahead: enough for all rows that may be due.
+        """
+        return []
+
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
+        """On the device: select anew for rows that are due, which only the device tells.
+
+        n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
+        """
+
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
+        """On the device, the round is committed. mass fp32 [L, B, K, S // page]: what each block of keys received."""
+
+    def host_free(self, slot: int) -> None:
+        """On the host: the slot is free again."""
+
+
+class DraftPolicy(Drafts):
+    """Proposes up to gamma tokens a row."""
+
+    about = "nobody: plain decoding"  # who proposes, in a phrase
+    flags: tuple[str, ...] = ()  # the fields of DraftConfig that it heeds beside gamma
+    beyond = 0  # tokens that a step of it may feed past gamma
+    own_cache = False  # whether it drafts from a cache that is not the target's
+    proposers: tuple[str, ...] = ()  # who may have proposed a token, see Draft.proposer
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> DraftPolicy:
+        """The one that a configuration asks for; ValueError where it does not fit the models.
+
+        draft_group: the ranks that hold the draft model together.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """The views that models of it read caches through, the target's or its own first."""
+        return ()
+
+    @classmethod
+    def needs_model(cls, config: DraftConfig) -> bool:
+        """Whether it drafts with a model of its own."""
+        return False
+
+    @classmethod
+    def searches(cls, config: DraftConfig) -> bool:
+        """Whether it searches the texts of all rows."""
+        return False
+
+    @classmethod
+    def steps(cls, gamma: int) -> int:
+        """Steps of models, and searches, that drafting gamma tokens takes at most."""
+        return gamma
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
-        """Draft for all rows; nothing committed is changed. All on the device: the host decides nothing by values."""
-        ...
+        """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
+        raise NotImplementedError
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """The round is committed. mass fp32 [L, B, K, S // page]: attention that each block of keys received.
-
-        All on the device, as in propose.
-        """
-        ...
-
-    def vacate(self, slot: int) -> None:
-        """The slot is free again."""
-        ...
+    def n_steps(self, gamma: int) -> float:
+        """What drafting gamma tokens costs, counted in steps that take the same time; see GammaPlanner."""
+        return gamma
 
     def kv_bytes(self, rows: Rows, gamma: int) -> int:
         """Bytes of keys and values (or bounds of them) that drafting gamma tokens for all slots reads."""
-        ...
+        return 0
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """What a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
-        ...
-
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled so far."""
-        ...
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -108,98 +154,49 @@ class OwnPrefill(Protocol):
     """A policy that has to prefill prompts itself, beside what the target does."""
 
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
-        """Begin with what admit would prefill: rounds may come between its chunks, and admit when all are computed."""
+        """Begin with what host_admit would prefill: rounds may come between its chunks; that call comes last."""
         ...
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A model and the cache it reads and writes. A self-draft's is the target's own."""
-
-    model: Transformer
-    cache: KVCache
-    compiled: bool | Options | None  # see CompiledStep
-    group: Group = ALONE  # the ranks that hold the model together
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(L, B, K) of the cache."""
-        return len(self.cache.k), self.cache.k[0].shape[0], self.cache.k[0].shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the cache is."""
-        return self.cache.seq_len.device
-
-
-class View(Protocol):
+class View(Drafts):
     """Which committed entries of a reader's cache a query reads: at most `budget` in each layer and kv head."""
 
-    wants_mass: bool
-    refresh_every: int  # see DraftPolicy
+    about = ""  # what it reads, in a phrase
+    flags: tuple[str, ...] = ("budget",)  # the fields of DraftConfig that it heeds
+    of_target = False  # whether it selects by what only the target's verification tells
+    window = 0  # committed tokens that it feeds again, in a pass of its own, to select
+
+    reader: Reader
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> View:
+        """The view of a reader's cache. room: the most tokens a round feeds beyond the committed ones."""
+        raise NotImplementedError
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """The smallest budget that makes sense."""
+        return 1
+
+    @classmethod
+    def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
+        """Bytes of selections: n_lists L * B * K of them, beside a cache of so many bytes."""
+        return 0
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """(make, args): a compiled step calls make(k, v, span, *args); the tensors of args never move."""
-        ...
+        raise NotImplementedError
 
-    def warm_up(self) -> None:
-        """Compile what selecting needs."""
-        ...
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Select for a slot that was prefilled with all of its prompt but the last token."""
-        ...
-
-    def due(self, rows: Rows) -> bool:
-        """Whether renew must know exactly how far the rows are: rows.ahead has to be 0 then.
-
-        Told from rows.lengths, of which each may have grown by up to rows.ahead.
-        """
-        ...
-
-    def renew(self, rows: Rows) -> None:
-        """Before a round that drafts, on the host: what needs a decision or a step of its own (see due)."""
-        ...
-
-    def refreshes(self, rows: Rows) -> list[int]:
-        """Keys to have in view for each call of refresh that is wanted before a round that drafts.
-
-        Told on the host from rows.lengths, of which each may have grown by up to rows.ahead: enough for all rows that
-        may be due.
-        """
-        ...
-
-    def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Select anew for rows that are due, which only the device tells: this may be captured.
-
-        n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
-        """
-        ...
-
-    def begin(self, rows: Rows) -> None:
-        """A round begins: let the window slide to the committed end. On the device alone, as it may be captured."""
-        ...
-
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """A round was committed, see DraftPolicy.observe."""
-        ...
-
-    def vacate(self, slot: int) -> None:
-        """Forget the slot's selection."""
-        ...
+    def device_before_draft(self, rows: Rows) -> None:
+        """On the device, before a round's drafts: let the window slide to the committed end."""
 
     def entries_read(self, n_keys: int) -> int:
         """Cache entries a slot whose step reads costs in one layer and kv head, bounds counted as entries."""
-        ...
+        raise NotImplementedError
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """What queries at pos [B] read: bool [L, B, K, S]."""
-        ...
-
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled so far."""
-        ...
+        raise NotImplementedError
 
 
 def draft_step(
@@ -218,12 +215,33 @@ def draft_step(
     return logits
 
 
-class ModelDraft:
+def build_view(config: DraftConfig, name: str, reader: Reader) -> View:
+    """The view of that name over a reader's cache, as the policy of a configuration needs it."""
+    room = config.max_gamma + 2 + registry.policy_class(config.policy).beyond
+    view: View = registry.view_class(name).build(config, reader, room)
+    return view
+
+
+class ModelDraft(DraftPolicy):
     """A model drafts token by token through a view of a cache; with the target's own model and cache, a self-draft.
 
     Self-drafts write their approximate keys at the positions that verification overwrites with exact ones, so they need
     no cache, no prefill and no rollback of their own.
     """
+
+    about = "the target itself"
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> DraftPolicy:
+        """The target drafts through the view that is its name."""
+        return ModelDraft(target, build_view(config, config.policy, target), config.policy)
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """The view that is its name."""
+        return (config.policy,)
 
     def __init__(self, reader: Reader, view: View, name: str) -> None:
         self.reader, self.view = reader, view
@@ -245,29 +263,29 @@ class ModelDraft:
         """Compile what the view needs."""
         self.view.warm_up()
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Select for the slot."""
-        self.view.admit(slot, prompt)
+        self.view.host_admit(slot, prompt)
 
-    def due(self, rows: Rows) -> bool:
+    def host_must_wait(self, rows: Rows) -> bool:
         """Whether the view has to be renewed by exact lengths."""
-        return self.view.due(rows)
+        return self.view.host_must_wait(rows)
 
-    def renew(self, rows: Rows) -> None:
-        """Let the view renew itself."""
-        self.view.renew(rows)
+    def host_before_round(self, rows: Rows) -> None:
+        """Let the view do its part."""
+        self.view.host_before_round(rows)
 
-    def refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, rows: Rows) -> list[int]:
         """The refreshes of the view."""
-        return self.view.refreshes(rows)
+        return self.view.host_refreshes(rows)
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """Let the view select anew for rows that are due."""
-        self.view.refresh(rows, n_keys)
+        self.view.device_refresh(rows, n_keys)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma steps, each feeding the token of the one before."""
-        self.begin(rows)
+        self.device_before_draft(rows)
         token, tokens, qs = rows.pending, [], []
         for i in range(gamma):
             pos = rows.seq_len + i  # [B]
@@ -280,9 +298,9 @@ class ModelDraft:
         drawn = None if qs[0] is None else torch.stack([q for q in qs if q is not None], 1)  # [B, gamma, V]
         return Draft(torch.stack(tokens, 1), drawn, torch.full_like(rows.pending, gamma))
 
-    def begin(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows) -> None:
         """Let the view slide: all committed tokens are in the cache."""
-        self.view.begin(rows)
+        self.view.device_before_draft(rows)
 
     def first(self, rows: Rows) -> Tensor:
         """Feed what the drafting model has not seen yet -> logits [B, V] after the pending token."""
@@ -296,13 +314,13 @@ class ModelDraft:
         out: Tensor = (step or self._step)(self.reader.model, tokens, pos, cache.k, cache.v, in_view, make, args)
         return out
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw."""
-        self.view.observe(rows, mass)
+        self.view.device_after_verify(rows, mass)
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot."""
-        self.view.vacate(slot)
+        self.view.host_free(slot)
 
     def kv_bytes(self, rows: Rows, gamma: int) -> int:
         """Bytes of keys and values that drafting gamma tokens reads, all slots."""

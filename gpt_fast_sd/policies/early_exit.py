@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.tp import Group
+
+from ..config import DraftConfig
+from ..reader import Reader
 from ..rows import Rows
-from .base import ModelDraft, Reader
+from .base import ModelDraft, build_view
 
 
 def first_layers(target: Reader, n: int | None) -> Reader:
@@ -23,6 +28,22 @@ def first_layers(target: Reader, n: int | None) -> Reader:
 class EarlyExitDraft(ModelDraft):
     """A self-draft that leaves after n layers: it reads and writes the target's cache as far as these go."""
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    about = "the first `--exit-layers` layers of the target"
+    flags = ("view", "budget", "exit_layers")
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> EarlyExitDraft:
+        """The target's first layers, through a view of their part of its cache."""
+        reader, (name,) = first_layers(target, config.exit_layers), cls.views(config)
+        return cls(reader, build_view(config, name, reader), config.policy)
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """As `view` says."""
+        return (config.view or "streaming",)
+
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw in these layers: mass fp32 [L, B, K, S // page]."""
-        super().observe(rows, None if mass is None else mass[: self.reader.shape[0]])
+        super().device_after_verify(rows, None if mass is None else mass[: self.reader.shape[0]])

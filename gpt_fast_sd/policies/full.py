@@ -11,8 +11,9 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, SPLIT
 
 from ..attending import DenseKV
-from ..rows import Rows
-from .base import Reader
+from ..config import DraftConfig
+from ..reader import Reader
+from .base import View
 
 
 def full_kv(k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor) -> KV:
@@ -20,52 +21,23 @@ def full_kv(k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor) -> KV:
     return DenseKV(k, v, in_view.shape[0])
 
 
-class FullView:
+class FullView(View):
     """Everything at or before the query."""
 
-    wants_mass = False
-    refresh_every = 0
+    about = "its whole cache: a check of the engine"
+    flags = ()
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> View:
+        """It has no budget."""
+        return cls(reader)
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled so far."""
-        return 0
-
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """DenseKV, which takes nothing more."""
         return full_kv, ()
-
-    def warm_up(self) -> None:
-        """Nothing to compile."""
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Nothing to select."""
-
-    def due(self, rows: Rows) -> bool:
-        """Never."""
-        return False
-
-    def renew(self, rows: Rows) -> None:
-        """Nothing to renew."""
-
-    def refreshes(self, rows: Rows) -> list[int]:
-        """None."""
-        return []
-
-    def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Nothing to refresh."""
-
-    def begin(self, rows: Rows) -> None:
-        """Nothing to slide."""
-
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """Nothing to learn."""
-
-    def vacate(self, slot: int) -> None:
-        """Nothing to forget."""
 
     def entries_read(self, n_keys: int) -> int:
         """All splits in view."""

@@ -18,8 +18,9 @@ from torch import Tensor
 from gpt_fast_sd.kernels import guided_select
 
 from ..attending import on_cuda
+from ..config import DraftConfig
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
 from .sparse import SlotView, entries_of
 
 
@@ -30,7 +31,19 @@ class GuidedView(SlotView):
     those of drafts that it rejects too: which they are is known only when the mass has been summed.
     """
 
-    wants_mass = True
+    about = "the pages that the last verification attended to most, and a window"
+    flags = ("budget", "page", "refresh")
+    of_target = wants_mass = True
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> GuidedView:
+        """Selected anew by every verification, or as the configuration says."""
+        return cls(reader, budget=config.budget, page=config.page, refresh=config.refresh or 1, room=room)
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """A page, and two of the tail."""
+        return 3 * config.page
 
     def __init__(self, reader: Reader, *, budget: int, page: int, refresh: int, room: int) -> None:
         """refresh: committed tokens after which a row is selected anew; sooner where its tail is full."""
@@ -42,20 +55,20 @@ class GuidedView(SlotView):
         self.growth = min(growth, self.tail - 2 * page)  # so that a block and more are left of the tail
         self.selected_at = torch.full_like(self.tail_start, -refresh)  # [B] seq_len at the last selection
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """What precedes the tail, as far as the list goes: all of a short prompt, the beginning of a long one."""
-        super().admit(slot, prompt)
+        super().host_admit(slot, prompt)
         start = self._start(torch.tensor(len(prompt) - 1, device=self.slots.device))
         entry = torch.arange(self.slots.shape[-1], device=self.slots.device)
         self.slots[:, slot] = torch.where(entry < start, entry, -1)
         self.tail_start[slot] = start
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
-        super().vacate(slot)
+        super().host_free(slot)
         self.selected_at[slot] = -self.apart
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Select by mass [L, B, K, P] for each row that has grown by `refresh` tokens since, or whose tail is full."""
         if mass is None:
             return

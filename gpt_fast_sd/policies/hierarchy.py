@@ -18,12 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.model import KV, Transformer
+from gpt_fast_sd.tp import Group
 
 from ..compiling import CompiledStep, span
+from ..config import DraftConfig
 from ..prefill import Filling
+from ..reader import Reader
 from ..rows import Rows
-from ..sampling import CHEAP_ACCEPT_STREAM, DRAFT_STREAM
-from .base import Draft, DraftPolicy, OwnPrefill, Reader, View
+from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
+from .base import Draft, DraftPolicy, OwnPrefill, View, build_view
+from .lookup import LookupDraft
+from .standalone import StandaloneDraft, beside
 
 Count = TypeVar("Count", int, Tensor)
 
@@ -66,7 +71,7 @@ def ahead(rows: Rows, n: Tensor, at_most: int) -> Rows:
     return virtual
 
 
-class HierarchyDraft:
+class HierarchyDraft(DraftPolicy):
     """Speculative decoding of the middle level by the cheap one; what it emits is the draft for the target.
 
     The target needs to know what each of its drafts was drawn from. Speculative sampling draws from the distribution of
@@ -79,6 +84,46 @@ class HierarchyDraft:
     kept, and the next step begins behind that token. Numbers of cheap drafts that were not kept come again, at the same
     places: nothing that is kept hangs on them.
     """
+
+    about = "`--cheap` drafts for the target reading a `--view` of its cache"
+    flags = ("cheap", "ngram", "draft_model", "draft_tp", "view", "budget")
+    beyond = CHEAP_GAMMA
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> HierarchyDraft:
+        """The target through a view, over lookup or a draft model with a sliding window."""
+        name, *cheap_view = cls.views(config)
+        view = build_view(config, name, target)
+        cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
+        if cheap_view:
+            reader = beside(target, draft_model, draft_group)
+            # the middle level's own token comes between the cheap drafts and the target's: one more may be unfed
+            cheap = StandaloneDraft(reader, build_view(config, cheap_view[0], reader), target.group, unfed=3)
+            cheap.stream = CHEAP_STREAM
+        return cls(target, view, name, cheap)
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """The middle level's, and the draft model's where one drafts for it."""
+        own = config.view or "streaming"
+        return (own, "streaming") if cls.needs_model(config) else (own,)
+
+    @classmethod
+    def needs_model(cls, config: DraftConfig) -> bool:
+        """Where one drafts for the middle level."""
+        return config.cheap == "standalone"
+
+    @classmethod
+    def searches(cls, config: DraftConfig) -> bool:
+        """Where lookup drafts for the middle level."""
+        return config.cheap == "lookup"
+
+    @classmethod
+    def steps(cls, gamma: int) -> int:
+        """Middle steps, and the drafts for each of them."""
+        return n_middle_steps(gamma) * (1 + CHEAP_GAMMA)
 
     def __init__(self, target: Reader, view: View, view_name: str, cheap: DraftPolicy) -> None:
         self.target, self.view, self.cheap = target, view, cheap
@@ -102,37 +147,37 @@ class HierarchyDraft:
         """Let the cheap level begin to prefill the slot, where its model has a cache of its own."""
         return self.cheap.prepare(slot, prompt) if isinstance(self.cheap, OwnPrefill) else []
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Let both levels take the slot."""
-        self.view.admit(slot, prompt)
-        self.cheap.admit(slot, prompt)
+        self.view.host_admit(slot, prompt)
+        self.cheap.host_admit(slot, prompt)
 
-    def due(self, rows: Rows) -> bool:
-        """Whether either level has to renew itself."""
-        return self.view.due(rows) or self.cheap.due(rows)
+    def host_must_wait(self, rows: Rows) -> bool:
+        """Whether either level must know exact lengths."""
+        return self.view.host_must_wait(rows) or self.cheap.host_must_wait(rows)
 
-    def renew(self, rows: Rows) -> None:
-        """Let both levels renew themselves."""
-        self.view.renew(rows)
-        self.cheap.renew(rows)
+    def host_before_round(self, rows: Rows) -> None:
+        """Let both levels do their part."""
+        self.view.host_before_round(rows)
+        self.cheap.host_before_round(rows)
 
-    def refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, rows: Rows) -> list[int]:
         """The refreshes that either level wants; one call serves both."""
-        both = itertools.zip_longest(self.view.refreshes(rows), self.cheap.refreshes(rows), fillvalue=0)
+        both = itertools.zip_longest(self.view.host_refreshes(rows), self.cheap.host_refreshes(rows), fillvalue=0)
         return [max(n_keys) for n_keys in both]
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """Let both levels select anew."""
-        self.view.refresh(rows, n_keys)
-        self.cheap.refresh(rows, n_keys)
+        self.view.device_refresh(rows, n_keys)
+        self.cheap.device_refresh(rows, n_keys)
 
     def n_steps(self, gamma: int) -> float:
-        """What drafting costs comes by middle steps, see GammaPlanner."""
+        """Middle steps."""
         return n_middle_steps(gamma)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """Middle steps, each judging cheap drafts; a row that is full takes part and goes nowhere."""
-        self.view.begin(rows)
+        self.view.device_before_draft(rows)
         n_slots, device, width = len(rows.pending), rows.pending.device, CHEAP_GAMMA + 1
         row, step = torch.arange(n_slots, device=device)[:, None], torch.arange(width, device=device)  # [B, 1], [T]
         filled = torch.zeros_like(rows.seq_len)  # [B]
@@ -161,15 +206,15 @@ class HierarchyDraft:
         drafted = rows.history.gather(1, rows.seq_len[:, None] + 1 + torch.arange(gamma, device=device))
         return Draft(drafted, None if q is None else q[:, :gamma], filled, who[:, :gamma])
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw."""
-        self.view.observe(rows, mass)
-        self.cheap.observe(rows, None)
+        self.view.device_after_verify(rows, mass)
+        self.cheap.device_after_verify(rows, None)
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot."""
-        self.view.vacate(slot)
-        self.cheap.vacate(slot)
+        self.view.host_free(slot)
+        self.cheap.host_free(slot)
 
     def kv_bytes(self, rows: Rows, gamma: int) -> int:
         """Bytes that the middle steps read, and those that drafting for them reads."""

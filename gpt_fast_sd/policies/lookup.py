@@ -8,15 +8,16 @@ Shapes: B slots, S places of text in view, L layers, K kv heads, gamma tokens dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.model import SPLIT, Transformer
+from gpt_fast_sd.tp import Group
 
+from ..config import DraftConfig
+from ..reader import Reader
 from ..rows import Rows
-from .base import Draft, Reader
+from .base import Draft, DraftPolicy
 
 
 def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor, Tensor]:
@@ -41,36 +42,27 @@ def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor,
     return text.gather(1, index), best >= n_places
 
 
-class LookupDraft:
+class LookupDraft(DraftPolicy):
     """Drafts from the row's own text, prompt and output alike."""
 
-    proposers: tuple[str, ...] = ("lookup",)
-    wants_mass = False
-    refresh_every = 0
-    graphs = 0
+    about = "no model"
+    flags = ("ngram",)
+    proposers = ("lookup",)
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> LookupDraft:
+        """N-grams of the target's texts."""
+        return cls(target, config.ngram)
+
+    @classmethod
+    def searches(cls, config: DraftConfig) -> bool:
+        """That is all it does."""
+        return True
 
     def __init__(self, target: Reader, ngram: int) -> None:
         self.target, self.ngram = target, ngram
-
-    def warm_up(self) -> None:
-        """Nothing to compile."""
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """The text stands in the rows already."""
-
-    def due(self, rows: Rows) -> bool:
-        """Never."""
-        return False
-
-    def renew(self, rows: Rows) -> None:
-        """Nothing to renew."""
-
-    def refreshes(self, rows: Rows) -> list[int]:
-        """None."""
-        return []
-
-    def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Nothing to refresh."""
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma tokens where anything matched, else none; drawn without chance."""
@@ -78,16 +70,6 @@ class LookupDraft:
         last = rows.seq_len.clamp(max=in_view - 1)  # an idle slot may hold more text than any live one
         tokens, matched = look_up(rows.history[:, :in_view], last, self.ngram, gamma)
         return Draft(tokens, None, gamma * matched)
-
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """Nothing to learn."""
-
-    def vacate(self, slot: int) -> None:
-        """Nothing to forget."""
-
-    def kv_bytes(self, rows: Rows, gamma: int) -> int:
-        """It reads no keys."""
-        return 0
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """It reads no keys: bool [L, B, K, S], all False."""

@@ -22,8 +22,10 @@ from gpt_fast_sd.model import KV, SPLIT, store
 
 from ..attending import on_cuda
 from ..compiling import CompiledStep
+from ..config import DraftConfig
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
+from .base import View
 from .sparse import attend_at, entries_of, positions_of
 
 LEAST = torch.finfo(torch.float32).min
@@ -103,14 +105,29 @@ def bound_step(keys: Tensor, bounds: Tensor, first: Tensor, n: int, page: int) -
     bounds[row, :, pages] = torch.cat([in_pages.amax(2), in_pages.amin(2)], -1)  # [B, n, K, 2H]
 
 
-class QuestView:
+class QuestView(View):
     """The pages whose bounds promise a query most, chosen anew at each step and layer, and a tail of recent entries.
 
     The tail begins at the edge of a page, so that all pages before it are full and their keys final.
     """
 
-    wants_mass = False
-    refresh_every = 0
+    about = "for each token the pages of its cache that may matter most to it, and a window"
+    flags = ("budget", "page")
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> QuestView:
+        """Pages and tail of a budget."""
+        return cls(reader, budget=config.budget, page=config.page, room=room)
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """A page, and two of the tail."""
+        return 3 * config.page
+
+    @classmethod
+    def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
+        """Two bounds a page, as large as one of its entries; and the pages that were chosen."""
+        return kv_bytes // config.page + n_lists * config.budget // config.page * 8
 
     def __init__(self, reader: Reader, *, budget: int, page: int, room: int) -> None:
         """room: the most tokens a round feeds beyond the committed ones."""
@@ -139,7 +156,7 @@ class QuestView:
         """Compile the step that keeps up bounds."""
         self._bound(torch.zeros_like(self.tail_start))
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Take the bounds of all pages of the slot."""
         for keys, bound in zip(self.reader.cache.k, self.bounds, strict=True):
             pages = keys[slot].unflatten(1, (-1, self.page))  # [K, S // page, page, H]
@@ -147,11 +164,11 @@ class QuestView:
         self.tail_start[slot] = self._closed(len(prompt) - 1) * self.page
         self._bounded[slot] = self._closed(len(prompt) - 1)
 
-    def due(self, rows: Rows) -> bool:
+    def host_must_wait(self, rows: Rows) -> bool:
         """Whether rounds passed that drafted nothing: they may have left more pages than begin looks at."""
         return rows.round > self._round + 1
 
-    def renew(self, rows: Rows) -> None:
+    def host_before_round(self, rows: Rows) -> None:
         """Take the bounds of all pages that rows have closed, but for those that begin looks at."""
         closed = {slot: self._closed(length) for slot, length in rows.lengths.items()}
         behind = max((n - self._bounded[slot] for slot, n in closed.items()), default=0)
@@ -161,14 +178,7 @@ class QuestView:
             self._bounded[slot] = n
         self._round = rows.round
 
-    def refreshes(self, rows: Rows) -> list[int]:
-        """None."""
-        return []
-
-    def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Nothing to refresh."""
-
-    def begin(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows) -> None:
         """Take the bounds of the pages that the last round may have closed, and let the tail slide by whole pages.
 
         Bounds of a page that is not full yet are taken again before any query reads them.
@@ -177,10 +187,7 @@ class QuestView:
         over = (rows.seq_len - self.tail).clamp(min=0)  # [B]
         self.tail_start.copy_((over + self.page - 1) // self.page * self.page)
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """Nothing to learn."""
-
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot's pages."""
         self.tail_start[slot] = self._bounded[slot] = 0
         for chosen in self.chosen:

@@ -24,9 +24,10 @@ from gpt_fast_sd.model import SPLIT, Transformer, attend_with_mass
 
 from ..attending import on_cuda
 from ..compiling import CompiledStep, span
+from ..config import DraftConfig
 from ..devices import ways_of
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
 from .sparse import SlotView
 
 WINDOW = 32  # observation window, as in the paper
@@ -111,6 +112,20 @@ class SnapKVView(SlotView):
     A row that fits into the budget is read whole and needs no selection; so every window is full of committed tokens.
     """
 
+    about = "what the latest tokens attended to most when it last looked, and a window"
+    flags = ("budget", "refresh")
+    window = WINDOW
+
+    @classmethod
+    def build(cls, config: DraftConfig, reader: Reader, room: int) -> SnapKVView:
+        """Selected anew every 64 tokens, or as the configuration says."""
+        return cls(reader, budget=config.budget, refresh=config.refresh or 64, room=room)
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """Twice the window."""
+        return 2 * WINDOW
+
     def __init__(self, reader: Reader, *, budget: int, refresh: int, room: int, window: int = WINDOW) -> None:
         """refresh: committed tokens after which a row is selected anew; sooner where half of the budget is full."""
         tail = min(window + refresh, max(budget // 2, window + window // 4))
@@ -130,14 +145,14 @@ class SnapKVView(SlotView):
         """Graphs compiled so far."""
         return self._step.graphs
 
-    def due(self, rows: Rows) -> bool:
+    def host_must_wait(self, rows: Rows) -> bool:
         """Never: the device tells which rows are due. The host learns here what was decided in the round before."""
         self._learn(rows)
         return False
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
-        super().vacate(slot)
+        super().host_free(slot)
         self._bounds[slot] = 0, 0
         self._asked.pop(slot, None)
 
@@ -146,7 +161,7 @@ class SnapKVView(SlotView):
         selecting = n_keys // self.refresh_every if n_keys > self.budget else 0
         return super().entries_read(n_keys) + (3 * selecting // 2 if on_cuda(self.slots) else selecting)
 
-    def refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, rows: Rows) -> list[int]:
         """A pass for every W rows that may be due; while a round is under way some passes may find fewer, or none."""
         self._learn(rows)
         spans = {slot: (length, length + rows.ahead) for slot, length in sorted(rows.lengths.items())}
@@ -158,7 +173,7 @@ class SnapKVView(SlotView):
         certain = rows.ahead == 0 and all(low == high for low, high in map(self._bounds.__getitem__, self._asked))
         return [max(some if certain else longest) for some in passes]
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """Select for the first W of the rows whose tail is full, by the windows at the end of what is committed.
 
         The list is what a window attends to most before it, the tail is the window.

@@ -17,8 +17,10 @@ from gpt_fast_sd.kernels import cpu_attention_at, sparse_attention
 from gpt_fast_sd.model import KV, SPLIT, store
 
 from ..attending import kernel_serves, on_cuda
+from ..config import DraftConfig
+from ..reader import Reader
 from ..rows import Rows
-from .base import Reader
+from .base import View
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def positions_of(slots: Tensor, tail_start: Tensor, tail_width: int, pos: Tensor
     return (listed | in_tail[:, None]) & (place <= pos[:, None])[:, None]
 
 
-class SlotView:
+class SlotView(View):
     """C listed entries and a tail of at most W; selecting anew fills the list and shortens the tail.
 
     Between two selections the tail begins where the last one left off, so nothing falls between list and tail, until it
@@ -101,8 +103,11 @@ class SlotView:
     more than C + W entries is read whole, selected or not. A list holds min(C, tail_start) entries, then empty ones.
     """
 
-    wants_mass = False
-    refresh_every = 0
+    @classmethod
+    def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
+        """An int64 for each entry of the budget."""
+        return n_lists * config.budget * 8
+
     run = 1  # listed entries come in runs of so many, each a page of the cache
 
     def __init__(self, reader: Reader, *, n_listed: int, tail: int, room: int, first_tail: int = 0) -> None:
@@ -114,37 +119,15 @@ class SlotView:
         self._slots = list(self.slots.unbind())  # the same, layer by layer
         self.tail_start = torch.full((n_slots,), first_tail, dtype=torch.int64, device=reader.device)
 
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled so far."""
-        return 0
-
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """SparseKV over the tensors that selections are written into."""
         return sparse_kv, (self._slots, self.tail_start, self.tail_width, self.run)
 
-    def warm_up(self) -> None:
-        """Nothing to compile."""
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Begin with a tail from the first entries on: the tails of idle slots slide too."""
-        self.vacate(slot)
+        self.host_free(slot)
 
-    def due(self, rows: Rows) -> bool:
-        """Never: what it does is done on the device."""
-        return False
-
-    def renew(self, rows: Rows) -> None:
-        """Nothing that needs the host."""
-
-    def refreshes(self, rows: Rows) -> list[int]:
-        """None."""
-        return []
-
-    def refresh(self, rows: Rows, n_keys: int) -> None:
-        """Nothing to refresh."""
-
-    def begin(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows) -> None:
         """Slide the tail where it would be longer than W; what it leaves behind is listed while the list has room."""
         start = torch.maximum(self.tail_start, rows.seq_len - self.tail)  # [B]
         if rows.any_within(self.budget):
@@ -153,10 +136,7 @@ class SlotView:
             self.slots.copy_(torch.where(left[:, None], entry, self.slots))
         self.tail_start.copy_(start)
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
-        """Nothing to learn."""
-
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
         self.slots[:, slot] = -1
         self.tail_start[slot] = self.first_tail

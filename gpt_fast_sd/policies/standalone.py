@@ -18,16 +18,20 @@ from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
 from ..compiling import CompiledStep
+from ..config import DraftConfig
 from ..prefill import CHUNK, Filling, Prefill
+from ..reader import Reader
 from ..rows import Rows
-from .base import Draft, ModelDraft, Reader, View, draft_step
+from .base import Draft, ModelDraft, View, build_view, draft_step
 
 
-def beside(target: Reader, model: Transformer, group: Group) -> Reader:
-    """A draft model and a cache for it with the target's slots and seq_len; ValueError where it does not fit.
+def beside(target: Reader, model: Transformer | None, group: Group) -> Reader:
+    """A draft model and a cache for it with the target's slots and seq_len; ValueError where there is none that fits.
 
     group: the ranks that hold the draft model together.
     """
+    if model is None:
+        raise ValueError("a standalone draft needs a draft model: give one to Engine, or use Engine.from_pretrained")
     config, theirs, max_seq_len = model.config, target.model.config, target.cache.max_seq_len
     if config.vocab_size != theirs.vocab_size:
         raise ValueError(
@@ -50,6 +54,28 @@ class StandaloneDraft(ModelDraft):
     first step feeds two tokens in every round, whatever was accepted: shapes stay static, and where the first of them
     was fed before, it is written over with the same. What rounds without a draft committed is prefilled first.
     """
+
+    about = "`--draft-model`, of the same vocabulary"
+    flags = ("draft_model", "draft_tp", "view", "budget")
+    own_cache = True
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> StandaloneDraft:
+        """The draft model, through a view of a cache of its own."""
+        reader, (name,) = beside(target, draft_model, draft_group), cls.views(config)
+        return cls(reader, build_view(config, name, reader), target.group)
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """As `view` says."""
+        return (config.view or "streaming",)
+
+    @classmethod
+    def needs_model(cls, config: DraftConfig) -> bool:
+        """It is nothing else."""
+        return True
 
     def __init__(self, reader: Reader, view: View, listeners: Group, *, unfed: int = 2) -> None:
         """listeners: the ranks that verify, all of which need the same draft.
@@ -84,7 +110,7 @@ class StandaloneDraft(ModelDraft):
         self._prepared[slot] = self._prefill.begin(slot, prompt[:-1])
         return [self._prepared[slot]]
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Prefill what was not prepared of the slot, and select for it."""
         self._fed[slot], body = len(prompt) - 1, list(prompt[:-1])
         filling = self._prepared.pop(slot, None)
@@ -93,30 +119,30 @@ class StandaloneDraft(ModelDraft):
         else:
             self._prefill.fill(slot, body)
         self._prefill.keep(slot, len(prompt) - self.unfed)
-        self.view.admit(slot, prompt)
+        self.view.host_admit(slot, prompt)
 
-    def due(self, rows: Rows) -> bool:
+    def host_must_wait(self, rows: Rows) -> bool:
         """Whether rounds passed that drafted nothing, or the view is due."""
-        view_is_due = self.view.due(self._as_fed(rows))  # it is asked each round: it may have to know of all
+        view_is_due = self.view.host_must_wait(self._as_fed(rows))  # it is asked each round: it may have to know of all
         return rows.round > self._round + 1 or view_is_due
 
-    def renew(self, rows: Rows) -> None:
-        """Catch up, and let the view renew itself from the tokens that are in the cache."""
+    def host_before_round(self, rows: Rows) -> None:
+        """Catch up, and let the view do its part by the tokens that are in the cache."""
         if rows.round > self._round + 1:
             for slot, length in rows.lengths.items():
                 for start in range(self._fed[slot], length + 1 - self.unfed, CHUNK):
                     self._prefill.feed(slot, rows.history[slot, start : start + CHUNK].clone(), start)
         self._round = rows.round
         self._fed = [rows.lengths.get(slot, fed - 1) + 1 for slot, fed in enumerate(self._fed)]  # the pending one too
-        self.view.renew(self._as_fed(rows))
+        self.view.host_before_round(self._as_fed(rows))
 
-    def refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, rows: Rows) -> list[int]:
         """The refreshes of the view, by the tokens that are in the cache."""
-        return self.view.refreshes(self._as_fed(rows))
+        return self.view.host_refreshes(self._as_fed(rows))
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """Let the view select anew from the tokens that are in the cache."""
-        self.view.refresh(self._as_fed(rows), n_keys)
+        self.view.device_refresh(self._as_fed(rows), n_keys)
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
         """gamma steps; where several groups of ranks draft with a copy each, what the first of them drafted counts.
@@ -131,9 +157,9 @@ class StandaloneDraft(ModelDraft):
             return draft
         return replace(draft, tokens=broadcast(draft.tokens, mesh))  # by the first one's q they are judged, see Rows
 
-    def begin(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows) -> None:
         """Let the view slide to the end of what is in the cache."""
-        self.view.begin(self._as_fed(rows))
+        self.view.device_before_draft(self._as_fed(rows))
 
     def _as_fed(self, rows: Rows) -> Rows:
         """The rows as far as they are surely in the cache."""
@@ -151,7 +177,7 @@ class StandaloneDraft(ModelDraft):
         pos = (rows.seq_len[:, None] + behind).clamp(min=0)  # [B, T]
         return self.feed(rows.history.gather(1, pos), pos, rows.n_keys, self._start)
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         """Forget the slot; of the prompt it holds what the first round fed nothing of."""
-        super().vacate(slot)
+        super().host_free(slot)
         self._prepared.pop(slot, None)

@@ -22,7 +22,7 @@ from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import Reader, draft_step
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantize import quantize
-from gpt_fast_sd.rounds import decode_step
+from gpt_fast_sd.round import decode_step
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 SLOTS, CAPACITY = 2, 600
@@ -64,7 +64,7 @@ def arguments(name: str, model: Transformer, cache: KVCache) -> tuple[Callable[.
     if kind == "draft":
         policy: Any = build_policy(DraftConfig(policy=detail, budget=64, gamma=3), Reader(model, cache, None), None)
         for slot in range(SLOTS):
-            policy.admit(slot, random_ids(400, seed=slot))
+            policy.host_admit(slot, random_ids(400, seed=slot))
         return draft_step, (model, *tokens_at(399, 1), cache.k, cache.v, span(cache, 400), *policy.view.kv())
     n, page = (1, 0) if kind == "decode" else (4, 16 if detail else 0)
     tokens, pos = tokens_at(300, n)
@@ -123,7 +123,7 @@ def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_an
         one = Engine(model, None, config, DraftConfig(policy="guided", budget=48, gamma=3))
         one.warm_up()
         n_nodes = sum(node.op.startswith("call") for part in parts for node in part.graph.nodes)
-        found.append((one._graphs, len(parts), n_nodes))
+        found.append((one.schedule.graphs, len(parts), n_nodes))
         parts.clear()
     assert found[0] == found[1]
     graphs, n_parts, n_nodes = found[1]

@@ -13,23 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.model import ModelConfig
+from tests.drafts import POLICIES, draft_of
 from tests.helpers import random_ids, tiny_config, tiny_model
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "streaming": {"budget": 24},
-    "snapkv": {"budget": 64, "refresh": 4},
-    "quest": {"budget": 48},
-    "guided": {"budget": 48},
-    "standalone": {"budget": 24},
-    "early_exit": {"budget": 24},
-    "lookup": {"ngram": 2},
-    "hierarchy": {"budget": 24},
-}
+NAMES = [name for name in POLICIES if " over " not in name]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPTS = [random_ids(n, seed=n) for n in (1, 2, 150, 31, 256, 257)]  # more than slots, around a chunk
 PARAMS = [SamplingParams(max_tokens=4 + 7 * i % 15) for i in range(len(PROMPTS))]
@@ -44,12 +35,11 @@ class Watched:
         self, name: str, gamma: int | str = 4, *, dtype: str = "fp32", config: ModelConfig | None = None, **changes: Any
     ) -> None:
         config = config or tiny_config()
-        draft: dict[str, Any] = POLICIES.get(name, {}) | ({"draft_model": "given"} if name == "standalone" else {})
         draft_model = tiny_model(config, seed=1, dtype=DTYPES[dtype]) if name == "standalone" else None
         wanted: dict[str, Any] = {"batch_size": 3, "max_seq_len": 320, "device": "cpu", "compile": False} | changes
         self.engine = Engine(
             tiny_model(config, dtype=DTYPES[dtype]), None, EngineConfig(exact=True, **wanted),
-            DraftConfig(policy=name, gamma=gamma, **draft), draft_model,
+            draft_of(name, gamma), draft_model,
         )  # fmt: skip
         self.bits: Bits = {}
         rounds = self.engine.rounds
@@ -57,7 +47,7 @@ class Watched:
 
     def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         logits, mass = self._feed(tokens, n_keys)
-        for slot, request in enumerate(self.engine._slots):
+        for slot, request in enumerate(self.engine.schedule.slots):
             if request is not None:
                 text = [*request.prompt, *request.tokens]
                 for i in range(tokens.shape[1]):
@@ -79,7 +69,7 @@ def covers(got: tuple[list[list[int]], Bits], plain: tuple[list[list[int]], Bits
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_plain_and_speculative_decoding_give_the_same_bits(name: str, dtype: str) -> None:
     one = Watched(name, dtype=dtype)
     plain = one.run(PROMPTS, PARAMS, speculate=False)

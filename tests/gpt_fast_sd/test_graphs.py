@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.calibration import time_selecting, time_steps
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.graphs import GraphPool, steps_of
+from gpt_fast_sd.inflight import Rounds
 from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
 from gpt_fast_sd.model import SPLIT, save_hugging_face
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.rounds import Rounds
 from gpt_fast_sd.rows import Rows
 from gpt_fast_sd.tp import Parallel
 from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
@@ -83,7 +84,7 @@ def expected() -> list[list[int]]:
 def test_graphs_of_a_calibration_leave_a_pool_that_rounds_can_use(cuda: Cuda, expected: list[list[int]]) -> None:
     one = engine(gamma="auto")
     assert tokens(one) == expected
-    assert one.rounds.lateness == 1 and len(one._flights) == 0
+    assert one.rounds.lateness == 1 and len(one.schedule.flights) == 0
 
 
 def test_a_sweep_of_drafts_captures_round_after_round_into_one_pool(cuda: Cuda, expected: list[list[int]]) -> None:
@@ -156,7 +157,7 @@ def test_no_more_steps_are_held_in_graphs_than_the_bound(
     cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go all together: one that went alone would take along what the others need."""
-    monkeypatch.setattr("gpt_fast_sd.rounds.MOST_STEPS", 6)
+    monkeypatch.setattr("gpt_fast_sd.inflight.MOST_STEPS", 6)
     one, gammas, held = engine(gamma="auto"), itertools.cycle([3, 1, 2, 3, 3, 1, 0]), list[int]()
     steps: list[int] = []
     monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
@@ -513,13 +514,13 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: 
 
 STEPS: dict[str, Callable[[Engine], tuple[Any, str, int]]] = {
     "prefill": lambda one: (one._prefill, "chunk", 1),
-    "admission of the third": lambda one: (one.policy, "admit", 2),
-    "renewal": lambda one: (one.policy, "renew", 1),
+    "admission of the third": lambda one: (one.policy, "host_admit", 2),
+    "renewal": lambda one: (one.policy, "host_before_round", 1),
     "draft": lambda one: (one.policy, "propose", 0),
     "verification": lambda one: (one.rounds, "feed", 0),
     "judgement": lambda one: (one.rounds, "judge", 0),
-    "observation": lambda one: (one.policy, "observe", 0),
-    "landing": lambda one: (one, "_land", 1),
+    "observation": lambda one: (one.policy, "device_after_verify", 0),
+    "landing": lambda one: (one.schedule, "_land", 1),
 }
 
 
@@ -555,15 +556,17 @@ def test_a_warm_up_that_failed_is_made_again(
 
 
 @ONE_RULE
-@pytest.mark.parametrize("timed", ["_time_steps", "_time_selecting"])
-def test_timing_that_fails_puts_back_what_it_changed(timed: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("timed", [time_steps, time_selecting])
+def test_timing_that_fails_puts_back_what_it_changed(
+    timed: Callable[..., Any], cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = engine("snapkv")
     one.generate(PROMPTS[2:3], GREEDY)
     before = one.cache.seq_len.clone()
     with monkeypatch.context() as failing, torch.inference_mode():
         failing_once(failing, one.rounds, "synchronize", out_of_memory(), 1)
         with pytest.raises(torch.OutOfMemoryError):
-            getattr(one, timed)(*([2] if timed == "_time_steps" else []), 500)
+            timed(one.schedule, *([2] if timed is time_steps else []), 500)
     assert not one.rows.active.any() and torch.equal(one.cache.seq_len, before)
 
 

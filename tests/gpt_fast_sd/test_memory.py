@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import gpt_fast_sd.engine as engine_module
+import gpt_fast_sd.loading as loading
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.graphs import MOST_STEPS
 from gpt_fast_sd.memory import DRAWING, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
 from gpt_fast_sd.model import PRESETS, SPLIT
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.rounds import judge_step
+from gpt_fast_sd.round import judge_step
 from gpt_fast_sd.rows import Rows
 from scripts import batch
 from tests.gpuless.live import LiveBytes
@@ -160,7 +161,7 @@ def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, 
         rows.look(dict.fromkeys(range(3), length - 1), [FILTERED] * 3)
         with LiveBytes(of) as live:
             if engine.policy:
-                engine.policy.renew(rows)
+                engine.policy.host_before_round(rows)
                 assert engine.rounds.refresh() == (policy == "snapkv") * (1 if of == "cuda" else 3)
         peaks.append(live.peak)
         with LiveBytes(of) as live:
@@ -263,7 +264,7 @@ def test_memory_is_checked_before_weights_are_loaded(monkeypatch: pytest.MonkeyP
     def untouched(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("weights were read before the refusal")
 
-    monkeypatch.setattr(engine_module, "free_memory", lambda device, held=0: 2**20)
+    monkeypatch.setattr(loading, "free_memory", lambda device, held=0: 2**20)
     monkeypatch.setattr("safetensors.safe_open", untouched)
     with pytest.raises(ValueError, match=r"batch_size 8 x max_seq_len 8,192 takes weights .* memory of cpu"):
         Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False))
@@ -288,7 +289,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, have: int | None) -> list[int]:
         held.append(kwargs.get("held", held_))
         return None if have is None else have - held[-1]
 
-    monkeypatch.setattr(engine_module, "free_memory", free_memory)
+    for module in (engine_module, loading):
+        monkeypatch.setattr(module, "free_memory", free_memory)
     return held
 
 

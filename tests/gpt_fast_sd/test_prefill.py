@@ -18,8 +18,8 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import KVCache
-from gpt_fast_sd.policies import Reader
 from gpt_fast_sd.prefill import CHUNK, Prefill
+from gpt_fast_sd.reader import Reader
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 MAX_LEN = 4 * CHUNK
@@ -195,7 +195,7 @@ def test_a_prompt_takes_the_free_slot_that_holds_most_of_it() -> None:
     one.generate([OTHER[:300], TEXT[:600], TEXT[:300]], SamplingParams(max_tokens=2))
     stream = one.stream([TEXT[:700]], SamplingParams(max_tokens=4))
     next(stream)
-    assert [request is not None for request in one._slots] == [False, True, False]
+    assert [request is not None for request in one.schedule.slots] == [False, True, False]
     assert one.stats.prefill_tokens == 699 - 2 * CHUNK
 
 

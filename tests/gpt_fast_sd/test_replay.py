@@ -11,7 +11,7 @@ from gpt_fast_sd.judging import Verdict
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.replay import PROFILES, ROW_STD, Profile, Replay, replay_table
 from gpt_fast_sd.roofline import omega
-from gpt_fast_sd.rounds import judge_step
+from gpt_fast_sd.round import judge_step
 from tests.helpers import random_ids, tiny_model
 
 CPU = torch.device("cpu")

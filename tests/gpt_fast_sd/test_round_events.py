@@ -187,7 +187,7 @@ def test_looking_is_no_part_of_the_time_of_decoding(monkeypatch: pytest.MonkeyPa
     one = engine("streaming")
     one.warm_up()
     clock = [0.0]
-    monkeypatch.setattr("gpt_fast_sd.rounds.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("gpt_fast_sd.inflight.time.perf_counter", lambda: clock[0])
     assert one.policy
     positions_read = one.policy.positions_read
 

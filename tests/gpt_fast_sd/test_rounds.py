@@ -14,27 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.inflight import Flight
 from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.rounds import Flight
+from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpuless.recorder import HostRead, capture
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "off": {"gamma": 3},
-    "full": {},
-    "streaming": {"budget": 24},
-    "snapkv": {"budget": 64, "refresh": 4},
-    "quest": {"budget": 48},
-    "guided": {"budget": 48},
-    "standalone": {"budget": 24},
-    "standalone, snapkv": {"policy": "standalone", "view": "snapkv", "budget": 64},
-    "early_exit": {"budget": 24},
-    "lookup": {"ngram": 2},
-    "hierarchy": {"budget": 24},
-    "hierarchy, guided": {"policy": "hierarchy", "view": "guided", "budget": 48},
-    "hierarchy over standalone": {"policy": "hierarchy", "budget": 24, "cheap": "standalone"},
-}
+NAMES = ["off", *POLICIES, *MIXTURES]
 LENGTHS = (150, 1, 300, 3, 700, 90)  # more than slots, and over several doublings of the view
 PROMPTS = [random_ids(n, seed=n) for n in LENGTHS]
 EOS_IDS = tuple(range(8, 256, 17))
@@ -46,13 +33,11 @@ MIXED = [
 
 
 def engine(name: str, *, gamma: int | str = 3, tokenizer: ByteTokenizer | None = None, **changes: Any) -> Engine:
-    draft = {"policy": name, "gamma": gamma} | POLICIES[name]
-    needs_model = draft["policy"] == "standalone" or draft.get("cheap") == "standalone"
+    draft = draft_of(name, gamma)
     config = EngineConfig(batch_size=3, max_seq_len=800, device="cpu", dtype="fp32", compile=False, **changes)
     return Engine(
         tiny_model(tiny_config(eos_ids=EOS_IDS)), tokenizer, config,
-        DraftConfig(**draft, draft_model="given" if needs_model else None),
-        tiny_model(tiny_config(n_layers=1), seed=1) if needs_model else None,
+        draft, tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None,
     )  # fmt: skip
 
 
@@ -67,7 +52,7 @@ def told(completions: list[Completion]) -> list[tuple[list[int], str, int, int]]
 
 
 @pytest.mark.parametrize("params", [pytest.param(GREEDY, marks=pytest.mark.slow), MIXED], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_captured_rounds_emit_what_eager_ones_do(name: str, params: list[SamplingParams]) -> None:
     eager, one = engine(name), captured(name)
     plain = eager.generate(PROMPTS, params, speculate=False)
@@ -118,7 +103,7 @@ def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_unde
     launched, launch, before = list[tuple[int, int]](), one.rounds.launch, one.rows.round
 
     def noted(gamma: int, *args: Any, **kwargs: Any) -> Flight:
-        launched.append((gamma, len(one._flights)))
+        launched.append((gamma, len(one.schedule.flights)))
         return launch(gamma, *args, **kwargs)
 
     monkeypatch.setattr(one.rounds, "launch", noted)
@@ -196,7 +181,7 @@ def test_a_stream_left_half_way_leaves_nothing_in_the_air() -> None:
     for _ in range(5):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert not one._flights
+    assert not one.schedule.flights
     assert [c.tokens for c in one.generate(PROMPTS, GREEDY)] == [
         c.tokens for c in engine("off").generate(PROMPTS, GREEDY)
     ]
@@ -209,14 +194,14 @@ def test_exact_mode_keeps_its_bits_in_captured_rounds() -> None:
 
 def test_a_policy_that_reads_on_the_host_cannot_be_captured() -> None:
     one = captured("streaming")
-    begin = one.policy.begin  # type: ignore[union-attr]
+    begin = one.policy.device_before_draft  # type: ignore[union-attr]
 
     def peeking(rows: Any) -> None:
         begin(rows)
         if int(rows.seq_len.max()) > 10**9:
             raise AssertionError
 
-    one.policy.begin = peeking  # type: ignore[union-attr]
+    one.policy.device_before_draft = peeking  # type: ignore[union-attr]
     with pytest.raises(HostRead):
         one.generate(PROMPTS[:2], GREEDY[:2])
 
@@ -263,7 +248,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield called
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("off", "lookup")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("off", "lookup")])
 def test_the_operators_of_cuda_give_the_same_tokens_and_no_worse_drafts(name: str, as_on_cuda: list[str]) -> None:
     with pytest.MonkeyPatch.context() as undone:
         for module in ASKED:
@@ -276,6 +261,6 @@ def test_the_operators_of_cuda_give_the_same_tokens_and_no_worse_drafts(name: st
     assert abs(accepted - wanted) <= (0.3 if name == "quest" else 0.03) * wanted + 3
     own = {"guided": {"decode_attention_with_mass", "guided_select"}, "quest": {"quest_pages", "page_bounds"},
            "snapkv": {"key_mass", "prefill_attention_with_lse"}}  # fmt: skip
-    view = POLICIES[name].get("view", name)
+    view = draft_of(name).view_name
     assert {"decode_attention", "prefill_attention"} | own.get(view, set()) <= set(as_on_cuda)
     assert ("sparse_attention" in as_on_cuda) is (name != "full")

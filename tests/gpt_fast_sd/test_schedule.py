@@ -15,11 +15,11 @@ from torch import Tensor
 
 from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.model import KVCache
-from gpt_fast_sd.policies import Reader
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import CHUNK, Prefill
+from gpt_fast_sd.reader import Reader
 from tests.gpt_fast_sd.policies.drafting import drafting
-from tests.gpt_fast_sd.test_rounds import POLICIES, captured, engine, told
+from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
 KINDS = {"eager": engine, "captured": captured}
@@ -30,8 +30,8 @@ PARAMS = [
     for i, n in enumerate((60, 3, 5, 7, 9, 8))
 ]
 SOON = ["off", "streaming", "quest", "guided", "standalone"]  # in recorded rounds, which take their time
-ALL = [(name, "eager") for name in POLICIES] + [
-    pytest.param(name, "captured", marks=[] if name in SOON else pytest.mark.slow) for name in POLICIES
+ALL = [(name, "eager") for name in NAMES] + [
+    pytest.param(name, "captured", marks=[] if name in SOON else pytest.mark.slow) for name in NAMES
 ]
 N_CHUNKS = [-(-(len(prompt) - 1) // CHUNK) for prompt in PROMPTS]
 
@@ -85,20 +85,20 @@ def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
     """
     one, seen = KINDS[kind](name), []
     calls, models = order(one), 2 if is_of_two_models(name) else 1
-    fill = one._fill
+    fill = one.schedule._fill
 
     def watched() -> bool:
-        arrival = one._arrival
+        arrival = one.schedule.arrival
         assert arrival
         computed, body = fill(), arrival.request.prompt[:-1]
         for prefill in (one._prefill, own_prefill(one)):
-            if prefill and one._arrival is None:
+            if prefill and one.schedule.arrival is None:
                 assert torch.equal(held(prefill.reader, arrival.slot, len(body)), fresh(prefill.reader, body))
                 seen.append(len(body))
         return computed
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(one, "_fill", watched)
+        patched.setattr(one.schedule, "_fill", watched)
         got = one.generate(PROMPTS, PARAMS)
     assert len(seen) == models * len(PROMPTS)
     first, *later = waits([call for call in calls if call != "other"])
@@ -163,7 +163,7 @@ def test_a_prompt_that_is_held_already_is_let_in_without_a_round_between(order: 
 def half_way(one: Engine) -> Iterator[Any]:
     """A stream that stands between two chunks of a prompt."""
     stream = one.stream(PROMPTS, PARAMS)
-    while not (one._arrival and one._arrival.left < one._arrival.total):
+    while not (one.schedule.arrival and one.schedule.arrival.left < one.schedule.arrival.total):
         next(stream)
     return stream
 
@@ -176,7 +176,7 @@ def test_a_stream_left_while_a_prompt_is_half_filled_leaves_the_engine_as_good_a
     one = KINDS[kind](name)
     expected = told(KINDS[kind](name).generate(PROMPTS, PARAMS))
     half_way(one).close()  # type: ignore[attr-defined]
-    assert one._arrival is None and not any(one._slots) and not one.rows.active.any()
+    assert one.schedule.arrival is None and not any(one.schedule.slots) and not one.rows.active.any()
     assert int(one.cache.seq_len.max()) < one.config.max_seq_len
     assert told(one.generate(PROMPTS, PARAMS)) == expected
 
@@ -197,7 +197,7 @@ def test_a_chunk_that_fails_ends_the_stream_and_leaves_nothing_to_rely_on(
         patched.setattr(Prefill, "chunk", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             one.generate(PROMPTS, PARAMS)
-    assert one._arrival is None and not any(one._slots) and not one.rows.active.any()
+    assert one.schedule.arrival is None and not any(one.schedule.slots) and not one.rows.active.any()
     assert told(one.generate(PROMPTS, PARAMS)) == told(engine(name).generate(PROMPTS, PARAMS))
 
 
@@ -234,7 +234,7 @@ def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pyt
         took.append(seconds or 0.0)
 
     stub = types.SimpleNamespace(perf_counter=lambda: clock[0])
-    for module in ("engine", "rounds"):
+    for module in ("scheduling", "inflight"):
         monkeypatch.setattr(f"gpt_fast_sd.{module}.time", stub)
     monkeypatch.setattr(Prefill, "chunk", slow_chunk)
     monkeypatch.setattr(one.rounds, "device_round", slow_round)
@@ -332,7 +332,7 @@ def test_a_prompt_that_cannot_run_ends_the_stream_where_it_is_reached() -> None:
         list(one.stream(iter([[1], 5]), params))
     with pytest.raises(ValueError, match="together 804, over max_seq_len 800"):
         list(one.stream(iter([(random_ids(800), params)])))
-    assert not any(one._slots) and not one._running
+    assert not any(one.schedule.slots) and not one._running
     assert len(one.generate([[1]], params)[0].tokens) == 4
 
 
@@ -345,7 +345,7 @@ def test_an_error_of_whoever_gives_the_prompts_comes_through() -> None:
 
     with pytest.raises(OSError, match=r"prompts\.txt"):
         list(one.stream(prompts(), params))
-    assert not any(one._slots) and not one._running
+    assert not any(one.schedule.slots) and not one._running
 
 
 def test_a_prompt_may_bring_its_own_parameters() -> None:

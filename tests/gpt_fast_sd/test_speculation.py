@@ -20,13 +20,15 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Draft, Reader
+from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.base import ModelDraft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.requests import Completion, TokenEvent
 from gpt_fast_sd.rows import Rows
+from tests.drafts import POLICIES, draft_of
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
 
@@ -61,16 +63,16 @@ class Script:
         self.right, self.count, self.calls = right, count, list[str]()
         self.proposers: tuple[str, ...] = ("script", "other") if turns else ("script",)
 
-    def due(self, rows: Rows) -> bool:
+    def host_must_wait(self, rows: Rows) -> bool:
         return False
 
-    def renew(self, rows: Rows) -> None:
+    def host_before_round(self, rows: Rows) -> None:
         self.calls.append("renew")
 
-    def refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, rows: Rows) -> list[int]:
         return [7]
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         self.calls.append(f"refresh {n_keys}")
 
     def propose(self, rows: Rows, gamma: int) -> Draft:
@@ -84,13 +86,13 @@ class Script:
     def warm_up(self) -> None:
         self.calls.append("warm_up")
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         self.calls.append(f"admit {slot}")
 
-    def observe(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         self.calls.append("observe")
 
-    def vacate(self, slot: int) -> None:
+    def host_free(self, slot: int) -> None:
         self.calls.append(f"vacate {slot}")
 
     def kv_bytes(self, rows: Rows, gamma: int) -> int:
@@ -226,18 +228,6 @@ def test_every_token_names_who_proposed_it() -> None:
 
 # ---- every policy beside plain decoding -----------------------------------------------------------------------------
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "streaming": {"budget": 24},
-    "snapkv": {"budget": 64, "refresh": 4},
-    "quest": {"budget": 48},
-    "guided": {"budget": 48},
-    "standalone": {"budget": 24},
-    "early_exit": {"budget": 24},
-    "lookup": {"ngram": 2},
-    "hierarchy": {"budget": 24},
-    "hierarchy over standalone": {"budget": 24, "cheap": "standalone"},
-}
 GROUPS = {1: (2, 2), 2: (4, 2), 4: (4, 1), 5: (10, 2), 7: (7, 1), 8: (8, 1)}  # G: query heads, kv heads
 GAMMAS = (1, 2, 4, 7)
 
@@ -261,10 +251,8 @@ def speculator(
 ) -> Engine:
     """An eager engine of 3 slots around the tiny model of that config, with that policy."""
     wanted: dict[str, Any] = {"batch_size": 3, "max_seq_len": 320, "device": "cpu", "compile": False} | changes
-    policy, model = name.split()[0], tiny_model(config or tiny_config(eos_ids=EOS_IDS))
-    extra: dict[str, Any] = {"draft_model": "given"} if "standalone" in name else {}
-    draft = DraftConfig(policy=policy, gamma=gamma, **POLICIES.get(name, {}), **extra)
-    return Engine(model, tokenizer, EngineConfig(**wanted), draft, another(model) if extra else None)
+    model, draft = tiny_model(config or tiny_config(eos_ids=EOS_IDS)), draft_of(name, gamma)
+    return Engine(model, tokenizer, EngineConfig(**wanted), draft, another(model) if draft.draft_model else None)
 
 
 @functools.cache
@@ -368,7 +356,7 @@ def test_a_speculative_stream_left_half_way_leaves_the_engine_as_good_as_new(nam
         next(stream)
     del stream
     gc.collect()
-    assert all(slot is None for slot in one._slots)
+    assert all(slot is None for slot in one.schedule.slots)
     got = one.generate(PROMPTS, PARAMS)
     assert tokens_of(got) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
     fresh = speculator(name).generate(PROMPTS, PARAMS)
@@ -441,7 +429,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(name: str, promp
     fresh, n_accepted = [prefilled(one.model, text) for text in texts], set()
     for event in one.stream(prompts, params):
         n_accepted.add(event.accepted)
-        for slot, request in enumerate(one._slots):
+        for slot, request in enumerate(one.schedule.slots):
             if request is not None:
                 text, n = texts[request.index], request.length
                 assert int(one.cache.seq_len[slot]) == n
@@ -464,7 +452,7 @@ def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytes
     """MagicDec's stop after 80 tokens let a row run over into the pages of the next."""
     one, gamma = speculator(name), 4
     reach = gamma + (CHEAP_GAMMA if name.startswith("hierarchy") else 0)  # positions behind the pending token's
-    launch, n_written = one._launch, []
+    launch, n_written = one.schedule._launch, []
 
     def watched(speculate: bool) -> bool:
         lengths = one.cache.seq_len[:, None]  # [B, 1]
@@ -570,14 +558,14 @@ def compiled_engine_keeps_its_graphs(name: str, check: Callable[[Engine], None] 
     prompts = [random_ids(n, seed=n) for n in lengths]
     params = [SamplingParams(max_tokens=6 + 3 * i) for i in range(len(prompts))]
     one.warm_up()
-    graphs = one._graphs
+    graphs = one.schedule.graphs
     for chosen in (slice(0, 2), slice(2, 5), slice(0, 8)):
         got = tokens_of(one.generate(prompts[chosen], params[chosen]))
-        assert one.stats.recompiles == 0 and one._graphs == graphs
+        assert one.stats.recompiles == 0 and one.schedule.graphs == graphs
     plain_config = EngineConfig(batch_size=3, max_seq_len=1100, device="cpu", compile=False)
     assert got == tokens_of(Engine(tiny_model(config), None, plain_config).generate(prompts, params))
     assert got == tokens_of(one.generate(prompts, params, speculate=False))
-    assert one.stats.recompiles == 0 and one._graphs == graphs
+    assert one.stats.recompiles == 0 and one.schedule.graphs == graphs
 
 
 @pytest.mark.slow
@@ -592,11 +580,11 @@ def test_a_compiled_engine_that_chooses_gamma_compiles_nothing_after_its_warm_up
 ) -> None:
     one = speculator("streaming", "auto", tiny_config(n_layers=1), compile=True, max_seq_len=1100)
     one.warm_up()
-    graphs, tiers = one._graphs, itertools.cycle([0, 1, 8, 2, 6, 3, 4])
+    graphs, tiers = one.schedule.graphs, itertools.cycle([0, 1, 8, 2, 6, 3, 4])
     monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(tiers))
     one.generate(PROMPTS, SamplingParams(max_tokens=40))
     assert set(one.stats.rounds_by_gamma) >= {0, 1, 2, 3, 4, 6, 8}
-    assert one.stats.recompiles == 0 and one._graphs == graphs
+    assert one.stats.recompiles == 0 and one.schedule.graphs == graphs
 
 
 def test_a_hierarchy_over_another_model_leaves_the_prompts_alone_that_slots_hold() -> None:

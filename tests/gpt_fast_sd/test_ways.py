@@ -21,21 +21,10 @@ from gpt_fast_sd.compiling import CompiledStep
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft
+from tests.drafts import POLICIES, draft_of
 from tests.helpers import random_ids, tiny_config, tiny_model
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "streaming": {"budget": 24},
-    "off": {},
-    "full": {},
-    "snapkv": {"budget": 64, "refresh": 8},
-    "quest": {"budget": 48},
-    "guided": {"budget": 48},
-    "standalone": {"budget": 24},
-    "early_exit": {"budget": 24},
-    "lookup": {"ngram": 2},
-    "hierarchy": {"budget": 24},
-    "hierarchy over standalone": {"policy": "hierarchy", "budget": 24, "cheap": "standalone"},
-}
+NAMES = ["off", *POLICIES]
 PROMPTS = [random_ids(n, seed=n) for n in (150, 1, 300, 40)]
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=11, ignore_eos=True, temperature=0.9, seed=3)
@@ -53,10 +42,8 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def config_of(name: str, gamma: int | str) -> tuple[DraftConfig, Transformer | None]:
-    draft = {"policy": name, "gamma": gamma} | POLICIES[name]
-    needs_model = draft["policy"] == "standalone" or draft.get("cheap") == "standalone"
-    small = tiny_model(tiny_config(n_layers=1), seed=1) if needs_model else None
-    return DraftConfig(**draft, draft_model="given" if small else None), small
+    draft = draft_of(name, gamma)
+    return draft, tiny_model(tiny_config(n_layers=1), seed=1) if draft.draft_model else None
 
 
 def an_engine(name: str, gamma: int | str = "auto", **settings: Any) -> Engine:
@@ -84,7 +71,7 @@ def shared_engine() -> Engine:
     return an_engine("streaming")
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_graphs(name: str) -> None:
     one = shared_engine()
     one.redraft(*config_of(name, "auto"))
@@ -95,11 +82,11 @@ def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_grap
     # three kinds of sampling, none, one or several drafts; drawn by chance or not, by one proposer or two
     assert one.rounds.judge.graphs <= 3 * 3 * 3
     assert one.rounds.decode.graphs == 1 and one.rounds.verify.graphs <= 2  # with and without mass
-    before = one._graphs
+    before = one.schedule.graphs
     for params in (GREEDY, SAMPLED, FILTERED, MIXED[::-1]):
         one.generate(PROMPTS, params)
         assert one.stats.recompiles == 0
-    assert one._graphs == before
+    assert one.schedule.graphs == before
 
 
 def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:

@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
     def _launch_nothing(self, body: Any, args: Any) -> None:
         from triton.runtime.jit import JITFunction
 
-        decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
+        triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
         launches_nothing = mock.patch.object(JITFunction, "run", lambda *args, **kwargs: None)
-        with launches_nothing, mock.patch.object(decode_triton, "architecture", lambda: 90), self:
+        with launches_nothing, mock.patch.object(triton_common, "architecture", lambda: 90), self:
             body(*args)

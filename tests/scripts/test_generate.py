@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.config import POLICIES
-from gpt_fast_sd.engine import find_smollm2, locate
+from gpt_fast_sd.loading import find_smollm2, locate
 from gpt_fast_sd.model import save_hugging_face
+from gpt_fast_sd.registry import policies
 from gpt_fast_sd.requests import TokenEvent
 from gpt_fast_sd.stats import EngineStats
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
@@ -218,7 +218,7 @@ def test_help_says_what_every_policy_is(script: ModuleType, capsys: pytest.Captu
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     described = re.findall(r"^    (\w+) {2,}\S.*", shown, re.MULTILINE)
-    assert [name for name in described if name in POLICIES] == list(POLICIES)
+    assert [name for name in described if name in policies()] == list(policies())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import frontier
 import speculation
 from frontier import Pairs, Setting
-from gpt_fast_sd.engine import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import load_tokenizer, read_config
 from gpt_fast_sd.stats import EngineStats
 from speculation import (

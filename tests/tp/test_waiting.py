@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.rounds import Flight
+from gpt_fast_sd.inflight import Flight
 from gpt_fast_sd.tp import TIMEOUT, Agreement, Parallel, start
 from tests.helpers import random_ids, tiny_model
 from tests.tp.spawn import ROOT, WORKERS, run, torchrun

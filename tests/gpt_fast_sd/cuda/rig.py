@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Reader
+from gpt_fast_sd.policies import build_view
 from gpt_fast_sd.policies.base import View
-from gpt_fast_sd.policies.build import build_view
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.rows import Rows
 
 SLOTS, LAYERS, CAPACITY, EOS = 4, 2, 4096, (7, 9)

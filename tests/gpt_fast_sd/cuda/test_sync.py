@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.compiling import span
-from gpt_fast_sd.config import DraftConfig
+from gpt_fast_sd.inflight import Rounds
 from gpt_fast_sd.judging import verify_greedy, verify_sampled
-from gpt_fast_sd.policies import Reader, build_policy
+from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.rounds import Rounds, decode_step
+from gpt_fast_sd.round import decode_step
+from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
 from tests.gpuless.recorder import waits
@@ -24,7 +26,6 @@ from tests.gpuless.recorder import waits
 pytestmark = needs_fake_cuda
 
 GAMMA = 5
-VIEWS = ["full", "streaming", "snapkv", "quest", "guided"]
 
 
 @pytest.fixture
@@ -52,12 +53,12 @@ def test_the_targets_step_does_not_wait(rig: Rig, n_tokens: int, page: int) -> N
 def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     view, cache, token = rig.view(name), rig.cache, rig.tokens(1)
     make, args = view.kv()
-    assert waits(lambda: view.refresh(rig.rows, CAPACITY)) == []
-    assert waits(lambda: view.begin(rig.rows)) == []
+    assert waits(lambda: view.device_refresh(rig.rows, CAPACITY)) == []
+    assert waits(lambda: view.device_before_draft(rig.rows)) == []
     in_view = span(cache, CAPACITY)
     assert waits(lambda: draft_step(rig.model, token, token.clone(), cache.k, cache.v, in_view, make, args)) == []
     mass = torch.zeros(*cache_shape(rig), CAPACITY // 64, device=cache.seq_len.device)
-    assert waits(lambda: view.observe(rig.rows, mass if view.wants_mass else None)) == []
+    assert waits(lambda: view.device_after_verify(rig.rows, mass if view.wants_mass else None)) == []
 
 
 def cache_shape(rig: Rig) -> tuple[int, int, int]:
@@ -85,20 +86,10 @@ def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
     assert waits(lambda: rig.rows.commit(tokens, cap, verdict)) == []
 
 
-POLICIES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in VIEWS},
-    "standalone": {"draft_model": "given"},
-    "early_exit": {"exit_layers": 1},
-    "lookup": {},
-    "hierarchy": {},
-    "hierarchy over standalone": {"policy": "hierarchy", "cheap": "standalone", "draft_model": "given"},
-}
-
-
 @pytest.mark.parametrize("kind", [(False, False), (True, True)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool]) -> None:
-    config = DraftConfig(**{"policy": name, "budget": 512, "gamma": GAMMA} | POLICIES[name])
+    config = draft_of(name, GAMMA, **{} if name == "lookup" else {"budget": 512})
     target = Reader(rig.model, rig.cache, compiled=False)
     policy = build_policy(config, target, fake_rig().model if config.draft_model else None)
     rounds = Rounds(target, rig.rows, policy, config)

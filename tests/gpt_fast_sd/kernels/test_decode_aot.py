@@ -19,6 +19,7 @@ from tests.gpuless.aot import RESERVE, SM_SHARED, assert_fits, assert_lean, asse
 from tests.gpuless.driver import Launch, stand_in
 
 decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
+triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SELDOM = [(96, BF16), (128, FP16), (256, BF16), (64, FP32), (128, FP32), (256, FP32)]
@@ -93,7 +94,7 @@ def test_a_64_row_tile_with_mass_leaves_shared_memory_for_two_blocks_an_sm() -> 
 @pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)
 @pytest.mark.parametrize("cap", [90, *(pytest.param(cap, marks=pytest.mark.slow) for cap in (80, *OTHERS))])
 def test_every_entry_of_the_table_is_built_well(cap: int, head_dim: int, dtype: torch.dtype, page: int | None) -> None:
-    block_h, family = {96: 128}.get(head_dim, head_dim), decode_triton.family(cap)
+    block_h, family = {96: 128}.get(head_dim, head_dim), triton_common.family(cap)
     for n_rows in decode_triton.CONFIGS[family, dtype.itemsize, block_h][1]:
         assert_built_well(cap, n_rows, head_dim=head_dim, dtype=dtype, page=page)
 
@@ -123,7 +124,7 @@ def test_a_program_is_launched_for_each_tile_and_head_and_split() -> None:
 @pytest.mark.parametrize(("arch", "family"), [(80, 80), (86, 80), (87, 80), (89, 80), (90, 90), (100, 90), (103, 90),
                                               (110, 80), (120, 80), (121, 80)])  # fmt: skip
 def test_a_device_takes_the_tables_of_a_family_whose_shared_memory_it_has(arch: int, family: int) -> None:
-    assert decode_triton.family(arch) == family
+    assert triton_common.family(arch) == family
     assert SM_SHARED.get(arch, 228 << 10) >= (228 << 10 if family == 90 else 100 << 10)
 
 

@@ -19,6 +19,7 @@ from tests.gpuless.aot import assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
 
 decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
+triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
 prefill_triton = importlib.import_module("gpt_fast_sd.kernels.prefill_triton")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -65,7 +66,7 @@ def assert_built_well(cap: int, op: str, **shape: Any) -> None:
         products = {"hmma": built.hmma, "hgmma": built.hgmma, "utcmma": built.utcmma}
         assert [kind for kind, n in products.items() if n > 0] == [{90: "hgmma", 100: "utcmma"}.get(cap, "hmma")]
     table = prefill_triton.KEY_MASS if op == "key_mass" else prefill_triton.PREFILL
-    assert_occupancy(built, cap, table[decode_triton.family(cap), itemsize, max(launch.kwargs["BLOCK_H"], 64)][-1])
+    assert_occupancy(built, cap, table[triton_common.family(cap), itemsize, max(launch.kwargs["BLOCK_H"], 64)][-1])
     assert built.ldgsts > 0 and built.ldgsts == built.sass.count("LDGSTS.E.BYPASS") == built.sass.count(".BYPASS.128")
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Draft, Reader
+from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.requests import Completion
 from gpt_fast_sd.sampling import probabilities
 from tests.helpers import chi_square, random_ids, table_of, tiny_config, tiny_model, whole_text_logits
@@ -132,7 +133,8 @@ def holds_what_a_prefill_gives(one: Engine, reader: Reader, prompts: Sequence[Se
     accepted = []
     for event in one.stream(prompts, SamplingParams(max_tokens=40)):
         accepted.append(event.accepted)
-        slot, request = next(((s, r) for s, r in enumerate(one._slots) if r and r.index == event.index), (0, None))
+        placed = ((s, r) for s, r in enumerate(one.schedule.slots) if r and r.index == event.index)
+        slot, request = next(placed, (0, None))
         if request is None:
             continue
         text = [*request.prompt, *request.tokens]
@@ -178,7 +180,7 @@ def first_tokens(
     one._prefill.fill(0, TOY_PROMPT[:-1])
     for slot in range(n_slots):
         rows.put(slot, TOY_PROMPT, params, slot)
-    policy.admit(0, TOY_PROMPT)
+    policy.host_admit(0, TOY_PROMPT)
     levels: list[Any] = [policy, getattr(policy, "cheap", None)]
     caches = [one.cache, *[level.reader.cache for level in levels if hasattr(level, "reader")]]
     for buffer in (buffer for cache in caches for buffer in (*cache.k, *cache.v)):
@@ -198,7 +200,7 @@ def first_tokens(
             draft = plant(one, draft) if plant else draft
             logits, mass = one.rounds.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
             one.rounds.judge(rows, logits, draft, None)
-            policy.observe(rows, mass)
+            policy.device_after_verify(rows, mass)
         emitted.append(rows.history[:, start + 1 : start + 1 + N_JOINT].clone())
     return torch.cat(emitted)
 

@@ -99,7 +99,7 @@ def test_a_guided_view_selects_from_the_mass_of_its_own_layers() -> None:
     mass[:2, ..., 4] = 1.0
     mass[2:, ..., 9] = 100.0
     one.rows.seq_len.fill_(500)
-    policy.observe(one.rows, mass)
+    policy.device_after_verify(one.rows, mass)
     read = policy.positions_read(one.rows.seq_len)
     assert read.shape[0] == 2
     assert read[..., 64:80].all() and not read[..., 144:160].any()

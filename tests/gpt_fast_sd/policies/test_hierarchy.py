@@ -102,7 +102,7 @@ def test_a_view_has_room_for_the_last_token_that_a_middle_step_feeds(view: str) 
         committed = int(one.cache.seq_len[0])
         with torch.inference_mode():
             one.rows.look({0: committed}, [SamplingParams()])
-            middle(one).view.begin(one.rows)
+            middle(one).view.device_before_draft(one.rows)
         for pos in range(committed, committed + gamma + CHEAP_GAMMA + 1):
             assert event.completion or middle(one).positions_read(torch.full((4,), pos))[:, 0, :, pos].all()
 
@@ -202,7 +202,7 @@ def test_events_say_which_level_proposed_a_token() -> None:
 def test_what_is_committed_is_never_the_scratch_of_a_draft() -> None:
     one = drafting("hierarchy", view="streaming", budget=32, gamma=6)
     for _ in one.stream(PROMPTS, SamplingParams(max_tokens=20)):
-        for slot, request in enumerate(one._slots):
+        for slot, request in enumerate(one.schedule.slots):
             if request is not None:
                 text = [*request.prompt, *request.tokens]
                 assert int(one.cache.seq_len[slot]) == len(text) - 1

@@ -127,7 +127,7 @@ def test_a_view_is_shown_no_token_that_is_not_in_the_cache(pattern: list[int]) -
         assert_holds(policy, rows, rows.lengths)
         shown.extend(rows.lengths.values())
 
-    policy.view.begin = begin  # type: ignore[method-assign]
+    policy.view.device_before_draft = begin  # type: ignore[method-assign]
     one.generate(PROMPTS[:5], SamplingParams(max_tokens=20))
     assert max(shown) > 300 and min(shown) == 0
 
@@ -153,16 +153,16 @@ def test_a_prompt_that_a_live_slot_holds_is_copied_as_it_was_prefilled() -> None
     prompt = random_ids(300)
     one, policy = standalone(view="streaming", budget=16)
     rounds = one.stream([prompt, *PROMPTS[:3], prompt], [SamplingParams(max_tokens=n) for n in (40, 4, 40, 40, 40)])
-    while one._slots[1] is None or one._slots[1].index != 4:
+    while one.schedule.slots[1] is None or one.schedule.slots[1].index != 4:
         next(rounds)
     for got, expected in zip(entries(policy.reader.cache, 1, 298), prefilled(policy.reader, prompt[:-1]), strict=True):
         assert torch.equal(got, expected[:, :298])
     request = Request(0, prompt, SamplingParams(), frozenset(), None)
-    one._release(1)
+    one.schedule.release(1)
     with torch.inference_mode():
-        one._admit(request)
-        while one._arrival:
-            one._fill()
+        one.schedule._admit(request)
+        while one.schedule.arrival:
+            one.schedule._fill()
     found, wanted = entries(policy.reader.cache, 1, 299), prefilled(policy.reader, prompt[:-1])
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
@@ -208,12 +208,12 @@ def test_a_policy_that_is_admitted_to_without_preparing_prefills_by_itself() -> 
             for filling in fillings[:1]:  # of the last one no chunk is missing, but nobody has said that it is done
                 while filling.left and filling.body == prompt[:-1]:
                     filling.step()
-            policy.admit(0, prompt)
+            policy.host_admit(0, prompt)
             for got, expected in zip(
                 entries(policy.reader.cache, 0, 299), prefilled(policy.reader, prompt[:-1]), strict=True
             ):
                 assert torch.equal(got, expected)
-            policy.vacate(0)
+            policy.host_free(0)
 
 
 def test_a_slot_is_given_up_without_asking_the_device_for_anything() -> None:
@@ -221,7 +221,7 @@ def test_a_slot_is_given_up_without_asking_the_device_for_anything() -> None:
     one, _ = standalone(gamma=2)
     one.generate(PROMPTS[:4], SamplingParams(max_tokens=5))
     with mixed_devices() as seen, torch.inference_mode():
-        one._release(0)
+        one.schedule.release(0)
     assert not seen
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import SPLIT
-from tests.gpt_fast_sd.policies.views_rig import MAX_LEN, N_ROWS, SPARSE, VIEWS, Rig
+from tests.drafts import VIEWS
+from tests.gpt_fast_sd.policies.views_rig import MAX_LEN, N_ROWS, SPARSE, Rig
 from tests.helpers import random_ids, tiny_model
 
 BUDGET, PAGE, N_SINK = 100, 16, 4
@@ -129,7 +130,7 @@ def test_a_slot_that_is_vacated_and_filled_again_reads_what_a_new_one_reads(name
         used.begin()
         used.step()
     for slot in (0, 2):
-        used.policy.vacate(slot)
+        used.policy.host_free(slot)
         del used.lengths[slot]
     used.cache.seq_len[2] = 3
     for by in ([2, 1], [1, 3]):  # they idle for some rounds

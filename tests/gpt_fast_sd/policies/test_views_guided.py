@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, attend_with_mass
-from gpt_fast_sd.rounds import decode_step
+from gpt_fast_sd.round import decode_step
 from tests.gpt_fast_sd.policies.views_rig import Rig
 
 GROUPS = [1, 2, 4, 5, 7, 8]
@@ -59,7 +59,7 @@ def test_verification_notes_the_mass_of_every_layer_and_gives_the_same_logits() 
 def select(rig: Rig, mass: Tensor) -> None:
     """Let the view select from this mass, in the lengths as they are."""
     rig.rows.look(rig.lengths, [])
-    rig.view.observe(rig.rows, mass)
+    rig.view.device_after_verify(rig.rows, mass)
 
 
 @pytest.mark.parametrize(("budget", "page"), [(100, 16), (48, 16), (250, 16), (192, 64), (400, 32)])
@@ -123,7 +123,7 @@ def test_a_row_admitted_after_a_longer_one_is_selected_for_at_its_first_verifica
     rig = Rig("guided", [900, 900, 900, 900], budget=100)
     rig.begin()
     rig.grow([1] * 4)
-    rig.policy.vacate(0)
+    rig.policy.host_free(0)
     rig.begin()
     rig.grow([1] * 4)  # the slot idles, and is observed
     rig.admit(0, 400)

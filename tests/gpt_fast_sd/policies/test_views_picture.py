@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gpt_fast_sd.policies.picture import SHADES, picture
-from tests.gpt_fast_sd.policies.views_rig import VIEWS, Rig
+from tests.drafts import VIEWS
+from tests.gpt_fast_sd.policies.views_rig import Rig
 
 
 def test_a_stretch_is_shaded_by_the_share_of_it_that_is_read() -> None:

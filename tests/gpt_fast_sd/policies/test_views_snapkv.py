@@ -20,9 +20,10 @@ from torch import Tensor
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import SPLIT, CausalSelf, KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Reader, snapkv
+from gpt_fast_sd.policies import snapkv
 from gpt_fast_sd.policies.snapkv import WINDOW, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.rows import Rows
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpuless.recorder import capture
@@ -81,10 +82,10 @@ def rows_of(model: Transformer, cache: KVCache) -> Rows:
 def admit(view: SnapKVView, rows: Rows, slot: int, prompt: list[int]) -> None:
     """Put a prompt into a slot, whose keys are there, and let a round begin."""
     rows.put(slot, prompt, SamplingParams(), 0)
-    view.admit(slot, prompt)
+    view.host_admit(slot, prompt)
     rows.look({slot: len(prompt) - 1}, [])
-    for n_keys in view.refreshes(rows):
-        view.refresh(rows, n_keys)
+    for n_keys in view.host_refreshes(rows):
+        view.device_refresh(rows, n_keys)
 
 
 def are_best(listed: Tensor, scores: Tensor) -> bool:
@@ -170,17 +171,17 @@ class Watched(SnapKVView):
         self.passes = 0
         self.selected_to = [0] * reader.shape[1]
 
-    def refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, rows: Rows, n_keys: int) -> None:
         before, self.passes = self.tail_start.tolist(), self.passes + 1
-        super().refresh(rows, n_keys)
+        super().device_refresh(rows, n_keys)
         for slot, (was, start) in enumerate(zip(before, self.tail_start.tolist(), strict=True)):
             if start != was:
                 self.selections.append((slot, rows.lengths[slot]))
                 self.selected_to[slot] = rows.lengths[slot] - self.window
                 assert start == self.selected_to[slot]
 
-    def begin(self, rows: Rows) -> None:
-        super().begin(rows)
+    def device_before_draft(self, rows: Rows) -> None:
+        super().device_before_draft(rows)
         self._learn(rows)
         for slot, length in rows.lengths.items():
             start = int(self.tail_start[slot])
@@ -288,8 +289,8 @@ def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
     name: str, windows_fed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, launched = drafting(name), list[bool]()
-    launch = one._launch
-    monkeypatch.setattr(one, "_launch", lambda speculate: launched.append(launch(speculate)) or launched[-1])
+    launch = one.schedule._launch
+    monkeypatch.setattr(one.schedule, "_launch", lambda speculate: launched.append(launch(speculate)) or launched[-1])
     one.generate(LONG, SAMPLED)
     assert set(launched) == {True}
     assert windows_fed  # what is captured is called once

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import ModelDraft, Reader, build_view
+from gpt_fast_sd.policies import ModelDraft, build_view
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.rounds import decode_step
+from gpt_fast_sd.reader import Reader
+from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.rows import Rows
+from tests.drafts import VIEWS
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 N_ROWS, MAX_LEN = 4, 1000
-VIEWS = ["full", "streaming", "snapkv", "quest", "guided"]
-SPARSE = VIEWS[1:]
+SPARSE = [name for name in VIEWS if name != "full"]
 
 
 def new_cache(config: ModelConfig) -> KVCache:
@@ -65,14 +66,14 @@ class Rig:
         self.lengths[slot] = length
         self._reveal(slot, 0, length)
         self.rows.put(slot, self.prompts[slot][: length + 1], SamplingParams(), 0)
-        self.policy.admit(slot, self.prompts[slot][: length + 1])
+        self.policy.host_admit(slot, self.prompts[slot][: length + 1])
 
     def begin(self) -> None:
         self.rows.look(self.lengths, [SamplingParams()] * len(self.lengths))
-        self.policy.renew(self.rows)
-        for n_keys in self.policy.refreshes(self.rows):
-            self.policy.refresh(self.rows, n_keys)
-        self.policy.begin(self.rows)
+        self.policy.host_before_round(self.rows)
+        for n_keys in self.policy.host_refreshes(self.rows):
+            self.policy.device_refresh(self.rows, n_keys)
+        self.policy.device_before_draft(self.rows)
 
     def grow(self, by: Sequence[int], *, observed: bool = True) -> None:
         """Commit `by` more tokens a row, in a round that drafted, or in several that did not."""
@@ -83,7 +84,7 @@ class Rig:
             self.rows.put(slot, self.prompts[slot][: after + 1], SamplingParams(), 0)
             self.lengths[slot] = after
         if observed:
-            self.policy.observe(self.rows, mass)
+            self.policy.device_after_verify(self.rows, mass)
 
     def verify(self) -> tuple[Tensor, Tensor | None]:
         """Logits [B, T, V] and mass of the next T = gamma + 1 tokens of every row; the cache stays as it is."""

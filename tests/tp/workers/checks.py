@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd import rows as rows_module
 from gpt_fast_sd.compiling import CompiledStep
-from gpt_fast_sd.engine import draft_group
+from gpt_fast_sd.loading import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Weights, load_model, save_hugging_face
-from gpt_fast_sd.rounds import judge_step
+from gpt_fast_sd.round import judge_step
 from gpt_fast_sd.tp import (
     Agreement,
     Disagreement,
@@ -408,7 +408,7 @@ def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[t
     def listening(tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         logits, mass = feed(tokens, n_keys)
         whole = engine.vocabulary.whole(logits)
-        for slot, request in enumerate(engine._slots):
+        for slot, request in enumerate(engine.schedule.slots):
             if request is not None:
                 text = [*request.prompt, *request.tokens]
                 for i in range(tokens.shape[1]):

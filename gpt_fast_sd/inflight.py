@@ -1,71 +1,37 @@
-"""A round on the device: draft, verify, judge, commit, select. On CUDA it is captured, and launched as one graph.
+"""Rounds in flight. On CUDA a round is captured, and launched as one graph.
 
-The host reads nothing inside a round. Captured rounds are launched one ahead of what the host has read: while the
-device works on a round, the host looks at the one before.
+Captured rounds are launched one ahead of what the host has read: while the device works on a round, the host looks at
+the one before.
 
-Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamma tokens drafted a round.
+Shapes: B slots, L layers, K kv heads, gamma tokens drafted a round.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.tp import Landing
 
-from .attending import DenseKV, MassKV
-from .compiling import CompiledStep, span, varying
-from .config import MAX_GAMMA, DraftConfig
+from .config import DraftConfig
 from .devices import ways_of
 from .graphs import MOST_STEPS, REFRESH_STEPS, Capture, GraphPool, doubling, steps_of
-from .policies import Draft, DraftPolicy, Reader
+from .policies import DraftPolicy
+from .reader import Reader
 from .replay import Replay
 from .requests import Request
+from .round import Round
 from .rows import Rows
-from .sampling import ACCEPT_STREAM, TARGET_STREAM
 
 Result = TypeVar("Result")
 Lap = Callable[[], None]
 Wait = Callable[[Landing], None]
-
-
-def decode_step(
-    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], in_view: Tensor, page: int
-) -> tuple[Tensor, Tensor | None]:
-    """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
-
-    in_view [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in view. With a
-    page, the attention mass that each block of so many keys received comes too: fp32 [L, B, K, n_keys // page].
-    """
-    kv = MassKV(k, v, in_view.shape[0], page) if page else DenseKV(k, v, in_view.shape[0])
-    logits = model(tokens, pos, kv).float()  # [B, T, V]
-    return logits, torch.stack(kv.mass) if isinstance(kv, MassKV) else None
-
-
-def judge_step(rows: Rows, logits: Tensor, draft: Draft, replay: Replay | None) -> Tensor:
-    """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], all that the host has to read of a round.
-
-    A row holds what Rows.commit gives, then who proposed each draft, then the first draft that was refused, if one was.
-    """
-    cap = torch.minimum(draft.count, rows.remaining - 1).clamp(min=0)  # [B]
-    pos = rows.seq_len[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, gamma + 1]
-    # a token's randomness hangs on its row's seed and its position alone
-    verdict, _ = rows.judge(logits, pos, draft.tokens, draft.q, cap, accept=ACCEPT_STREAM, own=TARGET_STREAM)
-    if replay is not None:
-        verdict = replay.apply(verdict, draft.tokens, cap)
-    by_whom = draft.proposer if draft.proposer is not None else torch.zeros_like(draft.tokens)  # [B, gamma]
-    # commit puts the next token in its place
-    refused = F.pad(draft.tokens, (0, 1)).gather(1, verdict.n_accepted[:, None])  # [B, 1]
-    return torch.cat([rows.commit(draft.tokens, cap, verdict), by_whom, refused], 1)
 
 
 @dataclass
@@ -91,8 +57,8 @@ class Flight:
         return rows
 
 
-class Rounds:
-    """The target's steps over all slots, and rounds made of them: run as they are, or captured once and replayed."""
+class Rounds(Round):
+    """Rounds as they are launched: run as they are, or captured once and replayed, one ahead of what the host reads."""
 
     def __init__(
         self,
@@ -105,18 +71,12 @@ class Rounds:
         capture: Capture | None = None,
         wait: Wait = operator.methodcaller("synchronize"),
     ) -> None:
-        """width: tokens that every step of the target feeds (0: as many as needed); capture: how a round is captured.
+        """capture: how a round is captured.
 
         wait: how to wait for the device, which a lost rank may keep in a round for ever (see Parallel.wait_for).
-        A width also fixes the view to all of the cache: then no sum hangs on what else is in the batch.
         """
-        self.target, self.rows, self.policy, self.draft, self.width = target, rows, policy, draft, width
+        super().__init__(target, rows, policy, draft, width=width)
         self.capture, self.wait = capture, wait
-        self.replay: Replay | None = None
-        self.decode = CompiledStep(decode_step, compiled=target.compiled)  # one token a slot
-        self.verify = CompiledStep(decode_step, compiled=target.compiled)  # several
-        compiles_sampling = ways_of(target.device).compiles_sampling
-        self.judge = CompiledStep(judge_step, compiled=target.compiled if compiles_sampling else None)
         self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
         self._steps_held = 0  # in all of them
         self._baked: tuple[object, ...] = ()
@@ -124,17 +84,6 @@ class Rounds:
         self._warm: set[tuple[object, ...]] = set()
         self._landing: list[Tensor] = []  # pinned, taken in turns by the flights in the air
         self._launched = 0
-
-    def keep_steps(self, before: Rounds) -> None:
-        """Go on with what earlier rounds of the same target have compiled."""
-        self.decode, self.verify, self.judge = before.decode, before.verify, before.judge
-        self.replay = before.replay
-
-    @property
-    def page(self) -> int:
-        """Keys whose attention mass the verification sums for the policy, 0 where it wants none."""
-        own = getattr(self.policy, "page", None)  # of one that was set, and that selects by its own
-        return (own or self.draft.page) if self.policy and self.policy.wants_mass else 0
 
     @property
     def lateness(self) -> int:
@@ -145,61 +94,6 @@ class Rounds:
     def captured(self) -> int:
         """CUDA graphs of rounds held now, of at most MOST_STEPS steps."""
         return len(self._captured)
-
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled so far."""
-        return self.decode.graphs + self.verify.graphs + self.judge.graphs
-
-    def device_round(self, gamma: int, lap: Lap = lambda: None) -> Tensor:
-        """One round, nothing of which the host reads -> int64 [B, 2 * gamma + 5]; lap is called between its parts."""
-        rows, policy = self.rows, self.policy
-        if policy and gamma:
-            draft = policy.propose(rows, gamma)
-        else:
-            draft = Draft(rows.pending.new_empty(len(rows.pending), 0), None, torch.zeros_like(rows.pending))
-        lap()
-        logits, mass = self.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
-        lap()
-        result = self.judged(logits[:, : gamma + 1], draft)
-        if policy and gamma:
-            policy.observe(rows, mass)
-        return result
-
-    def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
-        """Feed tokens [B, T] from each slot's seq_len on, at least n_keys keys in view -> logits [B, T, V], mass."""
-        cache, wanted = self.target.cache, self.width or tokens.shape[1]
-        tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
-        # a slot without a request scribbles behind what can ever be in view, and so costs no reading of keys
-        start = torch.where(self.rows.active, cache.seq_len, cache.capacity)  # [B]
-        pos = start[:, None] + torch.arange(wanted, device=tokens.device)  # [B, T]
-        step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
-        if step is self.verify and not self.width:
-            varying(tokens, pos)
-        in_view = span(cache, self.in_view(n_keys))
-        # with several threads a library may sum one row of a product otherwise than the next
-        with one_thread() if self.width else contextlib.nullcontext():
-            out: tuple[Tensor, Tensor | None] = step(
-                self.target.model, tokens, pos, cache.k, cache.v, in_view, page, variant=page
-            )
-        return out
-
-    def judged(self, logits: Tensor, draft: Draft) -> Tensor:
-        """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], see judge_step.
-
-        Compiled it is one graph for each kind of sampling and each of three lengths: no draft, one, and more.
-        """
-        rows, width, beside = self.rows, logits.shape[1], (draft.q, draft.proposer, self.replay)
-        if width > 2:
-            varying(logits, min=3)
-            varying(*(x for x in (draft.tokens, draft.q, draft.proposer) if x is not None), max=MAX_GAMMA)
-        variant = (min(width, 3), rows.sampled, rows.filtered, *(x is not None for x in beside))
-        result: Tensor = self.judge(rows, logits, draft, self.replay, variant=variant)
-        return result
-
-    def in_view(self, n_keys: int) -> int:
-        """Keys to have in view: with a fixed width all of the cache, so that sums never change their order."""
-        return self.target.cache.capacity if self.width else n_keys
 
     # ---------------------------------------------------------------- rounds under way
 
@@ -249,7 +143,7 @@ class Rounds:
                 if (gamma, *kind) not in self._warm:
                     rows.n_keys, (rows.sampled, rows.filtered) = 1, kind
                     if self.policy and gamma:
-                        self.policy.refresh(rows, 1)
+                        self.policy.device_refresh(rows, 1)
                         self._warm.add(("refresh",))
                     self.device_round(gamma)
                     self._warm.add((gamma, *kind))
@@ -266,7 +160,7 @@ class Rounds:
 
     def refresh(self) -> int:
         """Let the policy select anew before a round that drafts -> passes that this took."""
-        passes = self.policy.refreshes(self.rows) if self.policy else []
+        passes = self.policy.host_refreshes(self.rows) if self.policy else []
         for n_keys in passes:
             self._refresh(n_keys)
         return len(passes)
@@ -276,11 +170,11 @@ class Rounds:
         rows, policy = self.rows, self.policy
         assert policy
         if not self.capture or ("refresh",) not in self._warm:  # as in a round: what is captured was called before
-            policy.refresh(rows, n_keys)
+            policy.device_refresh(rows, n_keys)
             self._warm.add(("refresh",))
             return
         in_view = doubling(n_keys, self.target.cache.capacity)
-        self._graph(("refresh", in_view), REFRESH_STEPS, in_view, lambda: policy.refresh(rows, in_view))()
+        self._graph(("refresh", in_view), REFRESH_STEPS, in_view, lambda: policy.device_refresh(rows, in_view))()
 
     def _captured_round(self, gamma: int) -> Callable[[], Tensor]:
         """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view."""
@@ -352,14 +246,3 @@ class Rounds:
         if ways_of(self.target.device).captures:
             self.wait(torch.cuda.current_stream(self.target.device).record_event())
             torch.cuda.synchronize(self.target.device)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """torch's CPU operators run on one thread meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

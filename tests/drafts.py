@@ -1,0 +1,33 @@
+"""One row for each policy, and for those that are made of two: whatever tests all of them reads the table here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpt_fast_sd import DraftConfig, registry
+
+VIEWS = list(registry.VIEWS)
+# name -> what small models are drafted for with; the policy is the name where nothing else is said
+POLICIES: dict[str, dict[str, Any]] = {
+    "streaming": {"budget": 24},
+    "full": {},
+    "snapkv": {"budget": 64, "refresh": 4},
+    "quest": {"budget": 48},
+    "guided": {"budget": 48},
+    "standalone": {"budget": 24},
+    "early_exit": {"budget": 24},
+    "lookup": {"ngram": 2},
+    "hierarchy": {"budget": 24},
+    "hierarchy over standalone": {"policy": "hierarchy", "budget": 24, "cheap": "standalone"},
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "standalone, snapkv": {"policy": "standalone", "view": "snapkv", "budget": 64},
+    "hierarchy, guided": {"policy": "hierarchy", "view": "guided", "budget": 48},
+}
+
+
+def draft_of(name: str, gamma: int | str = 3, **changes: Any) -> DraftConfig:
+    """The configuration of a row, or of any policy with its defaults; a draft model is `given`."""
+    fields = {"policy": name, "gamma": gamma} | (POLICIES | MIXTURES).get(name, {}) | changes
+    owns_model = "standalone" in (fields["policy"], fields.get("cheap"))
+    return DraftConfig(**fields, draft_model="given" if owns_model else None)

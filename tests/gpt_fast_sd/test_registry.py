@@ -1,0 +1,112 @@
+"""A policy is one file and one line: what is registered, configuration, memory, programs, README and tests know."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, EngineConfig, registry
+from gpt_fast_sd.memory import MemoryPlan
+from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.policies import Draft, DraftPolicy
+from gpt_fast_sd.reader import Reader
+from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.tp import Group
+from scripts import generate
+from tests.drafts import POLICIES, VIEWS
+from tests.gpt_fast_sd.test_rounds import GREEDY, PROMPTS, captured, engine
+from tests.gpt_fast_sd.test_speculation import speculation_changes_nothing
+from tests.helpers import tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Toy(DraftPolicy):
+    """The pending token again and again."""
+
+    about = "a toy"
+    flags = ("ngram",)
+    proposers = ("toy",)
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+    ) -> DraftPolicy:
+        return cls()
+
+    def propose(self, rows: Rows, gamma: int) -> Draft:
+        return Draft(rows.pending[:, None].repeat(1, gamma), None, torch.full_like(rows.pending, gamma))
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(registry, "DRAFTERS", dict(registry.DRAFTERS))
+    registry.register("toy", Toy)
+    yield "toy"
+
+
+def test_a_name_is_registered_once(toy: str) -> None:
+    assert registry.policies()[-1] == toy
+    for name in (toy, "streaming", "off"):
+        with pytest.raises(ValueError, match=f"there is a policy '{name}' already"):
+            registry.register(name, Toy)
+
+
+def test_a_registered_policy_drafts_without_a_change_of_what_is_said(toy: str) -> None:
+    for gamma in (1, 4):
+        assert speculation_changes_nothing(toy, gamma, 2)
+    eager, later, plain = (one.generate(PROMPTS, GREEDY) for one in (engine(toy), captured(toy), engine("off")))
+    assert [c.tokens for c in eager] == [c.tokens for c in later] == [c.tokens for c in plain]
+    assert sum(sum(c.stats.drafted_by_position) for c in eager) > 0
+
+
+def test_a_registered_policy_is_planned_for(toy: str) -> None:
+    def plan(draft: DraftConfig) -> MemoryPlan:
+        return MemoryPlan.of(EngineConfig(max_seq_len=512), draft, tiny_config(), None, torch.float32)
+
+    assert plan(DraftConfig(policy=toy, gamma=16)).total > plan(DraftConfig()).total  # logits of more tokens
+    assert plan(DraftConfig(policy=toy)).policy == 0
+
+
+def test_a_registered_policy_is_a_flag_of_generate(
+    toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.json"
+    generate.main(
+        ["--model", "bundled", "--prompt", "Once", "--draft", toy, "--gamma", "2", "--max-new-tokens", "12",
+         "--device", "cpu", "--no-compile", "--no-compare", "--json", str(out)]
+    )  # fmt: skip
+    run = json.loads(out.read_text(encoding="utf-8"))
+    assert run["config"]["draft"]["policy"] == toy and len(run["completions"][0]["tokens"]) == 12
+    with pytest.raises(SystemExit):
+        generate.parse(["--help"])
+    assert toy in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", registry.policies())
+def test_every_policy_has_a_row_in_readme_that_says_what_its_class_says(name: str) -> None:
+    table = re.search(r"\| `--draft` \|.*?\n\n", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert table
+    rows = {cells[1].strip("` "): cells[2:4] for line in table[0].splitlines() if len(cells := line.split("|")) == 5}
+    who, reads = (cell.strip() for cell in rows[name])
+    assert who == registry.policy_class(name).about
+    if name in registry.VIEWS:
+        assert reads == registry.view_class(name).about
+
+
+def test_every_policy_and_view_is_in_the_tables_of_the_tests() -> None:
+    assert {row.get("policy", name) for name, row in POLICIES.items()} == set(registry.policies()) - {"off"}
+    assert set(VIEWS) == set(registry.VIEWS) <= set(POLICIES)
+
+
+@pytest.mark.parametrize("name", [name for name in registry.policies() if name != "off"])
+def test_what_a_policy_heeds_are_fields_of_its_configuration(name: str) -> None:
+    classes: list[Any] = [registry.policy_class(name)] + [registry.view_class(n) for n in registry.VIEWS if n == name]
+    fields = set(DraftConfig.__dataclass_fields__)
+    assert {flag for one in classes for flag in one.flags} <= fields - {"policy", "gamma"}
