@@ -111,6 +111,7 @@ def plan_for(
         groups=len({size for size in (group.size, theirs.size) if size > 1}),
         whole=whole_memory(device),
         ranks=group.size,
+        packs=dtype == torch.bfloat16 and device.type == "cpu" and config.compile and not config.quantize,
     )
 
 

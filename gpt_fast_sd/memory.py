@@ -67,17 +67,18 @@ class MemoryPlan:
         groups: int = 0,
         whole: int = 0,
         ranks: int = 1,
+        packs: bool = False,
     ) -> MemoryPlan:
         """The plan for a model of these sizes (under tensor parallelism, those of one rank).
 
         groups: NCCL's groups of ranks; whole: bytes of the device, in use or not. Both count on CUDA only. ranks: that
-        hold the target together.
+        hold the target together. packs: whether weights are packed (see pack_linears) when the caches are there.
         """
 
         def of_config(other: EngineConfig) -> MemoryPlan:
             return MemoryPlan.of(
                 other, draft, model, draft_model, kv_dtype,
-                device=device, weights=weights, groups=groups, whole=whole, ranks=ranks,
+                device=device, weights=weights, groups=groups, whole=whole, ranks=ranks, packs=packs,
             )  # fmt: skip
 
         b, capacity = config.batch_size, KVCache.splits(config.max_seq_len) * SPLIT
@@ -86,6 +87,7 @@ class MemoryPlan:
         n_lists = model.n_layers * b * model.n_kv_heads
         policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, kv) if draft.view_name else 0
         work = _Work(config, draft, model, capacity, device, ranks)
+        packing = max(_largest_weight(m) for m in (model, draft_model) if m) * 2 if packs else 0  # a copy, in bf16
         captured = ways_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,
@@ -93,7 +95,7 @@ class MemoryPlan:
             draft_kv=entries * draft_model.kv_bytes_per_token(kv_dtype.itemsize) if draft_model else 0,
             text=8 * entries,
             policy=policy,
-            workspace=max(work.prefilling, work.round, work.observing),
+            workspace=max(work.prefilling, work.round, work.observing, packing),
             captured=max(work.round, work.observing) if captured else 0,
             graphs=_nodes(config, draft, model, draft_model) * NODE if captured else 0,
             reserve=RESERVE + int(SHARE * whole) + COMMUNICATOR * groups if device.type == "cuda" else 0,
@@ -267,6 +269,12 @@ class _Work:
         # what every rank has to add, the sum, and the next one as fp32 with what it comes to
         gathered = (self.ranks + 3) * model.dim if self.config.exact and self.ranks > 2 else 0
         return (row + gathered) * 4
+
+
+def _largest_weight(model: ModelConfig) -> int:
+    """Elements of the largest matrix that tokens are multiplied with; a rank's head is no larger."""
+    heads = (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
+    return model.dim * max(model.vocab_size, 2 * model.ffn_dim, heads)
 
 
 def _nodes(config: EngineConfig, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None) -> int:

@@ -52,6 +52,11 @@ class PackedFeedForward(FeedForward):
         return out
 
 
+def all_packed(model: nn.Module) -> bool:
+    """Whether each product of a model with its weights runs through the kernel."""
+    return all(type(module) is PackedLinear for module in model.modules() if isinstance(module, nn.Linear))
+
+
 def pack_linears(model: nn.Module) -> int:
     """Pack in place the weights of a bf16 model that the kernel serves, one after another; how many there are.
 

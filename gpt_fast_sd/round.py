@@ -18,6 +18,8 @@ from .attending import DenseKV, MassKV
 from .compiling import CompiledStep, span, varying
 from .config import MAX_GAMMA, DraftConfig
 from .devices import ways_of
+from .kernels import cpu_attention_fits
+from .packing import all_packed
 from .policies import Draft, DraftPolicy
 from .reader import Reader
 from .replay import Replay
@@ -39,8 +41,12 @@ class Round:
         """
         self.target, self.rows, self.policy, self.draft, self.width = target, rows, policy, draft, width
         self.replay: Replay | None = None
-        self.decode = CompiledStep(decode_step, compiled=target.compiled)  # one token a slot
-        self.verify = CompiledStep(decode_step, compiled=target.compiled)  # several
+        self.any_threads = width > 0 and sums_by_row(target)
+        compiled = target.compiled
+        if self.any_threads and isinstance(compiled, dict):
+            compiled = {**compiled, "cpp.threads": 1}  # of generated loops, which may share a long sum among threads
+        self.decode = CompiledStep(decode_step, compiled=compiled)  # one token a slot
+        self.verify = CompiledStep(decode_step, compiled=compiled)  # several
         compiles_sampling = ways_of(target.device).compiles_sampling
         self.judge = CompiledStep(judge_step, compiled=target.compiled if compiles_sampling else None)
 
@@ -71,7 +77,7 @@ class Round:
             varying(tokens, pos)
         in_view = span(cache, self.in_view(n_keys))
         # with several threads a library may sum one row of a product otherwise than the next
-        with one_thread() if self.width else contextlib.nullcontext():
+        with one_thread() if self.width and not self.any_threads else contextlib.nullcontext():
             out: tuple[Tensor, Tensor | None] = step(
                 self.target.model, tokens, pos, cache.k, cache.v, in_view, page, variant=page
             )
@@ -139,6 +145,17 @@ def judge_step(rows: Rows, logits: Tensor, draft: Draft, replay: Replay | None) 
     # commit puts the next token in its place
     refused = F.pad(draft.tokens, (0, 1)).gather(1, verdict.n_accepted[:, None])  # [B, 1]
     return torch.cat([rows.commit(draft.tokens, cap, verdict), by_whom, refused], 1)
+
+
+def sums_by_row(target: Reader) -> bool:
+    """Whether compiled steps of a model on a CPU multiply and attend by our kernels alone.
+
+    A row's sums are each made in one place there, so that its bits do not depend on threads. Of several processes it is
+    not said: what adds their parts is a library's.
+    """
+    keys = target.cache.k[0]
+    ours = isinstance(target.compiled, dict) and target.group.size == 1 and cpu_attention_fits(keys, keys)
+    return ours and all_packed(target.model)
 
 
 @contextlib.contextmanager

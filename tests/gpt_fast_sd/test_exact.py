@@ -5,8 +5,10 @@ Shapes: B slots, T tokens in this call, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.helpers import random_ids, tiny_config, tiny_model
 
 NAMES = [name for name in POLICIES if " over " not in name]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")  # what is watched lies behind the door
 PROMPTS = [random_ids(n, seed=n) for n in (1, 2, 150, 31, 256, 257)]  # more than slots, around a chunk
 PARAMS = [SamplingParams(max_tokens=4 + 7 * i % 15) for i in range(len(PROMPTS))]
 
@@ -136,6 +139,7 @@ def test_bits_are_the_same_for_any_number_of_heads(group: int) -> None:
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 WIDE = tiny_config(dim=128, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=192)  # heads that the CPU kernel serves
+PACKED = replace(WIDE, vocab_size=288)  # and products that it serves, too
 
 
 def compiled_bits_are_the_same(name: str, dtype: str, config: ModelConfig) -> None:
@@ -173,3 +177,63 @@ def test_compiled_steps_give_the_same_bits(name: str, config: ModelConfig, dtype
         if not can_compile(torch.device("cpu")):
             pytest.skip("there is no C++ compiler")
     compiled_bits_are_the_same(name, dtype, config)
+
+
+# ---- on several threads ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    n = torch.get_num_threads()
+    yield
+    torch.set_num_threads(n)
+
+
+def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
+    if not cpu_attention_fits(*torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16)):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    runs = []
+    for n_threads in (1, 2, 3):
+        torch.set_num_threads(n_threads)
+        one = Watched("streaming", gamma, dtype="bf16", config=PACKED, compile=True, batch_size=slots)
+        assert one.engine.rounds.any_threads
+        runs.append(one.run(PROMPTS, PARAMS))
+    for other in runs[1:]:
+        assert other[0] == runs[0][0] and other[1].keys() == runs[0][1].keys()
+        assert all(torch.equal(other[1][text], bits) for text, bits in runs[0][1].items())
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("slots", "gamma"), [(1, 1), (1, 4), (5, 1), (5, 4)])
+def test_steps_of_our_kernels_give_the_same_bits_on_any_number_of_threads(
+    slots: int, gamma: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on: list[int] = []
+    product = cpu_linear._product
+
+    def counted(*args: Any) -> Tensor:
+        on.append(torch.get_num_threads())
+        out: Tensor = product(*args)
+        return out
+
+    monkeypatch.setattr(cpu_linear, "_product", counted)
+    monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph)
+    bits_are_the_same_on_any_number_of_threads(slots, gamma)
+    assert set(on) == {1, 2, 3} and on == sorted(on)  # each run on its own number throughout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("slots", "gamma"), [(1, 1), (5, 4)])
+def test_compiled_steps_give_the_same_bits_on_any_number_of_threads(slots: int, gamma: int) -> None:
+    with warnings.catch_warnings(record=True):
+        if not can_compile(torch.device("cpu")):
+            pytest.skip("there is no C++ compiler")
+    bits_are_the_same_on_any_number_of_threads(slots, gamma)
+
+
+def test_what_a_library_sums_runs_on_one_thread() -> None:
+    """Weights of another dtype, heads that no kernel serves, and a width that the products' blocks do not divide."""
+    for dtype, config in (("fp32", PACKED), ("bf16", tiny_config()), ("bf16", replace(PACKED, ffn_dim=200))):
+        assert not Watched("off", dtype=dtype, config=config, compile=True).engine.rounds.any_threads
+    assert not Watched("off", dtype="bf16", config=PACKED).engine.rounds.any_threads  # eager

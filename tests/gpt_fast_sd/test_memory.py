@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import torch
 
 import gpt_fast_sd.engine as engine_module
 import gpt_fast_sd.loading as loading
+import gpt_fast_sd.packing as packing
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.graphs import MOST_STEPS
+from gpt_fast_sd.kernels import pack
 from gpt_fast_sd.memory import DRAWING, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
 from gpt_fast_sd.model import PRESETS, SPLIT
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import judge_step
 from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.tp import Parallel
 from scripts import batch
 from tests.gpuless.live import LiveBytes
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -335,3 +339,38 @@ def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch
 
 def test_what_cannot_be_told_is_not_refused() -> None:
     plan(1000, 131_072).check(None, CPU, EngineConfig())
+
+
+def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One weight at a time is there twice, a head of which is larger than what small steps need."""
+    big = tiny_config(vocab_size=64_000, dim=64, n_heads=1, n_kv_heads=1, head_dim=64, ffn_dim=96)
+    config = EngineConfig(batch_size=1, max_seq_len=256, device="cpu", dtype="bf16", kv_dtype="bf16")
+    model = tiny_model(big, dtype=torch.bfloat16)
+    held: list[weakref.ref[torch.UntypedStorage]] = []
+    copies: list[int] = []
+
+    def counted(weight: torch.Tensor) -> torch.Tensor:
+        assert all(storage() is None for storage in held)  # those packed before are gone
+        with LiveBytes() as live:
+            packed = pack(weight)
+        held[:] = [weakref.ref(weight.untyped_storage())]
+        copies.append(live.peak)
+        return packed
+
+    monkeypatch.setattr(packing, "pack", counted)
+    if not packing.pack_linears(model):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    planned = [
+        engine_module.plan_for(
+            replace(config, compile=compiles), DraftConfig(), big, None, torch.bfloat16, Parallel(CPU), CPU
+        )
+        for compiles in (True, False)
+    ]
+    assert max(copies) == 2 * 64_000 * 64
+    assert planned[0].workspace >= max(copies)
+    steps = planned[1].workspace
+    assert planned[0].workspace == max(steps, max(copies))
+    small = replace(big, vocab_size=64, dim=4096, ffn_dim=8192)
+    for other, draft in ((small, None), (big, small)):
+        found = MemoryPlan.of(config, DraftConfig(), other, draft, torch.bfloat16, packs=True).workspace
+        assert found >= 2 * 4096 * 2 * 8192
