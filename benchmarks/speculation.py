@@ -51,8 +51,6 @@ from tqdm import tqdm
 from bundled_data import distinct, fact, number, person, question, thing
 from evaluate_bundled import DIGITS, needle
 from frontier import (
-    DRAFTERS,
-    NEEDS_MODEL,
     Pairs,
     Setting,
     buildable,
@@ -60,6 +58,8 @@ from frontier import (
     check_outputs,
     draft_with,
     drafters,
+    has_a_model,
+    known_drafters,
     refuse,
     round_ms,
     settings_of,
@@ -137,7 +137,7 @@ class Subject:
 
     def draft_weights(self, policy: str) -> Record:
         """What else tells a result of this policy from others: the draft model, where it has one."""
-        if policy not in NEEDS_MODEL or self.draft_model is None:
+        if not has_a_model(policy) or self.draft_model is None:
             return {}
         return {"draft_model": self.draft_name, "draft_weights": fingerprint(self.draft_model)}
 
@@ -157,7 +157,7 @@ def load(args: argparse.Namespace, policies: Sequence[str]) -> Subject:
     if base.tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer to read the texts with")
     draft_model = None
-    if args.draft_model and any(policy in NEEDS_MODEL for policy in policies):
+    if args.draft_model and any(map(has_a_model, policies)):
         draft_model = load_model(locate(args.draft_model), device=base.device, dtype=base.dtype)
     return Subject(
         name=str(args.model), model=base.model, tokenizer=base.tokenizer,
@@ -1096,7 +1096,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--longest", metavar="N", type=whole_number, default=1500, help="tokens of the longest prompt (default: 1500)")
     add("--new-tokens", metavar="N", type=whole_number, default=32, help="tokens to add to each prompt (default: 32)")
     add("--batch-size", metavar="B", type=whole_number, default=8, help="slots (default: 8)")
-    add("--policies", metavar="P,P", type=drafters, default=list(DRAFTERS), help=f"default: {','.join(DRAFTERS)}")
+    add(
+        "--policies",
+        metavar="P,P",
+        type=drafters,
+        default=list(known_drafters()),
+        help=f"default: {','.join(known_drafters())}",
+    )
     add("--budget", metavar="K", type=whole_number, default=64, help="so small that views leave much out (default: 64)")
     add("--gamma", metavar="N", type=whole_number, default=4, help="tokens drafted a round (default: 4)")
     add(

@@ -459,8 +459,8 @@ class Engine:
         require_current(self.device)
 
     def _check_policy(self, policy: DraftPolicy | None) -> None:
-        if policy is not None and not hasattr(policy, "propose"):
-            raise ValueError(f"a policy proposes tokens, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
+        if not (policy is None or isinstance(policy, DraftPolicy)):
+            raise ValueError(f"a policy is a DraftPolicy, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
         for level in (policy, getattr(policy, "cheap", None)):
             reader = getattr(level, "reader", None) or getattr(level, "target", None)
             if isinstance(reader, Reader) and reader.cache.seq_len is not self.cache.seq_len:

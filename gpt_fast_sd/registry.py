@@ -41,11 +41,22 @@ def policy_class(name: str) -> Any:
     return _found("base.ModelDraft" if name in VIEWS else "base.DraftPolicy")
 
 
-def register(name: str, made: Any) -> None:
-    """Let a class of your own be named: a View, or else a DraftPolicy; ValueError where the name is taken."""
+def heeds(name: str) -> set[str]:
+    """The fields of DraftConfig that a policy heeds."""
+    return {*policy_class(name).flags, *(view_class(name).flags if name in VIEWS else ())}
+
+
+def register(name: str, made: type) -> None:
+    """Let a View or a DraftPolicy of your own be named; ValueError where it is neither, or the name is taken."""
+    kinds = (("View", VIEWS), ("DraftPolicy", DRAFTERS))
+    places = [place for kind, place in kinds if isinstance(made, type) and issubclass(made, _found(f"base.{kind}"))]
+    if not places:
+        raise ValueError(f"what is registered is a class of View or of DraftPolicy, got {made!r:.80}")
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"the name of a policy is one word, got {name!r:.80}")
     if name in policies():
         raise ValueError(f"there is a policy {name!r} already")
-    (VIEWS if hasattr(made, "kv") else DRAFTERS)[name] = made
+    places[0][name] = made
 
 
 def _found(where: Any) -> Any:

@@ -186,7 +186,12 @@ class Intake:
 
     def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None, max_seq_len: int) -> None:
         self.tokenizer, self.vocab_size, self.max_seq_len = tokenizer, model.vocab_size, max_seq_len
-        self.eos_ids = model.eos_ids or (tokenizer.eos_ids if tokenizer else ())
+        self._model_eos_ids = model.eos_ids
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """What ends a text: as the model says, or else its tokenizer."""
+        return self._model_eos_ids or (self.tokenizer.eos_ids if self.tokenizer else ())
 
     def all(self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
         """A request of each prompt, params one for all or one each; ValueError for the first that cannot run."""

@@ -69,11 +69,11 @@ from common import (
     sizes,
 )
 from frontier import (
-    NEEDS_MODEL,
     Setting,
     buildable,
     by_position,
     drafters,
+    has_a_model,
     round_ms,
     settings_of,
     shares,
@@ -542,7 +542,7 @@ class Job:
 
 def needs_model(point: Point) -> bool:
     """Whether another model drafts, which an engine is built with."""
-    return point.setting.policy in NEEDS_MODEL
+    return has_a_model(point.setting.policy)
 
 
 def prepare(args: argparse.Namespace) -> Job:

@@ -38,12 +38,10 @@ from generate import check_writable, read_text
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import Tokenizer, Transformer, load_model, load_tokenizer, read_config
-from gpt_fast_sd.registry import policies
+from gpt_fast_sd.registry import heeds, policies
 from gpt_fast_sd.stats import EngineStats
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
-DRAFTERS = (*(policy for policy in policies() if policy != "off"), OVER_STANDALONE)
-NEEDS_MODEL = ("standalone", OVER_STANDALONE)
 CONTEXT = 4096  # tokens of a prompt, if the text holds as many for every row
 PROGRAM = "frontier.py"
 Record = dict[str, Any]
@@ -53,9 +51,21 @@ Panel = tuple[str, Sequence[Record], Callable[[Record], float]]  # its name, and
 # ---- who drafts ------------------------------------------------------------------------------------------------------
 
 
+def known_drafters() -> tuple[str, ...]:
+    """All that may draft, by name."""
+    return (*(policy for policy in policies() if policy != "off"), OVER_STANDALONE)
+
+
+def has_a_model(drafter: str) -> bool:
+    """Whether it drafts with a model of its own."""
+    policy, _, cheap = drafter.partition("/")
+    fields = heeds(policy)
+    return "draft_model" in fields and ("cheap" not in fields or cheap == "standalone")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A policy by its name in DRAFTERS, and the budget it drafts with: None where it has none."""
+    """A policy by its name among known_drafters, and the budget it drafts with: None where it has none."""
 
     policy: str
     budget: int | None
@@ -71,7 +81,7 @@ class Setting:
         changes: Record = {} if self.budget is None else {"budget": self.budget}
         if cheap:
             changes["cheap"] = cheap
-        if self.policy in NEEDS_MODEL:
+        if has_a_model(self.policy):
             changes["draft_model"] = draft_model
         return DraftConfig(policy=policy, gamma=gamma, **changes)
 
@@ -80,7 +90,7 @@ def settings_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Setting
     """Every policy with every budget, or once where it has none."""
     found = []
     for policy in policies:
-        has_budget = policy not in ("lookup", "full")
+        has_budget = "budget" in heeds(policy.partition("/")[0])
         found += [Setting(policy=policy, budget=budget) for budget in (budgets if has_budget else [None])]
     return found
 
@@ -380,10 +390,10 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def drafters(text: str) -> list[str]:
-    """Names of DRAFTERS: "streaming,guided"."""
+    """Names of those that may draft: "streaming,guided"."""
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in DRAFTERS]:
-        raise argparse.ArgumentTypeError(f"there is no policy {unknown[0]!r}; there are {', '.join(DRAFTERS)}")
+    if unknown := [name for name in names if name not in known_drafters()]:
+        raise argparse.ArgumentTypeError(f"there is no policy {unknown[0]!r}; there are {', '.join(known_drafters())}")
     return list(dict.fromkeys(names))
 
 
@@ -404,7 +414,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--budgets", metavar="K,K", type=whole_numbers, default=[64, 128, 256, 512], help="default: 64,128,256,512")
     add(
         "--policies", metavar="P,P", type=drafters,
-        help=f"among {', '.join(DRAFTERS)} (default: all but full; those with a draft model where there is one)",
+        help=f"among {', '.join(known_drafters())} (default: all but full; if there is a draft model, those that need it too)",
     )  # fmt: skip
     add("--gamma", metavar="N", type=whole_number, default=4, help="tokens drafted a round (default: 4)")
     add("--new-tokens", metavar="N", type=whole_number, default=64, help="tokens to add to each prompt (default: 64)")
@@ -462,7 +472,7 @@ def prepare(args: argparse.Namespace) -> Job:
     """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
     check_outputs(args.json, args.plot)
     policies = args.policies or [
-        name for name in DRAFTERS if name != "full" and (args.draft_model or name not in NEEDS_MODEL)
+        name for name in known_drafters() if name != "full" and (args.draft_model or not has_a_model(name))
     ]
     settings, skipped = buildable(settings_of(policies, args.budgets), [args.gamma], args.draft_model)
     seeds = [(args.seed + row) % 2**63 if args.temperature else None for row in range(args.batch_size)]
@@ -493,7 +503,7 @@ def prepare(args: argparse.Namespace) -> Job:
         ),
     )  # fmt: skip
     draft_model = None
-    if args.draft_model and any(setting.policy in NEEDS_MODEL for setting in settings):
+    if args.draft_model and any(has_a_model(setting.policy) for setting in settings):
         draft_model = load_model(locate(args.draft_model), device=engine.device, dtype=engine.dtype)
     names = ("model", "batch_size", "gamma", "new_tokens", "pairs", "temperature", "seed", "draft_model")
     ledger = Ledger(

@@ -344,13 +344,15 @@ class ProgressLine:
     def __init__(self) -> None:
         self._bar: Any = None
         self._what = ""
+        self._said = False  # that a long prefill begins
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """So much of what is done, of so much."""
         if self._bar is None or (what, total) != (self._what, self._bar.total) or done < self._bar.n:
             self.clear()
             self._what = what
-            if what == "prefill" and total - done >= LONG_PREFILL and not sys.stderr.isatty():
+            if what == "prefill" and total - done >= LONG_PREFILL and not (self._said or sys.stderr.isatty()):
+                self._said = True
                 print(f"prefilling {total - done:,} tokens ...", file=sys.stderr, flush=True)
             self._bar = tqdm(
                 total=total, initial=done, desc=what, unit="", unit_scale=True, leave=False, delay=1.0, disable=None

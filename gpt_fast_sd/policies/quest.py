@@ -165,11 +165,11 @@ class QuestView(View):
         self._bounded[slot] = self._closed(len(prompt) - 1)
 
     def host_must_wait(self, rows: Rows) -> bool:
-        """Whether rounds passed that drafted nothing: they may have left more pages than begin looks at."""
+        """Whether rounds passed that drafted nothing: more pages may be closed than device_before_draft looks at."""
         return rows.round > self._round + 1
 
     def host_before_round(self, rows: Rows) -> None:
-        """Take the bounds of all pages that rows have closed, but for those that begin looks at."""
+        """Take the bounds of all pages that rows have closed, but for those that device_before_draft looks at."""
         closed = {slot: self._closed(length) for slot, length in rows.lengths.items()}
         behind = max((n - self._bounded[slot] for slot, n in closed.items()), default=0)
         for done in range(self._stride, behind, self._stride):

@@ -18,7 +18,7 @@ from gpt_fast_sd.policies import Draft, DraftPolicy
 from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.rows import Rows
 from gpt_fast_sd.tp import Group
-from scripts import generate
+from scripts import frontier, generate
 from tests.drafts import POLICIES, VIEWS
 from tests.gpt_fast_sd.test_rounds import GREEDY, PROMPTS, captured, engine
 from tests.gpt_fast_sd.test_speculation import speculation_changes_nothing
@@ -56,6 +56,26 @@ def test_a_name_is_registered_once(toy: str) -> None:
     for name in (toy, "streaming", "off"):
         with pytest.raises(ValueError, match=f"there is a policy '{name}' already"):
             registry.register(name, Toy)
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "said"),
+    [("", Toy, "one word"), (3, Toy, "one word"), ("a b", Toy, "one word"), ("mine", object, "class of View"),
+     ("mine", Toy(), "class of View"), ("mine", "lookup.LookupDraft", "class of View")],
+)  # fmt: skip
+def test_what_is_no_policy_is_not_registered(name: Any, made: Any, said: str) -> None:
+    before = registry.policies()
+    with pytest.raises(ValueError, match=said):
+        registry.register(name, made)
+    assert registry.policies() == before
+
+
+def test_a_registered_policy_without_a_budget_is_measured_once(toy: str) -> None:
+    assert [setting.label for setting in frontier.settings_of([toy, "streaming"], [64, 128])] == [
+        toy, "streaming 64", "streaming 128",
+    ]  # fmt: skip
+    assert not frontier.has_a_model(toy) and frontier.has_a_model("hierarchy/standalone")
+    assert not frontier.has_a_model("hierarchy") and toy in frontier.known_drafters()
 
 
 def test_a_registered_policy_drafts_without_a_change_of_what_is_said(toy: str) -> None:

@@ -51,13 +51,11 @@ class Counting(Transformer):
         return F.one_hot(tokens, 258).float()  # [B, T, V]
 
 
-class Script:
+class Script(DraftPolicy):
     """In every round of a slot, right[slot] drafts are what the model counts on with, and all others are wrong.
 
     Only the first count[slot] are offered, all where it is None. Slots beyond the lists repeat the last entry.
     """
-
-    wants_mass, refresh_every, graphs = False, 0, 0
 
     def __init__(self, right: Sequence[int], count: Sequence[int] | None = None, *, turns: bool = False) -> None:
         self.right, self.count, self.calls = right, count, list[str]()
