@@ -414,7 +414,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--budgets", metavar="K,K", type=whole_numbers, default=[64, 128, 256, 512], help="default: 64,128,256,512")
     add(
         "--policies", metavar="P,P", type=drafters,
-        help=f"among {', '.join(known_drafters())} (default: all but full; if there is a draft model, those that need it too)",
+        help=f"among {', '.join(known_drafters())} (default: all but full, those with a draft model if there is one)",
     )  # fmt: skip
     add("--gamma", metavar="N", type=whole_number, default=4, help="tokens drafted a round (default: 4)")
     add("--new-tokens", metavar="N", type=whole_number, default=64, help="tokens to add to each prompt (default: 64)")

@@ -20,7 +20,7 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
-from gpt_fast_sd.policies import Draft
+from gpt_fast_sd.policies import Draft, DraftPolicy
 from gpt_fast_sd.policies.base import ModelDraft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
