@@ -39,14 +39,14 @@ class Flight:
     """A round that was launched: what it was for, and its result, perhaps still on its way to the host."""
 
     gamma: int
-    n_keys: int  # in use on average of all slots, when it began
+    n_keys: int  # what its steps were expected to read a slot, see Round.keys_read
     live: list[tuple[int, Request]]
     planned: bool  # whether gamma was the planner's choice
     begun: float  # clock at the launch
     result: Tensor  # int64 [B, 2 * gamma + 5] on the host
     landed: torch.cuda.Event | None = None  # recorded behind the copy; None: it is there
     laps: list[float] = field(default_factory=list)  # clock at the beginning, after the draft, after the target's step
-    seen: Tensor | None = None  # fp32 [B, n_keys + gamma] on the host, see Rounds.seen
+    seen: Tensor | None = None  # fp32 [B, rows.n_keys + gamma] on the host, rows as they began it, see Rounds.seen
     watching: float = 0.0  # seconds that looking at it took
 
     def read(self, wait: Wait) -> list[list[int]]:
@@ -104,7 +104,7 @@ class Rounds(Round):
 
         watched: look at what the draft reads, too, unless the round is captured.
         """
-        flight = Flight(gamma, self.rows.mean_keys, list(live), planned, time.perf_counter(), self.rows.pending)
+        flight = Flight(gamma, self.keys_read, list(live), planned, time.perf_counter(), self.rows.pending)
         if not self.capture:
 
             def lap() -> None:

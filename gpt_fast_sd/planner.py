@@ -10,6 +10,7 @@ decoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import mean
 
 Measure = Callable[
     [int, int], tuple[float, float]
@@ -25,25 +26,44 @@ KEPT_WEIGHT = 8.0  # drafts that what earlier runs accepted counts as: a round o
 DECAY = 0.98  # of what was seen, a round that drafts
 GAIN = 1.02  # a tier must promise this much more before it replaces the last one
 FIRST_PROBE, LAST_PROBE = 48, 768  # plain rounds after which drafting is tried again: doubled each time it does not pay
+FIRST_ROUNDS = 8  # of which the quickest says what the host adds: the others may build what they are the first to use
+
+
+def rising(seconds: Sequence[float]) -> list[float]:
+    """The nearest numbers (least squares) of which none is less than the one before: those that fall are pooled."""
+    pools: list[list[float]] = []
+    for one in seconds:
+        pools.append([one])
+        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return [mean(pool) for pool in pools for _ in pool]
 
 
 class StepTimes:
-    """Seconds of one kind of step as a line over the keys in view, corrected as the run goes."""
+    """Seconds of one kind of step as a line over the keys in view, corrected as the run goes.
+
+    With fewer keys than were timed it is expected to take as long as with the fewest: a line that noise tilts would
+    promise steps for nothing there.
+    """
 
     def __init__(self, small: tuple[int, float], large: tuple[int, float]) -> None:
-        (few, fast), (many, slow) = small, large
-        self.slope = max(0.0, (slow - fast) / (many - few)) if many > few else 0.0
-        self.base = max(fast - self.slope * few, 0.0)
+        (self.few, fast), (many, slow) = small, large
+        self.slope = max(0.0, (slow - fast) / (many - self.few)) if many > self.few else 0.0
+        self.base = max(fast, 1e-9)  # with few keys; what is nothing no correction corrects
         self.correction = 1.0
 
     def __call__(self, n_keys: int) -> float:
         """Expected seconds with n_keys in view."""
-        return (self.base + self.slope * n_keys) * self.correction
+        return self._timed(n_keys) * self.correction
 
     def learn(self, n_keys: int, seconds: float) -> None:
         """Follow the machine: one slow step among many moves little."""
-        seen = seconds / max(self.base + self.slope * n_keys, 1e-9)
+        seen = seconds / self._timed(n_keys)
         self.correction += 0.1 * (min(seen, 1.5 * self.correction) - self.correction)
+
+    def _timed(self, n_keys: int) -> float:
+        """Seconds by what was timed at first."""
+        return self.base + self.slope * max(0, n_keys - self.few)
 
 
 class GammaPlanner:
@@ -55,6 +75,7 @@ class GammaPlanner:
         self.draft: StepTimes | None = None  # one draft step
         self.verify: dict[int, StepTimes] = {}  # the target's step, by gamma
         self.host = 0.0  # seconds of a round that are neither
+        self._host_rounds = 0  # that have told of these
         self.steps: Steps = float
         self.select: StepTimes | None = None  # selecting, for a token that every row emits
         self._last = 0
@@ -78,7 +99,10 @@ class GammaPlanner:
         at = {(g, n): measure(g, n) for g in self.tiers for n in (few, many)}
         share = highest / self.steps(highest)
         self.draft = StepTimes((few, share * at[highest, few][0]), (many, share * at[highest, many][0]))
-        self.verify = {g: StepTimes((few, at[g, few][1]), (many, at[g, many][1])) for g in self.tiers}
+        # no draft more makes the target's step shorter: where one seems to, that is noise
+        quick, slow = (rising([at[g, n][1] for g in self.tiers]) for n in (few, many))
+        times = zip(self.tiers, quick, slow, strict=True)
+        self.verify = {g: StepTimes((few, at_few), (many, at_many)) for g, at_few, at_many in times}
         if selecting:
             self.select = StepTimes((few, selecting(few)), (many, selecting(many)))
 
@@ -95,7 +119,7 @@ class GammaPlanner:
         self._plain_rounds = self._drafting_rounds = 0
 
     def choose(self, n_keys: int) -> int:
-        """Gamma of the next round, in which a slot reads n_keys on average, idle ones none."""
+        """Gamma of the next round, whose steps take as long as if each slot read n_keys, see Round.keys_read."""
         if self.fixed is not None:
             return self.fixed
         speeds = {g: self.tokens(g) / self.seconds(g, n_keys) for g in self.tiers}
@@ -129,7 +153,11 @@ class GammaPlanner:
 
     def record_host(self, seconds: float) -> None:
         """A round took so many seconds beside its steps: one slow round among many moves little."""
-        self.host += 0.1 * (min(seconds, 1.5 * self.host) - self.host) if self.host else seconds
+        self._host_rounds += 1
+        if self._host_rounds <= FIRST_ROUNDS:
+            self.host = min(seconds, self.host or seconds)
+        else:
+            self.host += 0.1 * (min(seconds, 1.5 * self.host) - self.host)
 
     def record_whole(self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int]) -> None:
         """A round took so many seconds in all (None: unknown); its parts are taken to have the expected shares."""

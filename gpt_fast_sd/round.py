@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt_fast_sd.model import Transformer
 
-from .attending import DenseKV, MassKV
+from .attending import DenseKV, MassKV, on_cuda
 from .compiling import CompiledStep, span, varying
 from .config import MAX_GAMMA, DraftConfig
 from .devices import ways_of
@@ -101,6 +101,11 @@ class Round:
         return self.target.cache.capacity if self.width else n_keys
 
     @property
+    def keys_read(self) -> int:
+        """Keys that each slot reads in a step, on average: what the step takes hangs on them."""
+        return self.rows.mean_keys if reads_own_keys(self.target) else self.rows.n_keys
+
+    @property
     def page(self) -> int:
         """Keys whose attention mass the verification sums for the policy, 0 where it wants none."""
         own = getattr(self.policy, "page", None)  # of one that was set, and that selects by its own
@@ -145,6 +150,15 @@ def judge_step(rows: Rows, logits: Tensor, draft: Draft, replay: Replay | None) 
     # commit puts the next token in its place
     refused = F.pad(draft.tokens, (0, 1)).gather(1, verdict.n_accepted[:, None])  # [B, 1]
     return torch.cat([rows.commit(draft.tokens, cap, verdict), by_whom, refused], 1)
+
+
+def reads_own_keys(target: Reader) -> bool:
+    """Whether the target's steps attend by our kernels, see DenseKV: these read each row's own keys and no others.
+
+    What attends otherwise reads for every row, idle ones too, as many keys as the longest one has in view.
+    """
+    keys, compiled = target.cache.k[0], target.compiled is not None and target.compiled is not False
+    return on_cuda(keys) or (compiled and cpu_attention_fits(keys, keys))
 
 
 def sums_by_row(target: Reader) -> bool:

@@ -48,7 +48,7 @@ class Rows:
         self.ahead = 0  # tokens that rounds still under way may add to a row
         self.round = 0  # rounds begun
         self.n_keys = 1  # keys in use at most, once the longest row's pending token is fed
-        self.mean_keys = 1  # keys in use on average of all slots: what a step that reads only these takes hangs on it
+        self.mean_keys = 1  # keys in use on average of all slots, rounded down: idle ones have none
         self.captured = False  # what runs now will be replayed for other rows
         self.sampled = self.filtered = False  # whether any live request samples, or filters
 

@@ -152,7 +152,7 @@ class Schedule:
         rows, policy = self.rows, self.policy if speculate else None
         rows.look({slot: request.length for slot, request in live}, [request.params for _, request in live], ahead)
         if self._chosen is None:  # once a round, whenever that is launched: to try drafting again is decided only once
-            self._chosen = self.planner.choose(rows.mean_keys) if policy else 0
+            self._chosen = self.planner.choose(self.rounds.keys_read) if policy else 0
             if self.planner.fixed is None:  # each process has its own clock
                 self._chosen = self.parallel.same(self._chosen)
         gamma = self._chosen

@@ -10,9 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt_fast_sd import SamplingParams
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.compiling import Options
+from gpt_fast_sd.inflight import Rounds
 from gpt_fast_sd.judging import Verdict
+from gpt_fast_sd.kernels import cpu_attention_fits
+from gpt_fast_sd.model import KVCache
+from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.rows import Rows
+from tests.helpers import random_ids, tiny_config, tiny_model
 
 VOCAB = 7
 HISTORY = 24
@@ -181,3 +187,40 @@ def test_idle_slots_have_no_keys_in_use() -> None:
     assert (rows.n_keys, rows.mean_keys) == (20, 7)
     rows.look({2: 9}, [SamplingParams()], ahead=2)
     assert (rows.n_keys, rows.mean_keys) == (12, 3)
+
+
+@pytest.mark.parametrize("compiled", [None, False, True, {}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
+    head_dim: int, dtype: torch.dtype, compiled: bool | Options | None
+) -> None:
+    """Else a step reads the view of the longest row for every row, however few keys the others have."""
+    model = tiny_model(tiny_config(n_layers=1, head_dim=head_dim))
+    cache = KVCache(model.config, 4, 128, dtype=dtype, device=torch.device("cpu"))
+    rows = Rows(cache.seq_len, HISTORY, VOCAB, [])
+    rounds = Rounds(Reader(model, cache, compiled), rows, None, DraftConfig())
+    rows.look({0: 19, 2: 9}, [SamplingParams()] * 2)
+    keys = cache.k[0]
+    ours = compiled in (True, {}) and cpu_attention_fits(keys, keys)
+    assert rounds.keys_read == (7 if ours else 20)
+    assert not ours or (head_dim, dtype) == (64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_the_planner_chooses_by_what_it_is_taught_by(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(batch_size=3, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
+    one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", gamma="auto"))
+    monkeypatch.setattr("gpt_fast_sd.round.reads_own_keys", lambda target: ours)
+    asked, taught, most = list[int](), list[int](), list[tuple[int, int]]()
+
+    def choose(n_keys: int) -> int:
+        asked.append(n_keys)
+        most.append((one.rows.n_keys, one.rows.mean_keys))
+        return 1
+
+    monkeypatch.setattr(one.planner, "calibrate", lambda *args: None)
+    monkeypatch.setattr(one.planner, "choose", choose)
+    monkeypatch.setattr(one.planner, "record", lambda gamma, n_keys, *args: taught.append(n_keys))
+    one.generate([random_ids(200, seed=0), random_ids(7, seed=1)], SamplingParams(max_tokens=9))
+    assert asked == taught == [keys[ours] for keys in most] and len(asked) > 3
