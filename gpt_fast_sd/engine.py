@@ -104,6 +104,7 @@ class Engine:
             self.vocabulary,
         )
         self.compiled = cfg.compile and can_compile(self.device)
+        self.rows.kernel = self.compiled
         options = inductor_options(cfg, self.device) if self.compiled else None
         if self.compiled and self.device.type == "cpu":
             pack_linears(model)

@@ -37,11 +37,13 @@ def verify_greedy(logits: Tensor, drafted: Tensor, cap: Tensor, vocabulary: Voca
     return Verdict(n_accepted, _each_row_at(best, n_accepted))
 
 
-def verify_sampled(p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor) -> Verdict:
+def verify_sampled(
+    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor, *, kernel: bool = True
+) -> Verdict:
     """Keep drafts so that what is emitted follows p exactly, however far q is from it.
 
     p [B, gamma + 1, V] target, q [B, gamma, V] draft probabilities, drafted int64 [B, gamma] ~ q, cap int64 [B],
-    accept_u fp32 [B, gamma] and next_u fp32 [B, gamma + 1], one number in [0, 1) for each index.
+    accept_u fp32 [B, gamma] and next_u fp32 [B, gamma + 1], one number in [0, 1) for each index; kernel: see draw.
 
     Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): draft x is kept
     with probability min(1, p(x) / q(x)); the first that is not is replaced by a draw from (p - q)+. Exact as long as
@@ -58,7 +60,7 @@ def verify_sampled(p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u:
         residual = (p_next - q_next).clamp(min=0)
         # a residual of zeros after a rejection: p and q differ by rounding only
         weight = torch.where(rejected & (residual > 0).any(-1, keepdim=True), residual, p_next)
-    return Verdict(n_accepted, draw(weight, _each_row_at(next_u, n_accepted)))
+    return Verdict(n_accepted, draw(weight, _each_row_at(next_u, n_accepted), kernel=kernel))
 
 
 def _n_leading(good: Tensor, cap: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ class Rows:
         self.round = 0  # rounds begun
         self.n_keys = 1  # keys in use at most, once the longest row's pending token is fed
         self.mean_keys = 1  # keys in use on average of all slots, rounded down: idle ones have none
+        self.kernel = False  # whether sampling may run by a kernel that is built here: what runs eagerly starts at once
         self.captured = False  # what runs now will be replayed for other rows
         self.sampled = self.filtered = False  # whether any live request samples, or filters
 
@@ -99,7 +100,7 @@ class Rows:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What each row samples from: logits [B, V] or [B, T, V] -> fp32, the same shape."""
-        return probabilities(logits, self.table, filtered=self.filtered)
+        return probabilities(logits, self.table, filtered=self.filtered, kernel=self.kernel)
 
     def uniform(self, pos: Tensor, stream: int) -> Tensor:
         """A number in [0, 1) for each row's seed and position: int64 [B] or [B, T] -> fp32, the same shape."""
@@ -117,7 +118,7 @@ class Rows:
         if not self.sampled:
             return vocabulary.argmax(logits), None
         q = self.probabilities(vocabulary.whole(logits))
-        (token,) = vocabulary.decided(draw(q, self.uniform(pos, stream)))
+        (token,) = vocabulary.decided(draw(q, self.uniform(pos, stream), kernel=self.kernel))
         return token, q
 
     def judge(
@@ -136,7 +137,7 @@ class Rows:
             # not F.one_hot, which reads the tokens on the host to check them where torch 2.11 runs it on a CPU
             q = (drafted[..., None] == torch.arange(p.shape[-1], device=p.device)).to(p.dtype)
         accept_u, next_u = self.uniform(pos[:, :-1], accept), self.uniform(pos, own)
-        verdict = verify_sampled(p, q, drafted, cap, accept_u, next_u)
+        verdict = verify_sampled(p, q, drafted, cap, accept_u, next_u, kernel=self.kernel)
         return Verdict(*self.vocabulary.decided(verdict.n_accepted, verdict.next_token)), p
 
     def commit(self, drafted: Tensor, cap: Tensor, verdict: Verdict) -> Tensor:

@@ -67,20 +67,21 @@ def filters_anything(params: Sequence[SamplingParams]) -> bool:
     return any(p.temperature > 0 and (p.top_k or p.top_p not in (None, 1.0) or p.min_p) for p in params)
 
 
-def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True) -> Tensor:
+def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True, kernel: bool = True) -> Tensor:
     """The distributions each row samples from: logits [B, V] or [B, T, V] -> fp32 of that shape, sums over V are 1.
 
     Temperature, then top-k (ties with the k-th stay), then top-p (the smallest set of most likely tokens whose mass
     reaches p; of equally likely ones the lowest ids), then min-p (tokens at least min_p times as likely as the best):
     the order of Hugging Face generate. What a filter keeps is decided by exp in fp64, in units of 2**-44 of the best
-    token's, so by exact sums: it hangs neither on the device nor on the batch. A greedy row is one-hot at its argmax
-    (the lowest id of equals). filtered=False skips the filters; allowed only when every one is off.
+    token's, so by exact sums: it hangs neither on the batch nor, but for the last bit of an exp, on the device. A row
+    that is greedy is one-hot at its argmax (the lowest id of equals). filtered=False skips the filters; allowed only
+    when every one is off. kernel=False: not by a kernel of ours that may have to be built first.
     """
     if logits.dim() == 3:
-        each = probabilities(logits.flatten(0, 1), table.repeated(logits.shape[1]), filtered=filtered)  # [B * T, V]
-        return each.view(logits.shape)
+        rows = table.repeated(logits.shape[1])
+        return probabilities(logits.flatten(0, 1), rows, filtered=filtered, kernel=kernel).view(logits.shape)
     logits = logits.float()
-    if cpu_sampling_fits(logits):
+    if kernel and cpu_sampling_fits(logits):
         return cpu_distributions(logits, table.temperature, table.top_k, table.top_p, table.min_p.log())
     greedy = table.temperature == 0
     # the best logit is 0 before the division, so that no temperature, however small, makes an infinity
@@ -98,12 +99,12 @@ def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True
     return torch.where(greedy[:, None], best, p)
 
 
-def draw(p: Tensor, u: Tensor) -> Tensor:
+def draw(p: Tensor, u: Tensor, *, kernel: bool = True) -> Tensor:
     """The token where the cumulative distribution first exceeds u: p [B, V], u fp32 [B] in [0, 1) -> int64 [B].
 
     p need not sum to 1. A token of probability 0 is never drawn, whatever the rounding of the sum.
     """
-    if cpu_sampling_fits(p):
+    if kernel and cpu_sampling_fits(p):
         return cpu_draw(p, u)
     cumulative = p.double().cumsum(-1)  # fp64: an fp32 sum over 128K tokens loses the tail
     target = u.double()[:, None] * cumulative[:, -1:]

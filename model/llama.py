@@ -95,7 +95,12 @@ class FeedForward(nn.Module):
 
 def gated(pairs: Tensor) -> Tensor:
     """silu(gate) * up, side by side in pairs: [..., 2 * F] -> [..., F]"""
-    if pairs.dtype == torch.bfloat16 and pairs.device.type == "cpu" and torch.compiler.is_compiling():
+    if (
+        pairs.dtype == torch.bfloat16
+        and pairs.device.type == "cpu"
+        and torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+    ):
         # Inductor reads every other element one by one, but whole words, of which a bf16 is one half, as vectors
         words = pairs.view(torch.int32)  # [..., F]
         low, high = (words << 16).view(torch.float32), (words & -(1 << 16)).view(torch.float32)

@@ -22,7 +22,7 @@ typedef uint16_t bf16;
 namespace { // a process may hold this built in two ways, whose names must not meet
 constexpr int TILE = 64, PAGE = 16, SPLIT = 4096;
 constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys and of the next, 16 rows of 16
-constexpr float LOWEST = -1e30f; // finite, so that the difference of two is no NaN
+constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is no NaN; scaled it stays exact
 
 // 2^x for x <= 0, relative error below 3e-6; what would be smaller than 2^-126 is next to it. The weights are rounded to
 // bf16 afterwards.
@@ -109,8 +109,9 @@ static inline uint64_t seen_keys(const Tile& tile, int64_t limit) {
 // returns by what has been summed so far shrinks.
 template <int H> static inline float soften(__m512* score, const Tile& tile, Row<H>& row, float to_log2, uint32_t* weight, float* page_sum, float* page_max) {
     constexpr int V = TILE / 16;
-    if (tile.n < TILE || tile.gaps || tile.last > row.limit) {
-        const uint64_t seen = seen_keys(tile, row.limit);
+    const bool whole = tile.n == TILE && !tile.gaps && tile.last <= row.limit;
+    const uint64_t seen = whole ? ~uint64_t(0) : seen_keys(tile, row.limit);
+    if (!whole) {
 #pragma GCC unroll 4
         for (int c = 0; c < V; c++) score[c] = _mm512_mask_blend_ps(seen >> 16 * c, _mm512_set1_ps(LOWEST), score[c]);
     }
@@ -125,6 +126,10 @@ template <int H> static inline float soften(__m512* score, const Tile& tile, Row
     __m512 w[V];
 #pragma GCC unroll 4
     for (int c = 0; c < V; c++) w[c] = exp2_of(_mm512_fmadd_ps(score[c], scale, shift));
+    if (!whole) { // what is not seen weighs nothing: else it would be 2^-126
+#pragma GCC unroll 4
+        for (int c = 0; c < V; c++) w[c] = _mm512_maskz_mov_ps(seen >> 16 * c, w[c]);
+    }
     const __m512 sum = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
     _mm512_store_ps(row.sum, _mm512_fmadd_ps(_mm512_load_ps(row.sum), _mm512_set1_ps(shrink), sum));
     _mm512_store_si512(weight, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));

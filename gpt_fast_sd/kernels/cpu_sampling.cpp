@@ -1,7 +1,7 @@
 // Logits to distributions, and distributions to tokens, on a CPU with AVX-512: a row stays in a core's cache.
 //
-// What is kept is what `likeliest` keeps: weights are exp in fp64 in whole units of 2**-44 of the best token's, so their
-// sums are exact in any order. A row's bits hang neither on the other rows nor on the number of threads.
+// What is kept is what `likeliest` keeps, but for the last bit of an exp: weights are exp in fp64 in whole units of
+// 2**-44 of the best token's, so their sums are exact in any order. A row's bits hang neither on the other rows nor on the number of threads.
 //
 // Names: R rows, V vocabulary; the key of a score is the bits of -score, the better a token the smaller its key.
 #include <immintrin.h>
@@ -37,11 +37,6 @@ static inline __m512 narrow(__m512d a, __m512d b) { return _mm512_insertf32x8(_m
 static inline __m512i units(__m512d e) { // truncated after a half was added, as the reference rounds
     const __mmask8 number = _mm512_cmp_pd_mask(e, e, _CMP_ORD_Q);
     return _mm512_maskz_cvttpd_epi64(number, _mm512_fmadd_pd(e, _mm512_set1_pd(UNIT), _mm512_set1_pd(0.5)));
-}
-static inline int64_t weight(uint32_t key) {
-    float score;
-    std::memcpy(&score, &key, 4);
-    return _mm_cvtsi128_si64(_mm512_castsi512_si128(units(exp8(_mm512_set1_pd(-(double)score)))));
 }
 static inline __mmask16 upto(int64_t n) { return n >= 16 ? 0xFFFF : (__mmask16)((1u << n) - 1); }
 static const __m512 NONE = _mm512_set1_ps(-std::numeric_limits<float>::infinity());

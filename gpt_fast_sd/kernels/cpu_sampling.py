@@ -1,7 +1,8 @@
 """cpu_sampling.cpp as torch operators: logits to distributions, filters and all, and distributions to tokens.
 
 Plain tensor operations read and write the vocabulary some twenty times, and sort it where top-p is asked for; the
-kernel keeps what `likeliest` keeps, by the same exact sums, while a row stays in a core's cache.
+kernel keeps what `likeliest` keeps (but for the last bit of an exp), by the same exact sums, while a row stays in a
+core's cache.
 
 Shapes: B rows, V vocabulary.
 """
@@ -86,7 +87,7 @@ def _draw(p: Tensor, u: Tensor) -> Tensor:
 
 @torch.library.register_fake("gpt_fast_sd::cpu_distributions", lib=_library)  # type: ignore[untyped-decorator]
 def _distributions_fake(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
-    return torch.empty_like(logits)
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_draw", lib=_library)  # type: ignore[untyped-decorator]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import SamplingParams, sampling
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, sampling
 from gpt_fast_sd.sampling import draw, filters_anything, probabilities, uniform
-from tests.helpers import chi_square, table_of
+from tests.helpers import chi_square, table_of, tiny_model
 
 N_DRAWS = 50_000
 BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives
@@ -442,3 +442,16 @@ def test_streams_do_not_know_of_each_other() -> None:
 def test_the_bucket_test_sees_a_generator_that_is_only_a_counter() -> None:
     u = torch.arange(N_DRAWS) / N_DRAWS / 2 + 0.1
     assert chi_square((u * 256).long().bincount(minlength=256), torch.full((256,), N_DRAWS / 256)) > 1
+
+
+def test_what_runs_eagerly_samples_without_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(rows: Tensor) -> bool:
+        raise AssertionError("a kernel was asked for")
+
+    monkeypatch.setattr("gpt_fast_sd.sampling.cpu_sampling_fits", built)
+    config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
+    one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
+    one.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1))
+    one.rows.kernel = True
+    with pytest.raises(AssertionError, match="asked for"):
+        one.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1))

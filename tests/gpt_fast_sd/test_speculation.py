@@ -469,7 +469,7 @@ def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytes
                 n_written[-1] += int(changed.sum())
         return launched
 
-    monkeypatch.setattr(one, "_launch", watched)
+    monkeypatch.setattr(one.schedule, "_launch", watched)
     one.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True))
     assert min(n_written) > 0
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gpt_fast_sd.model import FeedForward
+from tests.helpers import tiny_config
+
 llama = importlib.import_module("gpt_fast_sd.model.llama")  # what is tested lies behind the door
 
 
@@ -18,6 +21,15 @@ def test_gates_of_a_compiled_step_are_those_of_its_pairs(n_rows: int, monkeypatc
     pairs[0, 0, :4] = torch.tensor([0.0, -0.0, -100.0, 3.0])
     gate, up = pairs[..., 0::2].float(), pairs[..., 1::2].float()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert llama.gated(pairs).equal((F.silu(gate) * up).bfloat16())
+    with torch.no_grad():
+        assert llama.gated(pairs).equal((F.silu(gate) * up).bfloat16())
     # a tensor's halves cannot be read so where it holds whole words
     torch.testing.assert_close(llama.gated(pairs.float()), F.silu(gate) * up)
+
+
+def test_compiled_bf16_training_gives_every_weight_a_gradient() -> None:
+    layer = FeedForward(tiny_config()).to(torch.bfloat16)
+    step = torch.compile(lambda x: layer(x).float().square().sum(), backend="aot_eager", fullgraph=True)
+    step(torch.randn(2, 3, tiny_config().dim).to(torch.bfloat16)).backward()
+    for name, weight in layer.named_parameters():
+        assert weight.grad is not None and weight.grad.abs().sum() > 0, name

@@ -503,3 +503,21 @@ def test_a_cpu_without_the_instructions_builds_nothing(rebuilt: None, monkeypatc
     monkeypatch.setattr(cpu_build, "text", built)
     assert not cpu.available(64)
     monkeypatch.undo()
+
+
+@needs_kernel
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_what_a_query_may_not_see_weighs_nothing_at_all(head_dim: int) -> None:
+    """Where all that it sees is 0 it gets 0, whoever else is fed beside it."""
+    q, k = torch.randn(2, 1, 8, head_dim).bfloat16(), torch.randn(2, 1, TILE, head_dim).bfloat16()
+    v = torch.full((2, 1, TILE, head_dim), 4.0).bfloat16()
+    v[:, :, :20] = 0.0
+    pos = torch.arange(19, 27).expand(2, -1)
+    together, alone = (cpu_attention(q[:, :, :n], k, v, pos[:, :n].contiguous(), TILE) for n in (8, 1))
+    assert not together[:, :, 0].any() and not alone.any() and together[:, :, 7].any()
+    first = torch.full((2, 1, TILE), -1)  # a whole tile of nothing, whose values are large, before the first key
+    named = torch.cat([first, torch.arange(TILE).expand(2, 1, -1)], -1)
+    v[:, :, 0], v[:, :, 1:] = 1e30, 1.0
+    at_1 = pos.new_full((2, 1), 1)
+    listed = cpu_attention_at(q[:, :, :1], k, v, torch.where(named == 0, -1, named), at_1)
+    assert listed.eq(1.0).all()
