@@ -2,17 +2,22 @@
 
 A sandbox keeps a template from reaching outside, not from looping for hours or filling the memory. So it runs in a
 process of its own, which is told what to render a line at a time, answers in lines, and is ended where it takes too
-long. This file is also that process's program, and then needs jinja2 alone.
+long. This file is also that process's program, and then needs jinja2 alone. Threads may share a template: they take
+turns. A fork and a copy start a process of their own.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,8 +37,11 @@ class Template:
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """source: the template; special: texts that it knows by name, such as bos_token."""
-        self._first = json.dumps({"path": sys.path, "source": source, "special": dict(special)})
-        self._process: subprocess.Popen[bytes] | None = None
+        self._source, self._special = source, dict(special)
+        self._renderers: dict[int, _Renderer] = {}  # by the process that asks: a fork inherits what is not its own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._source, self._special)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text of a conversation; TemplateError in one sentence."""
@@ -41,47 +49,96 @@ class Template:
             asked = json.dumps(messages, default=_plain)
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateError(f"they are not what JSON can say: {error}") from None
-        late = threading.Event()
-        process = self._process = self._process or self._started()
-
-        def end() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(SECONDS, end)
-        timer.start()
-        try:
-            assert process.stdin and process.stdout
-            process.stdin.write(f"{asked}\n".encode())
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except OSError:  # it has ended
-            answer = b""
-        finally:
-            timer.cancel()
-        if not answer.endswith(b"\n"):
-            process.kill()
-            self._process = None
-            raise TemplateError(
-                f"it takes more than {SECONDS:.0f} s" if late.is_set() else "the process that renders it broke down"
-            )
-        told: dict[str, str] = json.loads(answer)
+        here = os.getpid()
+        for other in {*self._renderers} - {here}:
+            self._renderers.pop(other, None)
+        renderer = self._renderers.setdefault(here, _Renderer(self._source, self._special))
+        told = renderer.answer(asked)
         if "text" not in told:
             raise TemplateError(told["why"])
         return told["text"]
 
-    def _started(self) -> subprocess.Popen[bytes]:
+
+class _Renderer:
+    """The process of one template, which answers one question at a time."""
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        self._source, self._special = source, special
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = 0
+
+    def answer(self, messages: str) -> dict[str, str]:
+        """The text of these messages, or why there is none; TemplateError where the process had to be ended."""
+        with self._lock:
+            self._asked += 1
+            number = f"{self._asked} ".encode()  # comes back with the answer
+            late = threading.Event()
+            timer = threading.Timer(SECONDS, self._be_late, [late])
+            timer.daemon = True
+            try:
+                timer.start()
+                process = self._running(late)
+                assert process.stdin and process.stdout
+                process.stdin.write(number + messages.encode() + b"\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except OSError:  # it has ended
+                answer = b""
+            except BaseException:  # its answer would be taken for that of the next question
+                self._end()
+                raise
+            finally:
+                timer.cancel()
+                if timer.is_alive():
+                    timer.join()
+            whole = answer.startswith(number) and answer.endswith(b"\n")
+            if late.is_set() or not whole:
+                self._end()
+            if not whole:
+                raise TemplateError(
+                    f"it takes more than {SECONDS:.0f} s" if late.is_set() else "the process that renders it broke down"
+                )
+        told: dict[str, str] = json.loads(answer[len(number) :])
+        return told
+
+    def _running(self, late: threading.Event) -> subprocess.Popen[bytes]:
+        """The process, started if there is none or somebody ended it."""
+        if self._process and self._process.poll() is None:
+            return self._process
+        self._end()
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise TemplateError("no process can be started for it: this program has no Python interpreter of its own")
         command = [sys.executable, "-I", str(Path(__file__).resolve())]
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # where no Ctrl-C reaches it
             )
-            assert process.stdin
-            process.stdin.write(f"{self._first}\n".encode())
         except OSError as error:
             raise TemplateError(f"no process can be started for it: {error.strerror}") from None
-        weakref.finalize(self, _end, process)
+        self._finalizer = weakref.finalize(self, _end, process, os.getpid())
+        self._process = process
+        if late.is_set():  # maybe before there was a process to end
+            process.kill()
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        given = {"path": path, "source": self._source, "special": self._special, "seconds": SECONDS}
+        assert process.stdin
+        process.stdin.write(f"{json.dumps(given)}\n".encode())
         return process
+
+    def _be_late(self, late: threading.Event) -> None:
+        late.set()
+        if process := self._process:
+            process.kill()
+
+    def _end(self) -> None:
+        if self._process:
+            self._process = None
+            self._finalizer()
 
 
 def _plain(value: object) -> object:
@@ -91,19 +148,24 @@ def _plain(value: object) -> object:
     raise TypeError(f"{value!r:.80} is no text, number, list or object")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """End a process and close its pipes; where a fork inherited it, the pipes alone."""
+    if os.getpid() == owner:
+        process.kill()
+        process.wait()
+    else:
+        process.returncode = 0  # not ours to wait for
     for pipe in (process.stdin, process.stdout):
-        if pipe:
-            pipe.close()
+        assert isinstance(pipe, (io.BufferedWriter, io.BufferedReader))
+        with suppress(OSError):
+            pipe.raw.close()  # what is unsent stays so: closing the pipe would write it
 
 
 # ---- what the process does -------------------------------------------------------------------------------------------
 
 
-def _rendered(first: Mapping[str, Any], asked: Iterator[str]) -> Iterator[dict[str, str]]:
-    """A text, or why there is none, for each line of messages."""
+def _answers(given: Mapping[str, Any], asked: Iterator[str]) -> Iterator[str]:
+    """For each line, a number and messages: the same number and a text, or why there is none."""
     from jinja2 import TemplateError as Refusal
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -119,23 +181,47 @@ def _rendered(first: Mapping[str, Any], asked: Iterator[str]) -> Iterator[dict[s
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    for line in asked:
+
+    def why(error: Exception) -> str:
+        if isinstance(error, MemoryError):
+            return f"MemoryError: it takes more than {MOST_MEMORY >> 20:,} MiB"
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:1000]
+        return said if isinstance(error, Refusal) else f"{type(error).__name__}: {said}"
+
+    def rendered(messages: object) -> str:
         pieces, length = [], 0
+        for piece in template.generate(
+            **given["special"], messages=messages, tools=None, documents=None, add_generation_prompt=True
+        ):
+            pieces.append(piece)
+            length += len(piece)
+            if length > MOST_RENDERED:
+                raise Refusal(f"its text is longer than {MOST_RENDERED:,} characters")
+        return "".join(pieces)
+
+    damage = ""
+    try:
+        template = environment.from_string(given["source"])
+    except Exception as error:  # a template is a program: it divides by 0, recurses, does not even compile
+        damage = why(error)
+    for line in asked:
+        number, _, messages = line.partition(" ")
         try:
-            template = environment.from_string(first["source"])  # which remembers what it has compiled
-            for piece in template.generate(
-                **first["special"], messages=json.loads(line), tools=None, documents=None, add_generation_prompt=True
-            ):
-                pieces.append(piece)
-                length += len(piece)
-                if length > MOST_RENDERED:
-                    raise Refusal(f"its text is longer than {MOST_RENDERED:,} characters")
-            yield {"text": "".join(pieces)}
-        except MemoryError:
-            yield {"why": f"MemoryError: it takes more than {MOST_MEMORY >> 20:,} MiB"}
-        except Exception as error:  # a template is a program: it divides by 0, recurses, does not even compile
-            said = (str(error).strip() or type(error).__name__).splitlines()[0][:1000]
-            yield {"why": said if isinstance(error, Refusal) else f"{type(error).__name__}: {said}"}
+            told = {"why": damage} if damage else {"text": rendered(json.loads(messages))}
+        except Exception as error:
+            told = {"why": why(error)}
+        yield f"{number} {json.dumps(told)}"
+
+
+def _timed(lines: Iterator[str], seconds: float) -> Iterator[str]:
+    """The lines; an alarm ends this process where one takes too long and whoever asked is no longer there to end it."""
+    alarm = getattr(signal, "setitimer", None)  # none on Windows
+    for line in lines:
+        if alarm:
+            alarm(signal.ITIMER_REAL, 2 * seconds)
+        yield line
+        if alarm:
+            alarm(signal.ITIMER_REAL, 0)
 
 
 def _bound_memory() -> None:
@@ -156,5 +242,5 @@ if __name__ == "__main__":
     given = json.loads(next(lines))
     sys.path[:] = given["path"]
     _bound_memory()
-    for told in _rendered(given, lines):
-        print(json.dumps(told), flush=True)
+    for answer in _answers(given, _timed(lines, given["seconds"])):
+        print(answer, flush=True)
