@@ -9,18 +9,16 @@ and `FullKV`, which attends to all of them; checkpoints read as Hugging Face or,
 from .attention import QUERY_BLOCK, SPLIT, attend, attend_reference, attend_with_mass, visible
 from .cache import KV, CausalSelf, FullKV, KVCache, store
 from .checkpoint import (
-    CheckpointError,
     Weights,
-    gguf_parts,
     load_model,
     name_table,
     read_config,
-    read_json,
     read_stored_dtype,
     resolve_model,
     save_hugging_face,
 )
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
+from .files import CheckpointError, gguf_parts, read_json
 from .llama import Attention, Block, FeedForward, Linear, Transformer
 from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 

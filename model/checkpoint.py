@@ -20,41 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import ModelConfig, stored_dtype, token_ids
+from .files import CheckpointError, first_line, is_gguf, read_json, readable_name, refuse_pointer
 from .llama import Transformer
 from .rope import rope_frequencies
-
-
-class CheckpointError(ValueError):
-    """A model folder or file cannot be used; one sentence says which file and why."""
-
 
 # ---- folders -------------------------------------------------------------------------------------------------------
 
 _SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokenizer*", "special_tokens_map.json"]
 _SMALL_FILES += ["added_tokens.json", "chat_template*"]
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a model's place is a GGUF file, by its name, and not a folder."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
-
-
-def gguf_parts(path: Path) -> list[Path]:
-    """All files of the model that this GGUF file is or is a part of, by number; CheckpointError if one is missing."""
-    named = _SHARD.fullmatch(path.name)
-    if named is None:
-        return [path]
-    stem, number, count = named.groups()
-    if not 1 <= int(number) <= int(count):
-        raise CheckpointError(
-            f"{path} is named as part {int(number)} of {int(count)}, but parts count from 1 to their number"
-        )
-    parts = [path.with_name(f"{stem}-{i + 1:05d}-of-{count}.gguf") for i in range(int(count))]
-    for part in parts:
-        if not part.is_file():
-            raise CheckpointError(f"{part} is missing: {path.name} is one of {int(count)} parts of a model")
-    return parts
 
 
 def resolve_model(name: str | Path) -> Path:
@@ -93,18 +66,6 @@ def resolve_model(name: str | Path) -> Path:
     return folder
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object a JSON file holds."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        refuse_pointer(path)
-        raise CheckpointError(f"{path} cannot be read as JSON: {first_line(error)}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, but holds a {type(found).__name__}")
-    return found
-
-
 def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in the folder; generation_config.json, where there is one, decides the end-of-text ids.
 
@@ -133,23 +94,6 @@ def read_stored_dtype(folder: Path) -> str | None:
     if is_gguf(folder):
         return str(Weights(folder).dtype("model.embed_tokens.weight")).removeprefix("torch.")
     return stored_dtype(read_json(folder / "config.json"))
-
-
-def refuse_pointer(path: Path) -> None:
-    """Raise where the file is only a git-lfs pointer, the usual result of a clone without git-lfs."""
-    if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run: git lfs pull")
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, cut to its first line, without characters that a terminal would obey."""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in said)
-
-
-def readable_name(name: str) -> str:
-    """A tensor's name as it is, or quoted and escaped where it has characters that a terminal would obey."""
-    return name if name.isprintable() else repr(name)
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ import torch
 from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
 from torch import Tensor
 
-from .checkpoint import CheckpointError, first_line, gguf_parts, readable_name, refuse_pointer
 from .config import Fields, ModelConfig, RopeScaling, yarn_length
+from .files import CheckpointError, first_line, gguf_parts, readable_name, refuse_pointer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as llama
 MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of it

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from .checkpoint import CheckpointError, first_line, is_gguf, read_json, refuse_pointer
 from .config import ModelConfig
+from .files import CheckpointError, first_line, is_gguf, read_json, refuse_pointer
 from .templating import MOST_OF_A_TEMPLATE, Template, TemplateError
 
 if TYPE_CHECKING:

@@ -1,11 +1,12 @@
 """The rooms look downhill, are entered by their doors, and are described: read from the source, nothing is imported."""
 
 import ast
+import graphlib
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +103,29 @@ def files_of(*folders: str) -> list[str]:
     return sorted({p.relative_to(ROOT).as_posix() for folder in folders for p in (ROOT / folder).rglob("*.py")})
 
 
+def modules_read(path: str, source: str, files: Mapping[str, str]) -> set[str]:
+    """Dotted names of the files that a file imports, wherever in it; files: dotted name -> path."""
+    named = {
+        f"{module}.{name}" if f"{module}.{name}" in files else module for _, _, module, name in imports(path, source)
+    }
+    return {name for name in named if name in files and files[name] != path}
+
+
+def circle(sources: Mapping[str, str]) -> list[str]:
+    """Paths of files that import each other in a circle, the first one again at the end; [] where there is none."""
+    files = {}
+    for path in sources:
+        here = room_of_file(path)
+        parts = [here.door, *path.removeprefix(f"{here.folder}/").removesuffix(".py").split("/")]
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {name: modules_read(path, sources[path], files) for name, path in files.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [files[name] for name in error.args[1]]
+    return []
+
+
 def undescribed(path: str, source: str) -> list[str]:
     """One line for every public module, class, function or method in source that has no docstring."""
 
@@ -120,6 +144,22 @@ def test_every_import_looks_downhill_through_a_door() -> None:
     assert {"model/llama.py", "gpt_fast_sd/__init__.py", "tests/test_rooms.py"} <= set(paths)
     wrong = [line for path in paths for line in complaints(path, (ROOT / path).read_text(encoding="utf-8"))]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Not even for types alone, nor inside functions: whoever opens a file can read what it stands on first."""
+    paths = files_of(*PACKAGES)
+    assert circle({path: (ROOT / path).read_text(encoding="utf-8") for path in paths}) == []
+
+
+def test_circles_are_seen_wherever_the_import_stands() -> None:
+    late = {
+        "model/cache.py": "def f():\n    from .llama import Transformer",
+        "model/llama.py": "from . import rope",
+        "model/rope.py": "if TYPE_CHECKING:\n    from .cache import KV",
+    }
+    assert set(circle(late)) == set(late)
+    assert circle({**late, "model/rope.py": "import math"}) == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import os
 import pickle
@@ -19,8 +20,8 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-import gpt_fast_sd.model.templating as templating
-from gpt_fast_sd.model.templating import Template, TemplateError
+templating = importlib.import_module("gpt_fast_sd.model.templating")  # what is tested lies behind the door
+Template, TemplateError = templating.Template, templating.TemplateError
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ECHO = "{% if messages[0].content == 'endless' %}" + ENDLESS + "{% endif %}{{ bos }}{{ messages[0].content }}"
