@@ -842,7 +842,7 @@ def swappable(engine: Engine, draft: DraftConfig) -> Callable[[], None]:
     rounds, planner = engine.rounds, engine.planner
 
     def use() -> None:
-        engine.draft, engine.rounds, engine.schedule.planner = draft, rounds, planner
+        engine.draft, engine.schedule.rounds, engine.schedule.planner = draft, rounds, planner
 
     return use
 

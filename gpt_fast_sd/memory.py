@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 # fp32 tensors of a size that are there at a time where rows sample and filter, the most that tests count:
 FILTERING = 5  # as large as a step's logits [B, T, V], while distributions are made of them and judged by
 FILTERING_BY_SORT = 8  # the same where `likeliest` sorts, as its body for a CPU does
+DRAWING_ALONE = 6  # as large as [B, V], while a token a row is drawn where nothing was drafted
 DRAWING = 9  # as large as [B, V], while a token a row is drawn: in fp64, from what of p is left when q is taken off
 
 SCORES = 4  # as large as scores [B, N, T, S], with the weights that come of them
@@ -217,7 +218,7 @@ class _Work:
         drafted = (width + cheap) * row if draft.max_gamma else 0
         wide = FILTERING if ways_of(self.device).operators else FILTERING_BY_SORT
         # p of every place; q, too, one-hot where drafts are certain
-        judging = logits + max(wide * judged, 2 * (judged - 1) + DRAWING) * row
+        judging = logits + max(wide * judged, 2 * (judged - 1) + DRAWING if judged > 1 else DRAWING_ALONE) * row
         attending, mass = self._scores(b, judged), 0
         if ways_of(self.device).operators:  # what splits hand on of one layer, fp32
             split = split_for(self.capacity)

@@ -324,7 +324,7 @@ def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None
 # what a round reads of Rounds and Rows on the host, and who answers for it
 IN_THE_KEY = {"replay", "sampled", "filtered", "n_keys", "width"}
 CLEARED = {"policy", "draft", "page", "capture", "gamma_varies"}
-FOR_GOOD = {"target", "rows", "decode", "verify", "judge", "vocab_size", "vocabulary", "table", "captured"}
+FOR_GOOD = {"target", "rows", "decode", "verify", "judge", "vocab_size", "vocabulary", "table", "captured", "kernel"}
 BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
 
 

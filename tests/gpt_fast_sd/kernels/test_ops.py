@@ -58,6 +58,12 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_attention": lambda: (queries(), entries(), entries(), places(), None, 256),
     "cpu_attention_with_mass": lambda: (queries(), entries(), entries(), places(), 256),
     "cpu_linear": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16()), torch.randn(96).bfloat16()),
+    "cpu_swiglu": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16())),
+    "cpu_distributions": lambda: (
+        torch.randn(B, 50), torch.tensor([0.0, 0.8]), torch.tensor([50, 5]), torch.ones(B, dtype=torch.float64),
+        torch.full((B,), -1.0, dtype=torch.float64),
+    ),
+    "cpu_draw": lambda: (torch.rand(B, 50).softmax(-1), torch.rand(B)),
     "decode_attention": lambda: (queries(), entries(), entries(), places(), 256, 256),
     "decode_attention_with_mass": lambda: (queries(), entries(), entries(), places(), 256, 256, 64),
     "sparse_attention": lambda: (
