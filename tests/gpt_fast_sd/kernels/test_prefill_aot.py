@@ -116,4 +116,4 @@ def test_a_program_is_launched_for_each_tile_and_head() -> None:
 def test_a_short_chunk_is_decoded_in_splits() -> None:
     launches = launched(90, "prefill_attention", n_tokens=32, n_keys=4096)
     assert [launch.name for launch in launches] == ["split_kernel", "merge_kernel"]
-    assert launches[0].grid == (1, 8, 4096 // prefill_triton.SPLIT)
+    assert launches[0].grid == (1, 8, 4096 // prefill_triton.PREFILL_SPLIT)
