@@ -28,7 +28,7 @@ def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways that a number of rows may take."""
     monkeypatch.setattr(prefill_triton, "FEW_ROWS", 0 if request.param == "whole" else 10**9)
-    monkeypatch.setattr(prefill_triton, "SPLIT", 64)
+    monkeypatch.setattr(prefill_triton, "PREFILL_SPLIT", 64)
 
 
 @pytest.fixture
