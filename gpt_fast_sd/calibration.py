@@ -1,4 +1,4 @@
-"""What steps cost on this machine, on the cache as it is: measured once, before the first request.
+"""What is done once, before the first request: steps are compiled, and timed on this machine, on the cache as it is.
 
 Shapes: B slots.
 """
@@ -6,11 +6,36 @@ Shapes: B slots.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from gpt_fast_sd.model import SPLIT
+
 from .config import MAX_GAMMA
 from .scheduling import Schedule
+
+
+def warm_up(at: Schedule) -> float:
+    """Compile all steps, and time them for the planner; every slot is free afterwards -> seconds that it took."""
+    started, policy, rounds = time.perf_counter(), at.policy, at.rounds
+    parts: list[Callable[[], object]] = [at.prefill.warm_up]
+    if policy:
+        parts.append(policy.warm_up)
+    parts += [partial(rounds.warm_up, [gamma], [(False, False)]) for gamma in at.gammas]
+    if policy:
+        selecting = partial(time_selecting, at) if policy.refresh_every else None
+        timed = partial(at.planner.calibrate, partial(time_steps, at), 2 * SPLIT, at.cache.capacity)
+        parts.append(partial(timed, selecting, getattr(policy, "n_steps", None)))
+    what = "warm up" if rounds.target.compiled is None else "compile"
+    for done, part in enumerate(parts):
+        at.tell(what, done, len(parts))
+        part()
+    at.tell(what, len(parts), len(parts))
+    for slot in range(len(at.slots)):
+        at.release(slot)
+    return time.perf_counter() - started
 
 
 def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:

@@ -228,7 +228,16 @@ class Rounds(Round):
         self._warm.clear()
 
     def set_policy(self, policy: DraftPolicy | None) -> None:
-        """Let another policy draft, of which nothing is compiled or captured yet."""
+        """Let another policy draft, of which nothing is compiled or captured yet.
+
+        ValueError for what is no policy, and for one that reads another engine's cache.
+        """
+        if not (policy is None or isinstance(policy, DraftPolicy)):
+            raise ValueError(f"a policy is a DraftPolicy, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
+        for level in (policy, getattr(policy, "cheap", None)):
+            reader = getattr(level, "reader", None) or getattr(level, "target", None)
+            if isinstance(reader, Reader) and reader.cache.seq_len is not self.target.cache.seq_len:
+                raise ValueError("the policy was built for another engine: build it over this one's target")
         self.policy = policy
         self._warm.clear()
         self.forget()

@@ -16,7 +16,7 @@ from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import Parallel
 
 from .compiling import span
-from .config import SamplingParams
+from .config import SamplingParams, gamma_tiers
 from .inflight import Flight, Rounds
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill
@@ -33,8 +33,8 @@ class Schedule:
     on_progress: Callable[[str, int, int], None] | None = None
     on_round: Callable[[RoundEvent], None] | None = None
 
-    def __init__(self, prefill: Prefill, rows: Rows, rounds: Rounds, planner: GammaPlanner, parallel: Parallel) -> None:
-        self.prefill, self.rows, self.rounds, self.planner, self.parallel = prefill, rows, rounds, planner, parallel
+    def __init__(self, prefill: Prefill, rows: Rows, rounds: Rounds, parallel: Parallel) -> None:
+        self.prefill, self.rows, self.parallel = prefill, rows, parallel
         self.cache, self.agreement = prefill.reader.cache, parallel.agreement()
         self.slots: list[Request | None] = [None] * prefill.reader.shape[1]  # what is decoded
         self.arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
@@ -44,11 +44,24 @@ class Schedule:
         self._chosen: int | None = None  # gamma of the round that is next
         self._graphs_before = 0  # the call that runs
         self._told = 0.0, 0.0  # decode and prefill seconds when on_round was told last
+        self.use(rounds)
+
+    def use(self, rounds: Rounds) -> None:
+        """Launch these rounds from now on, with a planner that has seen none of them."""
+        self.rounds = rounds
+        self.planner = GammaPlanner(rounds.draft.gamma, gamma_tiers(self.prefill.reader.model.config.group_size))
 
     @property
     def policy(self) -> DraftPolicy | None:
         """Who drafts."""
         return self.rounds.policy
+
+    @property
+    def gammas(self) -> list[int]:
+        """What a round may draft, the most first: what a step of varying width is built for is its first call's."""
+        if not self.policy:
+            return [0]
+        return list(self.planner.tiers[::-1]) if self.planner.fixed is None else [self.planner.fixed, 0]
 
     def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and go round until every request is finished.
@@ -115,7 +128,7 @@ class Schedule:
             fillings += self.policy.prepare(slot, request.prompt)
         self.arrival = Arrival(slot, request, fillings)
         self.stats.prefill_seconds += time.perf_counter() - started
-        self._tell(self.arrival)
+        self.tell("prefill", self.arrival.total - self.arrival.left, self.arrival.total)
 
     def _fill(self) -> bool:
         """Prefill the next chunk; after the last one the request is decoded. False where none was left to compute."""
@@ -137,12 +150,13 @@ class Schedule:
         self.rounds.synchronize()
         self._landed_at = None
         self.stats.prefill_seconds += time.perf_counter() - started
-        self._tell(arrival)
+        self.tell("prefill", arrival.total - arrival.left, arrival.total)
         return filling is not None
 
-    def _tell(self, arrival: Arrival) -> None:
-        if self.on_progress and arrival.total:
-            self.on_progress("prefill", arrival.total - arrival.left, arrival.total)
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Tell on_progress, where there is anything to do."""
+        if self.on_progress and total:
+            self.on_progress(what, done, total)
 
     def _launch(self, speculate: bool) -> bool:
         """Start a round: draft, verify, judge, commit. False where those under way have to land before."""
