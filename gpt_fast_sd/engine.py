@@ -23,7 +23,7 @@ from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, ways_of
 from .graphs import GraphPool
 from .inflight import Rounds
-from .loading import TORCH_DTYPES, draft_group, load, plan_for, require_fit, target_of, ready_draft
+from .loading import TORCH_DTYPES, draft_group, load, plan_for, ready_draft, require_fit, target_of
 from .memory import MemoryPlan
 from .planner import GammaPlanner
 from .policies import DraftPolicy, build_policy
