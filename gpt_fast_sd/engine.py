@@ -31,7 +31,8 @@ from .prefill import Prefill
 from .replay import Replay
 from .requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
 from .rows import Rows
-from .scheduling import Schedule, kinds_of
+from .sampling import Kind
+from .scheduling import Schedule
 from .stats import EngineStats
 
 
@@ -77,14 +78,10 @@ class Engine:
         self.cache, self.compiled = self.target.cache, self.target.compiled is not None
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
-        self.rows = Rows(
-            self.cache.seq_len,
-            self.cache.capacity + SPLIT,
-            model.config.vocab_size,
-            self._intake.eos_ids,
-            self.vocabulary,
-        )
-        self.rows.kernel = self.compiled
+        self.rows = Rows.idle(
+            self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._intake.eos_ids,
+            self.vocabulary, kernel=self.compiled,
+        )  # fmt: skip
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
         self._access = Access(self.device)
@@ -337,7 +334,8 @@ class Engine:
         with self._access.work_of(self.schedule):
             compile_seconds = self._warm_up()
             if self.rounds.capture:  # a capture may build nothing, so all that may come is called once before
-                self.rounds.warm_up(self.schedule.gammas, kinds_of([request.params for request in waiting.known]))
+                kinds = Kind.of([request.params for request in waiting.known]).to_come()
+                self.rounds.warm_up(self.schedule.gammas, kinds)
             self.schedule.stats = EngineStats(compile_seconds=compile_seconds)
             yield from self.schedule.run(waiting, speculate, self._access.require_open)
 
