@@ -119,9 +119,7 @@ class StandaloneDraft(ModelDraft):
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
         """Whether rounds passed that drafted nothing, or the view is due."""
-        view_is_due = self.view.host_must_wait(
-            self._planned(plan)
-        )  # it is asked each round: it may have to know of all
+        view_is_due = self.view.host_must_wait(self._planned(plan))  # asked each round: it may have to know of all
         return not plan.follows_a_draft or view_is_due
 
     def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:

@@ -681,8 +681,8 @@ def test_the_smoke_stage_finds_rows_that_are_short_and_text_that_drafting_change
         gpu_smoke.drawn(made.engine, made.prompts, made.params, 9)
     right = Rows.judge
 
-    def all_kept(self: Rows, logits: Tensor, pos: Tensor, drafted: Tensor, *args: Any, **kwargs: Any) -> Any:
-        verdict, p = right(self, logits, pos, drafted, *args, **kwargs)
+    def all_kept(self: Rows, *args: Any, **kwargs: Any) -> Any:
+        (verdict, p), drafted = right(self, *args, **kwargs), args[3]
         return (Verdict(verdict.n_accepted, torch.full_like(verdict.next_token, 7)) if drafted.shape[1] else verdict), p
 
     monkeypatch.setattr(Rows, "judge", all_kept)
