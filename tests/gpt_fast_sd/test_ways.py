@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
-import gpt_fast_sd.engine
+import gpt_fast_sd.loading
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import CompiledStep
 from gpt_fast_sd.devices import WAYS
@@ -38,7 +38,7 @@ def as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
         patched.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph.forward)
-        patched.setattr(gpt_fast_sd.engine, "can_compile", lambda device: True)
+        patched.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
         yield
 
 
