@@ -115,12 +115,11 @@ class StandaloneDraft(ModelDraft):
         else:
             self._prefill.fill(slot, body)
         self._prefill.keep(slot, len(prompt) - self.unfed)
-        self.view.host_admit(slot, prompt)
+        super().host_admit(slot, prompt)
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
         """Whether rounds passed that drafted nothing, or the view is due."""
-        view_is_due = self.view.host_must_wait(self._planned(plan))  # asked each round: it may have to know of all
-        return not plan.follows_a_draft or view_is_due
+        return super().host_must_wait(self._planned(plan)) or not plan.follows_a_draft
 
     def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
         """Catch up, and let the view do its part by the tokens that are in the cache."""
@@ -128,15 +127,15 @@ class StandaloneDraft(ModelDraft):
             for slot, length in plan.lengths.items():
                 for start in range(plan.drafted_at[slot], length + 1 - self.unfed, CHUNK):
                     self._prefill.feed(slot, rows.history[slot, start : start + CHUNK].clone(), start)
-        self.view.host_before_round(self._fed(rows), self._planned(plan))
+        super().host_before_round(self._fed(rows), self._planned(plan))
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """The refreshes of the view, by the tokens that are in the cache."""
-        return self.view.host_refreshes(self._planned(plan))
+        return super().host_refreshes(self._planned(plan))
 
     def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """Let the view select anew from the tokens that are in the cache."""
-        self.view.device_refresh(self._fed(rows), n_keys)
+        super().device_refresh(self._fed(rows), n_keys)
 
     def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
         """gamma steps; where several groups of ranks draft with a copy each, what the first of them drafted counts.
@@ -153,7 +152,7 @@ class StandaloneDraft(ModelDraft):
 
     def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
         """Let the view slide to the end of what is in the cache."""
-        self.view.device_before_draft(self._fed(rows), self._planned(plan))
+        super().device_before_draft(self._fed(rows), self._planned(plan))
 
     def _fed(self, rows: Rows) -> Rows:
         """The rows as far as they are surely in the cache."""

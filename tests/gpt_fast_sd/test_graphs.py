@@ -325,7 +325,7 @@ def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None
 IN_THE_KEY = {"replay", "kind", "gamma", "n_keys", "width"}
 CLEARED = {"policy", "draft", "page", "capture"}
 FOR_GOOD = {"target", "rows", "decode", "verify", "judge", "vocab_size", "vocabulary", "table", "captured", "kernel"}
-UNKNOWN = {"lengths", "ahead", "number", "drafted_in", "drafted_at"}  # to a plan to capture, see test_rows
+UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_rows
 BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
 
 
