@@ -192,7 +192,9 @@ def test_idle_slots_have_no_keys_in_use() -> None:
 
 def test_a_plan_to_capture_knows_nothing_of_the_rows_that_are_live() -> None:
     params = [SamplingParams(temperature=0.5, top_k=3)]
-    plan = RoundPlan.of({0: 19, 2: 9}, params, gamma=3, ahead=2, number=7, follows_a_draft=False, drafted_at={0: 5, 2: 9})
+    plan = RoundPlan.of(
+        {0: 19, 2: 9}, params, gamma=3, ahead=2, number=7, follows_a_draft=False, drafted_at={0: 5, 2: 9}
+    )
     assert plan.to_capture(509) == RoundPlan(gamma=3, n_keys=509, kind=Kind(True, True), captured=True)
     assert not plan.any_within(8) and plan.to_capture(509).any_within(8)
 
