@@ -38,6 +38,11 @@ class Draft:
     count: Tensor  # int64 [B], how many of a row's tokens count, 0..gamma
     proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
 
+    @staticmethod
+    def none(rows: Rows) -> Draft:
+        """No token for any row."""
+        return Draft(rows.pending.new_empty(len(rows.pending), 0), None, torch.zeros_like(rows.pending))
+
 
 class Drafts:
     """What policies and views share: at each point of a round what their parts do, and nothing where they have none.

@@ -22,7 +22,7 @@ from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import Reader, draft_step
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantize import quantize
-from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.target import decode_step
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 SLOTS, CAPACITY = 2, 600

@@ -231,7 +231,7 @@ def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
 def test_the_planner_chooses_by_what_it_is_taught_by(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(batch_size=3, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", gamma="auto"))
-    monkeypatch.setattr("gpt_fast_sd.round.reads_own_keys", lambda target: ours)
+    monkeypatch.setattr("gpt_fast_sd.target.reads_own_keys", lambda target: ours)
     asked, taught, plans = list[int](), list[int](), plans_of(one, monkeypatch)
 
     def choose(n_keys: int) -> int:

@@ -16,8 +16,9 @@ from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.snapkv import WINDOW, observe_step
 from gpt_fast_sd.prefill import CHUNK, prefill_step
-from gpt_fast_sd.round import decode_step, judge_step
+from gpt_fast_sd.round import judge_step
 from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.target import decode_step
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
 

@@ -18,9 +18,9 @@ from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
 from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.target import decode_step
 from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda

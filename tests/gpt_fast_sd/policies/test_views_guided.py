@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, attend_with_mass
-from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.target import decode_step
 from tests.gpt_fast_sd.policies.views_rig import Rig
 
 GROUPS = [1, 2, 4, 5, 7, 8]

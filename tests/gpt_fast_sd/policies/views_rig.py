@@ -20,8 +20,8 @@ from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import ModelDraft, build_view
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.target import decode_step
 from tests.drafts import VIEWS
 from tests.helpers import random_ids, tiny_config, tiny_model
 
