@@ -8,7 +8,7 @@
     commit   text and seq_len grow by what was accepted and by that token; the keys of refused drafts lie behind
              seq_len, where the next round writes (Rows.commit)
 
-Shapes: B slots, L layers, K kv heads, S cache capacity, V vocabulary, gamma tokens drafted a round.
+Shapes: B slots, V vocabulary, gamma tokens drafted a round.
 """
 
 from __future__ import annotations
@@ -46,14 +46,17 @@ class Round(TargetSteps):
     def device_round(self, plan: RoundPlan, lap: Callable[[], None] = lambda: None) -> Tensor:
         """One round of all rows -> int64 [B, 2 * gamma + 5], see judge_step; lap is called between its parts."""
         rows, gamma, policy = self.rows, plan.gamma, self.policy if plan.gamma else None
+        # draft
         draft = policy.propose(rows, plan) if policy else Draft.none(rows)
         lap()
+        # verify
         tokens = torch.cat([rows.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
         logits, mass = self.feed(tokens, plan.n_keys + gamma)
         lap()
+        # accept and commit
         result = self.judged(logits[:, : gamma + 1], draft, plan.kind)
         if policy:
-            policy.device_after_verify(rows, mass)  # what it reads in the next round
+            policy.device_after_verify(rows, mass)
         return result
 
     def judged(self, logits: Tensor, draft: Draft, kind: Kind) -> Tensor:
