@@ -37,7 +37,6 @@ import os
 import re
 import sys
 import time
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,26 +47,20 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common import (
-    Record,
-    as_json,
-    refuse,
-    sentence,
-    write_whole,
-)
+from common import ProgressLine, refuse, sentence
 from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
-from generate import PER_PROMPT, ProgressLine, as_record, check_writable, encode_record
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
-from gpt_fast_sd.model import Tokenizer, gguf_parts, load_tokenizer, read_config
+from gpt_fast_sd.measuring.document import as_record
+from gpt_fast_sd.measuring.ledger import as_json, check_writable, write_whole
+from gpt_fast_sd.model import gguf_parts, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
-
-try:
-    import fcntl
-except ImportError:  # no such locks on Windows
-    fcntl = None  # type: ignore[assignment]
+from records import Encoder, Record, own
 
 PROGRAM = "batch.py"
 AHEAD = 16  # lines a slot that may be read before the oldest of them is written, where the order of the input is kept
@@ -76,40 +69,11 @@ ROOM = 8192  # tokens a slot holds, unless --max-seq-len says otherwise or the m
 SYNC = 5.0  # seconds after which what was written is forced to the disk
 REJECTED = 4  # exit code
 OURS = re.compile(rb'\{"index": (\d+), .*\}')
+LATER = ("ngram", "n_sink", "refresh", "page")  # flags that there were not always: older states have their defaults
 ADVICE = "name another output, or begin anew with --fresh"
 
 
-# ---- which lines are done --------------------------------------------------------------------------------------------
-
-
-class Ranges:
-    """A set of whole numbers that come mostly in a row."""
-
-    def __init__(self, numbers: Iterable[int] = ()) -> None:
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        for number in sorted(set(numbers)):
-            if self.ends and self.ends[-1] == number:
-                self.ends[-1] += 1
-            else:
-                self.starts.append(number)
-                self.ends.append(number + 1)
-
-    def __contains__(self, number: int) -> bool:
-        at = bisect_right(self.starts, number) - 1
-        return at >= 0 and number < self.ends[at]
-
-    def __len__(self) -> int:
-        return sum(end - start for start, end in zip(self.starts, self.ends, strict=True))
-
-    def shared(self, parallel: Parallel) -> Ranges:
-        """The first rank's numbers, on every rank that holds its model."""
-        found = Ranges()
-        for i in range(parallel.same(len(self.starts))):
-            here = i < len(self.starts)
-            found.starts.append(parallel.same(self.starts[i] if here else 0))
-            found.ends.append(parallel.same(self.ends[i] if here else 0))
-        return found
+# ---- what is written -------------------------------------------------------------------------------------------------
 
 
 def indices(path: Path) -> Iterator[int]:
@@ -141,38 +105,45 @@ def cut_torn_line(path: Path) -> None:
         file.truncate(end)
 
 
-class Log:
-    """A file of JSON lines that only grows, each line in one piece."""
+def lock_of(path: Path) -> Path:
+    """The file whose lock says that somebody writes this one; it stays, empty, when nobody does any more."""
+    return path.with_name(f"{path.name}.lock")
 
-    def __init__(self, path: Path) -> None:
-        """ValueError where another process writes it."""
+
+class Log:
+    """A file of JSON lines that only grows, each line in one piece; there is none before the first line."""
+
+    def __init__(self, path: Path, *, locked: bool = True) -> None:
+        """locked: no other process is to write it; ValueError where one does."""
         self.path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._lock = FileLock(lock_of(path), timeout=0) if locked else None
+        self._file: int | None = None
         self._synced = time.monotonic()
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._file)
-                raise ValueError(f"{path} is being written by another process: wait for it, or end it") from None
+        try:
+            if self._lock:
+                self._lock.acquire()
+        except Timeout:
+            raise ValueError(f"{path} is being written by another process: wait for it, or end it") from None
 
     def write(self, record: Record) -> None:
         """Append the record; it outlives this process as soon as this returns, the machine after the next sync."""
+        if self._file is None:
+            binary = getattr(os, "O_BINARY", 0)  # or Windows writes two characters at the end of a line
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | binary, 0o644)
         line = json.dumps(record).encode() + b"\n"
         while line:  # a call that is interrupted may write less
             line = line[os.write(self._file, line) :]
         if time.monotonic() - self._synced > SYNC:
-            self.sync()
-
-    def sync(self) -> None:
-        """Force what was written to the disk."""
-        os.fsync(self._file)
-        self._synced = time.monotonic()
+            os.fsync(self._file)
+            self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Sync, and let others write."""
-        self.sync()
-        os.close(self._file)
+        """Force what was written to the disk, and let others write."""
+        if self._file is not None:
+            os.fsync(self._file)
+            os.close(self._file)
+        if self._lock:
+            self._lock.release()
 
 
 # ---- the lines -------------------------------------------------------------------------------------------------------
@@ -197,9 +168,8 @@ def no_number(name: str) -> NoReturn:
 class Reader:
     """Turns lines into tasks."""
 
-    tokenizer: Tokenizer | None
+    encoder: Encoder
     common: SamplingParams
-    chat: bool
     seed: int
     room: int  # tokens of prompt and output together
 
@@ -216,8 +186,7 @@ class Reader:
             name = record.pop("id", None)
             if isinstance(record.get("prompt"), list) and "tokens" not in record:
                 record["tokens"] = record.pop("prompt")
-        prompt = encode_record(record, "the line", self.chat, self.tokenizer)
-        changes = {key: record[key] for key in PER_PROMPT if key in record}
+        prompt, changes = self.encoder.record(record, "the line"), own(record)
         if changes.get("seed") is None:
             changes["seed"] = (self.seed + index) % 2**63
         params = dataclasses.replace(self.common, **changes)
@@ -247,6 +216,12 @@ class Share:
 
     def __len__(self) -> int:
         return sum(1 for _ in self.lines())
+
+    @property
+    def n_lines(self) -> int:
+        """All lines of the file, blank ones and those of other replicas included."""
+        with self.path.open("rb") as file:
+            return sum(1 for _ in file)
 
 
 def fingerprint_of_file(path: Path) -> str:
@@ -324,10 +299,8 @@ class Files:
         outputs += [path for whole in outputs for path in whole.parent.glob(f"{glob.escape(whole.name)}.part*of*")]
         there = [path for path in outputs if path.exists() and path.stat().st_size]
         if fresh:
-            os.truncate(self.output, 0)  # it stays the file that is locked
             for path in there:
-                if path != self.output:
-                    path.unlink()
+                path.unlink()
         elif there:
             self._compare(settings, there[0])
             return
@@ -342,18 +315,21 @@ class Files:
             before = None
         if not isinstance(before, dict):
             raise ValueError(f"{self.state} is damaged: {ADVICE}")
+        before = {name: getattr(DraftConfig, name) for name in LATER} | before
         for name, value in settings.items():
             if before.get(name) != value:
                 what = "another input" if name == "input" else f"{name} {brief(before.get(name))}, not {brief(value)}"
                 raise ValueError(f"{self.output} was begun with {what}: {ADVICE}")
 
-    def done(self) -> Ranges:
-        """The indices of this replica's lines that need no more work; what a crash tore is cut off its files."""
-        mine = {self.mine(self.output), self.mine(self.rejects)}
+    def done(self, n_lines: int) -> np.ndarray:
+        """bool [n_lines]: which of this replica's lines need no more work; what a crash tore is cut off its files."""
+        mine, done = {self.mine(self.output), self.mine(self.rejects)}, np.zeros(n_lines, dtype=bool)
         for path in mine:
             cut_torn_line(path)
-        found = (index for path in sorted({*mine, self.output, self.rejects}) for index in indices(path))
-        return Ranges(index for index in found if index % self.of == self.rank)
+        for index in chain.from_iterable(map(indices, sorted({*mine, self.output, self.rejects}))):
+            if index < n_lines and index % self.of == self.rank:
+                done[index] = True
+        return done
 
     def merge(self, *, ordered: bool) -> None:
         """Put the replicas' parts together, once all are complete; a kill leaves the parts or the whole."""
@@ -379,6 +355,7 @@ class Files:
                 partial.unlink()
             for path in parts:
                 path.unlink()
+                lock_of(path).unlink(missing_ok=True)
 
 
 def beside(output: Path, ending: str) -> Path:
@@ -440,7 +417,7 @@ class Writer:
         if self._output is None:
             return
         if self._rejects is None:
-            self._rejects = Log(self._place_of_rejects)
+            self._rejects = Log(self._place_of_rejects, locked=False)
         text = raw.decode("utf-8", "replace")
         self._rejects.write({"index": index, "line": index + 1, "reason": reason, "input": text})
 
@@ -455,7 +432,7 @@ class Writer:
                 log.close()
 
 
-def run(engine: Engine, share: Share, done: Ranges, reader: Reader, writer: Writer, bar: Any) -> int:
+def run(engine: Engine, share: Share, done: np.ndarray, reader: Reader, writer: Writer, bar: Any) -> int:
     """Continue all lines of the share that are not done; return how many tokens that gave.
 
     A line is read when a slot is free for it, so that slots idle only at the end of the file; but where the output
@@ -467,7 +444,7 @@ def run(engine: Engine, share: Share, done: Ranges, reader: Reader, writer: Writ
     def prompts() -> Iterator[tuple[list[int], SamplingParams] | None]:
         numbers = count()
         for index, raw in share.lines():
-            if index in done:
+            if done[index]:
                 continue
             try:
                 task = reader.task(index, raw)
@@ -528,7 +505,7 @@ class Job:
     files: Files
     reader: Reader
     draft: DraftConfig
-    done: Ranges
+    done: np.ndarray  # bool, a line of the input each
     left: int  # lines of this replica to continue
     output: Log | None  # of the replica's first rank
     lock: Log | None  # of the first process: it keeps others from the whole output
@@ -560,15 +537,19 @@ def prepare(args: argparse.Namespace) -> Job:
     try:
         if lock:
             files.begin(settings_of(args, folder, room, parallel), fresh=args.fresh)
+            files.output.touch()  # it is there, though no line may come of this
         parallel.meet()  # nobody looks at a file before
-        done = (files.done() if parallel.tp_rank == 0 else Ranges()).shared(parallel)
+        n_lines = share.n_lines
+        done = files.done(n_lines) if parallel.tp_rank == 0 else np.zeros(n_lines, dtype=bool)
+        parallel.same_values(torch.from_numpy(done.view(np.uint8)))
     except (ValueError, OSError):
         if lock:
             lock.close()
         raise
+    encoder = Encoder(load_tokenizer(folder, config), args.chat)
     return Job(
-        args=args, parallel=parallel, share=share, files=files, draft=draft, done=done, left=len(share) - len(done),
-        reader=Reader(load_tokenizer(folder, config), common, args.chat, args.seed, room), lock=lock,
+        args=args, parallel=parallel, share=share, files=files, draft=draft, done=done,
+        left=len(share) - int(done.sum()), reader=Reader(encoder, common, args.seed, room), lock=lock,
         output=lock if parallel.dp == 1 or parallel.tp_rank else Log(files.mine(files.output)),
     )  # fmt: skip
 
@@ -627,7 +608,7 @@ def work(job: Job, engine: Engine, writer: Writer) -> int:
     if job.parallel.is_main:
         engine.on_progress = ProgressLine()
     engine.warm_up()
-    n_done = len(job.done)
+    n_done = int(job.done.sum())
     name = "prompts" if job.parallel.dp == 1 else f"prompts of replica 1 of {job.parallel.dp}"
     disable = None if job.parallel.is_main else True
     with tqdm(total=n_done + job.left, initial=n_done, desc=name, unit="prompt", disable=disable) as bar:
