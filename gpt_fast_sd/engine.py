@@ -31,8 +31,9 @@ from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, require_current, require_kernels, ways_of
 from .graphs import GraphPool
 from .inflight import Rounds
+from .judging import Override
 from .kernels import begin_building, cpu_kernels
-from .loading import TORCH_DTYPES, draft_group, kv_dtype_of, load, plan_for
+from .loading import TORCH_DTYPES, check_positions, draft_group, kv_dtype_of, load, plan_for
 from .memory import MemoryPlan
 from .packing import pack_linears
 from .planner import GammaPlanner
@@ -40,7 +41,6 @@ from .policies import DraftPolicy, build_policy
 from .prefill import Prefill
 from .quantize import quantize
 from .reader import Reader
-from .replay import Replay
 from .requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
 from .rows import Rows
 from .scheduling import Schedule, kinds_of
@@ -86,7 +86,7 @@ class Engine:
         if self.config.exact:
             group.sum_in_order(model)
         require_kernels(self.device)
-        self._check_fit()
+        check_positions(self.config, self.model.config)
         cfg, self._plan = self.config, plan or self._plan_of(self.draft, draft_model)
         if plan is None:
             self._plan.check(free_memory(self.device), self.device, cfg)
@@ -272,12 +272,12 @@ class Engine:
         self._warm, self._compile_seconds = False, 0.0
 
     @property
-    def replay(self) -> Replay | None:
+    def replay(self) -> Override | None:
         """What decides how many drafts are kept, in place of their merit: for timing alone. None: their merit."""
         return self.rounds.replay
 
     @replay.setter
-    def replay(self, replay: Replay | None) -> None:
+    def replay(self, replay: Override | None) -> None:
         """Let it decide from now on."""
         self._require_idle()
         self.rounds.set_replay(replay)
@@ -466,16 +466,6 @@ class Engine:
             reader = getattr(level, "reader", None) or getattr(level, "target", None)
             if isinstance(reader, Reader) and reader.cache.seq_len is not self.cache.seq_len:
                 raise ValueError("the policy was built for another engine: build it over this one's target")
-
-    def _check_fit(self) -> None:
-        cfg, model = self.config, self.model.config
-        if cfg.max_seq_len > model.max_seq_len:
-            raise ValueError(f"max_seq_len {cfg.max_seq_len:,} is over the model's {model.max_seq_len:,} positions")
-        if model.sliding_window is not None and cfg.max_seq_len > model.sliding_window:
-            raise ValueError(
-                f"max_seq_len {cfg.max_seq_len:,} is over the model's sliding window of {model.sliding_window:,}, "
-                "past which this engine does not go"
-            )
 
 
 def _first_line(error: BaseException) -> str:

@@ -74,6 +74,17 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     return Loaded(model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan)
 
 
+def check_positions(config: EngineConfig, model: ModelConfig) -> None:
+    """ValueError where rows may grow longer than the model goes."""
+    if config.max_seq_len > model.max_seq_len:
+        raise ValueError(f"max_seq_len {config.max_seq_len:,} is over the model's {model.max_seq_len:,} positions")
+    if model.sliding_window is not None and config.max_seq_len > model.sliding_window:
+        raise ValueError(
+            f"max_seq_len {config.max_seq_len:,} is over the model's sliding window of {model.sliding_window:,}, "
+            "past which this engine does not go"
+        )
+
+
 def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:
     """The processes that hold a draft model together, which is never more than those of the target."""
     return parallel.smaller_group(draft.draft_tp or parallel.tp)

@@ -25,10 +25,10 @@ import gpu_timings
 from gpt_fast_sd import Engine, kernels
 from gpt_fast_sd.attending import DenseKV, MassKV
 from gpt_fast_sd.judging import Verdict
+from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
+from gpt_fast_sd.measuring.roofline import CHIPS
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies.sparse import SparseKV, positions_of
-from gpt_fast_sd.replay import PROFILES, Replay, replay_table
-from gpt_fast_sd.roofline import CHIPS
 from gpt_fast_sd.rows import Rows
 from gpu_bench import Bench
 from gpu_checks import best_places, shortfall

@@ -12,11 +12,11 @@ from torch import Tensor
 from gpt_fast_sd.compiling import span
 from gpt_fast_sd.inflight import Rounds
 from gpt_fast_sd.judging import verify_greedy, verify_sampled
+from gpt_fast_sd.measuring.replay import Replay
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
 from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.replay import Replay
 from gpt_fast_sd.round import decode_step
 from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
