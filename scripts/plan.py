@@ -20,10 +20,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import positive, refuse, sizes, write_whole
+from common import refuse
+from flags import positive, sizes
 from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.measuring import forecast, planning
 from gpt_fast_sd.measuring.chips import CHIPS
+from gpt_fast_sd.measuring.ledger import write_whole
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
