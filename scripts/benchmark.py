@@ -55,7 +55,7 @@ import torch
 from tqdm import tqdm
 
 from common import refuse, sentence
-from flags import add_engine_flags, add_flags, config_of, drafters, gammas, join, positive, sizes
+from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, join, positive, sizes
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.devices import natural_dtype
@@ -796,11 +796,6 @@ def draw_files(args: argparse.Namespace) -> None:
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
-
-
-def count(text: str) -> int:
-    """A whole number, or 0."""
-    return 0 if text.strip() == "0" else positive(text)
 
 
 def temperatures(text: str) -> list[float]:

@@ -43,6 +43,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """A whole number, or 0."""
+    return 0 if text.strip() == "0" else positive(text)
+
+
 def number_or_auto(text: str) -> int | str:
     """gamma's two spellings."""
     try:

@@ -224,6 +224,7 @@ def lead(rows: Any, others: Any, again: Any, others_again: Any) -> Record:
 
 def share(name: str, how: str) -> Callable[[Record], str]:
     """A figure and its interval."""
+
     def text(r: Record) -> str:
         if name not in r:
             return ""

@@ -32,7 +32,7 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except (OSError, ValueError):
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
