@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import benchmark
 from flags import gammas, sizes
 from gpt_fast_sd import DraftConfig, EngineConfig
-from gpt_fast_sd.measuring import turns
+from gpt_fast_sd.measuring import points, turns
 from gpt_fast_sd.measuring.chips import Chip, Rates
 from gpt_fast_sd.measuring.forecast import System
 from gpt_fast_sd.measuring.grid import Point, Setting
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine's rates are not measured: that takes seconds."""
-    monkeypatch.setattr(benchmark, "measure", lambda *_, **__: CHIP)
+    monkeypatch.setattr(points, "measure", lambda *_, **__: CHIP)
 
 
 def run(model: Path | None, *flags: str) -> int:
@@ -513,7 +513,7 @@ def test_the_prediction_is_the_rooflines_at_the_gammas_and_tokens_that_were_seen
     weights = 4 * (2 * (2 * 32 * 8 * 6 + 3 * 32 * 48) + 258 * 32)
     entry = 2 * 2 * 2 * 2 * 8 * 4  # of both rows
     plain, drafting = (weights + entry * 1008) / 1e3, (weights + entry * 100) / 1e3
-    found = benchmark.predict(point, system, point.setting.draft(3, {}), stats)
+    found = points.predict(point, system, point.setting.draft(3, {}), stats)
     assert found["plain_ms"] == pytest.approx(plain)
     assert found["round_ms"] == pytest.approx(plain + 0.8 * 3 * drafting)
     assert found["speedup"] == pytest.approx(3.0 * plain / (plain + 0.8 * 3 * drafting))
