@@ -703,7 +703,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add_flags(
         parser.add_argument_group("who drafts"), DraftConfig,
-        policy=several("draft", drafters, "P,P") | {"flag": "draft", "help": f"among {', '.join(known_drafters())}"},
+        policy=several("draft", drafters, "P,P") | {"flag": "--draft", "help": f"among {', '.join(known_drafters())}"},
         budget=several("budget", sizes, "K,K"), gamma=several("gamma", gammas, "N,N"), cheap=None,
     )  # fmt: skip
     add_flags(
@@ -714,7 +714,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         stop=None, ignore_eos=None,
     )  # fmt: skip
     add_engine_flags(
-        parser, batch_size=several("batch", sizes, "B,B") | {"flag": "batch", "help": "rows decoded together"},
+        parser, batch_size=several("batch", sizes, "B,B") | {"flag": "--batch", "help": "rows decoded together"},
         max_seq_len=None, dtype={"default": None, "unset": "auto, fp32 with --lossless"},
     )  # fmt: skip
     args = parser.parse_args(argv)

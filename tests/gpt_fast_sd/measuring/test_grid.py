@@ -40,9 +40,9 @@ def test_a_policy_without_a_budget_is_measured_once() -> None:
 
 def test_the_name_of_a_hierarchy_says_who_is_its_cheap_level() -> None:
     common = {"draft_model": "bundled", "view": "quest", "page": 32}
-    over = Setting(policy="hierarchy/standalone", budget=64).draft(4, common)
+    over = Setting(policy="hierarchy/standalone", budget=128).draft(4, common)
     assert (over.policy, over.cheap, over.draft_model, over.gamma) == ("hierarchy", "standalone", "bundled", 4)
-    under = Setting(policy="hierarchy", budget=64).draft(4, common)
+    under = Setting(policy="hierarchy", budget=128).draft(4, common)
     assert under.draft_model is None and (under.view, under.page) == ("quest", 32)
     assert has_a_model("hierarchy/standalone") and not has_a_model("hierarchy")
 
