@@ -210,7 +210,7 @@ def test_circles_are_seen_wherever_the_import_stands() -> None:
         ("gpt_fast_sd/engine.py", "import scripts.generate", "uphill"),
         ("gpt_fast_sd/policies/snapkv.py", "from tests.conftest import torch_seed", "uphill"),
         ("gpt_fast_sd/engine.py", "from .measuring.turns import Run", "uphill"),
-        ("gpt_fast_sd/measuring/turns.py", "from ..kernels.sparse import attend", "past the door"),
+        ("gpt_fast_sd/measuring/turns.py", "from gpt_fast_sd.kernels.sparse import attend", "past the door"),
         ("scripts/generate.py", "import gpt_fast_sd.model.llama", "past the door of model/"),
         ("scripts/generate.py", "from model import Transformer", "only has in a checkout"),
         ("scripts/generate.py", "import tests.conftest", "uphill"),
