@@ -23,8 +23,8 @@ from .packing import all_packed
 from .policies import Draft, DraftPolicy
 from .reader import Reader
 from .replay import Replay
-from .rows import Rows
-from .sampling import ACCEPT_STREAM, TARGET_STREAM
+from .rows import RoundPlan, Rows
+from .sampling import ACCEPT_STREAM, TARGET_STREAM, Kind
 
 Lap = Callable[[], None]
 
@@ -50,17 +50,17 @@ class Round:
         compiles_sampling = ways_of(target.device).compiles_sampling
         self.judge = CompiledStep(judge_step, compiled=target.compiled if compiles_sampling else None)
 
-    def device_round(self, gamma: int, lap: Lap = lambda: None) -> Tensor:
+    def device_round(self, plan: RoundPlan, lap: Lap = lambda: None) -> Tensor:
         """One round, nothing of which the host reads -> int64 [B, 2 * gamma + 5]; lap is called between its parts."""
-        rows, policy = self.rows, self.policy
+        rows, policy, gamma = self.rows, self.policy, plan.gamma
         if policy and gamma:
-            draft = policy.propose(rows, gamma)
+            draft = policy.propose(rows, plan)
         else:
             draft = Draft(rows.pending.new_empty(len(rows.pending), 0), None, torch.zeros_like(rows.pending))
         lap()
-        logits, mass = self.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
+        logits, mass = self.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), plan.n_keys + gamma)
         lap()
-        result = self.judged(logits[:, : gamma + 1], draft)
+        result = self.judged(logits[:, : gamma + 1], draft, plan.kind)
         if policy and gamma:
             policy.device_after_verify(rows, mass)
         return result
@@ -83,27 +83,26 @@ class Round:
             )
         return out
 
-    def judged(self, logits: Tensor, draft: Draft) -> Tensor:
+    def judged(self, logits: Tensor, draft: Draft, kind: Kind) -> Tensor:
         """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], see judge_step.
 
         Compiled it is one graph for each kind of sampling and each of three lengths: no draft, one, and more.
         """
-        rows, width, beside = self.rows, logits.shape[1], (draft.q, draft.proposer, self.replay)
+        width, beside = logits.shape[1], (draft.q, draft.proposer, self.replay)
         if width > 2:
             varying(logits, min=3)
             varying(*(x for x in (draft.tokens, draft.q, draft.proposer) if x is not None), max=MAX_GAMMA)
-        variant = (min(width, 3), rows.sampled, rows.filtered, *(x is not None for x in beside))
-        result: Tensor = self.judge(rows, logits, draft, self.replay, variant=variant)
+        variant = (min(width, 3), kind, *(x is not None for x in beside))
+        result: Tensor = self.judge(self.rows, kind, logits, draft, self.replay, variant=variant)
         return result
 
     def in_view(self, n_keys: int) -> int:
         """Keys to have in view: with a fixed width all of the cache, so that sums never change their order."""
         return self.target.cache.capacity if self.width else n_keys
 
-    @property
-    def keys_read(self) -> int:
+    def keys_read(self, plan: RoundPlan) -> int:
         """Keys that each slot reads in a step, on average: what the step takes hangs on them."""
-        return self.rows.mean_keys if reads_own_keys(self.target) else self.rows.n_keys
+        return plan.mean_keys(self.target.shape[1]) if reads_own_keys(self.target) else plan.n_keys
 
     @property
     def page(self) -> int:
@@ -135,7 +134,7 @@ def decode_step(
     return logits, torch.stack(kv.mass) if isinstance(kv, MassKV) else None
 
 
-def judge_step(rows: Rows, logits: Tensor, draft: Draft, replay: Replay | None) -> Tensor:
+def judge_step(rows: Rows, kind: Kind, logits: Tensor, draft: Draft, replay: Replay | None) -> Tensor:
     """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], all that the host has to read of a round.
 
     A row holds what Rows.commit gives, then who proposed each draft, then the first draft that was refused, if one was.
@@ -143,7 +142,7 @@ def judge_step(rows: Rows, logits: Tensor, draft: Draft, replay: Replay | None) 
     cap = torch.minimum(draft.count, rows.remaining - 1).clamp(min=0)  # [B]
     pos = rows.seq_len[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, gamma + 1]
     # a token's randomness hangs on its row's seed and its position alone
-    verdict, _ = rows.judge(logits, pos, draft.tokens, draft.q, cap, accept=ACCEPT_STREAM, own=TARGET_STREAM)
+    verdict, _ = rows.judge(logits, pos, kind, draft.tokens, draft.q, cap, accept=ACCEPT_STREAM, own=TARGET_STREAM)
     if replay is not None:
         verdict = replay.apply(verdict, draft.tokens, cap)
     by_whom = draft.proposer if draft.proposer is not None else torch.zeros_like(draft.tokens)  # [B, gamma]

@@ -536,7 +536,7 @@ def test_an_engine_works_after_a_step_failed(
         failing_once(failing, *STEPS[step](one)[:2], error, STEPS[step](one)[2])
         with pytest.raises(type(error)) as told:
             tokens(one, SAMPLED)
-    assert told.value is error and not one._running and not one.rows.active.any()
+    assert told.value is error and not one._access.running and not one.rows.active.any()
     assert tokens(one) == expected
     assert one.generate(PROMPTS[2:3], GREEDY)[0].tokens == expected[2]
 
@@ -551,7 +551,7 @@ def test_a_warm_up_that_failed_is_made_again(
         failing_once(failing, one.rounds, "feed", error, 9)  # while steps are timed over prompts that slots hold
         with pytest.raises(type(error)):
             tokens(one)
-    assert not one._running and not one.rows.active.any()
+    assert not one._access.running and not one.rows.active.any()
     assert tokens(one) == expected
 
 
@@ -588,7 +588,7 @@ def test_an_engine_whose_device_failed_says_so_and_why(at: str, cuda: Cuda) -> N
     cuda.fail(at, device_error(), dead=True)
     with pytest.raises(torch.AcceleratorError):
         tokens(one, SAMPLED)
-    assert not one._running and cuda.current.cuda_stream == 0
+    assert not one._access.running and cuda.current.cuda_stream == 0
     for call in (lambda: tokens(one), lambda: one.stream(PROMPTS), lambda: one.redraft(DraftConfig(policy="off"))):
         with pytest.raises(RuntimeError, match=BROKEN):
             call()

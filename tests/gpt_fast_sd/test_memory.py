@@ -361,7 +361,7 @@ def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatc
     if not packing.pack_linears(model):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     planned = [
-        engine_module.plan_for(
+        loading.plan_for(
             replace(config, compile=compiles), DraftConfig(), big, None, torch.bfloat16, Parallel(CPU), CPU
         )
         for compiles in (True, False)
