@@ -1,4 +1,4 @@
-"""Stages of gpu_suite.py that time steps and rounds: of a model of 8 B parameters, and of the bundled one.
+"""Steps and rounds of a model of 8 B parameters, acceptance replayed; and of the bundled one, with acceptance of its own.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, K kv heads, gamma tokens drafted a round.
 """
@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from torch import Tensor
 
-from frontier import spread, stretches, take_turns, tokens_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.measuring.machine import clocks
+from gpt_fast_sd.measuring.prompts import stretches, tokens_of
+from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
+from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Forecast, step_seconds
+from gpt_fast_sd.measuring.turns import spread, take_turns
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.planner import GammaPlanner
-from gpt_fast_sd.replay import PROFILES, Replay, replay_table
-from gpt_fast_sd.roofline import EXPECTED, IDEAL, PRACTICAL, Forecast, step_seconds
-from gpu_forecast import LLAMA, ROOM, Arm, Cell, planned, predict
-from gpu_setup import SMALL, Record, Setup, Stopwatch, clocks, random_model
+from gpt_fast_sd.rows import RoundPlan
+from gpt_fast_sd.sampling import GREEDY
+
+from .aims import LLAMA, ROOM, Arm, Cell, planned, predict
+from .setup import SMALL, Record, Setup, Stopwatch, random_model
 
 # ---- a model of 8 B parameters with random weights -------------------------------------------------------------------
 
@@ -82,22 +82,21 @@ class Bench:
             [slot, *torch.randint(config.vocab_size, (context,), generator=generator).tolist()] for slot in range(batch)
         ]
         engine = self.engine
-        engine.replay = Replay(torch.zeros(4 * self.rounds, batch, dtype=torch.int64, device=setup.device))
+        engine.replay = self.kept = Replay(torch.zeros(4 * self.rounds, batch, dtype=torch.int64, device=setup.device))
         engine._prefill._warm = True  # nothing will be prefilled, so nothing is compiled for it
         engine.warm_up()
         with torch.inference_mode():  # as rounds run: outside of it the steps would be compiled once more
-            engine.rounds.warm_up([0, *self.timed], [(False, False)])
+            engine.rounds.warm_up([0, *self.timed], [GREEDY])
         pretend(engine, self.prompts)
 
     # ---------------------------------------------------------------- rounds
 
     def replay(self, profile: str) -> float:
         """Replay this profile from now on -> tokens a round of its table."""
-        gamma, replay = self.gammas[profile], self.engine.replay
-        assert replay is not None
-        replay.table.copy_(replay_table(PROFILES[profile], len(replay.table), self.batch, gamma, 0, self.setup.device))
+        gamma, table = self.gammas[profile], self.kept.table
+        table.copy_(replay_table(PROFILES[profile], len(table), self.batch, gamma, 0, self.setup.device))
         self.engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
-        return float(replay.table.double().mean()) + 1
+        return float(table.double().mean()) + 1
 
     def run(self, speculate: bool, rounds: int | None = None, new: int | None = None) -> Record:
         """So many rounds, or so many new tokens of each row -> tokens, seconds of decoding and rounds.
@@ -105,8 +104,7 @@ class Bench:
         RuntimeError where the tokens are not those of the table, or where a row idled: then the seconds mean nothing.
         """
         engine, params = self.engine, self.params if new is None else replace(self.params, max_tokens=new)
-        assert engine.replay is not None
-        engine.replay.rewind()
+        self.kept.rewind()
         stream = engine.stream(self.prompts, params, speculate=speculate)
         for _ in stream:
             if rounds and engine.stats.rounds >= rounds:
@@ -117,7 +115,7 @@ class Bench:
         if new:
             told = f"{new} a row"
         elif speculate:
-            owed, told = int((engine.replay.table[: stats.rounds] + 1).sum()), "as the table says"
+            owed, told = int((self.kept.table[: stats.rounds] + 1).sum()), "as the table says"
         if stats.decode_tokens != owed or (not new and stats.row_rounds != self.batch * stats.rounds):
             raise RuntimeError(
                 f"{stats.rounds} rounds of {self.batch} rows gave {stats.decode_tokens} tokens in {stats.row_rounds} "
@@ -139,22 +137,22 @@ class Bench:
         found: Record = {"verify": {}, "judge": {}, "draft": {}, "select": {}}
         self.strike()
         for gamma in self.timed:
-            with rows.capturing(self.engine.cache.capacity - gamma):
-                self.pose(gamma)
-                draft = policy.propose(rows, gamma)
-                tokens = torch.cat([rows.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
-                logits, mass = rounds.feed(tokens, rows.n_keys + gamma)
-                if "target" not in found:
-                    found["target"] = self.figure("target", 0, lambda: rounds.feed(rows.pending[:, None], rows.n_keys))
-                parts: dict[str, Callable[[], object]] = {
-                    "draft": partial(policy.propose, rows, gamma),
-                    "verify": partial(rounds.feed, tokens, rows.n_keys + gamma),
-                    "judge": partial(rounds.judged, logits, draft),
-                }
-                if policy.wants_mass:
-                    parts["select"] = partial(policy.device_after_verify, rows, mass)
-                for name, part in parts.items():
-                    found[name][str(gamma)] = self.figure(name, gamma, part)
+            plan = RoundPlan(gamma=gamma, n_keys=self.engine.cache.capacity - gamma, captured=True)
+            self.pose(gamma)
+            draft = policy.propose(rows, plan)
+            tokens = torch.cat([rows.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
+            logits, mass = rounds.feed(tokens, plan.n_keys + gamma)
+            if "target" not in found:
+                found["target"] = self.figure("target", 0, partial(rounds.feed, rows.pending[:, None], plan.n_keys))
+            parts: dict[str, Callable[[], object]] = {
+                "draft": partial(policy.propose, rows, plan),
+                "verify": partial(rounds.feed, tokens, plan.n_keys + gamma),
+                "judge": partial(rounds.judged, logits, draft, GREEDY),
+            }
+            if policy.wants_mass:
+                parts["select"] = partial(policy.device_after_verify, rows, mass)
+            for name, part in parts.items():
+                found[name][str(gamma)] = self.figure(name, gamma, part)
         rows.active.fill_(False)
         for slot in range(self.batch):
             policy.host_free(slot)
@@ -172,18 +170,18 @@ class Bench:
         """Remember the pose of rows in the middle of decoding, from which every timed call starts."""
         engine, policy = self.engine, self.engine.policy
         rows = engine.rows
-        assert policy and engine.replay
+        assert policy
         rows.seq_len.fill_(self.context)
         rows.active.fill_(True)
         rows.heeds_eos.fill_(False)
         rows.remaining.fill_(PLENTY)
-        engine.replay.rewind()
+        self.kept.rewind()
         for slot, prompt in enumerate(self.prompts):
             policy.host_admit(slot, prompt)
             rows.pending[slot] = prompt[-1]
-        rows.lengths = dict.fromkeys(range(self.batch), self.context)
-        engine.rounds.refresh()  # a view that lists by a pass of its own has no list before
-        owners = (rows, engine.replay, self._view())
+        # a view that lists by a pass of its own has no list before
+        engine.rounds.refresh(RoundPlan.of(dict.fromkeys(range(self.batch), self.context), gamma=max(self.timed)))
+        owners = (rows, self.kept, self._view())
         tensors = {id(x): x for owner in owners for x in vars(owner).values() if isinstance(x, Tensor)}
         self._struck = [(x, x.clone()) for x in tensors.values()]
 
@@ -191,8 +189,7 @@ class Bench:
         """Take the pose again, to keep every other draft; on the device alone, so that it may stand between repeats."""
         for tensor, value in self._struck:
             tensor.copy_(value)
-        assert self.engine.replay
-        self.engine.replay.table.fill_((gamma + 1) // 2)
+        self.kept.table.fill_((gamma + 1) // 2)
 
     def observe(self, gamma: int, call: Callable[[], object]) -> Record:
         """What a call does, from the pose: rows that are live, tokens fed to each, least and most keys a row reads.
@@ -250,12 +247,11 @@ class Bench:
         decode, verify, feed = rounds.decode, rounds.verify, policy.feed  # type: ignore[union-attr]
 
         def noting(step: Callable[..., Any]) -> Callable[..., Any]:
-            def noted(
-                model: Any, tokens: Tensor, pos: Tensor, k: Any, v: Any, in_view: Tensor, *rest: Any, **how: Any
-            ) -> Any:
+            def noted(model: Any, tokens: Tensor, pos: Tensor, *rest: Any, **how: Any) -> Any:
+                *_, in_view, _ = rest
                 read = torch.where(pos < in_view.shape[0] * SPLIT, pos + 1, 0)  # [B, T]
                 notes.append((tokens.shape[1], read.amax(1)))
-                return step(model, tokens, pos, k, v, in_view, *rest, **how)
+                return step(model, tokens, pos, *rest, **how)
 
             return noted
 
@@ -391,22 +387,20 @@ def bundled_stage(name: str) -> Callable[[Setup], Record]:
         found: list[Record] = []
         for policy, budget in (("streaming", 256), ("snapkv", 512), ("guided", 512)):
             engine.redraft(DraftConfig(policy=policy, budget=min(budget, 96) if setup.tiny else budget, gamma=4))
-            pairs = take_turns(engine, prompts, params, 1 if setup.tiny else setup.pairs)
-            counts = pairs.counts
-            for stats in (*pairs.plain, *pairs.speculative):  # else tokens a second mean nothing
-                if stats.decode_tokens != batch * new or min(map(len, prompts)) != context:
-                    raise RuntimeError(f"a run gave {stats.decode_tokens} tokens, not {new} for each of {batch} rows")
-            found.append(
-                {
-                    "policy": policy, "budget": engine.draft.budget, "gamma": 4, "ratio": spread(pairs.ratios),
-                    "acceptance_rate": counts.acceptance_rate, "tokens_per_round": counts.tokens_per_round,
-                    "rows_active": counts.row_rounds / counts.rounds, "keys_in_view": [context, context + new - 1],
-                    "plain_tokens_per_second": statistics.median(s.decode_tokens_per_second for s in pairs.plain),
-                    "speculative_tokens_per_second": statistics.median(
-                        s.decode_tokens_per_second for s in pairs.speculative
-                    ),
-                }
-            )  # fmt: skip
+            turns = take_turns(engine, prompts, params, setup.pairs)
+            counts = turns.counts
+            for one in (*turns.plain, *turns.speculative):  # else tokens a second mean nothing
+                if one.stats.decode_tokens != batch * new or min(map(len, prompts)) != context:
+                    raise RuntimeError(f"a run gave {one.stats.decode_tokens} tokens, not {new} a row of {batch}")
+            plain, speculative = (
+                statistics.median(run.completion for run in runs) for runs in (turns.plain, turns.speculative)
+            )
+            found.append({
+                "policy": policy, "budget": engine.draft.budget, "gamma": 4, "ratio": spread(turns.ratios()),
+                "acceptance_rate": counts.acceptance_rate, "tokens_per_round": counts.tokens_per_round,
+                "rows_active": counts.row_rounds / counts.rounds, "keys_in_view": [context, context + new - 1],
+                "plain_tokens_per_second": plain, "speculative_tokens_per_second": speculative,
+            })  # fmt: skip
             print(
                 f"{policy} {engine.draft.budget}: {found[-1]['ratio']['median']:.2f}x, "
                 f"acceptance {counts.acceptance_rate:.1%}, {counts.tokens_per_round:.2f} tokens a round"

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from gpt_fast_sd.measuring.ledger import Ledger
 
-from gpu_bench import END_TO_END, bundled_stage, cell_stage
-from gpu_checks import (
-    correct_decode,
-    correct_filters,
-    correct_prefill,
-    correct_select,
-    correct_sparse,
-    graphs_bundled,
-    graphs_fp32,
-    no_syncs,
-)
-from gpu_forecast import ARMS, FULL
-from gpu_setup import Record, Setup, machine
-from gpu_smoke import SMOKE_SECONDS, smoke
-from gpu_timings import timed_decode, timed_headline, timed_prefill, timed_select, timed_sparse
+from .aims import ARMS, FULL
+from .cells import END_TO_END, bundled_stage, cell_stage
+from .kernels import timed_decode, timed_headline, timed_prefill, timed_select, timed_sparse
+from .setup import Record, Setup, machine
+
+DONE, FAILED, LEFT = "done", "failed", "left"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +20,37 @@ class Stage:
     """One process of the suite. seconds: what it is reckoned to take on a GPU of 2024, compiling included."""
 
     name: str
-    run: Callable[[Setup], Record]
     seconds: int
     about: str
+    run: Callable[[Setup], Record] = field(repr=False)
+
+    def is_done(self, ledger: Ledger) -> bool:
+        """Whether there is a result; tests are done when all of them have passed on the sources as they are now."""
+        result = results_of(ledger).get(self.name)
+        return result is not None and ("tests" not in result or (result["ok"] and result["tree"] == tree()))
+
+
+def results_of(ledger: Ledger) -> dict[str, Record]:
+    """What the stages that are done have found, by stage."""
+    return {record["stage"]: record["result"] for record in ledger.records if record["status"] == DONE}
+
+
+def tree() -> str:
+    """A short name that changes with the sources."""
+    from .correct import tree_of
+
+    return tree_of()
+
+
+def _tests(name: str, seconds: int, about: str) -> Stage:
+    """The tests of tests/gpu/test_NAME.py."""
+
+    def run(setup: Setup) -> Record:
+        from .correct import run_tests  # it needs pytest, which nothing else here does
+
+        return run_tests(setup, f"test_{name}.py")
+
+    return Stage(name=f"test-{name}", run=run, seconds=seconds, about=about)
 
 
 def _cell(context: int, name: str) -> Stage:
@@ -57,24 +74,18 @@ STAGES = {
     stage.name: stage
     for stage in (
         # does it run at all, by the default configuration; then the one number that all predictions hang on
-        Stage(name="smoke", run=smoke, seconds=SMOKE_SECONDS, about="the bundled model as generate.py runs it"),
+        _tests("smoke", 90, "the bundled model as generate.py runs it"),
         Stage(name="time-decode-57344", run=timed_headline, seconds=40, about="dense attention of the headline cell"),
         Stage(name="machine", run=machine, seconds=30, about="what runs, and measured bandwidth and matrix rate"),
         # a kernel that is wrong has no speed
-        Stage(name="correct-decode", run=correct_decode, seconds=110, about="dense attention against fp64"),
-        Stage(name="correct-sparse", run=correct_sparse, seconds=80, about="sparse attention against fp64"),
-        Stage(name="correct-select", run=correct_select, seconds=40, about="selection against plain Python"),
-        Stage(name="correct-filters", run=correct_filters, seconds=30, about="top-k and top-p against a sort"),
+        _tests("kernels", 240, "attention against fp64, selection against plain Python, filters against a sort"),
         *(_cell(*headline) for headline in HEADLINES),
-        Stage(name="correct-prefill", run=correct_prefill, seconds=80, about="attention of chunks against fp64"),
-        Stage(name="graphs", run=graphs_fp32, seconds=240, about="captured rounds beside others, fp32, each token"),
-        Stage(name="syncs", run=no_syncs, seconds=150, about="no host wait in a round, and no idle row"),
+        _tests("rounds", 400, "captured rounds beside others, each token; no host wait in a round, and no idle row"),
         Stage(name="time-decode", run=timed_decode, seconds=120, about="dense attention beside torch's and others'"),
         Stage(name="time-sparse", run=timed_sparse, seconds=45, about="sparse attention by budget"),
         Stage(name="time-select", run=timed_select, seconds=30, about="what selecting costs a round"),
         Stage(name="time-prefill", run=timed_prefill, seconds=45, about="attention of chunks beside torch's"),
         *(_bundled(name) for name in END_TO_END),
-        Stage(name="graphs-bundled", run=graphs_bundled, seconds=150, about="the same, bf16: how many rows differ"),
         *(_cell(context, arm) for context in FULL for arm in ARMS if (context, arm) not in HEADLINES),
     )
 }
