@@ -18,11 +18,11 @@ from .attending import DenseKV, MassKV, on_cuda
 from .compiling import CompiledStep, span, varying
 from .config import MAX_GAMMA, DraftConfig
 from .devices import ways_of
+from .judging import Override
 from .kernels import cpu_attention_fits
 from .packing import all_packed
 from .policies import Draft, DraftPolicy
 from .reader import Reader
-from .replay import Replay
 from .rows import RoundPlan, Rows
 from .sampling import ACCEPT_STREAM, TARGET_STREAM, Kind
 
@@ -40,7 +40,7 @@ class Round:
         A width also fixes the view to all of the cache: then no sum hangs on what else is in the batch.
         """
         self.target, self.rows, self.policy, self.draft, self.width = target, rows, policy, draft, width
-        self.replay: Replay | None = None
+        self.replay: Override | None = None
         self.any_threads = width > 0 and sums_by_row(target)
         compiled = target.compiled
         if self.any_threads and isinstance(compiled, dict):
@@ -134,7 +134,7 @@ def decode_step(
     return logits, torch.stack(kv.mass) if isinstance(kv, MassKV) else None
 
 
-def judge_step(rows: Rows, kind: Kind, logits: Tensor, draft: Draft, replay: Replay | None) -> Tensor:
+def judge_step(rows: Rows, kind: Kind, logits: Tensor, draft: Draft, replay: Override | None) -> Tensor:
     """Judge and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], all that the host has to read of a round.
 
     A row holds what Rows.commit gives, then who proposed each draft, then the first draft that was refused, if one was.

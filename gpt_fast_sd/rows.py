@@ -30,27 +30,21 @@ class RoundPlan:
     kind: Kind = GREEDY
     lengths: Mapping[int, int] = field(default_factory=dict)  # committed positions of each live slot
     ahead: int = 0  # tokens that rounds still under way may have added to each of them
-    number: int = 0  # of the round, counted from 1
-    drafted_in: int = 0  # number of the last round that drafted
-    drafted_at: Mapping[int, int] = field(default_factory=dict)  # lengths then, or when the slot was filled since
+    number: int = 0  # of the round
+    follows_a_draft: bool = True  # the round before drafted, so that no row has grown by more than a round since
+    drafted_at: Mapping[int, int] = field(default_factory=dict)  # lengths when that was, or the slot was filled since
     captured: bool = False  # the round will be replayed for other rows
 
     @classmethod
     def of(
         cls, lengths: Mapping[int, int], params: Sequence[SamplingParams] = (), *, gamma: int = 0, ahead: int = 0,
-        number: int = 1, drafted_in: int | None = None, drafted_at: Mapping[int, int] | None = None,
+        number: int = 0, follows_a_draft: bool = True, drafted_at: Mapping[int, int] | None = None,
     ) -> RoundPlan:  # fmt: skip
-        """The plan for live rows of these lengths and parameters. drafted_in and drafted_at: None, the round before."""
+        """The plan for live rows of these lengths and parameters. drafted_at: None where none has grown since."""
         return cls(
             gamma=gamma, n_keys=max(lengths.values()) + 1 + ahead, kind=Kind.of(params), lengths=lengths, ahead=ahead,
-            number=number, drafted_in=number - 1 if drafted_in is None else drafted_in,
-            drafted_at=lengths if drafted_at is None else drafted_at,
+            number=number, follows_a_draft=follows_a_draft, drafted_at=lengths if drafted_at is None else drafted_at,
         )  # fmt: skip
-
-    @property
-    def follows_a_draft(self) -> bool:
-        """Whether the round before this one drafted: how far rows may have come since is bounded by a round."""
-        return self.number <= self.drafted_in + 1
 
     def mean_keys(self, n_slots: int) -> int:
         """Keys in use on average of all slots, rounded down: idle ones have none."""

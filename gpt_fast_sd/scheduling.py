@@ -40,7 +40,7 @@ class Schedule:
         self.arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
         self.flights: deque[Flight] = deque()
         self.n_rounds = 0  # launched, in all calls
-        self._drafted_in, self._drafted_at = 0, dict[int, int]()  # see RoundPlan
+        self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
         self._landed_at: float | None = None  # clock at the last landing, None: something else came since
         self._chosen: int | None = None  # gamma of the round that is next
@@ -169,7 +169,7 @@ class Schedule:
         plan = RoundPlan.of(
             {slot: request.length for slot, request in live}, [request.params for _, request in live],
             ahead=sum(flight.plan.gamma + 1 for flight in self.flights), number=self.n_rounds + 1,
-            drafted_in=self._drafted_in, drafted_at=self._drafted_at,
+            follows_a_draft=self._follows_a_draft, drafted_at=self._drafted_at,
         )  # fmt: skip
         if self._chosen is None:  # once a round, whenever that is launched: to try drafting again is decided only once
             self._chosen = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
@@ -181,11 +181,11 @@ class Schedule:
         gamma, self._chosen, self.n_rounds = self._chosen, None, plan.number
         if not self.rounds.capture:  # a captured round drafts as planned, and keeps what may still be emitted
             gamma = min(gamma, max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1)
-        plan = replace(plan, gamma=gamma)
+        plan, self._follows_a_draft = replace(plan, gamma=gamma), policy is not None and gamma > 0
         if policy and gamma:
             policy.host_before_round(self.rows, plan)
             self.rounds.refresh(plan)
-            self._drafted_in, self._drafted_at = plan.number, {**self._drafted_at, **plan.lengths}
+            self._drafted_at = {**self._drafted_at, **plan.lengths}
             self.stats.kv_bytes += policy.kv_bytes(plan)
         n_splits = span(self.cache, self.rounds.in_view(plan.n_keys + gamma)).shape[0]
         self.stats.kv_bytes += len(self.slots) * n_splits * SPLIT * self.cache.bytes_per_token

@@ -8,14 +8,15 @@ Shapes: B slots, T tokens in this call, S cache capacity, L layers, K kv heads, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, Transformer
+from gpt_fast_sd.model import KV, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, Vocabulary
 
 from .. import registry
@@ -38,8 +39,17 @@ class Draft:
     proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
 
 
+class ModelSteps(NamedTuple):
+    """Equal steps of one model: what a cost model has to know of drafting, told before anything is built."""
+
+    model: ModelConfig
+    count: int
+    view: str  # which the model reads its cache through
+    n_tokens: int = 1  # of each row
+
+
 class Drafts:
-    """What policies and views share: nothing to do at any point of a round, which each of them says otherwise.
+    """What policies and views share: at each point of a round what their parts do, and nothing where they have none.
 
     The methods run in the order they stand here, round after round: on the host between rounds, by the plan of the next
     one, or on the device inside them, where nothing may be decided by values that the host would have to read.
@@ -49,18 +59,27 @@ class Drafts:
     refresh_every = 0  # tokens that a row commits from one refresh to the next; 0: it needs none
 
     @property
+    def parts(self) -> tuple[Drafts, ...]:
+        """What it is made of."""
+        return ()
+
+    @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
-        return 0
+        return sum(part.graphs for part in self.parts)
 
     def warm_up(self) -> None:
         """Compile what is called between rounds. A round over idle slots follows, which compiles what rounds call.
 
         What slots hold must stay as it is.
         """
+        for part in self.parts:
+            part.warm_up()
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """On the host: a slot was prefilled with all of its prompt but the last token, which is pending."""
+        for part in self.parts:
+            part.host_admit(slot, prompt)
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
         """On the host: whether host_before_round must know exactly how far rows are, plan.ahead being 0.
@@ -68,29 +87,38 @@ class Drafts:
         Told from plan.lengths, of which each may have grown by up to plan.ahead. Asked before a round that drafts,
         which then waits for the one under way, and before one that does not.
         """
-        return False
+        return any([part.host_must_wait(plan) for part in self.parts])  # of all: each may have to follow every round
 
     def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
         """On the host, before a round that drafts: what needs a decision or a step of its own, and is not captured."""
+        for part in self.parts:
+            part.host_before_round(rows, plan)
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """On the host, after host_before_round: keys to have in view for each device_refresh that is wanted now.
 
         Told from plan.lengths, of which each may have grown by up to plan.ahead: enough for all rows that may be due.
         """
-        return []
+        passes = itertools.zip_longest(*(part.host_refreshes(plan) for part in self.parts), fillvalue=0)
+        return [max(n_keys) for n_keys in passes]  # one serves all parts
 
     def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """On the device: select anew for rows that are due, which only the device tells.
 
         n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
         """
+        for part in self.parts:
+            part.device_refresh(rows, n_keys)
 
     def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """On the device, the round is committed. mass fp32 [L, B, K, S // page]: what each block of keys received."""
+        for part in self.parts:
+            part.device_after_verify(rows, mass)
 
     def host_free(self, slot: int) -> None:
         """On the host: the slot is free again."""
+        for part in self.parts:
+            part.host_free(slot)
 
 
 class DraftPolicy(Drafts):
@@ -131,6 +159,13 @@ class DraftPolicy(Drafts):
     def steps(cls, gamma: int) -> int:
         """Steps of models, and searches, that drafting gamma tokens takes at most."""
         return gamma
+
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """The steps of models that drafting gamma tokens takes; ValueError where it does not fit the models."""
+        return []
 
     def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
         """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
@@ -181,6 +216,16 @@ class View(Drafts):
     @classmethod
     def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
         """Bytes of selections: n_lists L * B * K of them, beside a cache of so many bytes."""
+        return 0
+
+    @classmethod
+    def reads(cls, config: DraftConfig, n_keys: int) -> int:
+        """Entries that a step over a row of n_keys reads in each layer and kv head, bounds counted as entries."""
+        return min(config.budget, n_keys)
+
+    @classmethod
+    def refresh_period(cls, config: DraftConfig) -> int:
+        """The refresh_every of the view that a configuration asks for."""
         return 0
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
@@ -243,6 +288,13 @@ class ModelDraft(DraftPolicy):
         """The view that is its name."""
         return (config.policy,)
 
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """A step of the target for each token."""
+        return [ModelSteps(target, gamma, *cls.views(config))]
+
     def __init__(self, reader: Reader, view: View, name: str) -> None:
         self.reader, self.view = reader, view
         self.proposers: tuple[str, ...] = (name,)
@@ -255,33 +307,14 @@ class ModelDraft(DraftPolicy):
         self._step = CompiledStep(draft_step, compiled=reader.compiled)
 
     @property
+    def parts(self) -> tuple[Drafts, ...]:
+        """The view."""
+        return (self.view,)
+
+    @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
-        return self._step.graphs + self._choose.graphs + self.view.graphs
-
-    def warm_up(self) -> None:
-        """Compile what the view needs."""
-        self.view.warm_up()
-
-    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Select for the slot."""
-        self.view.host_admit(slot, prompt)
-
-    def host_must_wait(self, plan: RoundPlan) -> bool:
-        """Whether the view has to be renewed by exact lengths."""
-        return self.view.host_must_wait(plan)
-
-    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
-        """Let the view do its part."""
-        self.view.host_before_round(rows, plan)
-
-    def host_refreshes(self, plan: RoundPlan) -> list[int]:
-        """The refreshes of the view."""
-        return self.view.host_refreshes(plan)
-
-    def device_refresh(self, rows: Rows, n_keys: int) -> None:
-        """Let the view select anew for rows that are due."""
-        self.view.device_refresh(rows, n_keys)
+        return super().graphs + self._step.graphs + self._choose.graphs
 
     def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
         """gamma steps, each feeding the token of the one before."""
@@ -311,14 +344,6 @@ class ModelDraft(DraftPolicy):
         in_view = span(cache, n_keys)
         out: Tensor = (step or self._step)(self.reader.model, tokens, pos, cache.k, cache.v, in_view, make, args)
         return out
-
-    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
-        """Let the view select from what the verification saw."""
-        self.view.device_after_verify(rows, mass)
-
-    def host_free(self, slot: int) -> None:
-        """Forget the slot."""
-        self.view.host_free(slot)
 
     def kv_bytes(self, plan: RoundPlan) -> int:
         """Bytes of keys and values that drafting reads, all slots."""

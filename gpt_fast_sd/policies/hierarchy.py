@@ -8,7 +8,6 @@ Shapes: B slots, T = CHEAP_GAMMA + 1 tokens of a middle step, L layers, K kv hea
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, Transformer
+from gpt_fast_sd.model import KV, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
 from ..compiling import CompiledStep, span
@@ -26,7 +25,7 @@ from ..prefill import Filling
 from ..reader import Reader
 from ..rows import RoundPlan, Rows
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
-from .base import Draft, DraftPolicy, OwnPrefill, View, build_view
+from .base import Draft, DraftPolicy, Drafts, ModelSteps, OwnPrefill, View, build_view
 from .lookup import LookupDraft
 from .standalone import StandaloneDraft, beside
 
@@ -127,6 +126,15 @@ class HierarchyDraft(DraftPolicy):
         """Middle steps, and the drafts for each of them."""
         return n_middle_steps(gamma) * (1 + CHEAP_GAMMA)
 
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """Middle steps, and those of the draft model where one drafts for them."""
+        n, (own, *cheap) = n_middle_steps(gamma), cls.views(config)
+        theirs = [ModelSteps(draft_model, n * CHEAP_GAMMA, name) for name in cheap if draft_model]
+        return [ModelSteps(target, n, own, CHEAP_GAMMA + 1), *theirs]
+
     def __init__(self, target: Reader, view: View, view_name: str, cheap: DraftPolicy) -> None:
         self.target, self.view, self.cheap = target, view, cheap
         self.proposers: tuple[str, ...] = (cheap.proposers[0], view_name)
@@ -136,42 +144,18 @@ class HierarchyDraft(DraftPolicy):
         self._step = CompiledStep(middle_step, compiled=target.compiled)
 
     @property
+    def parts(self) -> tuple[Drafts, ...]:
+        """Both levels."""
+        return self.view, self.cheap
+
+    @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
-        return self._step.graphs + self.view.graphs + self.cheap.graphs
-
-    def warm_up(self) -> None:
-        """Compile what view and cheap policy need."""
-        self.view.warm_up()
-        self.cheap.warm_up()
+        return super().graphs + self._step.graphs
 
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
         """Let the cheap level begin to prefill the slot, where its model has a cache of its own."""
         return self.cheap.prepare(slot, prompt) if isinstance(self.cheap, OwnPrefill) else []
-
-    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Let both levels take the slot."""
-        self.view.host_admit(slot, prompt)
-        self.cheap.host_admit(slot, prompt)
-
-    def host_must_wait(self, plan: RoundPlan) -> bool:
-        """Whether either level must know exact lengths."""
-        return self.view.host_must_wait(plan) or self.cheap.host_must_wait(plan)
-
-    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
-        """Let both levels do their part."""
-        self.view.host_before_round(rows, plan)
-        self.cheap.host_before_round(rows, plan)
-
-    def host_refreshes(self, plan: RoundPlan) -> list[int]:
-        """The refreshes that either level wants; one call serves both."""
-        both = itertools.zip_longest(self.view.host_refreshes(plan), self.cheap.host_refreshes(plan), fillvalue=0)
-        return [max(n_keys) for n_keys in both]
-
-    def device_refresh(self, rows: Rows, n_keys: int) -> None:
-        """Let both levels select anew."""
-        self.view.device_refresh(rows, n_keys)
-        self.cheap.device_refresh(rows, n_keys)
 
     def n_steps(self, gamma: int) -> float:
         """Middle steps."""
@@ -213,11 +197,6 @@ class HierarchyDraft(DraftPolicy):
         """Let the view select from what the verification saw."""
         self.view.device_after_verify(rows, mass)
         self.cheap.device_after_verify(rows, None)
-
-    def host_free(self, slot: int) -> None:
-        """Forget the slot."""
-        self.view.host_free(slot)
-        self.cheap.host_free(slot)
 
     def kv_bytes(self, plan: RoundPlan) -> int:
         """Bytes that the middle steps read, and those that drafting for them reads."""

@@ -24,11 +24,11 @@ from gpt_fast_sd.calibration import time_selecting, time_steps
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.graphs import GraphPool, steps_of
 from gpt_fast_sd.inflight import Rounds
+from gpt_fast_sd.measuring.replay import Replay
 from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
 from gpt_fast_sd.model import SPLIT, save_hugging_face
 from gpt_fast_sd.policies import build_policy
-from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.tp import Parallel
 from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -321,10 +321,11 @@ def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None
     assert [b - a for a, b in itertools.pairwise(counts)] == [0, 1, 0, 1]
 
 
-# what a round reads of Rounds and Rows on the host, and who answers for it
-IN_THE_KEY = {"replay", "sampled", "filtered", "n_keys", "width"}
-CLEARED = {"policy", "draft", "page", "capture", "gamma_varies"}
+# what a round reads of Rounds, Rows and its plan on the host, and who answers for it
+IN_THE_KEY = {"replay", "kind", "gamma", "n_keys", "width"}
+CLEARED = {"policy", "draft", "page", "capture"}
 FOR_GOOD = {"target", "rows", "decode", "verify", "judge", "vocab_size", "vocabulary", "table", "captured", "kernel"}
+UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_rows
 BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
 
 
@@ -335,19 +336,29 @@ def test_whatever_a_captured_round_reads_on_the_host_is_accounted_for(
 ) -> None:
     one, read = engine(policy), set[str]()
     one.warm_up()
-    for kind in (Rounds, Rows):
+    capturing, capture = list[bool](), GraphPool.__call__
+
+    def noted(pool: GraphPool, part: Callable[[], Any]) -> Callable[[], Any]:
+        capturing.append(True)
+        try:
+            return capture(pool, part)
+        finally:
+            capturing.pop()
+
+    monkeypatch.setattr(GraphPool, "__call__", noted)
+    for kind in (Rounds, Rows, RoundPlan):
 
         def noting(self: Any, name: str) -> Any:
             value = object.__getattribute__(self, name)
             held_on_the_host = not isinstance(value, torch.Tensor) and not hasattr(value, "__self__")
-            if object.__getattribute__(one.rows, "captured") and held_on_the_host and not name.startswith("__"):
+            if capturing and held_on_the_host and not name.startswith("__"):
                 read.add(name)
             return value
 
         monkeypatch.setattr(kind, "__getattribute__", noting, raising=False)
     one.generate(PROMPTS, SAMPLED)
     monkeypatch.undo()
-    assert {"policy", "n_keys", "sampled"} <= read <= IN_THE_KEY | CLEARED | FOR_GOOD | BOOKS
+    assert {"policy", "n_keys", "kind"} <= read <= IN_THE_KEY | CLEARED | FOR_GOOD | UNKNOWN | BOOKS
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

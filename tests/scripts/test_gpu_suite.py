@@ -26,10 +26,10 @@ from gpt_fast_sd import Engine, kernels
 from gpt_fast_sd.attending import DenseKV, MassKV
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.judging import Verdict
+from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
+from gpt_fast_sd.measuring.roofline import CHIPS
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies.sparse import SparseKV, positions_of
-from gpt_fast_sd.replay import PROFILES, Replay, replay_table
-from gpt_fast_sd.roofline import CHIPS
 from gpt_fast_sd.rows import Rows
 from gpu_bench import Bench
 from gpu_checks import best_places, shortfall
@@ -681,8 +681,8 @@ def test_the_smoke_stage_finds_rows_that_are_short_and_text_that_drafting_change
         gpu_smoke.drawn(made.engine, made.prompts, made.params, 9)
     right = Rows.judge
 
-    def all_kept(self: Rows, logits: Tensor, pos: Tensor, drafted: Tensor, *args: Any, **kwargs: Any) -> Any:
-        verdict, p = right(self, logits, pos, drafted, *args, **kwargs)
+    def all_kept(self: Rows, *args: Any, **kwargs: Any) -> Any:
+        (verdict, p), drafted = right(self, *args, **kwargs), args[3]
         return (Verdict(verdict.n_accepted, torch.full_like(verdict.next_token, 7)) if drafted.shape[1] else verdict), p
 
     monkeypatch.setattr(Rows, "judge", all_kept)

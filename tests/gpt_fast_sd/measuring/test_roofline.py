@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from gpt_fast_sd.model import preset
-from gpt_fast_sd.roofline import (
+from gpt_fast_sd.measuring.roofline import (
     ATTENTION_KERNELS,
     BESIDE_ATTENTION,
     CHIPS,
@@ -33,6 +32,7 @@ from gpt_fast_sd.roofline import (
     step_cost,
     step_seconds,
 )
+from gpt_fast_sd.model import preset
 
 LLAMA = preset("meta-llama/Llama-3.1-8B")
 LLAMA_2 = preset("meta-llama/Llama-2-7b-hf")
