@@ -1,74 +1,26 @@
-"""What gpu_suite.py keeps of its stages, and the page that it makes of it: targets beside what was measured."""
+"""The page that gpu_suite.py makes of its results: targets beside what was measured, what is right, speeds, plots."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+from gpt_fast_sd.measuring.ledger import Ledger
+from gpt_fast_sd.measuring.plots import draw_panels, whiskers
 from gpt_fast_sd.measuring.roofline import EXPECTED, PRACTICAL
-from gpu_forecast import AIMS, Aim, Cell, show
-from gpu_setup import Record, Setup
-from gpu_stages import Stage
+from gpt_fast_sd.measuring.tables import Column, Table
 
-DONE, FAILED, LEFT = "done", "failed", "left"
+from .aims import AIMS, Aim, Cell, show
+from .setup import Record, Setup
+from .stages import Stage, results_of
 
-# ---- results that outlast a call -------------------------------------------------------------------------------------
-
-
-class Ledger:
-    """OUT/results.json, whole after each stage."""
-
-    def __init__(self, out: Path, settings: Record, *, fresh: bool) -> None:
-        """ValueError where OUT holds results of other settings, or a results.json that is none of ours."""
-        self.path = out / "results.json"
-        self.document: Record = {"suite": "gpt_fast_sd gpu_suite", "settings": settings, "stages": {}}
-        if fresh:
-            self.path.unlink(missing_ok=True)
-        if self.path.exists():
-            advice = "name another folder, or forget them with --fresh"
-            try:
-                old = json.loads(self.path.read_text(encoding="utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                raise ValueError(f"{self.path} is not JSON: {advice}") from None
-            if not isinstance(old, dict) or old.get("suite") != self.document["suite"]:
-                raise ValueError(f"{self.path} holds no results of this suite: {advice}")
-            for name, value in settings.items():
-                before = old["settings"].get(name)
-                if before != value:
-                    raise ValueError(f"{self.path} was measured with {name} {before}, not {value}: {advice}")
-            self.document = old
-        self.stages: dict[str, Record] = self.document["stages"]
-
-    @property
-    def results(self) -> dict[str, Record]:
-        """What the stages that are done have found, by stage."""
-        return {name: entry["result"] for name, entry in self.stages.items() if entry["status"] == DONE}
-
-    def put(self, name: str, entry: Record) -> None:
-        """One more stage, on the disk when this returns."""
-        self.stages[name] = entry
-        write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
-
-    def is_done(self, name: str) -> bool:
-        """Whether there is a result: a stage that failed is tried again."""
-        return name in self.results
+NO_PLOTS = 'matplotlib is not installed (pip install "gpt_fast_sd[plot]").'
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-# ---- the summary -----------------------------------------------------------------------------------------------------
+# ---- targets ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,29 +43,17 @@ class Target:
         """Whether what was measured reaches the bound; None where nothing was."""
         return None if self.measured is None else self.aim.met(self.measured)
 
-    def cells(self, dry: bool) -> list[str]:
-        """Its row of the table; of a dry run without what was measured."""
-        measured = "not measured"
-        if self.measured is not None and not dry:
-            measured = show(self.measured, self.aim.unit) + ("" if self.aim.unit == "x" else f" ({self.where})")
-        good = "-" if self.good is None else show(self.good, self.aim.unit)
-        met = "-" if dry or self.met is None else "yes" if self.met else "no"
-        return [self.name, self.aim.aim, measured, good, show(self.expected, self.aim.unit), met]
-
-
-def worst(values: Sequence[tuple[float, str]], *, least: bool) -> tuple[float | None, str]:
-    """The least or the greatest of them and where it was, None where there are none."""
-    if not values:
-        return None, ""
-    return min(values) if least else max(values)
+    def shown(self, dry: bool) -> str:
+        """What was measured, and where; of a dry run nothing."""
+        if self.measured is None or dry:
+            return "not measured"
+        return show(self.measured, self.aim.unit) + ("" if self.aim.unit == "x" else f" ({self.where})")
 
 
 def targets(results: Mapping[str, Record], setup: Setup) -> list[Target]:
     """Every target beside what the stages found: a replay in the cell that was run, steps where they were worst."""
     steps: dict[str, list[tuple[float, str]]] = {"plain": [], "draft": [], "verify": [], "judge": []}
-    for name, result in results.items():
-        if not name.startswith("cell-"):
-            continue
+    for result in (result for name, result in results.items() if name.startswith("cell-")):
         where, found, floor = f"{result['cell']} {result['arm']}", result["steps"], result["roofline"]
         plain = found["target"]["seconds"]
         steps["plain"].append((floor["target"] / plain, where))
@@ -126,7 +66,8 @@ def targets(results: Mapping[str, Record], setup: Setup) -> list[Target]:
         cell = Cell(batch=ran["planned_batch"], context=aim.context) if ran else likely_cell(setup, aim.context)
         where = cell.name
         if aim.key in steps:
-            measured, where = worst(steps[aim.key], least=aim.least)
+            worst = (min if aim.least else max)(steps[aim.key], default=None)
+            measured, where = worst or (None, "")
         elif ran:
             measured = next(row["ratio"]["median"] for row in ran["replay"] if row["profile"] == aim.arm)
         good = None if aim.key == "judge" else aim.forecast(setup.chip, cell, PRACTICAL)
@@ -143,17 +84,35 @@ def likely_cell(setup: Setup, context: int) -> Cell:
         return Cell(batch=1, context=context)
 
 
+def target_table(listed: Sequence[Target], dry: bool = False) -> list[str]:
+    """Targets in Markdown."""
+    return Table(
+        Column("target", lambda one: one.name),
+        Column("aim", lambda one: one.aim.aim),
+        Column("measured", lambda one: one.shown(dry)),
+        Column("good public kernels", lambda one: "-" if one.good is None else show(one.good, one.aim.unit)),
+        Column("expected", lambda one: show(one.expected, one.aim.unit)),
+        Column("met", lambda one: "-" if dry or one.met is None else "yes" if one.met else "no"),
+    ).markdown(listed)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
 def summary(ledger: Ledger, setup: Setup, stages: Sequence[Stage], plots: Sequence[Path]) -> str:
     """One page: targets, what is right and what is not, speeds, what is missing."""
-    results, settings = ledger.results, ledger.document["settings"]
-    dry = setup.tiny
+    results, records = results_of(ledger), ledger.records
+    where, rates = (results.get("machine", {}).get(key, {}) for key in ("environment", "rates"))
+    dates = [record["date"] for record in records if "date" in record]
     lines = ["# GPU suite", ""]
-    if dry:
+    if setup.tiny:
         what = "cpu dry run" if setup.device.type == "cpu" else "dry run"
         lines += [f"**This is a {what}: tiny shapes, which say that the suite works and nothing about speed.**", ""]
-    where = results.get("machine", {}).get("environment", {})
-    rates = results.get("machine", {}).get("rates")
-    lines.append(f"Device: {settings['device']}; torch {where.get('torch', '-')}, triton {where.get('triton', '-')}.")
+    versions = where.get("versions", {})
+    lines.append(
+        f"Device: {ledger.document['settings']['device']}; torch {where.get('torch', '-')}, triton "
+        f"{versions.get('triton') or '-'}; measured {f'{min(dates)} to {max(dates)}' if dates else 'nothing yet'}."
+    )
     if rates:
         lines.append(
             f"Measured ceilings: copy {rates['copy'] / 1e9:,.0f} GB/s, read {rates['read'] / 1e9:,.0f} GB/s, "
@@ -165,210 +124,210 @@ def summary(ledger: Ledger, setup: Setup, stages: Sequence[Stage], plots: Sequen
         "is replayed from published acceptance: a replay says how fast rounds are, not how good drafts are.",
         "Both columns of the cost model are estimates: with what good public kernels reach, and what is expected of "
         "ours; benchmarks/h200/README.md gives the reasons.",
-        "", "## Targets", "", "| target | aim | measured | good public kernels | expected | met |",
-        "|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    lines += [f"| {' | '.join(one.cells(dry))} |" for one in targets(results, setup)]
-    lines += ["", *smoke_lines(results)]
-    lines += [*correctness_lines(results), *replay_lines(results), *bundled_lines(results)]
-    lines += kernel_lines(results)
-    lines += overrun_lines(ledger.stages)
-    missing = [stage.name for stage in stages if not ledger.is_done(stage.name)]
-    if missing:
-        lines += ["## Missing", ""]
-        for name in missing:
-            entry = ledger.stages.get(name)
-            lines.append(f"- {name}: " + (f"failed, {why(entry)}" if entry else "not run yet"))
-        lines.append("")
+        "",
+    ]
+    over = [record for record in records if record.get("seconds_over")]
+    missing = [stage for stage in stages if not stage.is_done(ledger)]
+    page = {
+        "Targets": target_table(targets(results, setup), setup.tiny),
+        "Is it right?": test_lines(results),
+        "Rounds of the 8 B shape, acceptance replayed": replay_lines(results),
+        "The bundled model, its own acceptance (no replay)": bundled_lines(results),
+        "Kernels": kernel_lines(results, rates),
+        "Longer than reckoned": [
+            f"- {r['stage']}: {r['seconds']:.0f} s, reckoned {r['reckoned_seconds']} s" for r in over
+        ],
+        "Missing": [f"- {stage.name}: {why(ledger, stage)}" for stage in missing],
+    }
+    for heading, section in page.items():
+        lines += [f"## {heading}", "", *section, ""] if section else []
     lines += [f"![{path.stem}]({path.name})" for path in plots]
     if not plots:
         lines.append("No plots: " + ("nothing to draw yet." if importlib.util.find_spec("matplotlib") else NO_PLOTS))
     return "\n".join(lines) + "\n"
 
 
-def why(entry: Record) -> str:
-    """Why a stage failed: how it ended, and the last thing it said."""
-    said = [line.strip() for line in entry["output"].splitlines() if line.strip()]
-    return f"{entry['error']}: `{said[-1][:200]}`" if said else str(entry["error"])
+def why(ledger: Ledger, stage: Stage) -> str:
+    """Why a stage is not done: that it was not run, or how it ended, and the last thing it said."""
+    record = ledger.find({"stage": stage.name})
+    if record is None:
+        return "not run yet"
+    if "result" in record:
+        return "a test has not passed" if not record["result"]["ok"] else "its tests or what they test has changed"
+    said = [line.strip() for line in record["output"].splitlines() if line.strip()]
+    return f"failed, {record['error']}" + (f": `{said[-1][:200]}`" if said else "")
 
 
-NO_PLOTS = 'matplotlib is not installed (pip install "gpt_fast_sd[plot]").'
-
-
-def smoke_lines(results: Mapping[str, Record]) -> list[str]:
-    """What the first stage tried, step by step."""
-    if "smoke" not in results:
-        return []
-    found = results["smoke"]
-    lines = [
-        "## Does it run?", "",
-        f"The bundled model as generate.py runs it: {found['seconds']:.0f} s, {found['seconds_meant']} were meant.", "",
-        "| step | s | ok | seen |", "|---|---|---|---|",
-    ]  # fmt: skip
-    for row in found["steps"]:
-        said = row["said"].replace("|", "/")
-        lines.append(f"| {row['step']} | {row['seconds']:.1f} | {'yes' if row['ok'] else '**no**'} | {said} |")
-    return [*lines, ""]
-
-
-def overrun_lines(stages: Mapping[str, Record]) -> list[str]:
-    """The stages that took longer than they were reckoned to take."""
-    found = [(name, entry) for name, entry in stages.items() if entry.get("seconds_over")]
+def test_lines(results: Mapping[str, Record]) -> list[str]:
+    """How many tests have passed, those that have not, and what some of them saw."""
+    found = {name: result["tests"] for name, result in results.items() if "tests" in result}
     if not found:
         return []
-    said = [f"- {name}: {entry['seconds']:.0f} s, reckoned {entry['reckoned_seconds']} s" for name, entry in found]
-    return ["## Longer than reckoned", "", *said, ""]
+    table = Table(
+        Column("stage", lambda name: name),
+        Column("tests", lambda name: str(len(found[name]))),
+        Column("passed", lambda name: str(sum(one["outcome"] == "passed" for one in found[name].values()))),
+        Column("s", lambda name: f"{sum(one.get('seconds', 0.0) for one in found[name].values()):.0f}"),
+    )
+    every = [(test, one) for tests in found.values() for test, one in tests.items()]
+    wrong = [f"- **{test}**: {one['outcome']}; {last(one.get('said', ''))}" for test, one in every if one["outcome"] != "passed"]
+    seen = [f"- {test}: {text}" for test, one in every for text in one.get("seen", {}).values()]
+    return [*table.markdown(found), *[""] * bool(wrong), *wrong, *[""] * bool(seen), *seen]
 
 
-def correctness_lines(results: Mapping[str, Record]) -> list[str]:
-    """What was compared, and the worst of each."""
-    rows = [(name, worst) for name, result in results.items() for worst in result.get("worst", [])]
-    if not rows:
-        return []
-    lines = ["## Is it right?", "", "| stage | what | worst | allowed | right |", "|---|---|---|---|---|"]
-    for name, row in rows:
-        right = "yes" if row["ok"] else "**no**"
-        lines.append(f"| {name} | {row['op']}: {row['what']} | {row['error']:.2g} | {row['tolerance']:.2g} | {right} |")
-    return [*lines, ""]
+def last(said: str) -> str:
+    """The last line that is not empty."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    return f"`{lines[-1].strip()[:200]}`" if lines else "it said nothing"
+
+
+def spread_of(ratio: Record) -> str:
+    """The median of ratios, with the least and the greatest."""
+    return f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
+
+
+def keys_of(one: Record) -> str:
+    """The least and the most keys that a row reads."""
+    return " to ".join(f"{n:,}" for n in one["keys_in_view"]) if "keys_in_view" in one else "-"
+
+
+Row = tuple[Record, Record]  # a result, and one of its rows
+
+
+def replays(results: Mapping[str, Record]) -> list[Row]:
+    """All replays with the results of their cells."""
+    return [(result, row) for result in results.values() for row in result.get("replay", [])]
 
 
 def replay_lines(results: Mapping[str, Record]) -> list[str]:
-    """Rounds with replayed acceptance, all profiles."""
-    rows = [(result, row) for result in results.values() for row in result.get("replay", [])]
-    if not rows:
+    """Rounds with replayed acceptance, all profiles; then the steps that they are made of."""
+    if not replays(results):
         return []
-    lines = [
-        "## Rounds of the 8 B shape, acceptance replayed", "",
+    cell = Column("cell", lambda r: r[0]["cell"])
+    draft = Column("draft", lambda r: f"{r[0]['policy']} {r[0]['budget']:,}")
+    rounds = Table(
+        cell, draft,
+        Column("profile", lambda r: f"replay of {r[1]['profile']}"),
+        Column("gamma", lambda r: str(r[1]["gamma"])),
+        Column("tokens/round", lambda r: f"{r[1]['tokens_per_round']:.2f}"),
+        Column("plain tok/s", lambda r: f"{r[1]['plain_tokens_per_second']:,.0f}"),
+        Column("replay tok/s", lambda r: f"{r[1]['replayed_tokens_per_second']:,.0f}"),
+        Column("replay speed", lambda r: spread_of(r[1]["ratio"])),
+        Column("cost model ideal, good kernels, expected", lambda r: ", ".join(
+            f"{r[1][f'predicted_{name}']:.2f}x" for name in ("ideal", "practical", "expected"))),
+        Column("to the end", lambda r: f"{r[1]['to_the_end_ratio']:.2f}x"),
+    )  # fmt: skip
+    steps = Table(
+        cell, draft,
+        Column("step", lambda r: r[1]["step"]),
+        Column("gamma", lambda r: str(r[1]["gamma"] or "-")),
+        Column("ms", lambda r: f"{r[1]['seconds'] * 1e3:.3f}"),
+        Column("roofline ms", lambda r: "-" if r[1]["allowed"] is None else f"{r[1]['allowed'] * 1e3:.3f}"),
+        Column("rows", lambda r: str(r[1]["rows_active"])),
+        Column("keys read a row", lambda r: keys_of(r[1])),
+    )  # fmt: skip
+    return [
         "Median of the ratios of pairs run in turns, with least and greatest; tokens/s of all rows, host included.", "",
-        "| cell | draft | profile | gamma | tokens/round | plain tok/s | replay tok/s | replay speed | cost model "
-        "ideal / good kernels / expected | to the end |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        *rounds.markdown(replays(results)), "",
+        "Beside each step what the roofline allows; rows and keys are those of the calls that were timed.", "",
+        *steps.markdown((r, s) for r in results.values() if "replay" in r for s in steps_of(r)),
     ]  # fmt: skip
-    for result, row in rows:
-        ratio = row["ratio"]
-        lines.append(
-            f"| {result['cell']} | {result['policy']} {result['budget']:,} | replay of {row['profile']} "
-            f"| {row['gamma']} | {row['tokens_per_round']:.2f} | {row['plain_tokens_per_second']:,.0f} "
-            f"| {row['replayed_tokens_per_second']:,.0f} | {ratio['median']:.2f}x ({ratio['min']:.2f} to "
-            f"{ratio['max']:.2f}) | {row['predicted_ideal']:.2f}x / {row['predicted_practical']:.2f}x / "
-            f"{row['predicted_expected']:.2f}x | {row['to_the_end_ratio']:.2f}x |"
-        )
-    steps = [
-        "", "Beside each step what the roofline allows; rows and keys are those of the calls that were timed.", "",
-        "| cell | draft | step | gamma | ms | roofline ms | rows | keys read a row |",
-        "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for result in results.values():
-        for name, found in result["steps"].items() if "replay" in result else ():
-            for gamma, one in {"-": found}.items() if "seconds" in found else found.items():
-                floor = result["roofline"].get(name)
-                allowed = floor[gamma] if isinstance(floor, dict) else floor
-                read = one.get("keys_in_view")
-                steps.append(
-                    f"| {result['cell']} | {result['policy']} {result['budget']:,} | {name} | {gamma} "
-                    f"| {one['seconds'] * 1e3:.3f} | {'-' if allowed is None else format(allowed * 1e3, '.3f')} "
-                    f"| {one['rows_active']} | {'-' if read is None else ' to '.join(f'{n:,}' for n in read)} |"
-                )
-    return [*lines, *steps, ""]
+
+
+def steps_of(result: Record) -> Iterator[Record]:
+    """The steps of a cell one by one, each with its name and the seconds that the roofline allows."""
+    for name, found in result["steps"].items():
+        floor = result["roofline"].get(name)
+        for gamma, one in {"": found}.items() if "seconds" in found else found.items():
+            yield {**one, "step": name, "allowed": floor[gamma] if isinstance(floor, dict) else floor}
 
 
 def bundled_lines(results: Mapping[str, Record]) -> list[str]:
     """The bundled model, with acceptance of its own."""
-    found = {name: result for name, result in results.items() if name.startswith("bundled-")}
-    if not found:
-        return []
-    lines = [
-        "## The bundled model, its own acceptance (no replay)", "",
-        "| rows x context | draft | acceptance | tokens/round | plain tok/s | speculative tok/s | speed |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for result in found.values():
-        for row in result["results"]:
-            ratio = row["ratio"]
-            lines.append(
-                f"| {result['batch']} x {result['context']:,} | {row['policy']} {row['budget']} "
-                f"| {row['acceptance_rate']:.1%} | {row['tokens_per_round']:.2f} "
-                f"| {row['plain_tokens_per_second']:,.0f} | {row['speculative_tokens_per_second']:,.0f} "
-                f"| {ratio['median']:.2f}x ({ratio['min']:.2f} to "
-                f"{ratio['max']:.2f}) |"
-            )
-    return [*lines, ""]
+    rows = [(r, row) for name, r in results.items() if name.startswith("bundled-") for row in r["results"]]
+    table = Table(
+        Column("rows x context", lambda r: f"{r[0]['batch']} x {r[0]['context']:,}"),
+        Column("draft", lambda r: f"{r[1]['policy']} {r[1]['budget']}"),
+        Column("acceptance", lambda r: f"{r[1]['acceptance_rate']:.1%}"),
+        Column("tokens/round", lambda r: f"{r[1]['tokens_per_round']:.2f}"),
+        Column("plain tok/s", lambda r: f"{r[1]['plain_tokens_per_second']:,.0f}"),
+        Column("speculative tok/s", lambda r: f"{r[1]['speculative_tokens_per_second']:,.0f}"),
+        Column("speed", lambda r: spread_of(r[1]["ratio"])),
+    )
+    return table.markdown(rows) if rows else []
 
 
-def kernel_lines(results: Mapping[str, Record]) -> list[str]:
+def timed(results: Mapping[str, Record]) -> list[Record]:
+    """Every kernel that was timed, or was to be."""
+    return [row for name, result in results.items() if name.startswith("time-") for row in result["rows"]]
+
+
+def kernel_lines(results: Mapping[str, Record], rates: Mapping[str, float]) -> list[str]:
     """Kernels by time, with their share of the roofline and of what was measured of the chip."""
-    rows = [row for name, result in results.items() if name.startswith("time-") for row in result["rows"]]
-    if not rows:
-        return []
-    lines = [
-        "## Kernels", "",
-        "| kernel | shape | us | GB/s | TFLOP/s | of the roofline | of the measured ceilings | rows x keys |",
-        "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    rates = results.get("machine", {}).get("rates")
-    for row in rows:
-        if "failed" in row:
-            lines.append(f"| {row['op']} | {row['what']} | not run: {row['failed']} | | | | | |")
-            continue
-        measured = "-"
-        if rates:  # a kernel may have been timed before the chip was
-            bandwidth = max(rates["copy"], rates["read"])
-            floor = max(row["bytes"] / bandwidth, row["flops"] / rates["matmul"])
-            measured = f"{floor / row['seconds']:.0%}"
-        read = row.get("keys_in_view")
-        lines.append(
-            f"| {row['op']} | {row['what']} | {row['seconds'] * 1e6:,.1f} | {row['gb_per_second']:,.0f} "
-            f"| {row['tflops']:.1f} | {row['share']:.0%} | {measured} "
-            f"| {row['rows_active']}{'' if read is None else f' x {read[0]:,}'} |"
-        )
-    return [*lines, ""]
+
+    def figure(show: Callable[[Record], str]) -> Callable[[Record], str]:
+        return lambda row: "" if "failed" in row else show(row)
+
+    def of_measured(row: Record) -> str:
+        if not rates:  # a kernel may have been timed before the chip was
+            return "-"
+        floor = max(row["bytes"] / max(rates["copy"], rates["read"]), row["flops"] / rates["matmul"])
+        return f"{floor / row['seconds']:.0%}"
+
+    table = Table(
+        Column("kernel", lambda row: row["op"]),
+        Column("shape", lambda row: row["what"]),
+        Column("us", lambda r: f"not run: {r['failed']}" if "failed" in r else f"{r['seconds'] * 1e6:,.1f}"),
+        Column("GB/s", figure(lambda row: f"{row['gb_per_second']:,.0f}")),
+        Column("TFLOP/s", figure(lambda row: f"{row['tflops']:.1f}")),
+        Column("of the roofline", figure(lambda row: f"{row['share']:.0%}")),
+        Column("of the measured ceilings", figure(of_measured)),
+        Column("rows x keys", figure(lambda row: f"{row['rows_active']} x {keys_of(row).split()[0]}")),
+    )
+    return table.markdown(timed(results)) if timed(results) else []
+
+
+# ---- plots -----------------------------------------------------------------------------------------------------------
 
 
 def draw(results: Mapping[str, Record], out: Path, *, dry: bool) -> list[Path]:
     """The plots that the results allow; none without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
-    import matplotlib
+    mark, drawn = "dry run, no measurement: " if dry else "", []
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def picture(name: str, title: str, xlabel: str, n_bars: int, bars: Callable[[Any], None]) -> None:
+        def panel_of(panel: Any) -> None:
+            bars(panel)
+            panel.axvline(1.0, color="black", linewidth=0.8)
+            panel.invert_yaxis()
+            panel.tick_params(axis="y", labelsize=7)
 
-    mark = "dry run, no measurement: " if dry else ""
-    drawn = []
-    timed = [
-        row for name, result in results.items() if name.startswith("time-") for row in result["rows"] if "share" in row
-    ]
-    if timed:
-        figure, axes = pyplot.subplots(figsize=(9, 1 + 0.24 * len(timed)), layout="constrained")
-        names = [f"{row['op']}, {row['what']}" for row in timed]
-        colors = ["tab:gray" if row["peer"] else "tab:blue" for row in timed]
-        axes.barh(names, [row["share"] for row in timed], color=colors)
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.invert_yaxis()
-        axes.tick_params(axis="y", labelsize=7)
-        axes.set_xlabel("share of the roofline (bytes that must move, or operations)")
-        figure.suptitle(f"{mark}kernels (blue) and others' (gray)")
-        drawn.append(out / "kernels.png")
-        figure.savefig(drawn[-1], dpi=120)
-        pyplot.close(figure)
-    rows = [(result, row) for result in results.values() for row in result.get("replay", [])]
-    if rows:
-        figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.36 * len(rows)), layout="constrained")
+        drawn.append(out / name)
+        draw_panels([[panel_of]], drawn[-1], title=mark + title, xlabel=xlabel, size=(9, 0.6 + 0.3 * n_bars))
+
+    kernels = [row for row in timed(results) if "share" in row]
+    if kernels:
+        picture(
+            "kernels.png", "kernels (blue) and others' (gray)",
+            "share of the roofline (bytes that must move, or operations)", len(kernels),
+            lambda panel: panel.barh(
+                [f"{row['op']}, {row['what']}" for row in kernels], [row["share"] for row in kernels],
+                color=["tab:gray" if row["peer"] else "tab:blue" for row in kernels],
+            ),
+        )  # fmt: skip
+    rows = replays(results)
+
+    def rounds(panel: Any) -> None:
         names = [f"{result['cell']}, {result['policy']}, replay of {row['profile']}" for result, row in rows]
         ratios = [row["ratio"] for _, row in rows]
-        low = [ratio["median"] - ratio["min"] for ratio in ratios]
-        high = [ratio["max"] - ratio["median"] for ratio in ratios]
-        axes.barh(names, [ratio["median"] for ratio in ratios], xerr=[low, high], color="tab:blue", label="replay")
-        marks = {"expected": ("D", "tab:orange"), "practical": ("d", "tab:gray"), "ideal": ("x", "black")}
-        for key, (marker, color) in marks.items():
-            predicted = [row[f"predicted_{key}"] for _, row in rows]
-            axes.plot(predicted, names, marker, color=color, label=f"cost model: {key}")
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.invert_yaxis()
-        axes.legend()
-        axes.set_xlabel("speed over plain decoding")
-        figure.suptitle(f"{mark}rounds of the 8 B shape, acceptance replayed")
-        drawn.append(out / "replay.png")
-        figure.savefig(drawn[-1], dpi=120)
-        pyplot.close(figure)
+        panel.barh(names, [one["median"] for one in ratios], xerr=whiskers(ratios), color="tab:blue", label="replay")
+        for name, marker, color in ("expected", "D", "tab:orange"), ("practical", "d", "tab:gray"), ("ideal", "x", "k"):
+            predicted = [row[f"predicted_{name}"] for _, row in rows]
+            panel.plot(predicted, names, marker, color=color, label=f"cost model: {name}")
+        panel.legend()
+
+    if rows:
+        title = "rounds of the 8 B shape, acceptance replayed"
+        picture("replay.png", title, "speed over plain decoding", len(rows), rounds)
     return drawn

@@ -13,8 +13,8 @@ from torch import Tensor
 from gpt_fast_sd import kernels
 from tests.gpt_fast_sd.kernels.dense import DTYPES, FP32
 from tests.gpt_fast_sd.kernels.selected import best, rows_of_every_kind
-from tests.gpu.place import INTERPRETED, Place, of_dtypes
-from tests.gpu.truths import TOLERANCE, difference, miscut, shortfall
+from tests.gpu.place import INTERPRETED, Place, difference, of_dtypes
+from tests.gpu.truths import TOLERANCE, miscut, shortfall
 
 SHAPES = ((1, 128, 1), (4, 128, 1), (8, 128, 1), (4, 128, 5), (3, 96, 3), (8, 128, 9), (4, 64, 17), (1, 64, 5))
 CHUNKS = ((4, 128, 256), (1, 64, 63), (3, 96, 130), (8, 128, 33), (4, 64, 32))

@@ -16,14 +16,6 @@ from tests.gpt_fast_sd.kernels.dense import BF16, FP16, FP32
 TOLERANCE = {FP32: 1e-5, FP16: 2e-3, BF16: 1e-2}
 
 
-def difference(out: Tensor, expected: Tensor) -> float:
-    """||out - expected|| / ||expected|| in fp64; inf where anything is not finite, or of another shape."""
-    out, expected = out.double().cpu(), expected.double()
-    if out.shape != expected.shape or not bool(out.isfinite().all()):
-        return float("inf")
-    return float((out - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
 def miscut(scores: Tensor, top_k: Tensor, top_p: Tensor, cut: Tensor, last: Tensor) -> float:
     """The share of a row's mass that is kept or left by mistake, inf where the tokens kept are not the likeliest.
 
