@@ -1,14 +1,14 @@
 """Check and measure everything that needs a GPU, by one command that can be called again until all is done.
 
-    python scripts/gpu_suite.py OUT                           every stage that is not done yet, as far as the time goes
-    python scripts/gpu_suite.py OUT --stages machine,graphs   these alone
-    python scripts/gpu_suite.py OUT --device cpu --tiny       a dry run anywhere: tiny shapes, figures mean nothing
+    python scripts/gpu_suite.py OUT                                every stage not done yet, as far as the time goes
+    python scripts/gpu_suite.py OUT --stages machine,test-rounds   these alone
+    python scripts/gpu_suite.py OUT --device cpu --tiny            a dry run anywhere: tiny shapes, figures mean nothing
 
 Each stage is a process of its own, so one that fails loses no other. Its result stands in OUT/results.json as soon as
-it is there and is not measured again, nor is a test that has passed on these sources run again (OUT/tests.json); a stage
-for which the time left is too short waits for the next call. In the end, and after every call, OUT/summary.md is a page
-of targets beside what was measured and what the cost model says, and the plots show it. Exit code 0: all stages asked
-for are done and right; 3: some are left; 1: one failed or found an error; 2: what was asked for makes no sense.
+it is there and is not measured again, nor is a test that has passed on these sources run again (OUT/tests.json); a
+stage for which the time left is too short waits for the next call. In the end, and after every call, OUT/summary.md is
+a page of targets beside what was measured and what the cost model says, and the plots show it. Exit code 0: all stages
+asked for are done and right; 3: some are left; 1: one failed or found an error; 2: what was asked for makes no sense.
 
 Speed at 8 B parameters is measured with random weights. How many drafts are kept is then replayed from published
 acceptance (gpt_fast_sd/measuring/replay.py), everything else of a round runs as it is: such figures are called replays.
@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 
@@ -181,9 +182,7 @@ def conduct(stages: Sequence[Stage], ledger: Ledger, budget: float, launch: Laun
 def ledger_of(args: argparse.Namespace, *, fresh: bool = False) -> Ledger:
     """OUT/results.json, whole after each stage; ValueError where it holds results of other settings, or none."""
     machine = environment(torch.device(args.device))
-    return Ledger(
-        args.out / "results.json", "gpu_suite", settings_of(args), machine, fresh=fresh, results="stages"
-    )
+    return Ledger(args.out / "results.json", "gpu_suite", settings_of(args), machine, fresh=fresh, results="stages")
 
 
 def launcher(args: argparse.Namespace) -> Launch:

@@ -1,14 +1,13 @@
-"""Steps and rounds of a model of 8 B parameters, acceptance replayed; and of the bundled one, with acceptance of its own.
+"""Steps and rounds of a model of 8 B parameters, acceptance replayed; and of the bundled one, with its own.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, K kv heads, gamma tokens drafted a round.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,6 @@ from gpt_fast_sd.measuring.prompts import stretches, tokens_of
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Forecast, step_seconds
 from gpt_fast_sd.measuring.turns import spread, take_turns
-from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.planner import GammaPlanner
 from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import GREEDY
@@ -160,8 +158,9 @@ class Bench:
 
     def figure(self, name: str, gamma: int, call: Callable[[], object]) -> Record:
         """Seconds of a call (of a draft, of a step of it), and what it did; RuntimeError where that is not enough."""
-        seen = self.observe(gamma, call)
-        if wrong := self.idle(name, gamma, seen):
+        fed = {"target": 1, "verify": gamma + 1, "draft": gamma}.get(name, 0)
+        seen = self.observe(gamma, call, fed, drafts=name == "draft")
+        if wrong := self.idle(name, gamma, fed, seen):
             raise RuntimeError(f"{name} at gamma {gamma} is not timed: {wrong}")
         seconds = self.watch(call, before=partial(self.pose, gamma)) / (gamma if name == "draft" else 1)
         return {"seconds": seconds, "gamma": gamma, **seen}
@@ -191,23 +190,25 @@ class Bench:
             tensor.copy_(value)
         self.kept.table.fill_((gamma + 1) // 2)
 
-    def observe(self, gamma: int, call: Callable[[], object]) -> Record:
+    def observe(self, gamma: int, call: Callable[[], object], fed: int, drafts: bool) -> Record:
         """What a call does, from the pose: rows that are live, tokens fed to each, least and most keys a row reads.
 
         Of a draft the keys of a layer and head; of judging the drafts judged and the tokens emitted, of selecting the
         rows whose selection is another afterwards.
         """
         self.pose(gamma)
-        rows, view = self.engine.rows, self._view()
+        rows, policy, view = self.engine.rows, self.engine.policy, self._view()
         seen: Record = {"rows_active": int(rows.active.sum())}
         slots, before = getattr(view, "slots", None), rows.seq_len.clone()
         held = None if slots is None else slots.clone()
-        with self._watched() as fed:
-            out = call()
+        out = call()
         if fed:
-            keys = torch.stack([torch.stack([read.min(), read.max()]) for _, read in fed]).tolist()
-            seen["tokens_fed"] = sum(n for n, _ in fed)
-            seen["keys_in_view"] = [min(least for least, _ in keys), max(most for _, most in keys)]
+            last = torch.where(rows.active, rows.seq_len, -fed) + fed - 1  # [B] an idle row reads nothing
+            read = [last + 1]
+            if drafts:  # by the first and by the last of its steps
+                read = [policy.positions_read(at).sum(-1) for at in (last - fed + 1, last)]  # type: ignore[union-attr]
+            seen["tokens_fed"] = fed
+            seen["keys_in_view"] = [int(read[0].min()), int(read[-1].max())]
         elif isinstance(out, Tensor):
             seen["tokens_judged"], seen["tokens_emitted"] = out[:, 1].tolist(), out[:, 0].tolist()
             seen["rows_grown"] = int((rows.seq_len > before).sum())
@@ -215,58 +216,26 @@ class Bench:
             seen["rows_selected"] = int((slots != held).any(-1).any(-1).any(0).sum())
         return seen
 
-    def idle(self, name: str, gamma: int, seen: Record) -> str | None:
+    def idle(self, name: str, gamma: int, fed: int, seen: Record) -> str | None:
         """Why what a call did is not what rows in the middle of decoding ask for; None where it is."""
-        n, fed = self.batch, gamma + 1 if name == "verify" else gamma if name == "draft" else 1
+        n, kept = self.batch, (gamma + 1) // 2
         if seen["rows_active"] != n:
             return f"of {n} rows only {seen['rows_active']} are active"
-        if name == "judge":
-            kept = (gamma + 1) // 2
-            wanted = {"tokens_judged": [gamma] * n, "tokens_emitted": [kept + 1] * n, "rows_grown": n}
-        elif name == "select":
-            wanted = {"rows_selected": n}
-        else:
-            wanted = {"tokens_fed": fed}
-            least, most = self.context + fed, self.context + fed
+        if fed:
+            least = most = self.context + fed
             if name == "draft":  # a selection that is new leaves room for the tokens until the next one
                 least, most = int(0.7 * self.budget), self.budget + gamma
-            read = seen.get("keys_in_view", [0, 0])
-            if not least <= read[0] <= read[1] <= most:
-                return f"rows read {read[0]:,} to {read[1]:,} keys, not {least:,} to {most:,}"
+            read = seen["keys_in_view"]
+            fine = least <= read[0] <= read[1] <= most
+            return None if fine else f"rows read {read[0]:,} to {read[1]:,} keys, not {least:,} to {most:,}"
+        wanted = {"tokens_judged": [gamma] * n, "tokens_emitted": [kept + 1] * n, "rows_grown": n}
+        wanted = {"rows_selected": n} if name == "select" else wanted
         wrong = {key: seen.get(key) for key, value in wanted.items() if seen.get(key) != value}
         return f"{wrong} should be { ({key: wanted[key] for key in wrong}) }" if wrong else None
 
     def _view(self) -> Any:
         """The view that drafts are read through: it owns what a selection has chosen."""
         return getattr(self.engine.policy, "view", None)
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[list[tuple[int, Tensor]]]:
-        """Notes of every step inside: tokens fed to a row, and how many keys each row reads, int64 [...]."""
-        rounds, policy, notes = self.engine.rounds, self.engine.policy, list[tuple[int, Tensor]]()
-        decode, verify, feed = rounds.decode, rounds.verify, policy.feed  # type: ignore[union-attr]
-
-        def noting(step: Callable[..., Any]) -> Callable[..., Any]:
-            def noted(model: Any, tokens: Tensor, pos: Tensor, *rest: Any, **how: Any) -> Any:
-                *_, in_view, _ = rest
-                read = torch.where(pos < in_view.shape[0] * SPLIT, pos + 1, 0)  # [B, T]
-                notes.append((tokens.shape[1], read.amax(1)))
-                return step(model, tokens, pos, *rest, **how)
-
-            return noted
-
-        def drafting(tokens: Tensor, pos: Tensor, *rest: Any) -> Any:
-            out = feed(tokens, pos, *rest)
-            notes.append((tokens.shape[1], policy.positions_read(pos[:, -1]).sum(-1)))  # type: ignore[union-attr]
-            return out
-
-        rounds.decode, rounds.verify = noting(decode), noting(verify)  # type: ignore[assignment]
-        policy.feed = drafting  # type: ignore[union-attr]
-        try:
-            yield notes
-        finally:
-            rounds.decode, rounds.verify = decode, verify
-            del policy.feed  # type: ignore[union-attr]
 
 
 def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:

@@ -235,7 +235,11 @@ def flashinfer_decode(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
         space = torch.empty(256 * 2**20, dtype=torch.uint8, device=q.device)
         rows = q.transpose(1, 2).flatten(0, 1).contiguous()  # [B * T, N, H]
         count = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        lists = count * n_pages, torch.arange(batch * n_pages, dtype=count.dtype, device=q.device), torch.full_like(count[1:], page)
+        lists = (
+            count * n_pages,
+            torch.arange(batch * n_pages, dtype=count.dtype, device=q.device),
+            torch.full_like(count[1:], page),
+        )
         heads = n_heads, n_kv, head_dim, page
         if n_tokens == 1:
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)

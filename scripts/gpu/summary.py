@@ -170,7 +170,11 @@ def test_lines(results: Mapping[str, Record]) -> list[str]:
         Column("s", lambda name: f"{sum(one.get('seconds', 0.0) for one in found[name].values()):.0f}"),
     )
     every = [(test, one) for tests in found.values() for test, one in tests.items()]
-    wrong = [f"- **{test}**: {one['outcome']}; {last(one.get('said', ''))}" for test, one in every if one["outcome"] != "passed"]
+    wrong = [
+        f"- **{test}**: {one['outcome']}; {last(one.get('said', ''))}"
+        for test, one in every
+        if one["outcome"] != "passed"
+    ]
     seen = [f"- {test}: {text}" for test, one in every for text in one.get("seen", {}).values()]
     return [*table.markdown(found), *[""] * bool(wrong), *wrong, *[""] * bool(seen), *seen]
 

@@ -116,7 +116,7 @@ def no_waiting(device: torch.device) -> Iterator[None]:
 
 @torch.inference_mode()
 def round_without_waiting(engine: Engine, gamma: int, kind: Kind) -> Tensor:
-    """What a round says of rows in the middle of decoding, int64 [B, 2 * gamma + 5], run while the host may not wait."""
+    """What a round says of rows in the middle of decoding, int64 [B, 2 * gamma + 5]; the host may not wait in it."""
     rows = engine.rows
     rows.seq_len.fill_(64)
     rows.active.fill_(True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import generate
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.measuring.lossless import differences, is_near_tie, logits_after
+from gpt_fast_sd.model import load_tokenizer, read_config
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.tp import Parallel
 from tests.gpu.place import Place
@@ -83,7 +84,9 @@ def made(place: Place, *flags: str) -> Made:
     new = ["--max-new-tokens", "96" if place.on_cuda else "6", "--ignore-eos"]
     eagerly = [] if place.on_cuda else ["--no-compile"]
     args = generate.parse(["--model", "bundled", *flags, *new, "--device", place.device.type, *eagerly])
-    return Made(*generate.prepare(args, Parallel(place.device)))
+    config = read_config(BUNDLED)
+    prompts, params = generate.read_requests(args, load_tokenizer(BUNDLED, config), config)
+    return Made(generate.build(args, prompts, params, config, Parallel(place.device)), prompts, params)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +134,7 @@ def test_a_short_prompt_is_decoded_greedily(short: Made, said_first: list[list[i
 
 @pytest.mark.parametrize("how", [{"temperature": 0.7, "seed": 1}, FILTERS], ids=["sampled", "filtered"])
 def test_a_short_prompt_is_sampled(short: Made, how: dict[str, Any], record_property: Seen) -> None:
-    record_property("seen", short.drawn([SamplingParams(**{"max_tokens": p.max_tokens, "ignore_eos": True, **how}) for p in short.params]))
+    record_property("seen", short.drawn([replace(p, **how) for p in short.greedy]))
 
 
 @pytest.mark.seconds(240)
