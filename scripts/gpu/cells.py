@@ -248,7 +248,7 @@ def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
         began = time.perf_counter()
         bench = Bench(setup, cell, arm, gammas)
         built = time.perf_counter() - began
-        print(f"{cell.label}: built and compiled in {built:.0f} s; gamma by the cost model: {gammas}")
+        print(f"{cell.name}: built and compiled in {built:.0f} s; gamma by the cost model: {gammas}")
         steps = bench.steps()
         ceilings = ceilings_of(setup, bench)
         for name, seconds in ceilings.items():

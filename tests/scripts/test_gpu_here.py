@@ -1,4 +1,4 @@
-"""What is typed on a machine with a GPU, typed on one without: refusals and reasons; and what docs/gpu.md says of tests."""
+"""What is typed on a machine with a GPU, typed on one without; and what docs/gpu.md says of tests."""
 
 from __future__ import annotations
 
