@@ -20,9 +20,11 @@ STAGES
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -211,10 +213,11 @@ def launcher(args: argparse.Namespace) -> Launch:
 
 def run_process(command: Sequence[str], timeout: float) -> tuple[int | None, str]:
     """Run a process, its output printed line by line -> its exit code, None if it was stopped, and the output."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=variables,
+        start_new_session=True,
+    )  # fmt: skip
     lines: list[str] = []
 
     def pass_on() -> None:
@@ -230,9 +233,10 @@ def run_process(command: Sequence[str], timeout: float) -> tuple[int | None, str
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # it may have started others
         process.wait()
-    reader.join(5.0)  # a child of the process may hold the pipe
+    reader.join(5.0)
     return code, "".join(lines)
 
 
@@ -256,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         ledger = ledger_of(args, fresh=args.fresh)
         if args.fresh:
-            for name in ("results.json", "tests.json"):
+            for name in ("results.json", "tests.json", "bundled.json"):
                 (args.out / name).unlink(missing_ok=True)
     except (ValueError, OSError) as error:
         if args.only:

@@ -1,4 +1,4 @@
-"""Steps and rounds of a model of 8 B parameters, acceptance replayed; and of the bundled one, with its own.
+"""Steps and rounds of a model of 8 B parameters with random weights, acceptance replayed.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, K kv heads, gamma tokens drafted a round.
 """
@@ -17,20 +17,16 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import gamma_tiers
-from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.measuring.machine import clocks
-from gpt_fast_sd.measuring.prompts import stretches, tokens_of
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Forecast, step_seconds
-from gpt_fast_sd.measuring.turns import spread, take_turns
+from gpt_fast_sd.measuring.turns import spread
 from gpt_fast_sd.planner import GammaPlanner
 from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import GREEDY
 
 from .aims import LLAMA, ROOM, Arm, Cell, planned, predict
 from .setup import SMALL, Record, Setup, Stopwatch, random_model
-
-# ---- a model of 8 B parameters with random weights -------------------------------------------------------------------
 
 ROUNDS = 40  # of one run: few enough that the context stays within 1 % of where it began
 TO_THE_END = 96  # new tokens of the runs that go on until the last row is finished
@@ -331,69 +327,3 @@ def replay_row(setup: Setup, cell: Cell, arm: Arm, bench: Bench, profile: str, p
         "rounds_of_a_run": bench.rounds, "pairs": setup.pairs,
         "to_the_end_ratio": whole[False]["seconds"] / whole[True]["seconds"], "to_the_end_new_tokens": new,
     }  # fmt: skip
-
-
-# ---- the bundled model, with acceptance of its own -------------------------------------------------------------------
-
-END_TO_END = {"8x8192": (8, 8192), "32x8192": (32, 8192), "8x16000": (8, 16000), "32x16000": (32, 16000)}
-
-
-def bundled_stage(name: str) -> Callable[[Setup], Record]:
-    """The stage that decodes with the bundled model, plainly and speculatively in turns; nothing is replayed."""
-
-    def run(setup: Setup) -> Record:
-        batch, context = (2, 160) if setup.tiny else END_TO_END[name]
-        new, temperature = (4, 0.8) if setup.tiny else (128, 0.8)
-        config = EngineConfig(
-            batch_size=batch, max_seq_len=context + new, device=setup.device.type, compile=setup.on_cuda,
-            max_autotune=setup.max_autotune,
-        )  # fmt: skip
-        engine = Engine.from_pretrained(BUNDLED, config)
-        prompts = long_prompts(setup, engine, batch, context)
-        params = [
-            SamplingParams(max_tokens=new, ignore_eos=True, temperature=temperature, seed=i) for i in range(batch)
-        ]
-        found: list[Record] = []
-        for policy, budget in (("streaming", 256), ("snapkv", 512), ("guided", 512)):
-            engine.redraft(DraftConfig(policy=policy, budget=min(budget, 96) if setup.tiny else budget, gamma=4))
-            turns = take_turns(engine, prompts, params, setup.pairs)
-            counts = turns.counts
-            for one in (*turns.plain, *turns.speculative):  # else tokens a second mean nothing
-                if one.stats.decode_tokens != batch * new or min(map(len, prompts)) != context:
-                    raise RuntimeError(f"a run gave {one.stats.decode_tokens} tokens, not {new} a row of {batch}")
-            plain, speculative = (
-                statistics.median(run.completion for run in runs) for runs in (turns.plain, turns.speculative)
-            )
-            found.append({
-                "policy": policy, "budget": engine.draft.budget, "gamma": 4, "ratio": spread(turns.ratios()),
-                "acceptance_rate": counts.acceptance_rate, "tokens_per_round": counts.tokens_per_round,
-                "rows_active": counts.row_rounds / counts.rounds, "keys_in_view": [context, context + new - 1],
-                "plain_tokens_per_second": plain, "speculative_tokens_per_second": speculative,
-            })  # fmt: skip
-            print(
-                f"{policy} {engine.draft.budget}: {found[-1]['ratio']['median']:.2f}x, "
-                f"acceptance {counts.acceptance_rate:.1%}, {counts.tokens_per_round:.2f} tokens a round"
-            )
-        return {
-            "batch": batch, "context": context, "new_tokens": new, "temperature": temperature, "results": found,
-            "text": [path.name for path in setup.texts] or "sampled by the model itself, temperature 1",
-        }  # fmt: skip
-
-    return run
-
-
-def long_prompts(setup: Setup, engine: Engine, batch: int, context: int) -> list[list[int]]:
-    """A prompt for each row: a stretch of the texts given, or what the model writes after its bundled document."""
-    tokenizer = engine.tokenizer
-    assert tokenizer
-    if setup.texts:
-        texts = {path.name: tokens_of(path, tokenizer) for path in setup.texts}
-        return stretches(texts, batch, context, tokenizer.bos_id)
-    document = tokens_of(BUNDLED / "document.txt", tokenizer)
-    start = min(len(document) // 2, context // 2)
-    openings = [document[row * 37 :][:start] for row in range(batch)]
-    params = [
-        SamplingParams(max_tokens=context - start, ignore_eos=True, temperature=1.0, seed=i) for i in range(batch)
-    ]
-    written = engine.generate(openings, params, speculate=False)
-    return [opening + list(one.tokens) for opening, one in zip(openings, written, strict=True)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gpt_fast_sd.measuring.ledger import Ledger
 
 from .aims import ARMS, FULL
-from .cells import END_TO_END, bundled_stage, cell_stage
+from .cells import cell_stage
 from .kernels import timed_decode, timed_headline, timed_prefill, timed_select, timed_sparse
 from .setup import Record, Setup, machine
 
@@ -63,10 +67,20 @@ def _cell(context: int, name: str) -> Stage:
     return Stage(name=f"cell-{context}-{name}", run=cell_stage(context, arm), seconds=seconds, about=about)
 
 
-def _bundled(name: str) -> Stage:
-    batch, context = END_TO_END[name]
-    about = f"the bundled model, {batch} rows of {context:,} tokens, acceptance of its own"
-    return Stage(name=f"bundled-{name}", run=bundled_stage(name), seconds=90, about=about)
+def bundled(setup: Setup) -> Record:
+    """The points of a sweep by benchmark.py, which goes on where an earlier call was stopped."""
+    file = setup.out / "bundled.json"
+    size = {"--batch": "8,32", "--context": "8k,16k", "--max-new-tokens": "128", "--budget": "512"}
+    if setup.tiny:
+        size = {"--batch": "2", "--context": "160", "--max-new-tokens": "8", "--budget": "96"}
+    how = {"--draft": "streaming,snapkv,guided", "--gamma": "4", "--temperature": "0.8", "--pairs": str(setup.pairs)}
+    where = {"--model": "bundled", "--device": setup.device.type, "--json": str(file)}
+    command = [sys.executable, str(Path(__file__).resolve().parents[1] / "benchmark.py")]
+    command += [word for pair in (size | how | where).items() for word in pair]
+    command += ["--text", *map(str, setup.texts)] if setup.texts else []
+    command += ["--no-compile"] if setup.tiny else ["--max-autotune"] if setup.max_autotune else []
+    subprocess.run(command, check=True)
+    return {"points": json.loads(file.read_text(encoding="utf-8"))["points"]}
 
 
 HEADLINES = ((57344, "guided"), (57344, "snapkv"), (28672, "streaming"))  # what targets are about
@@ -85,7 +99,7 @@ STAGES = {
         Stage(name="time-sparse", run=timed_sparse, seconds=45, about="sparse attention by budget"),
         Stage(name="time-select", run=timed_select, seconds=30, about="what selecting costs a round"),
         Stage(name="time-prefill", run=timed_prefill, seconds=45, about="attention of chunks beside torch's"),
-        *(_bundled(name) for name in END_TO_END),
+        Stage(name="bundled", run=bundled, seconds=360, about="the bundled model end to end, acceptance of its own"),
         *(_cell(context, arm) for context in FULL for arm in ARMS if (context, arm) not in HEADLINES),
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,17 +249,20 @@ def steps_of(result: Record) -> Iterator[Record]:
 
 def bundled_lines(results: Mapping[str, Record]) -> list[str]:
     """The bundled model, with acceptance of its own."""
-    rows = [(r, row) for name, r in results.items() if name.startswith("bundled-") for row in r["results"]]
+    points = [one for one in results.get("bundled", {}).get("points", []) if one["status"] == "measured"]
     table = Table(
-        Column("rows x context", lambda r: f"{r[0]['batch']} x {r[0]['context']:,}"),
-        Column("draft", lambda r: f"{r[1]['policy']} {r[1]['budget']}"),
-        Column("acceptance", lambda r: f"{r[1]['acceptance_rate']:.1%}"),
-        Column("tokens/round", lambda r: f"{r[1]['tokens_per_round']:.2f}"),
-        Column("plain tok/s", lambda r: f"{r[1]['plain_tokens_per_second']:,.0f}"),
-        Column("speculative tok/s", lambda r: f"{r[1]['speculative_tokens_per_second']:,.0f}"),
-        Column("speed", lambda r: spread_of(r[1]["ratio"])),
+        Column("rows x context", lambda one: f"{one['batch']} x {one['context']:,}"),
+        Column("draft", lambda one: f"{one['policy']} {one['budget']}"),
+        Column("acceptance", lambda one: f"{one['acceptance_rate']:.1%}"),
+        Column("tokens/round", lambda one: f"{one['speculative']['tokens_per_round']:.2f}"),
+        *(Column(f"{how} tok/s", partial(_to_the_end, how=how)) for how in ("plain", "speculative")),
+        Column("speed", lambda one: spread_of(one["speedup"]["completion"])),
     )
-    return table.markdown(rows) if rows else []
+    return table.markdown(points) if points else []
+
+
+def _to_the_end(one: Record, how: str) -> str:
+    return f"{one[how]['tokens_per_second']['completion']:,.0f}"
 
 
 def timed(results: Mapping[str, Record]) -> list[Record]:

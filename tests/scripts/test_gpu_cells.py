@@ -198,10 +198,3 @@ def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: pytest
     bench = a_bench("streaming", {"streaming": 2})
     bench.replay("streaming")
     assert max(bench.engine.planner.tiers) == 7 and bench.engine.planner.tiers == gamma_tiers(bench.config.group_size)
-
-
-def test_the_bundled_model_runs_end_to_end_with_acceptance_of_its_own() -> None:
-    result = dry_run("bundled-8x8192")
-    assert [row["policy"] for row in result["results"]] == ["streaming", "snapkv", "guided"]
-    for row in result["results"]:
-        assert 0 <= row["acceptance_rate"] <= 1 <= row["tokens_per_round"] <= 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,23 @@ def test_the_whole_suite_runs_dry(tmp_path: Path) -> None:
     assert gpu_suite.main([str(out), *DRY, "--budget-seconds", "3000"]) == 0
     assert {one["stage"] for one in json.loads((out / "results.json").read_text())["stages"]} == set(STAGES)
     assert len(list(out.iterdir())) <= 8
+
+
+def test_the_bundled_model_is_measured_by_the_sweep_and_shown(tmp_path: Path) -> None:
+    found = json.loads(json.dumps(STAGES["bundled"].run(dry_setup(tmp_path))))
+    assert [one["policy"] for one in found["points"]] == ["streaming", "snapkv", "guided"]
+    ledger = a_ledger(tmp_path)
+    ledger.put({"stage": "bundled"}, {"stage": "bundled", "status": DONE, "result": found})
+    lines = summary(ledger, dry_setup(), [], []).splitlines()
+    assert len([line for line in lines if line.startswith("| 2 x 160 | ")]) == 3
+
+
+def test_a_process_that_is_stopped_takes_along_those_that_it_has_started() -> None:
+    child = "import time; time.sleep(60)"  # it holds the pipe that is read to its end
+    program = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    readers = threading.active_count()
+    assert run_process([sys.executable, "-c", program], 5.0) == (None, "begun\n")
+    assert threading.active_count() == readers
 
 
 # ---- the tests as stages ---------------------------------------------------------------------------------------------
