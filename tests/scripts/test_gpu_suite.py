@@ -88,11 +88,11 @@ def test_a_stage_that_was_stopped_early_is_left_and_nothing_is_written_of_it(tmp
 
 def test_fresh_forgets_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_suite, "launcher", lambda args: FakeProcesses())
-    argv = [str(tmp_path), *DRY, "--stages", "machine"]
+    argv = [str(tmp_path), *DRY, "--stages", "bundled"]
     (tmp_path / "tests.json").write_text("{}")
     assert gpu_suite.main(argv) == 0 and (tmp_path / "tests.json").exists()
-    assert gpu_suite.main([*argv[:-1], "time-select", "--fresh"]) == 0
-    assert [one["stage"] for one in json.loads((tmp_path / "results.json").read_text())["stages"]] == ["time-select"]
+    assert gpu_suite.main([*argv[:-1], "test-rounds", "--fresh"]) == 0
+    assert [one["stage"] for one in json.loads((tmp_path / "results.json").read_text())["stages"]] == ["test-rounds"]
     assert not (tmp_path / "tests.json").exists()
 
 
@@ -133,7 +133,7 @@ def test_the_exit_code_tells_done_left_and_failed_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(gpu_suite, "launcher", lambda args: FakeProcesses(**ends))
-    argv = [str(tmp_path), *DRY, "--stages", "machine,test-rounds,time-select"]
+    argv = [str(tmp_path), *DRY, "--stages", "bundled,test-rounds"]
     assert gpu_suite.main(argv) == code
     out = capsys.readouterr().out
     assert said is None or said in out
@@ -283,6 +283,8 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "test_tried.py").write_text(TRIED)
     monkeypatch.setattr(correct, "ROOT", tmp_path)
     monkeypatch.setattr(correct, "tree_of", lambda: "today")
+    monkeypatch.delitem(sys.modules, "test_tried", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     return folder
 
 
