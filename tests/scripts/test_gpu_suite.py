@@ -231,6 +231,7 @@ def test_the_whole_suite_runs_dry(tmp_path: Path) -> None:
     assert len(list(out.iterdir())) <= 8
 
 
+@pytest.mark.slow
 def test_the_bundled_model_is_measured_by_the_sweep_and_shown(tmp_path: Path) -> None:
     found = json.loads(json.dumps(STAGES["bundled"].run(dry_setup(tmp_path))))
     assert [one["policy"] for one in found["points"]] == ["streaming", "snapkv", "guided"]
