@@ -309,10 +309,11 @@ class Mode:
 
 def describe(document: Record) -> str:
     """What was measured, in one line."""
-    s = document["settings"]
-    parts = [s["model"], f"{s['dtype']}{', exact' if s.get('exact') else ''} on {document['environment']['device']}"]
+    s, here = document["settings"], document["environment"]
+    dtype = next((r["dtype"] for r in document.get("points", ()) if "dtype" in r), s["dtype"])
+    parts = [s["model"], f"{dtype}{', exact' if s.get('exact') else ''} on {here.get('device', 'cpu')}"]
     parts += [f"tp {s['tp']}"] if s.get("tp", 1) > 1 else []
-    parts.append(f"{document['environment']['threads']} threads")
+    parts.append(f"{here['threads']} threads")
     if "batch_size" in s:
         n = f"{s['context']:,} tokens" if "context" in s else f"{s['shortest']:,} to {s['longest']:,} tokens"
         parts.append(f"{s['batch_size']} x {n}, gamma {s['gamma']}")
