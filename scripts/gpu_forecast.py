@@ -24,15 +24,14 @@ import torch
 from gpt_fast_sd import DraftConfig, EngineConfig
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.measuring.chips import CHIPS, Chip
 from gpt_fast_sd.measuring.replay import PROFILES
 from gpt_fast_sd.measuring.roofline import (
-    CHIPS,
     EXPECTED,
     FASTER,
     IDEAL,
     PRACTICAL,
     SLOWER,
-    Chip,
     Efficiency,
     Forecast,
     Refresh,
