@@ -46,7 +46,7 @@ def check_draft_model(config: ModelConfig, target: ModelConfig, max_seq_len: int
             f"the draft model has a vocabulary of {config.vocab_size:,}, the target of {target.vocab_size:,}: "
             "they must share one"
         )
-    most = min(config.max_seq_len, config.sliding_window or config.max_seq_len)
+    most = config.n_positions
     if max_seq_len > most:
         raise ValueError(f"max_seq_len {max_seq_len:,} is over the draft model's {most:,} positions")
 
