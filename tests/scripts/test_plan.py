@@ -58,7 +58,7 @@ def test_what_was_measured_is_shown_beside_what_is_predicted(capsys: pytest.Capt
         ("--bandwidth -3 --flops 4", "bandwidth must be a positive number of GB/s, got -3"),
         ("--bandwidth 4 --flops nan", "peak must be a positive number of TFLOP/s, got nan"),
         ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
-        ("--device H200 --measured README.md", "README.md is not JSON"),
+        ("--device H200 --measured README.md", "README.md holds no results"),
         ("--device H200 --measured nowhere.json", "nowhere.json: No such file"),
     ],
 )
