@@ -70,7 +70,7 @@ def plan(
 LEGEND = """\
 T_T a step of plain decoding, T_D a draft step, T_V a verification of gamma + 1 tokens, T_S judging and selecting;
 tokens: that a round emits a row; speed-up: tokens x T_T / (gamma x T_D + T_V + T_S), below 1 gamma auto drafts nothing;
-limit: the speed-up if every kernel reached the full rates; plain/s, spec./s: tokens per second of all rows;
+roofline: the speed-up if every kernel reached the full rates; plain/s, spec./s: tokens per second of all rows;
 GiB: on each device, when rows have grown by {room:,} tokens, with ! where that does not fit."""
 
 
@@ -86,8 +86,8 @@ def _accepted(one: Record) -> str:
     return " to ".join([chances[0], *chances[1:][-1:]]) + mark
 
 
-def _number(heading: str, key: str, how: str, width: int = 0, scale: float = 1.0, unit: str = "") -> Column:
-    return Column(heading, lambda one: f"{one[key] * scale:{how}}{unit}", width)
+def _number(heading: str, key: str, how: str, width: int = 0, unit: str = "") -> Column:
+    return Column(heading, lambda one: f"{one[key]:{how}}{unit}", width)
 
 
 TABLE = Table(
@@ -95,7 +95,7 @@ TABLE = Table(
     Column("accepted", _accepted, 13), _number("gamma", "gamma", ""), _number("T_T ms", "plain_ms", ".2f", 7),
     _number("T_D ms", "draft_ms", ".2f"), _number("T_V ms", "verify_ms", ".2f", 7),
     _number("T_S ms", "select_ms", ".2f"), _number("tokens", "tokens_per_round", ".2f"),
-    _number("speed-up", "speedup", ".2f", unit="x"), _number("limit", "speedup_of_roofline", ".2f", unit="x"),
+    _number("speed-up", "speedup", ".2f", unit="x"), _number("roofline", "speedup_of_roofline", ".2f", unit="x"),
     _number("plain/s", "plain_tokens_per_second", ",.0f"), _number("spec./s", "speculative_tokens_per_second", ",.0f"),
     Column("GiB", lambda one: f"{'' if one['fits'] else '! '}{one['memory_bytes'] / GIB:,.1f}", 9),
 )  # fmt: skip

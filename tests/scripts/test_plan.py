@@ -71,3 +71,13 @@ def test_nonsense_is_refused_in_one_sentence(
     assert stopped.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("plan.py: ") and said in last
+
+
+def test_the_page_shows_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    command = next(
+        line.split()[2:] for line in page.splitlines() if line.startswith("    python scripts/plan.py --model")
+    )
+    assert plan.main(command) == 0
+    printed = capsys.readouterr().out.rstrip("\n").splitlines()
+    assert "\n".join(f"    {line}".rstrip() for line in printed) in page
