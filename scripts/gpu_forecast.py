@@ -25,6 +25,7 @@ from gpt_fast_sd import DraftConfig, EngineConfig
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.measuring.chips import CHIPS, Chip
+from gpt_fast_sd.measuring.forecast import System
 from gpt_fast_sd.measuring.replay import PROFILES
 from gpt_fast_sd.measuring.roofline import (
     EXPECTED,
@@ -38,7 +39,6 @@ from gpt_fast_sd.measuring.roofline import (
     best_gamma,
     kernels,
     refresh_seconds,
-    speedup,
     step_cost,
 )
 from gpt_fast_sd.memory import MemoryPlan
@@ -134,10 +134,9 @@ def predict(chip: Chip, cell: Cell, arm: Arm, profile: str, gamma: int, efficien
     size, selecting = (LLAMA, chip, cell.batch), 0.0
     if arm.refresh and not published:
         selecting = refresh_seconds(*size, cell.context, tokens, arm.refresh, efficiency=efficiency)
-    one = speedup(
-        *size, cell.context, gamma, 0.0, budget=arm.budget, select_seconds=selecting, efficiency=efficiency,
-        mass_page=PAGE if arm.policy == "guided" else 0,
-    )  # fmt: skip
+    draft = DraftConfig(policy=arm.policy, budget=arm.budget, page=PAGE)
+    one = System(model=LLAMA, chip=chip).forecast(draft, 0.0, cell.batch, cell.context, gamma, efficiency)
+    one = replace(one, select_seconds=selecting + efficiency.judge_seconds)
     if published:
         one = replace(one, select_seconds=one.round_seconds * arm.selecting / (1 - arm.selecting))
     return replace(one, tokens=tokens)

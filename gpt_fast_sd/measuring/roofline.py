@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.tp import collectives_per_step
@@ -296,47 +295,6 @@ class Forecast:
     def ratio(self) -> float:
         """Speed over plain decoding: omega T_T / (gamma T_D + T_V + T_select)."""
         return self.tokens * self.target_seconds / self.round_seconds
-
-
-def speedup(
-    config: ModelConfig,
-    chip: Chip,
-    batch: int,
-    context: int,
-    gamma: int,
-    alpha: float | Sequence[float],
-    *,
-    budget: int,
-    weight_bytes: float = 2.0,
-    kv_bytes: float = 2.0,
-    draft: ModelConfig | None = None,
-    draft_weight_bytes: float | None = None,
-    draft_kv_bytes: float | None = None,
-    select_seconds: float = 0.0,
-    mass_page: int = 0,
-    tp: int = 1,
-    all_reduce: AllReduce = free,
-    efficiency: Efficiency = IDEAL,
-) -> Forecast:
-    """Forecast rounds of gamma drafts that read `budget` entries each, gamma 0 being plain decoding.
-
-    draft: another model's shape, None for a self-draft; draft_weight_bytes, draft_kv_bytes: None for the target's.
-    select_seconds: what choosing what to read costs a round, beside its judging. mass_page: see step_seconds, of the
-    verification.
-    """
-    shared: dict[str, Any] = {"tp": tp, "all_reduce": all_reduce, "efficiency": efficiency}
-    own: dict[str, Any] = {"weight_bytes": weight_bytes, "kv_bytes": kv_bytes, **shared}
-    target = step_seconds(config, chip, batch, 1, context, **own)
-    drafting = step_seconds(
-        draft or config, chip, batch, 1, min(budget, context),
-        weight_bytes=weight_bytes if draft_weight_bytes is None else draft_weight_bytes,
-        kv_bytes=kv_bytes if draft_kv_bytes is None else draft_kv_bytes, **shared,
-    )  # fmt: skip
-    verifying = step_seconds(config, chip, batch, gamma + 1, context, mass_page=mass_page if gamma else 0, **own)
-    return Forecast(
-        gamma=gamma, tokens=omega(gamma, alpha), target_seconds=target, draft_seconds=drafting,
-        verify_seconds=verifying, select_seconds=select_seconds + efficiency.judge_seconds if gamma else 0.0,
-    )  # fmt: skip
 
 
 def best_gamma(forecast: Callable[[int], Forecast], gammas: Iterable[int] = range(MOST + 1)) -> Forecast:
