@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout ru
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from frontier import spread, stretches, take_turns, tokens_of
 from torch import Tensor
 
-from frontier import spread, stretches, take_turns, tokens_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.loading import BUNDLED

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout ru
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from frontier import tokens_of
 from torch import Tensor
 
-from frontier import tokens_of
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams, kernels
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import SPLIT, Transformer

@@ -23,6 +23,7 @@ import torch
 import generate
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.measuring.lossless import NEAR_TIE, differences
 from gpt_fast_sd.model import load_tokenizer, read_config
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.tp import Parallel
@@ -179,9 +180,9 @@ def greedy(made: Made, new: int, *, drafts: bool = False) -> str:
     drafted = engine.generate(prompts, made.params)
     said = counted(engine, drafted, new)
     require(engine.stats.drafted > 0 or not drafts, "not one token was drafted")
-    outputs = [(i, a.tokens, b.tokens) for i, (a, b) in enumerate(zip(plain, drafted, strict=True))]
-    allowed, parted = generate.NEAR_TIE[engine.dtype_name], generate.differences(engine, prompts, outputs)
-    wide = [f"row {d.index} at {d.position} by {d.gap:.3g}" for d in parted if d.gap > allowed]
+    outputs = [(i, prompts[i], a.tokens, b.tokens) for i, (a, b) in enumerate(zip(plain, drafted, strict=True))]
+    allowed, parted = NEAR_TIE[engine.dtype_name], differences(outputs, lambda ids: engine.logits(ids, last=1)[0])
+    wide = [f"row {d.index} at {d.position} by {d.gap:.3g}" for d in parted if d.gap is None or d.gap > allowed]
     require(not wide, f"speculation says something else: {', '.join(wide)} (a gap of {allowed:g} may be rounding)")
     return f"{said}; {len(parted)} of {len(prompts)} rows part at a near tie"
 

@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gamma", metavar="N", type=positive, help="tokens drafted a round (default: the best of gamma auto's)")
     add(
         "--acceptance", metavar="A", action="append", default=[],
-        help="0.8, streaming=0.8, or a .json of frontier.py or benchmark.py; may come again (default: as published)",
+        help="0.8, streaming=0.8, or a .json of benchmark.py; may come again (default: as published)",
     )  # fmt: skip
     add("--dtype", default="bf16", choices=list(TORCH_DTYPES), help="of weights (default: bf16)")
     add("--kv-dtype", choices=list(TORCH_DTYPES), help="of the KV cache (default: as --dtype)")

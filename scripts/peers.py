@@ -1,8 +1,8 @@
 """Time plain decoding of one model in this engine, transformers and llama.cpp: same weights, prompt, dtype and threads.
 
-    python benchmarks/peers.py                                   # the bundled model, everything that is installed
-    python benchmarks/peers.py --model FOLDER --contexts 512,8192 --batches 1,8 --json peers.json --plot peers.png
-    python benchmarks/peers.py --model smollm2 --contexts 512,2000 --json peers.json   # or FILE.gguf
+    python scripts/peers.py                                   # the bundled model, everything that is installed
+    python scripts/peers.py --model FOLDER --contexts 512,8192 --batches 1,8 --json peers.json --plot peers.png
+    python scripts/peers.py --model smollm2 --contexts 512,2000 --json peers.json   # or FILE.gguf
 
 What is compared, and why it is fair:
 * Decoding only. Prefill is timed apart: one row is prefilled and its keys and values are *copied* into the other rows,
@@ -32,13 +32,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib.metadata
-import importlib.util
 import json
 import logging
 import multiprocessing
 import os
-import platform
 import re
 import statistics
 import sys
@@ -54,12 +51,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 
-from common import Ledger
-from gguf_export import export_gguf
-from gpt_fast_sd.loading import locate
+from common import refuse
+from flags import count, positive, sizes
+from gpt_fast_sd.loading import BUNDLED, locate
+from gpt_fast_sd.measuring import plots, prompts
+from gpt_fast_sd.measuring.chips import measure
+from gpt_fast_sd.measuring.gguf_export import export_gguf
+from gpt_fast_sd.measuring.ledger import Ledger, check_writable
+from gpt_fast_sd.measuring.lossless import first_difference
+from gpt_fast_sd.measuring.machine import environment, version
+from gpt_fast_sd.measuring.tables import Column, Table, shown
 from gpt_fast_sd.model import (
     ModelConfig,
     gguf_parts,
@@ -69,7 +72,8 @@ from gpt_fast_sd.model import (
     save_hugging_face,
 )
 
-BUNDLED = Path(__file__).resolve().parent.parent / "gpt_fast_sd" / "bundled"
+PROGRAM = "peers.py"
+PACKAGES = ("torch", "transformers", "llama-cpp-python", "gguf")
 PREFILL_CHUNK = 512
 WARMUP_STEPS = 3
 DEBUG = 1  # ggml's number of that level: of many layers it says more than is kept
@@ -468,38 +472,17 @@ class Worker:
 # ------------------------------------------------------------------------------------------ prompt and ceiling
 
 
-def prompt_tokens(folder: Path, config: ModelConfig, text: str, length: int) -> list[int]:
+def prompt_tokens(folder: Path, config: ModelConfig, text: Path, length: int) -> list[int]:
     """BOS and the text's tokens, repeated or cut to length [S]."""
     tokenizer = load_tokenizer(folder, config)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer to read the prompt's text with")
-    body = tokenizer.encode(text, bos=False)
-    if not body:
-        raise ValueError("the text holds no token to make a prompt of")
-    start = [] if config.bos_id is None else [config.bos_id]
-    return (start + body * -(-length // len(body)))[:length]
+    return prompts.round_the_text(prompts.tokens_of(text, tokenizer), 1, length, config.bos_id)[0][0]
 
 
-def read_bandwidth(repeats: int = 10) -> dict[str, float]:
-    """GB/s at which torch reads 1 GiB, several ways, the best of some repeats each."""
-    side = 16384
-    matrix = torch.ones(side, side)  # 1 GiB, and every page written
-    vector, words = torch.ones(side), matrix.view(torch.int64)
-    ways: dict[str, Callable[[], Tensor]] = {
-        "fp32 sum": matrix.sum,
-        "int64 sum": words.sum,
-        "int64 max": words.max,
-        "fp32 matrix-vector": lambda: matrix @ vector,
-    }
-    bandwidth = {}
-    for name, read in ways.items():
-        seconds = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            read()
-            seconds.append(time.perf_counter() - start)
-        bandwidth[name] = matrix.numel() * 4 / min(seconds) / 1e9
-    return bandwidth
+def read_bandwidth() -> float:
+    """GB/s at which torch reads 1 GiB."""
+    return measure(torch.device("cpu"), n_bytes=2**30, size=64, dtype=torch.float32, repeats=10).read / 1e9
 
 
 def weight_bytes(config: ModelConfig) -> int:
@@ -536,7 +519,8 @@ class Reference:
     def agreement(self, tokens: Sequence[list[int]]) -> dict[str, Any]:
         """How many leading tokens of row 0 are the same, and how close the choice was where they part."""
         pairs = list(zip(self.tokens, (row[0] for row in tokens), strict=False))
-        agreed = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
+        parted = first_difference(*zip(*pairs, strict=True)) if pairs else None
+        agreed = len(pairs) if parted is None else parted
         return {
             "agreed": agreed,
             "compared": len(pairs),
@@ -708,66 +692,43 @@ def agreement_phrase(greedy: dict[str, Any] | None) -> str:
     return phrase if greedy["rows_alike"] else phrase + ", rows differ"
 
 
-def print_cell(cell: dict[str, Any]) -> None:
-    """The cell's rows of the table."""
-    print(f"context {cell['context']}, batch {cell['batch']}: roofline {cell['roofline_ms']:.2f} ms")
-    print(
-        f"  {'peer':<62}{'ms/step':>9}{'min':>9}{'max':>9}{'tok/s':>9}{'% roof':>8}{'/ ours':>8}{'prefill/s':>11}"
-        "  same tokens as fp32"
-    )
-    for row in cell["results"]:
-        ms, ratio = row["ms_per_step"], row["time_over_ours"]
-        label = f"{'*' if row['counts'] else ' '} {row['peer']}{' (' + row['mode'] + ')' if row['mode'] else ''}"
-        print(
-            f"  {label:<62}{ms['median']:>9.2f}{ms['min']:>9.2f}{ms['max']:>9.2f}{row['tokens_per_second']:>9.0f}"
-            f"{row['percent_of_roofline']:>8.0f}{'-' if ratio is None else format(ratio, '.2f'):>8}"
-            f"{row['prefill_tokens_per_second']:>11,.0f}  {agreement_phrase(row['greedy'])}",
-            flush=True,
-        )
+CELL = Table(
+    Column(
+        "peer",
+        lambda r: f"{'*' if r['counts'] else ' '} {r['peer']}{' (' + r['mode'] + ')' if r['mode'] else ''}",
+        62,
+        left=True,
+    ),
+    *(
+        Column(name, lambda r, end=end: f"{r['ms_per_step'][end]:.2f}", 7)
+        for name, end in (("ms/step", "median"), ("min", "min"), ("max", "max"))
+    ),
+    Column("tok/s", lambda r: f"{r['tokens_per_second']:.0f}"),
+    Column("% roof", lambda r: f"{r['percent_of_roofline']:.0f}"),
+    Column("/ ours", lambda r: shown(r["time_over_ours"], ".2f")),
+    Column("prefill/s", lambda r: f"{r['prefill_tokens_per_second']:,.0f}"),
+    Column("same tokens as fp32", lambda r: agreement_phrase(r["greedy"]), left=True),
+)
 
 
 def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:
     """Save one panel per cell: milliseconds a step of each peer's fastest mode, and the roofline."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    contexts, batches = ([*dict.fromkeys(cell[name] for cell in cells)] for name in ("context", "batch"))
-    peers = [*dict.fromkeys(row["peer"] for cell in cells for row in cell["results"])]
-    size = (2 + 4 * len(contexts), 1 + len(batches) * (0.7 + 0.4 * len(peers)))
-    figure, axes = pyplot.subplots(
-        len(batches), len(contexts), figsize=size, squeeze=False, sharey=True, layout="constrained"
-    )
+    rows: dict[int, list[Any]] = {}
     for cell in cells:
-        panel = axes[batches.index(cell["batch"])][contexts.index(cell["context"])]
-        rows = {row["peer"]: row for row in cell["results"] if row["counts"]}
-        for i, peer in enumerate(peers):
-            if peer not in rows:
-                panel.text(0, i, " no result", va="center", color="grey", fontsize=8)
-                continue
-            median, share = rows[peer]["ms_per_step"]["median"], rows[peer]["percent_of_roofline"]
-            panel.barh(i, median, color="tab:orange" if peer == "ours" else "tab:blue", height=0.7)
-            label = f" {median:.2f} ms, {share:.0f} %"
-            panel.text(median, i, label, va="center", fontsize=8, bbox={"color": "white", "pad": 0})
-        panel.axvline(cell["roofline_ms"], color="black", linestyle="--", linewidth=1)  # texts lie above lines
-        widest = max((row["ms_per_step"]["median"] for row in rows.values()), default=0.0)
-        panel.set_xlim(0, 1.5 * max(widest, cell["roofline_ms"]))
-        panel.set_title(f"context {cell['context']}, batch {cell['batch']}", fontsize=10)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_yticks(range(len(peers)), peers)
-    axes[0][0].invert_yaxis()
-    figure.suptitle(title, fontsize=10)
-    figure.supxlabel("ms per step; dashed line and percentage: reading weights and KV once", fontsize=9)
-    figure.savefig(file, dpi=150)
-
-
-def version(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        bars = {
+            row["peer"]: (
+                row["ms_per_step"]["median"],
+                f" {row['ms_per_step']['median']:.2f} ms, {row['percent_of_roofline']:.0f} %",
+            )
+            for row in cell["results"]
+            if row["counts"]
+        }
+        name = f"context {cell['context']}, batch {cell['batch']}"
+        rows.setdefault(cell["batch"], []).append((name, bars, cell["roofline_ms"]))
+    plots.draw_bars(
+        [*rows.values()], file, title=title, first="ours",
+        xlabel="ms per step; dashed line and percentage: reading weights and KV once",
+    )  # fmt: skip
 
 
 def one_line(error: BaseException) -> str:
@@ -775,45 +736,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def environment(threads: int) -> dict[str, Any]:
-    """Machine and versions that the numbers belong to."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
-    packages = ("torch", "transformers", "llama-cpp-python", "gguf")
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cpus": os.cpu_count(),
-        "threads": threads,
-        "platform": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in packages},
-    }
-
-
 # ------------------------------------------------------------------------------------------------ command line
-
-
-def whole_numbers(least: int) -> Callable[[str], list[int]]:
-    """A parser of "512,8192" that refuses anything below least."""
-
-    def parse(text: str) -> list[int]:
-        values = [int(part) if part.strip().isdigit() else -1 for part in text.split(",")]
-        if min(values) < least:
-            raise argparse.ArgumentTypeError(f"expected whole numbers of at least {least}, as in 1,8; got {text!r}")
-        return list(dict.fromkeys(values))
-
-    return parse
-
-
-def whole_number(least: int) -> Callable[[str], int]:
-    """A parser of one whole number that refuses anything below least."""
-
-    def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
-        return int(text)
-
-    return parse
 
 
 def peer_names(text: str) -> list[str]:
@@ -825,46 +748,35 @@ def peer_names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def parse_args() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be without the model."""
     parser = argparse.ArgumentParser(
-        description="Time plain decoding in this engine, transformers and llama.cpp.",
+        prog=PROGRAM, description="Time plain decoding in this engine, transformers and llama.cpp.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    )  # fmt: skip
     add = parser.add_argument
-    add(
-        "--model",
-        default=str(BUNDLED),
-        help="Hugging Face style folder of a Llama, a GGUF file, 'smollm2', or a hub id",
-    )
+    add("--model", default="bundled", help="'bundled', 'smollm2', a model folder, a GGUF file or a hub id of a Llama")
     add("--text", type=Path, default=BUNDLED / "document.txt", help="text the prompt is made of, repeated or cut")
-    add("--contexts", type=whole_numbers(2), default=[512, 8192, 16000], help="tokens in the cache, as 512,8192")
-    add("--batches", type=whole_numbers(1), default=[1, 8], help="rows, as 1,8")
+    add("--contexts", type=sizes, default=[512, 8192, 16000], help="tokens in the cache, as 512,8192")
+    add("--batches", type=sizes, default=[1, 8], help="rows, as 1,8")
     add("--peers", type=peer_names, default=list(INSTALL), help=f"among {','.join(INSTALL)}")
     add("--without", metavar="MODE", nargs="+", default=[], help="modes that are not timed, as the table names them")
-    add("--steps", type=whole_number(1), default=16, help="timed steps of a block")
-    add("--repeats", type=whole_number(1), default=5, help="blocks each peer gets, in turns")
-    add("--threads", type=whole_number(1), default=torch.get_num_threads(), help="threads of every peer")
-    add("--agree", type=whole_number(0), default=16, help="greedy tokens compared with fp32; 0: none")
+    add("--steps", type=positive, default=16, help="timed steps of a block")
+    add("--repeats", type=positive, default=5, help="blocks each peer gets, in turns")
+    add("--threads", type=positive, default=torch.get_num_threads(), help="threads of every peer")
+    add("--agree", type=count, default=16, help="greedy tokens compared with fp32; 0: none")
     add("--json", metavar="FILE", help="keep one JSON document here, go on from it; - prints it as the last line")
     add("--fresh", action="store_true", help="forget what --json holds")
     add("--plot", type=Path, metavar="FILE", help="write a bar plot (PNG)")
-    return parser.parse_args()
-
-
-def check_outputs(args: argparse.Namespace) -> None:
-    """Raise now what would otherwise be raised after the measurement: OSError or ImportError."""
-    for file in (args.json, args.plot):
-        if file and str(file) != "-" and not Path(file).parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {Path(file).parent} to write {Path(file).name} into")
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise ImportError("--plot needs matplotlib")
+    return parser.parse_args(argv)
 
 
 def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     """Run everything, printing as it goes, and return the report; ValueError for input that makes no sense."""
     source = locate(args.model)
     config = read_config(source)
+    if args.contexts[0] < 2:
+        raise ValueError(f"a context has at least 2 tokens, got {args.contexts[0]}")
     is_file = source.suffix.lower() == ".gguf"
     peers = [peer for peer in args.peers if is_file or peer != "llama.cpp-file"]
     file = Path(args.json) if args.json and args.json != "-" else None
@@ -872,8 +784,9 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
         "model": source.name, "transformer": asdict(config), "text": args.text.name, "threads": args.threads,
         "steps": args.steps, "repeats": args.repeats, "warmup": WARMUP_STEPS, "peers": peers,
     }  # fmt: skip
-    machine = environment(args.threads)
-    ledger = Ledger(file, "peers", settings, machine, fresh=args.fresh or file is None, results="cells")
+    torch.set_num_threads(args.threads)
+    here = environment(torch.device("cpu"), *PACKAGES)
+    ledger = Ledger(file, "peers", settings, here, fresh=args.fresh, results="cells")
     folder = source
     if is_file:  # every peer reads the same 16-bit weights
         folder = ggufs / source.stem
@@ -888,15 +801,12 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
             f"context {max(args.contexts)} and {run.decoded} decoded tokens pass the model's {config.max_seq_len} "
             f"positions; use at most {room}, or fewer --steps or --repeats"
         )
-    run.prompt = prompt_tokens(source, config, args.text.read_text(encoding="utf-8"), max(args.contexts))
+    run.prompt = prompt_tokens(source, config, args.text, max(args.contexts))
 
-    torch.set_num_threads(args.threads)
-    ways = read_bandwidth()
-    bandwidth = max(ways.values())
+    bandwidth = read_bandwidth()
     weights, per_token = weight_bytes(config), config.kv_bytes_per_token(2)
     print(f"model {args.model}: {config.n_params / 1e6:.1f} M parameters, {per_token} bytes of KV per token (16 bit)")
-    print(f"read bandwidth {bandwidth:.1f} GB/s, {args.threads} threads, 1 GiB (", end="")
-    print(", ".join(f"{way} {rate:.1f}" for way, rate in ways.items()) + ")")
+    print(f"read bandwidth {bandwidth:.1f} GB/s, {args.threads} threads, 1 GiB")
     in_file = sum(part.stat().st_size for part in gguf_parts(source)) if is_file else 0
     if is_file:
         print(f"the file has {in_file / 1e6:.1f} MB, dequantized to bf16 {weights / 1e6:.1f}")
@@ -918,7 +828,7 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     todo = [cell for cell in needs if not ledger.find(dict(zip(("context", "batch"), cell, strict=True)))]
     if len(todo) < len(needs):
         print(f"{len(needs) - len(todo)} of {len(needs)} cells are in {args.json} already")
-    extra: dict[str, Any] = {"read_gb_per_second": {"start": ways, "best": bandwidth}}
+    extra: dict[str, Any] = {"read_gb_per_second": {"best": bandwidth}}
     try:
         if todo and any(peer.startswith("llama.cpp") for peer in args.peers):
             try:
@@ -940,12 +850,13 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
         for context, batch in todo:
             timings = run.cell(context, batch)
             cell = cell_report(timings, context, batch, needs[context, batch], references[context])
-            print_cell(cell)
+            print(f"context {context}, batch {batch}: roofline {cell['roofline_ms']:.2f} ms")
+            print(*CELL.lines(cell["results"]), sep="\n", flush=True)
             ledger.put({"context": context, "batch": batch}, cell)
             ledger.write(**extra)
     finally:
         run.close()
-    again = max(read_bandwidth().values())
+    again = read_bandwidth()
     print(f"* the mode that counts for its peer. Read bandwidth at the end: {again:.1f} GB/s", end="")
     print(": the percentages are too high, something else was running at the start" if again > 1.1 * bandwidth else "")
     for peer, reason in run.skipped.items():
@@ -962,26 +873,26 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     return ledger.document
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark and write what was asked for, or exit with one sentence."""
-    args = parse_args()
+    args = parse(argv)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes, as the next one
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     try:
-        check_outputs(args)
+        check_writable(Path(args.json) if args.json and args.json != "-" else None, args.plot)
+        if args.plot:
+            plots.check_drawable("--plot", args.plot)
         with tempfile.TemporaryDirectory() as ggufs:
             report = benchmark(args, Path(ggufs))
         if args.plot:
             cpu, rate = report["environment"]["cpu"], report["read_gb_per_second"]["best"]
             plot(report["cells"], f"Plain decoding: {cpu}, threads {args.threads}, {rate:.0f} GB/s", args.plot)
-        if args.json == "-":
-            print(json.dumps(report))
-        if not any(cell["results"] for cell in report["cells"]):
-            sys.exit("peers.py: no peer gave a result; the reasons are above")
-    except ImportError as error:
-        sys.exit(f"peers.py: {error}; install it with: pip install matplotlib")
     except (ValueError, OSError) as error:
-        sys.exit(f"peers.py: {error}")
+        refuse(error, PROGRAM)
+    if args.json == "-":
+        print(json.dumps(report))
+    if not any(cell["results"] for cell in report["cells"]):
+        refuse(ValueError("no peer gave a result; the reasons are above"), PROGRAM, code=1)
 
 
 if __name__ == "__main__":
