@@ -23,7 +23,7 @@ from ..devices import free_memory, ways_of
 from ..loading import TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
-from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, measure
+from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, rates_here
 from .ledger import read_document
 from .replay import PROFILES
 from .roofline import (
@@ -72,9 +72,8 @@ def chip_for(
         named = f", {' and '.join(given)} as given" if given else ""
         return replace(chip, **given, name=f"{chip.name}{named}"), "cuda"
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_cuda = here.type == "cuda"
-    found = measure(here, n_bytes=2**32 if on_cuda else 2**29, size=8192 if on_cuda else 1024, dtype=dtype)
-    name = torch.cuda.get_device_name(here) if on_cuda else f"this CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(here) if here.type == "cuda" else f"this CPU, {torch.get_num_threads()} threads"
+    found = rates_here(here, dtype)
     return replace(found.chip(f"{name}, as measured now", memory=free_memory(here) or math.inf), **given), here.type
 
 
@@ -166,6 +165,13 @@ class System:
             verify_seconds=step_seconds(self.model, self.chip, batch, gamma + 1, context, mass_page=page, **costs),
             select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
         )  # fmt: skip
+
+    def mean_round(self, draft: DraftConfig, batch: int, context: float, rounds_by_gamma: Mapping[int, int]) -> float:
+        """Seconds of a round on average, where so many drafted each gamma."""
+        spent = (
+            n * self.forecast(draft, 0.0, batch, context, gamma).round_seconds for gamma, n in rounds_by_gamma.items()
+        )
+        return sum(spent) / sum(rounds_by_gamma.values())
 
     def best(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
@@ -327,22 +333,20 @@ def compare(path: Path) -> list[Record]:
         assert shapes[0]
         system = System(
             model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
-            kv_dtype=point["kv_dtype"], quantize=settings["quantize"],
+            kv_dtype=point["kv_dtype"], quantize=settings.get("quantize"),
         )  # fmt: skip
         known = {f.name: point[f.name] for f in fields(DraftConfig) if f.name in point and f.name != "gamma"}
         if registry.policy_class(point["policy"]).own_cache:
             known["draft_model"] = settings["draft_model"]
         draft = DraftConfig(**known)
         size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
-        plain, spent, rounds = system.plain(*size), 0.0, 0
-        for gamma, n in ((int(gamma), n) for gamma, n in point["rounds_by_gamma"].items()):
-            spent, rounds = spent + n * system.forecast(draft, 0.0, *size, gamma).round_seconds, rounds + n
-        tokens = point["speculative"]["tokens_per_round"]
+        rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
+        plain, a_round = system.plain(*size), system.mean_round(draft, *size, rounds_by_gamma)
         found.append({
             **{key: point[key] for key in ("batch", "context", "policy", "budget", "temperature")},
             "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
-            "round_ms": spent / rounds * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
-            "speedup": tokens * plain * rounds / spent,
+            "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
+            "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,
             "speedup_measured": (point["speedup"]["steady"] or point["speedup"]["completion"])["median"],
         })  # fmt: skip
     if not found:
