@@ -64,7 +64,7 @@ def chip_for(
     for name, (value, _, unit) in units.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive number of {unit}, got {value:g}")
-    given = {name: value * unit for name, (value, unit, _) in units.items() if value is not None}
+    given: Record = {name: value * unit for name, (value, unit, _) in units.items() if value is not None}
     if device is None:
         return Chip(name="a device of given rates", **given), "cuda"
     if device != "this":

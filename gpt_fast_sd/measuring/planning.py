@@ -144,10 +144,13 @@ def _lengths(document: Record) -> list[str]:
     def shown(context: int | None) -> str:
         return "never" if context is None else "any" if context == 1 else f"{context:,}"
 
+    def even(batch: str) -> Column:
+        return Column(f"break-even, batch {batch}", lambda one: shown(one["break_even"][batch]))
+
     lengths, positions = document["lengths"], document["settings"]["positions"]
     batches, legend = list(lengths[0]["break_even"]), "drafting is faster than plain decoding (break-even)"
     columns = [Column("draft", label, 16, left=True)]
-    columns += [Column(f"break-even, batch {n}", lambda one, n=n: shown(one["break_even"][n])) for n in batches]
+    columns += [even(n) for n in batches]
     if len(batches) > 1:
         legend += f",\nand batch {batches[-1]} gains as much as batch {batches[0]} (critical)"
         columns.append(Column("critical", lambda one: shown(one["critical"])))
