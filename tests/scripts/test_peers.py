@@ -14,8 +14,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import peers
+from gpt_fast_sd.measuring.peers import Entry, LlamaCpp, entries
 from gpt_fast_sd.model import read_config
-from peers import Entry, LlamaCpp, Reference, Timing, cell_report, entries
+from peers import Reference, Timing, cell_report
 
 NEEDS = {"weight_bytes": 4_000, "kv_bytes": 1_000, "roofline_ms": 5.0, "file_roofline_ms": 2.0}
 
