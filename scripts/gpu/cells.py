@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from frontier import spread
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
