@@ -73,8 +73,8 @@ EXPECTED = Efficiency(
 )  # fmt: skip
 
 # Kernels that a step launches. Beside its attention a layer has nine: the products wqkv, wo, w_in and w_out, two norms,
-# rope of the queries, rope of the keys with the cache writes, SwiGLU. Before it reads its list, quest scores, weighs and
-# cuts pages, notes and lists them.
+# rope of the queries, rope of the keys with the cache writes, SwiGLU. Before it reads its list, quest scores, weighs
+# and cuts pages, notes and lists them.
 BESIDE_ATTENTION = 9
 OVER_A_LIST = launches("sparse_attention", n_entries=10**6)
 ATTENTION_KERNELS = {
