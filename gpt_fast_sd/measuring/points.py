@@ -12,7 +12,7 @@ from ..config import DraftConfig
 from ..engine import Engine
 from ..stats import EngineStats
 from . import machine
-from .chips import Chip, measure
+from .chips import Chip, rates_here
 from .forecast import System
 from .grid import Point, Setting, draft_label
 from .lengths import shown_speedup
@@ -26,20 +26,16 @@ Record = dict[str, Any]
 
 
 def rates_of(device: torch.device, dtype: torch.dtype) -> Chip:
-    """The machine's rates, measured: reading half a GiB (of a GPU four), and products of matrices."""
-    on_cuda = device.type == "cuda"
-    found = measure(device, n_bytes=2**32 if on_cuda else 2**29, size=8192 if on_cuda else 1024, dtype=dtype)
-    return found.chip(machine.environment(device)["device"], memory=float("inf"))
+    """The machine's rates, measured."""
+    return rates_here(device, dtype).chip(machine.environment(device)["device"], memory=float("inf"))
 
 
 def predict(point: Point, system: System, draft: DraftConfig, stats: EngineStats) -> Record:
     """A plain step, a round of the gammas that were run, and the speed-up at the tokens per round that were seen."""
-    size, by_gamma = (point.batch, point.context + system.room / 2), stats.rounds_by_gamma
-    plain, rounds = 1e3 * system.plain(*size), sum(by_gamma.values())
-    spent = 1e3 * sum(n * system.forecast(draft, 0.0, *size, gamma).round_seconds for gamma, n in by_gamma.items())
-    return {
-        "plain_ms": plain, "round_ms": spent / rounds, "speedup": stats.tokens_per_round * plain * rounds / spent,
-    }  # fmt: skip
+    size = point.batch, point.context + system.room / 2
+    plain, a_round = system.plain(*size), system.mean_round(draft, *size, stats.rounds_by_gamma)
+    speedup = stats.tokens_per_round * plain / a_round
+    return {"plain_ms": plain * 1e3, "round_ms": a_round * 1e3, "speedup": speedup}
 
 
 def account(point: Point, turns: Turns, engine: Engine, system: System, draft: DraftConfig) -> Record:
