@@ -25,7 +25,8 @@ from flags import positive, sizes
 from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.measuring import forecast, planning
 from gpt_fast_sd.measuring.chips import CHIPS
-from gpt_fast_sd.measuring.ledger import write_whole
+from gpt_fast_sd.measuring.ledger import check_writable, write_whole
+from gpt_fast_sd.measuring.plots import check_drawable
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -52,15 +53,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gamma", metavar="N", type=positive, help="tokens drafted a round (default: the best of gamma auto's)")
     add(
         "--acceptance", metavar="A", action="append", default=[],
-        help="0.8, streaming=0.8, or a .json of frontier.py or benchmark.py; may come again (default: as published)",
+        help="0.8, streaming=0.8, or a .json of benchmark.py; may come again (default: as published)",
     )  # fmt: skip
     add("--dtype", default="bf16", choices=list(TORCH_DTYPES), help="of weights (default: bf16)")
     add("--kv-dtype", choices=list(TORCH_DTYPES), help="of the KV cache (default: as --dtype)")
     add("--quantize", metavar="NAME", help="weights: int8")
     add(
-        "--estimate", choices=list(forecast.ESTIMATES),
-        help="what kernels reach: roofline, all of the rates; good, as public ones; expected, as ours were reckoned "
-        "to (default: expected for a data sheet, roofline for measured rates)",
+        "--estimate", choices=list(forecast.ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
+        "public ones; expected, as ours were reckoned to (default: that, but for measured or given rates roofline)",
     )  # fmt: skip
     add(
         "--measured",
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", metavar="FILE", type=Path, help="draw the speed-up over context there")
     args = parser.parse_args(argv)
     if not (args.model or args.measured):
-        parser.error("what shall be planned? --model says, or --measured")
+        parser.error("of what? --model says, or --measured")
     if args.model and not (args.device or (args.bandwidth and args.flops)):
         parser.error("on what? --device says, or --bandwidth and --flops")
     return args
@@ -92,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Forecast, print and write."""
     args = parse(argv)
     try:
+        check_writable(args.json, args.plot)
+        if args.plot:
+            check_drawable("--plot", args.plot)
         document: dict[str, Any] = {"benchmark": "plan"}
         if args.model:
             system, kept = system_of(args), forecast.Kept.of(args.acceptance)
@@ -104,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.measured:
             document["measured"] = forecast.compare(args.measured)
             print("\n" * bool(args.model) + planning.comparison(document["measured"], args.measured.name))
-        if args.json:
-            write_whole(args.json, json.dumps(document, indent=1) + "\n")
         if args.plot and args.model:
             planning.draw(document, args.model, args.plot)
+        if args.json:
+            write_whole(args.json, json.dumps(document, indent=1) + "\n")
     except (ValueError, OSError) as error:
         refuse(error, "plan.py")
     return 0

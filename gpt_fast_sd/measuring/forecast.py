@@ -5,7 +5,6 @@ Shapes: B rows, gamma tokens drafted a round; T_T a step of plain decoding, T_D 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +23,8 @@ from ..devices import free_memory, ways_of
 from ..loading import TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
-from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, measure
+from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, rates_here
+from .ledger import read_document
 from .replay import PROFILES
 from .roofline import (
     EXPECTED,
@@ -64,7 +64,7 @@ def chip_for(
     for name, (value, _, unit) in units.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive number of {unit}, got {value:g}")
-    given = {name: value * unit for name, (value, unit, _) in units.items() if value is not None}
+    given: Record = {name: value * unit for name, (value, unit, _) in units.items() if value is not None}
     if device is None:
         return Chip(name="a device of given rates", **given), "cuda"
     if device != "this":
@@ -72,9 +72,8 @@ def chip_for(
         named = f", {' and '.join(given)} as given" if given else ""
         return replace(chip, **given, name=f"{chip.name}{named}"), "cuda"
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_cuda = here.type == "cuda"
-    found = measure(here, n_bytes=2**32 if on_cuda else 2**29, size=8192 if on_cuda else 1024, dtype=dtype)
-    name = torch.cuda.get_device_name(here) if on_cuda else f"this CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(here) if here.type == "cuda" else f"this CPU, {torch.get_num_threads()} threads"
+    found = rates_here(here, dtype)
     return replace(found.chip(f"{name}, as measured now", memory=free_memory(here) or math.inf), **given), here.type
 
 
@@ -166,6 +165,13 @@ class System:
             verify_seconds=step_seconds(self.model, self.chip, batch, gamma + 1, context, mass_page=page, **costs),
             select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
         )  # fmt: skip
+
+    def mean_round(self, draft: DraftConfig, batch: int, context: float, rounds_by_gamma: Mapping[int, int]) -> float:
+        """Seconds of a round on average, where so many drafted each gamma."""
+        spent = (
+            n * self.forecast(draft, 0.0, batch, context, gamma).round_seconds for gamma, n in rounds_by_gamma.items()
+        )
+        return sum(spent) / sum(rounds_by_gamma.values())
 
     def best(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
@@ -271,7 +277,7 @@ class Kept:
 
 def _measured_acceptance(path: Path) -> list[Record]:
     """Acceptance in the results of a frontier or a sweep, of drafts that follow accepted ones."""
-    document, found = read_results(path), []
+    document, found = read_document(path, "frontier", "batch"), []
     for one in document.get("results") or document.get("points") or ():
         shares = one.get("acceptance_by_position")
         if shares:
@@ -282,17 +288,6 @@ def _measured_acceptance(path: Path) -> list[Record]:
     if not found:
         raise ValueError(f"{path} holds no acceptance by position")
     return found
-
-
-def read_results(path: Path) -> Record:
-    """A JSON document of results; ValueError where it is none."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path} is not JSON") from None
-    if not isinstance(document, dict) or not isinstance(document.get("settings"), dict):
-        raise ValueError(f"{path} holds no results of a benchmark")
-    return document
 
 
 # ---------------------------------------------------------------- what is printed
@@ -328,7 +323,7 @@ def cell(
 
 def compare(path: Path) -> list[Record]:
     """What was measured in a sweep beside what is predicted for that machine's own rates, at the acceptance it had."""
-    document, found = read_results(path), []
+    document, found = read_document(path, "batch"), []
     settings = document["settings"]
     for point in document.get("points", ()):
         if point.get("status") != "measured":
@@ -338,22 +333,20 @@ def compare(path: Path) -> list[Record]:
         assert shapes[0]
         system = System(
             model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
-            kv_dtype=point["kv_dtype"], quantize=settings["quantize"],
+            kv_dtype=point["kv_dtype"], quantize=settings.get("quantize"),
         )  # fmt: skip
         known = {f.name: point[f.name] for f in fields(DraftConfig) if f.name in point and f.name != "gamma"}
         if registry.policy_class(point["policy"]).own_cache:
             known["draft_model"] = settings["draft_model"]
         draft = DraftConfig(**known)
         size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
-        plain, spent, rounds = system.plain(*size), 0.0, 0
-        for gamma, n in ((int(gamma), n) for gamma, n in point["rounds_by_gamma"].items()):
-            spent, rounds = spent + n * system.forecast(draft, 0.0, *size, gamma).round_seconds, rounds + n
-        tokens = point["speculative"]["tokens_per_round"]
+        rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
+        plain, a_round = system.plain(*size), system.mean_round(draft, *size, rounds_by_gamma)
         found.append({
             **{key: point[key] for key in ("batch", "context", "policy", "budget", "temperature")},
             "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
-            "round_ms": spent / rounds * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
-            "speedup": tokens * plain * rounds / spent,
+            "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
+            "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,
             "speedup_measured": (point["speedup"]["steady"] or point["speedup"]["completion"])["median"],
         })  # fmt: skip
     if not found:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .grid import draft_label
+from .lengths import shown_speedup
 
 Record = dict[str, Any]
 Draw = Callable[[Any], None]
@@ -98,12 +99,6 @@ def whiskers(values: Sequence[Record]) -> list[list[float]]:
 
 
 # ---- over batch and context ------------------------------------------------------------------------------------------
-
-
-def shown_speedup(record: Record) -> Record:
-    """The steady speed-up, or where runs were too short for one, that to completion."""
-    found: Record = record["speedup"]["steady"] or record["speedup"]["completion"]
-    return found
 
 
 def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, folder: Path) -> list[Path]:

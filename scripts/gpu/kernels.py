@@ -1,4 +1,4 @@
-"""Stages of gpu_suite.py that time kernels, each beside the bytes it must move and beside what others have.
+"""How fast are the kernels? Each beside the bytes that it must move, and beside what others have.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
         H head dim, C listed entries.
@@ -6,16 +6,13 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +22,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 from gpt_fast_sd import kernels
 from gpt_fast_sd.model import SPLIT
-from gpu_forecast import FULL
-from gpu_setup import Record, Setup, Stopwatch, difference
 
-# ---- how fast are the kernels? ---------------------------------------------------------------------------------------
+from .aims import FULL
+from .setup import Record, Setup, Stopwatch, difference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,82 +195,61 @@ def peers(setup: Setup, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[
     """Others' attention over the same keys, with no mask: a few more keys for some queries, which costs nothing."""
     packed = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, H]: the queries that share keys
 
-    def sdpa(backend: SDPBackend) -> Callable[[], object]:
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
+    def sdpa(backend: SDPBackend, heads_as_tokens: bool) -> Tensor:
+        with sdpa_kernel(backend):
+            if not heads_as_tokens:
                 return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            out: Tensor = F.scaled_dot_product_attention(packed, k, v)  # [B, K, G * T, H]
+        return out.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, N, T, H]
 
-        return call
-
-    def of_packed(backend: SDPBackend) -> Callable[[], object]:
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
-                out: Tensor = F.scaled_dot_product_attention(packed, k, v)  # [B, K, G * T, H]
-            out = out.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, N, T, H]
-            return out
-
-        return call
-
-    if not setup.on_cuda:
-        return {
-            "torch SDPA math": sdpa(SDPBackend.MATH),
-            "torch SDPA math, heads as tokens": of_packed(SDPBackend.MATH),
-        }
-    from torch.nn.attention.flex_attention import flex_attention
-
-    flex = torch.compile(flex_attention, dynamic=False)
-    found = {
-        "torch SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
-        "torch SDPA flash, heads as tokens": of_packed(SDPBackend.FLASH_ATTENTION),
-        "torch SDPA efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
-        "torch SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
-        "torch SDPA cuDNN, heads as tokens": of_packed(SDPBackend.CUDNN_ATTENTION),
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+    backends = backends | {"cuDNN": SDPBackend.CUDNN_ATTENTION} if setup.on_cuda else {"math": SDPBackend.MATH}
+    found: dict[str, Callable[[], object]] = {
+        f"torch SDPA {name}{', heads as tokens' * as_tokens}": partial(sdpa, backend, as_tokens)
+        for name, backend in backends.items()
+        for as_tokens in (False, True)
     }
     if k.shape[2] == 28672:  # it compiles anew for every shape, half a minute each
-        found["torch FlexAttention"] = lambda: flex(q, k, v, enable_gqa=True)
-    if importlib.util.find_spec("flashinfer"):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        flex = torch.compile(flex_attention, dynamic=False)
+        found["torch FlexAttention"] = partial(flex, q, k, v, enable_gqa=True)
+    if setup.on_cuda and importlib.util.find_spec("flashinfer"):
         found["FlashInfer"] = flashinfer_decode(q, k, v)
     return found
 
 
 def flashinfer_decode(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
-    """FlashInfer over the same keys in pages of 128: prepared at the first call, which is not timed."""
-    prepared: list[Callable[[], object]] = []
+    """FlashInfer over the same keys in pages of 128; what it prepares at the first call is not timed."""
 
-    def prepare() -> Callable[[], object]:
-        flashinfer = importlib.import_module("flashinfer")
+    @functools.cache
+    def prepared() -> Callable[[], object]:
+        flashinfer: Any = importlib.import_module("flashinfer")
         batch, n_kv, context, head_dim = k.shape
         n_heads, n_tokens, page = q.shape[1], q.shape[2], 128
-        pages = context // page
-        paged = [
-            x[:, :, : pages * page].unflatten(2, (pages, page)).permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous()
+        n_pages = context // page
+        paged = tuple(
+            x[:, :, : n_pages * page].unflatten(2, (n_pages, page)).permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous()
             for x in (k, v)
-        ]  # [B * pages, page, K, H] each
+        )  # [B * pages, page, K, H] each
         space = torch.empty(256 * 2**20, dtype=torch.uint8, device=q.device)
-
-        def ints(values: Tensor) -> Tensor:
-            return values.to(device=q.device, dtype=torch.int32)
-
-        indptr, indices = ints(torch.arange(batch + 1) * pages), ints(torch.arange(batch * pages))
-        last = ints(torch.full((batch,), page))
         rows = q.transpose(1, 2).flatten(0, 1).contiguous()  # [B * T, N, H]
+        count = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        lists = (
+            count * n_pages,
+            torch.arange(batch * n_pages, dtype=count.dtype, device=q.device),
+            torch.full_like(count[1:], page),
+        )
+        heads = n_heads, n_kv, head_dim, page
         if n_tokens == 1:
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
-            wrapper.plan(
-                indptr, indices, last, n_heads, n_kv, head_dim, page, q_data_type=q.dtype, kv_data_type=k.dtype
-            )
+            wrapper.plan(*lists, *heads, q_data_type=q.dtype, kv_data_type=k.dtype)
         else:
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
-            begin = ints(torch.arange(batch + 1) * n_tokens)
-            wrapper.plan(begin, indptr, indices, last, n_heads, n_kv, head_dim, page, causal=True, q_data_type=q.dtype)
-        return lambda: wrapper.run(rows, tuple(paged)).unflatten(0, (batch, n_tokens)).transpose(1, 2)
+            wrapper.plan(count * n_tokens, *lists, *heads, causal=True, q_data_type=q.dtype)
+        return lambda: wrapper.run(rows, paged).unflatten(0, (batch, n_tokens)).transpose(1, 2)
 
-    def call() -> object:
-        if not prepared:
-            prepared.append(prepare())
-        return prepared[0]()
-
-    return call
+    return lambda: prepared()()
 
 
 def timed_sparse(setup: Setup) -> Record:

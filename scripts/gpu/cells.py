@@ -1,40 +1,32 @@
-"""Stages of gpu_suite.py that time steps and rounds: of a model of 8 B parameters, and of the bundled one.
+"""Steps and rounds of a model of 8 B parameters with random weights, acceptance replayed.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, K kv heads, gamma tokens drafted a round.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from torch import Tensor
 
-from frontier import spread, stretches, take_turns, tokens_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import gamma_tiers
-from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.measuring.machine import clocks
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Forecast, step_seconds
-from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.measuring.turns import spread
 from gpt_fast_sd.planner import GammaPlanner
 from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import GREEDY
-from gpu_forecast import LLAMA, ROOM, Arm, Cell, planned, predict
-from gpu_setup import SMALL, Record, Setup, Stopwatch, clocks, random_model
 
-# ---- a model of 8 B parameters with random weights -------------------------------------------------------------------
+from .aims import LLAMA, ROOM, Arm, Cell, planned, predict
+from .setup import SMALL, Record, Setup, Stopwatch, random_model
 
 ROUNDS = 40  # of one run: few enough that the context stays within 1 % of where it began
 TO_THE_END = 96  # new tokens of the runs that go on until the last row is finished
@@ -84,8 +76,7 @@ class Bench:
             [slot, *torch.randint(config.vocab_size, (context,), generator=generator).tolist()] for slot in range(batch)
         ]
         engine = self.engine
-        self.kept = Replay(torch.zeros(4 * self.rounds, batch, dtype=torch.int64, device=setup.device))
-        engine.replay = self.kept
+        engine.replay = self.kept = Replay(torch.zeros(4 * self.rounds, batch, dtype=torch.int64, device=setup.device))
         engine._prefill._warm = True  # nothing will be prefilled, so nothing is compiled for it
         engine.warm_up()
         with torch.inference_mode():  # as rounds run: outside of it the steps would be compiled once more
@@ -96,10 +87,10 @@ class Bench:
 
     def replay(self, profile: str) -> float:
         """Replay this profile from now on -> tokens a round of its table."""
-        gamma, replay = self.gammas[profile], self.kept
-        replay.table.copy_(replay_table(PROFILES[profile], len(replay.table), self.batch, gamma, 0, self.setup.device))
+        gamma, table = self.gammas[profile], self.kept.table
+        table.copy_(replay_table(PROFILES[profile], len(table), self.batch, gamma, 0, self.setup.device))
         self.engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
-        return float(replay.table.double().mean()) + 1
+        return float(table.double().mean()) + 1
 
     def run(self, speculate: bool, rounds: int | None = None, new: int | None = None) -> Record:
         """So many rounds, or so many new tokens of each row -> tokens, seconds of decoding and rounds.
@@ -140,19 +131,17 @@ class Bench:
         found: Record = {"verify": {}, "judge": {}, "draft": {}, "select": {}}
         self.strike()
         for gamma in self.timed:
-            whole = self.engine.cache.capacity
-            plan = RoundPlan(gamma=gamma, n_keys=whole - gamma, captured=True)
+            plan = RoundPlan(gamma=gamma, n_keys=self.engine.cache.capacity - gamma, captured=True)
             self.pose(gamma)
             draft = policy.propose(rows, plan)
             tokens = torch.cat([rows.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
-            logits, mass = rounds.feed(tokens, whole)
+            logits, mass = rounds.feed(tokens, plan.n_keys + gamma)
             if "target" not in found:
-                first = partial(rounds.feed, rows.pending[:, None], plan.n_keys)
-                found["target"] = self.figure("target", 0, first)
+                found["target"] = self.figure("target", 0, partial(rounds.feed, rows.pending[:, None], plan.n_keys))
             parts: dict[str, Callable[[], object]] = {
                 "draft": partial(policy.propose, rows, plan),
-                "verify": partial(rounds.feed, tokens, whole),
-                "judge": partial(rounds.judged, logits, draft, plan.kind),
+                "verify": partial(rounds.feed, tokens, plan.n_keys + gamma),
+                "judge": partial(rounds.judged, logits, draft, GREEDY),
             }
             if policy.wants_mass:
                 parts["select"] = partial(policy.device_after_verify, rows, mass)
@@ -165,8 +154,9 @@ class Bench:
 
     def figure(self, name: str, gamma: int, call: Callable[[], object]) -> Record:
         """Seconds of a call (of a draft, of a step of it), and what it did; RuntimeError where that is not enough."""
-        seen = self.observe(gamma, call)
-        if wrong := self.idle(name, gamma, seen):
+        fed = {"target": 1, "verify": gamma + 1, "draft": gamma}.get(name, 0)
+        seen = self.observe(gamma, call, fed, drafts=name == "draft")
+        if wrong := self.idle(name, gamma, fed, seen):
             raise RuntimeError(f"{name} at gamma {gamma} is not timed: {wrong}")
         seconds = self.watch(call, before=partial(self.pose, gamma)) / (gamma if name == "draft" else 1)
         return {"seconds": seconds, "gamma": gamma, **seen}
@@ -184,8 +174,8 @@ class Bench:
         for slot, prompt in enumerate(self.prompts):
             policy.host_admit(slot, prompt)
             rows.pending[slot] = prompt[-1]
-        plan = RoundPlan.of(dict.fromkeys(range(self.batch), self.context))
-        engine.rounds.refresh(plan)  # a view that lists by a pass of its own has no list before
+        # a view that lists by a pass of its own has no list before
+        engine.rounds.refresh(RoundPlan.of(dict.fromkeys(range(self.batch), self.context), gamma=max(self.timed)))
         owners = (rows, self.kept, self._view())
         tensors = {id(x): x for owner in owners for x in vars(owner).values() if isinstance(x, Tensor)}
         self._struck = [(x, x.clone()) for x in tensors.values()]
@@ -196,23 +186,25 @@ class Bench:
             tensor.copy_(value)
         self.kept.table.fill_((gamma + 1) // 2)
 
-    def observe(self, gamma: int, call: Callable[[], object]) -> Record:
+    def observe(self, gamma: int, call: Callable[[], object], fed: int, drafts: bool) -> Record:
         """What a call does, from the pose: rows that are live, tokens fed to each, least and most keys a row reads.
 
         Of a draft the keys of a layer and head; of judging the drafts judged and the tokens emitted, of selecting the
         rows whose selection is another afterwards.
         """
         self.pose(gamma)
-        rows, view = self.engine.rows, self._view()
+        rows, policy, view = self.engine.rows, self.engine.policy, self._view()
         seen: Record = {"rows_active": int(rows.active.sum())}
         slots, before = getattr(view, "slots", None), rows.seq_len.clone()
         held = None if slots is None else slots.clone()
-        with self._watched() as fed:
-            out = call()
+        out = call()
         if fed:
-            keys = torch.stack([torch.stack([read.min(), read.max()]) for _, read in fed]).tolist()
-            seen["tokens_fed"] = sum(n for n, _ in fed)
-            seen["keys_in_view"] = [min(least for least, _ in keys), max(most for _, most in keys)]
+            last = torch.where(rows.active, rows.seq_len, -fed) + fed - 1  # [B] an idle row reads nothing
+            read = [last + 1]
+            if drafts:  # by the first and by the last of its steps
+                read = [policy.positions_read(at).sum(-1) for at in (last - fed + 1, last)]  # type: ignore[union-attr]
+            seen["tokens_fed"] = fed
+            seen["keys_in_view"] = [int(read[0].min()), int(read[-1].max())]
         elif isinstance(out, Tensor):
             seen["tokens_judged"], seen["tokens_emitted"] = out[:, 1].tolist(), out[:, 0].tolist()
             seen["rows_grown"] = int((rows.seq_len > before).sum())
@@ -220,59 +212,26 @@ class Bench:
             seen["rows_selected"] = int((slots != held).any(-1).any(-1).any(0).sum())
         return seen
 
-    def idle(self, name: str, gamma: int, seen: Record) -> str | None:
+    def idle(self, name: str, gamma: int, fed: int, seen: Record) -> str | None:
         """Why what a call did is not what rows in the middle of decoding ask for; None where it is."""
-        n, fed = self.batch, gamma + 1 if name == "verify" else gamma if name == "draft" else 1
+        n, kept = self.batch, (gamma + 1) // 2
         if seen["rows_active"] != n:
             return f"of {n} rows only {seen['rows_active']} are active"
-        if name == "judge":
-            kept = (gamma + 1) // 2
-            wanted = {"tokens_judged": [gamma] * n, "tokens_emitted": [kept + 1] * n, "rows_grown": n}
-        elif name == "select":
-            wanted = {"rows_selected": n}
-        else:
-            wanted = {"tokens_fed": fed}
-            least, most = self.context + fed, self.context + fed
+        if fed:
+            least = most = self.context + fed
             if name == "draft":  # a selection that is new leaves room for the tokens until the next one
                 least, most = int(0.7 * self.budget), self.budget + gamma
-            read = seen.get("keys_in_view", [0, 0])
-            if not least <= read[0] <= read[1] <= most:
-                return f"rows read {read[0]:,} to {read[1]:,} keys, not {least:,} to {most:,}"
+            read = seen["keys_in_view"]
+            fine = least <= read[0] <= read[1] <= most
+            return None if fine else f"rows read {read[0]:,} to {read[1]:,} keys, not {least:,} to {most:,}"
+        wanted = {"tokens_judged": [gamma] * n, "tokens_emitted": [kept + 1] * n, "rows_grown": n}
+        wanted = {"rows_selected": n} if name == "select" else wanted
         wrong = {key: seen.get(key) for key, value in wanted.items() if seen.get(key) != value}
         return f"{wrong} should be { ({key: wanted[key] for key in wrong}) }" if wrong else None
 
     def _view(self) -> Any:
         """The view that drafts are read through: it owns what a selection has chosen."""
         return getattr(self.engine.policy, "view", None)
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[list[tuple[int, Tensor]]]:
-        """Notes of every step inside: tokens fed to a row, and how many keys each row reads, int64 [...]."""
-        rounds, policy, notes = self.engine.rounds, self.engine.policy, list[tuple[int, Tensor]]()
-        decode, verify, feed = rounds.decode, rounds.verify, policy.feed  # type: ignore[union-attr]
-
-        def noting(step: Callable[..., Any]) -> Callable[..., Any]:
-            def noted(
-                model: Any, tokens: Tensor, pos: Tensor, k: Any, v: Any, in_view: Tensor, *rest: Any, **how: Any
-            ) -> Any:
-                read = torch.where(pos < in_view.shape[0] * SPLIT, pos + 1, 0)  # [B, T]
-                notes.append((tokens.shape[1], read.amax(1)))
-                return step(model, tokens, pos, k, v, in_view, *rest, **how)
-
-            return noted
-
-        def drafting(tokens: Tensor, pos: Tensor, *rest: Any) -> Any:
-            out = feed(tokens, pos, *rest)
-            notes.append((tokens.shape[1], policy.positions_read(pos[:, -1]).sum(-1)))  # type: ignore[union-attr]
-            return out
-
-        rounds.decode, rounds.verify = noting(decode), noting(verify)  # type: ignore[assignment]
-        policy.feed = drafting  # type: ignore[union-attr]
-        try:
-            yield notes
-        finally:
-            rounds.decode, rounds.verify = decode, verify
-            del policy.feed  # type: ignore[union-attr]
 
 
 def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
@@ -285,7 +244,7 @@ def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
         began = time.perf_counter()
         bench = Bench(setup, cell, arm, gammas)
         built = time.perf_counter() - began
-        print(f"{cell.label}: built and compiled in {built:.0f} s; gamma by the cost model: {gammas}")
+        print(f"{cell.name}: built and compiled in {built:.0f} s; gamma by the cost model: {gammas}")
         steps = bench.steps()
         ceilings = ceilings_of(setup, bench)
         for name, seconds in ceilings.items():
@@ -368,71 +327,3 @@ def replay_row(setup: Setup, cell: Cell, arm: Arm, bench: Bench, profile: str, p
         "rounds_of_a_run": bench.rounds, "pairs": setup.pairs,
         "to_the_end_ratio": whole[False]["seconds"] / whole[True]["seconds"], "to_the_end_new_tokens": new,
     }  # fmt: skip
-
-
-# ---- the bundled model, with acceptance of its own -------------------------------------------------------------------
-
-END_TO_END = {"8x8192": (8, 8192), "32x8192": (32, 8192), "8x16000": (8, 16000), "32x16000": (32, 16000)}
-
-
-def bundled_stage(name: str) -> Callable[[Setup], Record]:
-    """The stage that decodes with the bundled model, plainly and speculatively in turns; nothing is replayed."""
-
-    def run(setup: Setup) -> Record:
-        batch, context = (2, 160) if setup.tiny else END_TO_END[name]
-        new, temperature = (4, 0.8) if setup.tiny else (128, 0.8)
-        config = EngineConfig(
-            batch_size=batch, max_seq_len=context + new, device=setup.device.type, compile=setup.on_cuda,
-            max_autotune=setup.max_autotune,
-        )  # fmt: skip
-        engine = Engine.from_pretrained(BUNDLED, config)
-        prompts = long_prompts(setup, engine, batch, context)
-        params = [
-            SamplingParams(max_tokens=new, ignore_eos=True, temperature=temperature, seed=i) for i in range(batch)
-        ]
-        found: list[Record] = []
-        for policy, budget in (("streaming", 256), ("snapkv", 512), ("guided", 512)):
-            engine.redraft(DraftConfig(policy=policy, budget=min(budget, 96) if setup.tiny else budget, gamma=4))
-            pairs = take_turns(engine, prompts, params, 1 if setup.tiny else setup.pairs)
-            counts = pairs.counts
-            for stats in (*pairs.plain, *pairs.speculative):  # else tokens a second mean nothing
-                if stats.decode_tokens != batch * new or min(map(len, prompts)) != context:
-                    raise RuntimeError(f"a run gave {stats.decode_tokens} tokens, not {new} for each of {batch} rows")
-            found.append(
-                {
-                    "policy": policy, "budget": engine.draft.budget, "gamma": 4, "ratio": spread(pairs.ratios),
-                    "acceptance_rate": counts.acceptance_rate, "tokens_per_round": counts.tokens_per_round,
-                    "rows_active": counts.row_rounds / counts.rounds, "keys_in_view": [context, context + new - 1],
-                    "plain_tokens_per_second": statistics.median(s.decode_tokens_per_second for s in pairs.plain),
-                    "speculative_tokens_per_second": statistics.median(
-                        s.decode_tokens_per_second for s in pairs.speculative
-                    ),
-                }
-            )  # fmt: skip
-            print(
-                f"{policy} {engine.draft.budget}: {found[-1]['ratio']['median']:.2f}x, "
-                f"acceptance {counts.acceptance_rate:.1%}, {counts.tokens_per_round:.2f} tokens a round"
-            )
-        return {
-            "batch": batch, "context": context, "new_tokens": new, "temperature": temperature, "results": found,
-            "text": [path.name for path in setup.texts] or "sampled by the model itself, temperature 1",
-        }  # fmt: skip
-
-    return run
-
-
-def long_prompts(setup: Setup, engine: Engine, batch: int, context: int) -> list[list[int]]:
-    """A prompt for each row: a stretch of the texts given, or what the model writes after its bundled document."""
-    tokenizer = engine.tokenizer
-    assert tokenizer
-    if setup.texts:
-        texts = {path.name: tokens_of(path, tokenizer) for path in setup.texts}
-        return stretches(texts, batch, context, tokenizer.bos_id)
-    document = tokens_of(BUNDLED / "document.txt", tokenizer)
-    start = min(len(document) // 2, context // 2)
-    openings = [document[row * 37 :][:start] for row in range(batch)]
-    params = [
-        SamplingParams(max_tokens=context - start, ignore_eos=True, temperature=1.0, seed=i) for i in range(batch)
-    ]
-    written = engine.generate(openings, params, speculate=False)
-    return [opening + list(one.tokens) for opening, one in zip(openings, written, strict=True)]

@@ -1,33 +1,25 @@
-"""What every stage of gpu_suite.py shares: on what it runs, its clock, and what it writes down.
+"""What every stage of gpu_suite.py shares: on what it runs, its clock, and the machine's ceilings.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import EngineConfig, __version__
 from gpt_fast_sd.measuring.chips import CHIPS, Chip, chip_of, measure
+from gpt_fast_sd.measuring.machine import clocks, environment
 from gpt_fast_sd.model import ModelConfig, Transformer
-from gpu_forecast import Cell, cell_for
+
+from .aims import Cell, cell_for
 
 Record = dict[str, Any]
 GIB = 2**30
@@ -42,6 +34,7 @@ class Setup:
     pairs: int
     max_autotune: bool
     texts: tuple[Path, ...]
+    out: Path
     known: Mapping[str, Record]  # results of the stages that are done
     free: int | None = None  # bytes of the device that nobody has taken yet, as a stage's own process sees them
 
@@ -52,7 +45,7 @@ class Setup:
 
     @property
     def measured(self) -> Chip | None:
-        """The rates that the first stage measured, None where it was left out."""
+        """The rates that the stage "machine" measured, None where it was left out."""
         if "machine" not in self.known:
             return None
         rates = self.known["machine"]["rates"]
@@ -128,6 +121,14 @@ def _clocked(call: Callable[[], object], before: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def difference(out: Tensor, expected: Tensor) -> float:
+    """||out - expected|| / ||expected|| in fp64; inf where anything is not finite, or of another shape."""
+    out, expected = out.double().cpu(), expected.double().cpu()
+    if out.shape != expected.shape or not bool(out.isfinite().all()):
+        return float("inf")
+    return float((out - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
 # ---- the machine and its ceilings ------------------------------------------------------------------------------------
 
 
@@ -142,83 +143,15 @@ def machine(setup: Setup) -> Record:
         f"copy {rates.copy / 1e9:,.0f} GB/s, read {rates.read / 1e9:,.0f} GB/s, "
         f"matrix products {rates.matmul / 1e12:,.1f} TFLOP/s"
     )
-    return {"environment": environment(setup), "rates": asdict(rates), "data_sheet": asdict(setup.chip)}
-
-
-def environment(setup: Setup) -> Record:
-    """What the numbers were measured on."""
-    found: Record = {
-        "gpt_fast_sd": __version__, "torch": torch.__version__, "python": platform.python_version(),
-        "platform": platform.platform(), "cores": os.cpu_count(), "device": setup.device.type,
-        "triton": _version("triton"), "flashinfer": _version("flashinfer-python"),
-    }  # fmt: skip
+    found = environment(setup.device, "triton", "flashinfer-python")
     if setup.on_cuda:
         properties = torch.cuda.get_device_properties(setup.device)
         found |= {
-            "device": properties.name, "memory_gib": properties.total_memory / GIB, "cuda": torch.version.cuda,
+            "memory_gib": properties.total_memory / GIB, "free_bytes": setup.free, "cuda": torch.version.cuda,
             "multiprocessors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
-            "capability": list(torch.cuda.get_device_capability(setup.device)), "free_bytes": setup.free,
+            "capability": [properties.major, properties.minor], "nvidia_smi": clocks(),
         }  # fmt: skip
-        found["nvidia_smi"] = clocks()
-    return found
-
-
-def clocks() -> Record:
-    """Power limit, clocks and temperature as they are now; empty without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    fields = "driver_version,power.limit,power.draw,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu"
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
-    output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
-    return dict(zip(fields.split(","), output.split(", "), strict=False))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-# ---- what was compared ----------------------------------------------------------------------------------------------
-
-
-def difference(out: Tensor, expected: Tensor) -> float:
-    """||out - expected|| / ||expected|| in fp64; inf where anything is not finite."""
-    out, expected = out.double().cpu(), expected.double()
-    if out.shape != expected.shape or not bool(out.isfinite().all()):
-        return float("inf")
-    return float((out - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
-class Findings:
-    """Rows of what was compared; one line is printed for each that is wrong."""
-
-    def __init__(self) -> None:
-        self.rows: list[Record] = []
-
-    def add(self, op: str, what: str, error: float, tolerance: float) -> None:
-        """One comparison. error inf: not finite, or not of the right shape."""
-        ok = error <= tolerance
-        self.rows.append({"op": op, "what": what, "error": min(error, 1e30), "tolerance": tolerance, "ok": ok})
-        if not ok:
-            print(f"WRONG: {op} {what}: off by {error:.3g}, tolerance {tolerance:.3g}")
-
-    def record(self) -> Record:
-        """All rows, and the worst of each op relative to its tolerance."""
-        worst: dict[str, Record] = {}
-        for row in self.rows:
-            if row["op"] not in worst or _share(row) > _share(worst[row["op"]]):
-                worst[row["op"]] = row
-        for op, row in worst.items():
-            n = sum(other["op"] == op for other in self.rows)
-            print(f"{op}: {n} comparisons, worst {row['error']:.2g} of {row['tolerance']:.2g} ({row['what']})")
-        return {"ok": all(row["ok"] for row in self.rows), "rows": self.rows, "worst": list(worst.values())}
-
-
-def _share(row: Record) -> float:
-    """How much of what is allowed an error is; where nothing is allowed, the error itself."""
-    return float(row["error"] / (row["tolerance"] or 1.0))
+    return {"environment": found, "rates": asdict(rates), "data_sheet": asdict(setup.chip)}
 
 
 # ---- small models ----------------------------------------------------------------------------------------------------
@@ -241,18 +174,3 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what the fp32 ones took is free for others, too
     return model.eval().requires_grad_(False)
-
-
-def prompts_of(setup: Setup, vocab_size: int) -> list[list[int]]:
-    """Random prompts of ragged length, more than there are slots."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = (5, 200, 40) if setup.tiny else (40, 700, 300, 1500, 90)
-    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
-
-
-def settings_of(setup: Setup, **changes: Any) -> EngineConfig:
-    """Four slots of 2,048 tokens; a dry run does not compile."""
-    base: Record = {"batch_size": 4, "max_seq_len": 2048, "max_autotune": False, "device": setup.device.type}
-    if setup.tiny:
-        base |= {"batch_size": 2, "max_seq_len": 512, "compile": False}
-    return EngineConfig(**{**base, **changes})
