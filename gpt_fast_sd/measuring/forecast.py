@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..loading import TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, rates_here
+from .grid import Setting, draft_fields, up_to_date
 from .ledger import read_document
 from .replay import PROFILES
 from .roofline import (
@@ -324,6 +325,7 @@ def cell(
 def compare(path: Path) -> list[Record]:
     """What was measured in a sweep beside what is predicted for that machine's own rates, at the acceptance it had."""
     document, found = read_document(path, "batch"), []
+    up_to_date(document)
     settings = document["settings"]
     for point in document.get("points", ()):
         if point.get("status") != "measured":
@@ -333,12 +335,9 @@ def compare(path: Path) -> list[Record]:
         assert shapes[0]
         system = System(
             model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
-            kv_dtype=point["kv_dtype"], quantize=settings.get("quantize"),
+            kv_dtype=point["kv_dtype"], quantize=settings["quantize"],
         )  # fmt: skip
-        known = {f.name: point[f.name] for f in fields(DraftConfig) if f.name in point and f.name != "gamma"}
-        if registry.policy_class(point["policy"]).own_cache:
-            known["draft_model"] = settings["draft_model"]
-        draft = DraftConfig(**known)
+        draft = Setting(policy=point["policy"], budget=point["budget"]).draft("auto", draft_fields(settings))
         size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
         rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
         plain, a_round = system.plain(*size), system.mean_round(draft, *size, rounds_by_gamma)

@@ -12,6 +12,7 @@ from .. import registry
 from ..config import DraftConfig
 from .chips import GIB
 from .forecast import ESTIMATES, Kept, Record, System, cell, default_policies
+from .grid import Setting
 from .plots import SPEED, Draw, color, draw_panels, over_log2
 from .replay import PROFILES
 from .tables import Column, Table
@@ -76,7 +77,7 @@ GiB: on each device, when rows have grown by {room:,} tokens, with ! where that 
 
 def label(one: Record) -> str:
     """As "streaming 512"."""
-    return f"{one['policy']} {one['budget']:,}"
+    return Setting(policy=one["policy"], budget=one["budget"]).label
 
 
 def _accepted(one: Record) -> str:

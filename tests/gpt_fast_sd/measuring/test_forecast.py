@@ -12,7 +12,7 @@ import torch
 from gpt_fast_sd import DraftConfig, registry
 from gpt_fast_sd.measuring.chips import CHIPS, PCIE_5, Chip, Link, Ranks, chip_named, chip_of, nvlink
 from gpt_fast_sd.measuring.forecast import Kept, System, compare, default_policies, shape_of
-from gpt_fast_sd.measuring.planning import drafts_of, plan, text
+from gpt_fast_sd.measuring.planning import comparison, drafts_of, plan, text
 from gpt_fast_sd.measuring.replay import PROFILES
 from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, MOST, Efficiency, best_gamma
 from gpt_fast_sd.model import preset
@@ -345,3 +345,22 @@ def test_shapes_are_those_of_presets_folders_and_the_bundled_model() -> None:
     assert shape_of("bundled").n_layers > 0
     with pytest.raises(ValueError, match="no preset is called 'nobody/nothing'"):
         shape_of("nobody/nothing")
+
+
+def test_a_sweep_of_before_it_named_all_its_settings_is_compared_too() -> None:
+    found = compare(SWEEP.parents[1] / "sweep" / "sweep.json")
+    assert len(found) == 96 and {one["temperature"] for one in found} == {0.0}
+
+
+def test_drafts_without_a_budget_and_over_a_draft_model_are_compared(tmp_path: Path) -> None:
+    document = json.loads(SWEEP.read_text())
+    shape = document["settings"]["transformer"]
+    document["settings"] |= {"draft_model": "small", "draft_transformer": {**shape, "n_layers": 2}}
+    names = (("lookup", None), ("hierarchy/standalone", 64), ("early_exit", 64), ("quest", 256))
+    document["points"] = [{**document["points"][-1], "policy": policy, "budget": budget} for policy, budget in names]
+    file = tmp_path / "sweep.json"
+    file.write_text(json.dumps(document))
+    points = compare(file)
+    found = {one["policy"]: one for one in points}
+    assert list(found) == [policy for policy, _ in names] and all(one["speedup"] > 0 for one in points)
+    assert "hierarchy/standalone 64" in comparison(points, "a sweep")
