@@ -1,16 +1,17 @@
 """Check and measure everything that needs a GPU, by one command that can be called again until all is done.
 
-    python scripts/gpu_suite.py OUT                           every stage that is not done yet, as far as the time goes
-    python scripts/gpu_suite.py OUT --stages machine,graphs   these alone
-    python scripts/gpu_suite.py OUT --device cpu --tiny       a dry run anywhere: tiny shapes, figures mean nothing
+    python scripts/gpu_suite.py OUT                                every stage not done yet, as far as the time goes
+    python scripts/gpu_suite.py OUT --stages machine,test-rounds   these alone
+    python scripts/gpu_suite.py OUT --device cpu --tiny            a dry run anywhere: tiny shapes, figures mean nothing
 
 Each stage is a process of its own, so one that fails loses no other. Its result stands in OUT/results.json as soon as
-it is there and is not measured again; a stage for which the time left is too short waits for the next call. In the end,
-and after every call, OUT/summary.md is a page of targets beside what was measured and what the cost model says, and the
-plots show it. Exit code 0: all stages asked for are done and right; 3: some are left; 1: one failed or found an error.
+it is there and is not measured again, nor is a test that has passed on these sources run again (OUT/tests.json); a
+stage for which the time left is too short waits for the next call. In the end, and after every call, OUT/summary.md is
+a page of targets beside what was measured and what the cost model says, and the plots show it. Exit code 0: all stages
+asked for are done and right; 3: some are left; 1: one failed or found an error; 2: what was asked for makes no sense.
 
 Speed at 8 B parameters is measured with random weights. How many drafts are kept is then replayed from published
-acceptance (gpt_fast_sd/replay.py), everything else of a round runs as it is: such figures are called replays.
+acceptance (gpt_fast_sd/measuring/replay.py), everything else of a round runs as it is: such figures are called replays.
 
 The stages:
 STAGES
@@ -19,8 +20,11 @@ STAGES
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,20 +32,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 
+from common import refuse
+from gpt_fast_sd.measuring.ledger import Ledger, write_whole
+from gpt_fast_sd.measuring.machine import environment
 from gpt_fast_sd.tp import why_no_cuda
-from gpu_setup import Record, Setup
-from gpu_stages import STAGES, Stage
-from gpu_summary import DONE, FAILED, LEFT, Ledger, draw, summary, write_whole
+from gpu.setup import Record, Setup
+from gpu.stages import DONE, FAILED, LEFT, STAGES, Stage, results_of
+from gpu.summary import draw, summary
 
 PROGRAM = "gpu_suite.py"
-ALL_FINE, SOMETHING_WRONG, REFUSED, STAGES_LEFT = 0, 1, 2, 3
+ALL_FINE, SOMETHING_WRONG, STAGES_LEFT = 0, 1, 3
 TAIL = 4000  # characters of a failed stage's output that are kept
 SPARE = 5.0  # seconds of the budget kept for the summary
 
@@ -97,6 +103,8 @@ def check(args: argparse.Namespace) -> list[Stage]:
         raise ValueError(
             f"torch sees no CUDA device here: {why_no_cuda()}; run this on a GPU, or dry with --device cpu --tiny"
         )
+    if importlib.util.find_spec("pytest") is None and any(name.startswith("test-") for name in names):
+        raise ValueError('tests need pytest: pip install -e ".[test]", or name --stages without test-')
     for path in args.texts:
         if not path.is_file():
             raise ValueError(f"there is no text file {path}")
@@ -124,7 +132,7 @@ def setup_of(args: argparse.Namespace, known: Mapping[str, Record]) -> Setup:
     """
     return Setup(
         device=torch.device(args.device), tiny=args.tiny, pairs=args.pairs, max_autotune=args.max_autotune,
-        texts=tuple(args.texts), known=known,
+        texts=tuple(args.texts), out=args.out, known=known,
         free=torch.cuda.mem_get_info()[0] if args.device == "cuda" and args.only else None,
     )  # fmt: skip
 
@@ -141,12 +149,12 @@ def conduct(stages: Sequence[Stage], ledger: Ledger, budget: float, launch: Laun
     that is left. One that is stopped then has failed only if it had the time it was reckoned to take.
     """
     began, left, ran = time.perf_counter(), [], 0
-    waiting = [stage for stage in stages if not ledger.is_done(stage.name)]
-    waiting.sort(key=lambda stage: stage.name in ledger.stages)  # stable: those that have failed come last
-    for stage in stages:
-        if ledger.is_done(stage.name):
-            print(f"{stage.name}: there already")
-    for stage in waiting:
+    done = [stage for stage in stages if stage.is_done(ledger)]
+    for stage in done:
+        print(f"{stage.name}: there already")
+    for stage in sorted(
+        (stage for stage in stages if stage not in done), key=lambda one: ledger.find({"stage": one.name}) is not None
+    ):
         remaining = budget - SPARE - (time.perf_counter() - began)
         if ran and remaining < stage.seconds:
             left.append(stage.name)
@@ -159,17 +167,27 @@ def conduct(stages: Sequence[Stage], ledger: Ledger, budget: float, launch: Laun
         entry = launch(stage, max(1.0, remaining))
         seconds = time.perf_counter() - before
         over = max(0.0, seconds - stage.seconds)
-        entry |= {"seconds": seconds, "reckoned_seconds": stage.seconds, "seconds_over": over}
+        entry |= {
+            "stage": stage.name, "seconds": seconds, "reckoned_seconds": stage.seconds, "seconds_over": over,
+            "date": time.strftime("%Y-%m-%d %H:%M"),
+        }  # fmt: skip
         longer = f", {over:.1f} s more than it is reckoned to take" if over else ""
         print(f"--- {stage.name} {entry['status']} in {seconds:.1f} s{longer}", flush=True)
         if entry["status"] == LEFT:
             left.append(stage.name)
         else:
-            ledger.put(stage.name, entry)
+            ledger.put({"stage": stage.name}, entry)
+            ledger.write()
     return left
 
 
-def launcher(args: argparse.Namespace, ledger: Ledger) -> Launch:
+def ledger_of(args: argparse.Namespace, *, fresh: bool = False) -> Ledger:
+    """OUT/results.json, whole after each stage; ValueError where it holds results of other settings, or none."""
+    machine = environment(torch.device(args.device))
+    return Ledger(args.out / "results.json", "gpu_suite", settings_of(args), machine, fresh=fresh, results="stages")
+
+
+def launcher(args: argparse.Namespace) -> Launch:
     """Runs a stage in a process of its own, whose output is passed on as it comes."""
 
     def launch(stage: Stage, timeout: float) -> Record:
@@ -195,10 +213,11 @@ def launcher(args: argparse.Namespace, ledger: Ledger) -> Launch:
 
 def run_process(command: Sequence[str], timeout: float) -> tuple[int | None, str]:
     """Run a process, its output printed line by line -> its exit code, None if it was stopped, and the output."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=variables,
+        start_new_session=True,
+    )  # fmt: skip
     lines: list[str] = []
 
     def pass_on() -> None:
@@ -214,26 +233,20 @@ def run_process(command: Sequence[str], timeout: float) -> tuple[int | None, str
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # it may have started others
         process.wait()
-    reader.join(5.0)  # a child of the process may hold the pipe
+    reader.join(5.0)
     return code, "".join(lines)
 
 
 def run_stage(args: argparse.Namespace) -> None:
     """What the process of a stage does: run it and write what it finds."""
-    known = Ledger(args.out, settings_of(args), fresh=False).results
-    result = STAGES[args.only].run(setup_of(args, known))
+    result = STAGES[args.only].run(setup_of(args, results_of(ledger_of(args))))
     write_whole(args.into, json.dumps(result))
 
 
 # ---- all together ----------------------------------------------------------------------------------------------------
-
-
-def refuse(error: Exception) -> NoReturn:
-    """One sentence on stderr and exit code 2."""
-    print(f"{PROGRAM}: {error}", file=sys.stderr)
-    raise SystemExit(REFUSED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -245,17 +258,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_stage(args)
             return ALL_FINE
         args.out.mkdir(parents=True, exist_ok=True)
-        ledger = Ledger(args.out, settings_of(args), fresh=args.fresh)
+        ledger = ledger_of(args, fresh=args.fresh)
+        if args.fresh:
+            for name in ("results.json", "tests.json", "bundled.json"):
+                (args.out / name).unlink(missing_ok=True)
     except (ValueError, OSError) as error:
         if args.only:
             raise
-        refuse(error)
-    left = conduct(stages, ledger, args.budget_seconds, launcher(args, ledger))
-    setup = setup_of(args, ledger.results)
-    plots = draw(ledger.results, args.out, dry=args.tiny)
-    (args.out / "summary.md").write_text(summary(ledger, setup, list(STAGES.values()), plots), encoding="utf-8")
-    failed = [stage.name for stage in stages if ledger.stages.get(stage.name, {}).get("status") == FAILED]
-    wrong = [stage.name for stage in stages if ledger.results.get(stage.name, {}).get("ok") is False]
+        refuse(error, PROGRAM)
+    left = conduct(stages, ledger, args.budget_seconds, launcher(args))
+    results = results_of(ledger)
+    plots = draw(results, args.out, dry=args.tiny)
+    page = summary(ledger, setup_of(args, results), list(STAGES.values()), plots)
+    write_whole(args.out / "summary.md", page)
+    failed = [stage.name for stage in stages if (ledger.find({"stage": stage.name}) or {}).get("status") == FAILED]
+    wrong = [stage.name for stage in stages if results.get(stage.name, {}).get("ok") is False]
     print(f"\n{args.out / 'summary.md'} is written")
     for what, names in (("failed", failed), ("found errors", wrong), ("left for the next call", left)):
         if names:

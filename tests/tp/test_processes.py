@@ -19,7 +19,7 @@ from gpt_fast_sd.model import save_hugging_face
 from tests.helpers import random_ids, tiny_config, tiny_model
 from tests.tp.spawn import ROOT, WORKERS, environment, run, torchrun
 
-GENERATE = ROOT / "scripts" / "generate.py"
+GENERATE, BENCHMARK = (ROOT / "scripts" / name for name in ("generate.py", "benchmark.py"))
 PROMPTS = [random_ids(n, seed=n) for n in (40, 3, 17, 9, 25)]
 
 
@@ -66,6 +66,17 @@ def test_generate_under_torchrun_prints_once_and_keeps_the_order(n: int, tp: int
     assert f"{n // tp} replicas x {tp} that hold one together" in done.stdout
     environment: dict[str, Any] = json.loads(document.read_text())["environment"]
     assert (environment["dp"], environment["tp"]) == (n // tp, tp)
+
+
+@pytest.mark.slow
+def test_a_sweep_under_torchrun_measures_the_model_that_all_ranks_hold(model_folder: Path) -> None:
+    document = model_folder.parent / "sweep.json"
+    size = ["--batch", 2, "--context", "40,60", "--budget", 16, "--gamma", 2, "--max-new-tokens", 8, "--pairs", 1]
+    how = ["--model", model_folder, "--synthetic", "--tp", 2, "--device", "cpu", "--no-compile", "--json", document]
+    done = run(torchrun(2, BENCHMARK, *how, *size))
+    assert done.returncode == 0, done.stderr
+    points = json.loads(document.read_text())["points"]
+    assert [(point["context"], point["status"]) for point in points] == [(40, "measured"), (60, "measured")]
 
 
 @pytest.mark.slow

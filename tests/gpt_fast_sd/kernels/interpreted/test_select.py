@@ -7,7 +7,6 @@ Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query head
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable
 
 import pytest
@@ -15,11 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN
+from tests.gpt_fast_sd.kernels.selected import INF, best, rows_of_every_kind
 
 reference = importlib.import_module("gpt_fast_sd.kernels.select")  # what is tested lies behind the door
 select_triton = importlib.import_module("gpt_fast_sd.kernels.select_triton")
-
-INF = math.inf
 
 
 @pytest.fixture(autouse=True)
@@ -32,30 +30,6 @@ def nothing_is_right_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
         return made.fill_(NAN if made.is_floating_point() else -77)
 
     monkeypatch.setattr(torch, "empty", full)
-
-
-def best(scores: list[float], n_valid: int, n: int) -> list[int]:
-    """By Python's stable sort: the n best of the first n_valid, numbers first, in ascending order, then -1."""
-    places = range(min(n_valid, len(scores)))
-    ranked = sorted(places, key=lambda i: (math.isnan(scores[i]), 0.0 if math.isnan(scores[i]) else -scores[i]))
-    chosen = sorted(ranked[:n])
-    return chosen + [-1] * (n - len(chosen))
-
-
-def rows_of_every_kind(n: int) -> Tensor:
-    """Scores [9, n]."""
-    normal, pick = torch.randn(n), torch.rand(n)
-    return torch.stack([
-        normal,
-        torch.full((n,), 0.25),
-        torch.randint(-1, 3, (n,)) * torch.where(pick < 0.5, 1.0, -1.0),  # few values, zeros of both signs
-        torch.where(pick < 0.05, normal, -INF),
-        torch.full((n,), -INF),
-        torch.where(pick < 0.3, NAN, torch.where(pick < 0.6, INF, normal)),
-        torch.where(pick < 0.95, NAN, -INF),
-        torch.where(pick < 0.5, 3.4e38, torch.where(pick < 0.8, 1e-45, -3e38)),  # the largest and the smallest
-        1.0 + torch.randint(0, 5, (n,)) * 2.0**-23,  # close together
-    ])  # fmt: skip
 
 
 @pytest.mark.parametrize("n_pages", [1, 5, 1000, pytest.param(100, marks=pytest.mark.slow)])

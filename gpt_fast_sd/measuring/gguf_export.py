@@ -1,0 +1,133 @@
+"""Write a Hugging Face style Llama folder as one GGUF file, so that llama.cpp can be timed on the same weights.
+
+Needs the `gguf` package. Matrices are written in --dtype, norms and rotary factors in fp32, as llama.cpp reads them.
+
+Shapes: N heads, H head dim, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gpt_fast_sd.model import ModelConfig, load_model, read_config
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+
+
+def interleave_rope(weight: Tensor, n_heads: int) -> Tensor:
+    """Rows of each head reordered from halves (i, i + H/2) to neighbours (2i, 2i + 1): [N * H, ...] -> [N * H, ...].
+
+    Hugging Face rotates the two halves of a head, llama.cpp's llama architecture rotates neighbouring pairs.
+    """
+    pairs: Tensor = weight.unflatten(0, (n_heads, 2, -1)).transpose(1, 2)  # [N, H/2, 2, ...]
+    return pairs.flatten(0, 2)
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every (name, tensor) of the folder's safetensors files, dtype as stored."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no .safetensors file")
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, the handle is no dict
+                yield name, tensors.get_tensor(name)
+
+
+def _add_tokenizer(writer: Any, folder: Path, config: ModelConfig) -> None:
+    """Store sentencepiece pieces, scores and types, or say that the file speaks token ids only."""
+    import gguf
+
+    writer.add_vocab_size(config.vocab_size)
+    if not (folder / "tokenizer.model").is_file():
+        writer.add_tokenizer_model("none")
+        return
+    vocab = gguf.SentencePieceVocab(folder)
+    pieces, scores, kinds = (list(column) for column in zip(*vocab.all_tokens(), strict=True))
+    missing = config.vocab_size - len(pieces)
+    if missing < 0:
+        raise ValueError(f"the tokenizer has {len(pieces)} pieces, the model only {config.vocab_size} rows for them")
+    pieces += [f"[unused {i}]".encode() for i in range(missing)]
+    scores += [-1000.0] * missing
+    kinds += [gguf.TokenType.UNUSED] * missing
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(pieces)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_add_space_prefix(vocab.sentencepiece_tokenizer.encode("a", out_type=str)[0].startswith("\u2581"))
+    if config.bos_id is not None:
+        writer.add_bos_token_id(config.bos_id)
+    writer.add_add_bos_token(config.bos_id is not None)
+    if config.eos_ids:
+        writer.add_eos_token_id(config.eos_ids[0])
+
+
+def export_gguf(folder: Path, out: Path, dtype: str) -> None:
+    """Write out: the folder's model with matrices in dtype ("f16", "bf16" or "f32"); ValueError when it cannot."""
+    import gguf
+
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    config = read_config(folder)
+    if config.qkv_bias or config.qk_norm or config.sliding_window:
+        raise ValueError(f"{folder} is no plain Llama: only that shape is exported")
+    if config.rope_scaling and config.rope_scaling.length != 1.0:
+        raise ValueError(f"{folder} has YaRN, whose longer queries and keys are not exported")
+    file_type = {
+        "f16": gguf.LlamaFileType.MOSTLY_F16,
+        "bf16": gguf.LlamaFileType.MOSTLY_BF16,
+        "f32": gguf.LlamaFileType.ALL_F32,
+    }[dtype]
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_name(folder.resolve().name)
+    writer.add_file_type(file_type)
+    writer.add_context_length(config.max_seq_len)
+    writer.add_embedding_length(config.dim)
+    writer.add_block_count(config.n_layers)
+    writer.add_feed_forward_length(config.ffn_dim)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    _add_tokenizer(writer, folder, config)
+
+    def add(name: str, tensor: Tensor) -> None:
+        stored = tensor.to(DTYPES[dtype] if tensor.ndim > 1 else torch.float32).contiguous()
+        if stored.dtype == torch.bfloat16:  # numpy knows no bfloat16: hand over the bits and name their meaning
+            writer.add_tensor(name, stored.view(torch.uint16).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(name, stored.numpy())
+
+    if config.rope_scaling and config.rope_scaling.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_scaling.factor)
+    elif config.rope_scaling:  # llama3: llama.cpp divides each frequency by a stored factor
+        plain = config.rope_theta ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)  # [H / 2]
+        add("rope_freqs.weight", plain / load_model(folder).rope_freqs)
+
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.n_layers)
+    for name, tensor in stored_tensors(folder):
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings):
+            continue
+        if ".q_proj." in name:
+            tensor = interleave_rope(tensor, config.n_heads)
+        elif ".k_proj." in name:
+            tensor = interleave_rope(tensor, config.n_kv_heads)
+        known = theirs.get_name(name, try_suffixes=(".weight",))
+        if known is None:
+            raise ValueError(f"{folder} holds a tensor that llama.cpp has no name for: {name}")
+        add(known, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

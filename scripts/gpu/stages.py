@@ -1,0 +1,105 @@
+"""The stages of gpu_suite.py, in the order in which they are worth having: the time on a chip may end after any."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpt_fast_sd.measuring.ledger import Ledger
+
+from .aims import ARMS, FULL
+from .cells import cell_stage
+from .kernels import timed_decode, timed_headline, timed_prefill, timed_select, timed_sparse
+from .setup import Record, Setup, machine
+
+DONE, FAILED, LEFT = "done", "failed", "left"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One process of the suite. seconds: what it is reckoned to take on a GPU of 2024, compiling included."""
+
+    name: str
+    seconds: int
+    about: str
+    run: Callable[[Setup], Record] = field(repr=False)
+
+    def is_done(self, ledger: Ledger) -> bool:
+        """Whether there is a result; tests are done when all of them have passed on the sources as they are now."""
+        result = results_of(ledger).get(self.name)
+        return result is not None and ("tests" not in result or (result["ok"] and result["tree"] == tree()))
+
+
+def results_of(ledger: Ledger) -> dict[str, Record]:
+    """What the stages that are done have found, by stage."""
+    return {record["stage"]: record["result"] for record in ledger.records if record["status"] == DONE}
+
+
+def tree() -> str:
+    """A short name that changes with the sources."""
+    from .correct import tree_of
+
+    return tree_of()
+
+
+def _tests(name: str, seconds: int, about: str) -> Stage:
+    """The tests of tests/gpu/test_NAME.py."""
+
+    def run(setup: Setup) -> Record:
+        from .correct import run_tests  # it needs pytest, which nothing else here does
+
+        return run_tests(setup, f"test_{name}.py")
+
+    return Stage(name=f"test-{name}", run=run, seconds=seconds, about=about)
+
+
+def _cell(context: int, name: str) -> Stage:
+    arm = ARMS[name]
+    about = (
+        f"{arm.policy}, as many rows of {context:,} as there is memory for, {FULL[context]} at most: steps, rounds "
+        f"with replayed acceptance ({', '.join(arm.profiles)})"
+    )
+    seconds = 200 + 40 * len(arm.also_timed)  # mostly of compiling 32 layers, once for each step
+    return Stage(name=f"cell-{context}-{name}", run=cell_stage(context, arm), seconds=seconds, about=about)
+
+
+def bundled(setup: Setup) -> Record:
+    """The points of a sweep by benchmark.py, which goes on where an earlier call was stopped."""
+    file = setup.out / "bundled.json"
+    size = {"--batch": "8,32", "--context": "8k,16k", "--max-new-tokens": "128", "--budget": "512"}
+    if setup.tiny:
+        size = {"--batch": "2", "--context": "160", "--max-new-tokens": "8", "--budget": "96"}
+    how = {"--draft": "streaming,snapkv,guided", "--gamma": "4", "--temperature": "0.8", "--pairs": str(setup.pairs)}
+    where = {"--model": "bundled", "--device": setup.device.type, "--json": str(file)}
+    command = [sys.executable, str(Path(__file__).resolve().parents[1] / "benchmark.py")]
+    command += [word for pair in (size | how | where).items() for word in pair]
+    command += ["--text", *map(str, setup.texts)] if setup.texts else []
+    command += ["--no-compile"] if setup.tiny else ["--max-autotune"] if setup.max_autotune else []
+    subprocess.run(command, check=True)
+    return {"points": json.loads(file.read_text(encoding="utf-8"))["points"]}
+
+
+HEADLINES = ((57344, "guided"), (57344, "snapkv"), (28672, "streaming"))  # what targets are about
+STAGES = {
+    stage.name: stage
+    for stage in (
+        # does it run at all, by the default configuration; then the one number that all predictions hang on
+        _tests("smoke", 90, "the bundled model as generate.py runs it"),
+        Stage(name="time-decode-57344", run=timed_headline, seconds=40, about="dense attention of the headline cell"),
+        Stage(name="machine", run=machine, seconds=30, about="what runs, and measured bandwidth and matrix rate"),
+        # a kernel that is wrong has no speed
+        _tests("kernels", 240, "attention against fp64, selection against plain Python, filters against a sort"),
+        *(_cell(*headline) for headline in HEADLINES),
+        _tests("rounds", 400, "captured rounds beside others, each token; no host wait in a round, and no idle row"),
+        Stage(name="time-decode", run=timed_decode, seconds=120, about="dense attention beside torch's and others'"),
+        Stage(name="time-sparse", run=timed_sparse, seconds=45, about="sparse attention by budget"),
+        Stage(name="time-select", run=timed_select, seconds=30, about="what selecting costs a round"),
+        Stage(name="time-prefill", run=timed_prefill, seconds=45, about="attention of chunks beside torch's"),
+        Stage(name="bundled", run=bundled, seconds=360, about="the bundled model end to end, acceptance of its own"),
+        *(_cell(context, arm) for context in FULL for arm in ARMS if (context, arm) not in HEADLINES),
+    )
+}

@@ -1,0 +1,201 @@
+"""The page of results: what was aimed at, measured and expected; and what it must not claim."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from gpt_fast_sd.measuring.chips import CHIPS
+from gpt_fast_sd.measuring.roofline import EXPECTED
+from gpu.aims import AIMS, ARMS, FULL, Cell, cell_for, planned
+from gpu.stages import STAGES, results_of
+from gpu.summary import draw, summary, target_table, targets
+from tests.scripts.gpu_rig import Record, a_ledger, dry_run, dry_setup, found
+
+
+def test_gamma_is_the_cost_models_and_its_forecasts_pass_the_targets() -> None:
+    chosen = {
+        (cell.name, profile): planned(CHIPS["h200"], cell, arm, profile)
+        for cell in (Cell(batch=32, context=28672), Cell(batch=16, context=57344))
+        for arm in ARMS.values()
+        for profile in arm.profiles
+    }
+    assert chosen["16x57344", "streaming"].gamma == 5
+    assert chosen["32x28672", "low"].gamma < chosen["32x28672", "snapkv"].gamma <= 8
+    assert chosen["32x28672", "streaming"].ratio > 1.9
+    assert chosen["16x57344", "snapkv"].ratio > 2.4
+    assert chosen["16x57344", "guided"].ratio > 3.0
+
+
+def test_the_roofline_is_the_data_sheets_of_a_known_chip_and_measured_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    known = {"machine": {"rates": {"copy": 7e11, "read": 8e11, "matmul": 1e14}}}
+    setup = replace(dry_setup(**known), device=torch.device("cuda"))
+    assert setup.chip == CHIPS["h100"]
+    name = "NVIDIA T1000"
+    assert (setup.chip.bandwidth, setup.chip.peak) == (8e11, 1e14)
+    assert dry_setup(**known).chip.bandwidth == CHIPS["h200"].bandwidth
+
+
+def test_cells_are_as_large_as_the_memory_of_the_card_allows() -> None:
+    def batches(memory: float) -> list[int]:
+        return [cell_for(context, memory).batch for context in (57344, 28672, 100_000)]
+
+    assert batches(CHIPS["h200"].memory) == [FULL[context] for context in (57344, 28672, 100_000)] == [16, 32, 8]
+    assert batches(CHIPS["h100"].memory) == [8, 16, 4]
+    assert batches(40 * 2**30) == [2, 4, 1]
+    with pytest.raises(ValueError, match="not even one row of 100,000 tokens fits into 20 GiB"):
+        cell_for(100_000, 20 * 2**30)
+
+
+def test_a_stage_goes_by_the_memory_that_is_free_the_page_by_what_the_first_look_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
+    setup = replace(dry_setup(), device=torch.device("cuda"))
+    assert setup.cell(57344).batch == 8  # by the data sheet
+    assert replace(setup, known={"machine": {"environment": {"free_bytes": 40 * 2**30}}}).cell(57344).batch == 2
+    assert (
+        replace(setup, known={"machine": {"environment": {"free_bytes": None}}}, free=139 * 2**30).cell(57344).batch
+        == 16
+    )
+
+
+# ---- the summary -----------------------------------------------------------------------------------------------------
+
+
+def figure(seconds: float) -> Record:
+    return {"seconds": seconds, "gamma": 5, "rows_active": 16, "tokens_fed": 1, "keys_in_view": [57345, 57345]}
+
+
+def cell_result(batch: int, context: int, policy: str, ratio: float) -> Record:
+    """A cell as if it had been measured: the steps at 0.9 and 0.6 of the roofline."""
+    row = {
+        "profile": policy, "replayed": True, "gamma": 5, "predicted_ideal": 3.0, "predicted_practical": 2.9,
+        "predicted_expected": 2.8,
+        "ratio": {"median": ratio, "min": ratio - 0.1, "max": ratio + 0.1}, "plain_tokens_per_second": 900.0,
+        "replayed_tokens_per_second": 900.0 * ratio, "tokens_per_round": 4.0, "to_the_end_ratio": ratio - 0.3,
+    }  # fmt: skip
+    return {
+        "cell": f"{batch}x{context}", "planned_batch": batch, "arm": policy, "policy": policy, "budget": 512,
+        "replay": [row],
+        "steps": {
+            "target": figure(0.030), "draft": {"5": figure(0.005)}, "verify": {"5": figure(0.036)},
+            "judge": {"5": {"seconds": 5e-5, "gamma": 5, "rows_active": 16}}, "select": {},
+        },
+        "roofline": {"target": 0.027, "draft": {"5": 0.003}, "verify": {"5": 0.027}},
+    }  # fmt: skip
+
+
+MEASURED = {
+    "cell-28672-streaming": cell_result(32, 28672, "streaming", 2.0),
+    "cell-57344-snapkv": cell_result(16, 57344, "snapkv", 2.2),
+}
+
+
+def test_every_target_stands_beside_what_was_measured_and_predicted() -> None:
+    listed = {one.name: one for one in targets(MEASURED, dry_setup())}
+    met = {name.split(",")[0]: one.met for name, one in listed.items() if not name.startswith("replay")}
+    assert met == {
+        "plain step": True, "draft step": False, "T_V / T_T at gamma 5": False, "judging": True,
+    }  # fmt: skip
+    replays = [one for name, one in listed.items() if name.startswith("replay")]
+    assert [(one.aim.key, one.met) for one in replays] == [("guided", None), ("snapkv", False), ("streaming", True)]
+    assert listed["plain step, share of the roofline"].measured == pytest.approx(0.9)
+    assert all(one.good for one in listed.values() if not one.name.startswith("judging"))
+    assert all(one.expected for one in listed.values())
+
+
+def test_targets_follow_the_cells_that_were_run_and_need_no_memory_where_none_was() -> None:
+    on_80_gb = {"cell-57344-guided": cell_result(8, 57344, "guided", 2.5)}
+    listed = {one.aim.key: one for one in targets(on_80_gb, dry_setup())}
+    assert listed["guided"].name == "replay: speed over plain decoding, guided 1024, 8x57344"
+    assert (listed["guided"].measured, listed["guided"].met) == (2.5, False)
+    aim = next(aim for aim in AIMS if aim.key == "guided")
+    assert listed["guided"].expected < aim.forecast(CHIPS["h200"], Cell(batch=16, context=57344), EXPECTED)
+    small = {one.aim.key: one.name for one in targets({}, replace(dry_setup(), free=16 * 2**30))}
+    assert small["guided"].endswith("guided 1024, 1x57344")
+
+
+def test_the_summary_says_what_is_replayed_and_what_was_not_measured(tmp_path: Path) -> None:
+    ledger = a_ledger(tmp_path, device="NVIDIA H200", tiny=False)
+    for name, result in MEASURED.items():
+        found(ledger, name, result)
+    setup = replace(dry_setup(), tiny=False, known=results_of(ledger))
+    page = summary(ledger, setup, list(STAGES.values()), [])
+    lines = page.splitlines()
+    guided = next(line for line in lines if "guided 1024" in line)
+    assert "not measured" in guided and guided.startswith("| replay: ")
+    assert any("2.00x (1.90 to 2.10)" in line and "replay of streaming" in line for line in lines)
+    for line in lines:  # a figure that was replayed says so in its row or in the row of its column's names
+        assert "2.00x" not in line or "replay" in line
+    assert "- test-rounds: not run yet" in lines
+    assert "dry run" not in page
+
+
+def test_a_dry_run_claims_nothing(tmp_path: Path) -> None:
+    ledger = a_ledger(tmp_path)
+    for name, result in MEASURED.items():
+        found(ledger, name, result)
+    page = summary(ledger, replace(dry_setup(), known=results_of(ledger)), [], [])
+    table = page[page.index("## Targets") : page.index("## Rounds")]
+    assert table.count("not measured") == len(AIMS) == 7 and "yes" not in table
+    assert page.index("cpu dry run") < page.index("## Targets")
+
+
+def test_plots_show_kernels_and_replays(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = {"op": "decode_attention", "what": "shape", "peer": False, "share": 0.8}
+    drawn = draw({**MEASURED, "time-decode": {"rows": [row, {**row, "peer": True}]}}, tmp_path, dry=False)
+    assert [path.name for path in drawn] == ["kernels.png", "replay.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    assert draw({}, tmp_path, dry=False) == []
+
+
+def test_a_kernel_that_was_timed_before_the_chip_has_its_share_of_the_measured_ceilings_all_the_same(
+    tmp_path: Path,
+) -> None:
+    ledger = a_ledger(tmp_path)
+    found(ledger, "time-decode-57344", dry_run("time-decode-57344"))
+    rates = {"copy": 1e3, "read": 1e3, "matmul": 1e3}
+    for known, share in ({}, "| - |"), ({"environment": {}, "rates": rates}, "% |"):
+        if known:
+            found(ledger, "machine", known)
+        lines = summary(ledger, replace(dry_setup(), known=results_of(ledger)), [], []).splitlines()
+        row = next(line for line in lines if line.startswith("| decode_attention |"))
+        assert f"{share} 2 x 512 |" in row
+
+
+def test_the_page_says_how_many_tests_passed_what_they_saw_and_which_failed(tmp_path: Path) -> None:
+    ledger, passed = a_ledger(tmp_path), {"outcome": "passed", "seconds": 2.0, "seen": {}}
+    tests = {
+        "test_smoke.py::test_redrafted": {**passed, "seen": {"seen": "9 rounds | gamma 4"}},
+        "test_smoke.py::test_closed": {**passed, "outcome": "failed", "said": "x\nE  assert 3 == 4\n\n"},
+        "test_smoke.py::test_last": {"outcome": "did not end"},
+    }
+    found(ledger, "test-smoke", {"ok": False, "tree": "today", "tests": tests})
+    lines = summary(ledger, dry_setup(), [STAGES["test-smoke"], STAGES["machine"]], []).splitlines()
+    assert "| test-smoke | 3 | 1 | 4 |" in lines
+    assert "- **test_smoke.py::test_closed**: failed; `E  assert 3 == 4`" in lines
+    assert "- **test_smoke.py::test_last**: did not end; it said nothing" in lines
+    assert "- test_smoke.py::test_redrafted: 9 rounds | gamma 4" in lines
+    assert lines[lines.index("## Missing") + 2 :][:2] == [
+        "- test-smoke: a test has not passed",
+        "- machine: not run yet",
+    ]
+
+
+def test_the_readme_holds_the_targets_that_the_cost_model_gives_now() -> None:
+    """python scripts/gpu_suite.py OUT --device cpu --tiny --stages machine writes them into OUT/summary.md."""
+    readme = Path(__file__).resolve().parents[2] / "benchmarks" / "h200" / "README.md"
+    written = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert written == target_table(targets({}, dry_setup()))
