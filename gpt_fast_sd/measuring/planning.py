@@ -11,7 +11,7 @@ from typing import Any
 from .. import registry
 from ..config import DraftConfig
 from .chips import GIB
-from .forecast import ESTIMATES, Kept, Record, System, cell, default_policies
+from .forecast import ESTIMATES, Kept, Record, System, budget_of, cell, default_policies, label
 from .plots import SPEED, Draw, color, draw_panels, over_log2
 from .replay import PROFILES
 from .tables import Column, Table
@@ -43,10 +43,11 @@ def plan(
     cells = [cell(system, draft, kept, n, c, e) for c in contexts for n in batches for draft in drafts]
     lengths = []
     for draft in drafts:
-        chances, _ = kept.chances(draft.policy, draft.budget, max(contexts))
+        chances, _ = kept.chances(draft, max(contexts))
         even = {str(n): system.break_even(draft, chances, n, e) for n in batches}
         critical = system.critical(draft, chances, batches, e) if len(batches) > 1 else None
-        lengths.append({"policy": draft.policy, "budget": draft.budget, "break_even": even, "critical": critical})
+        who = {"policy": draft.policy, "budget": budget_of(draft)}
+        lengths.append({**who, "break_even": even, "critical": critical})
     chip, ranks = system.chip, system.ranks
     return {
         "benchmark": "plan",
@@ -72,11 +73,6 @@ T_T a step of plain decoding, T_D a draft step, T_V a verification of gamma + 1 
 tokens: that a round emits a row; speed-up: tokens x T_T / (gamma x T_D + T_V + T_S), below 1 gamma auto drafts nothing;
 roofline: the speed-up if every kernel reached the full rates; plain/s, spec./s: tokens per second of all rows;
 GiB: on each device, when rows have grown by {room:,} tokens, with ! where that does not fit."""
-
-
-def label(one: Record) -> str:
-    """As "streaming 512"."""
-    return f"{one['policy']} {one['budget']:,}"
 
 
 def _accepted(one: Record) -> str:
