@@ -360,7 +360,7 @@ def compare(path: Path) -> list[Record]:
         rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
         plain, a_round = system.plain(*size), system.mean_round(draft, point["acceptance_rate"], *size, rounds_by_gamma)
         found.append({
-            **{key: point[key] for key in ("batch", "context", "policy", "budget")},
+            **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma")},
             "temperature": point.get("temperature", 0.0),
             "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
             "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],

@@ -97,7 +97,7 @@ TABLE = Table(
 )  # fmt: skip
 MEASURED = Table(
     _number("context", "context", ","), _number("batch", "batch", ","), Column("draft", label, 16, left=True),
-    _number("T", "temperature", "g", 3), _number("plain ms", "plain_ms", ".1f"),
+    _number("gamma", "gamma", ""), _number("T", "temperature", "g", 3), _number("plain ms", "plain_ms", ".1f"),
     _number("measured", "plain_ms_measured", ".1f"), _number("round ms", "round_ms", ".1f"),
     _number("measured", "round_ms_measured", ".1f"), _number("speed-up", "speedup", ".2f", unit="x"),
     _number("measured", "speedup_measured", ".2f", unit="x"),
