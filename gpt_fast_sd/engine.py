@@ -23,12 +23,12 @@ from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, ways_of
 from .graphs import GraphPool
 from .inflight import Rounds
+from .judging import Override
 from .loading import TORCH_DTYPES, draft_group, load, plan_for, ready_draft, require_fit, target_of
 from .memory import MemoryPlan
 from .planner import GammaPlanner
 from .policies import DraftPolicy, build_policy
 from .prefill import Prefill
-from .replay import Replay
 from .requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
 from .rows import Rows
 from .sampling import Kind
@@ -242,12 +242,12 @@ class Engine:
         self._compile_seconds = None
 
     @property
-    def replay(self) -> Replay | None:
+    def replay(self) -> Override | None:
         """What decides how many drafts are kept, in place of their merit: for timing alone. None: their merit."""
         return self.rounds.replay
 
     @replay.setter
-    def replay(self, replay: Replay | None) -> None:
+    def replay(self, replay: Override | None) -> None:
         """Let it decide from now on."""
         self._access.require_idle()
         self.rounds.set_replay(replay)

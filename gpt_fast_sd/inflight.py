@@ -22,9 +22,9 @@ from gpt_fast_sd.tp import Landing
 from .config import DraftConfig
 from .devices import ways_of
 from .graphs import MOST_STEPS, REFRESH_STEPS, Capture, GraphPool, doubling, steps_of
+from .judging import Override
 from .policies import DraftPolicy
 from .reader import Reader
-from .replay import Replay
 from .requests import Request
 from .round import Round
 from .rows import RoundPlan, Rows
@@ -219,7 +219,7 @@ class Rounds(Round):
         if isinstance(self.capture, GraphPool):
             self.capture.clear()
 
-    def set_replay(self, replay: Replay | None) -> None:
+    def set_replay(self, replay: Override | None) -> None:
         """Let it decide how many drafts are kept; what judges by it is compiled before it is captured."""
         self.replay = replay
         self._warm.clear()

@@ -7,6 +7,7 @@ judges draft 0, index gamma has nothing to judge and gives the bonus token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,16 @@ class Verdict:
 
     n_accepted: Tensor  # int64 [B], 0..cap
     next_token: Tensor  # int64 [B]
+
+
+class Override(Protocol):
+    """What may change every verdict before it is committed, for timing alone; it may be part of a captured graph."""
+
+    place: Tensor  # how far it is, on the device: rounds that are only tried out leave it as they found it
+
+    def apply(self, verdict: Verdict, drafted: Tensor, cap: Tensor) -> Verdict:
+        """The verdict to commit: drafted int64 [B, gamma], cap int64 [B]. Nothing here is read by the host."""
+        ...
 
 
 def verify_greedy(logits: Tensor, drafted: Tensor, cap: Tensor, vocabulary: Vocabulary = WHOLE) -> Verdict:

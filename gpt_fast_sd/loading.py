@@ -79,18 +79,23 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     return Loaded(model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan)
 
 
+def check_positions(config: EngineConfig, model: ModelConfig) -> None:
+    """ValueError where rows may grow longer than a model of this shape goes."""
+    asked = config.max_seq_len
+    if asked > model.max_seq_len:
+        raise ValueError(f"max_seq_len {asked:,} is over the model's {model.max_seq_len:,} positions")
+    if model.sliding_window is not None and asked > model.sliding_window:
+        raise ValueError(
+            f"max_seq_len {asked:,} is over the model's sliding window of {model.sliding_window:,}, "
+            "past which this engine does not go"
+        )
+
+
 def require_fit(model: Transformer, config: EngineConfig, group: Group) -> None:
     """ValueError where a rank's part of a model cannot run here, or has too few positions for the configuration."""
     group.check_part(model)
     require_kernels(model.embedding.weight.device)
-    theirs, asked = model.config, config.max_seq_len
-    if asked > theirs.max_seq_len:
-        raise ValueError(f"max_seq_len {asked:,} is over the model's {theirs.max_seq_len:,} positions")
-    if theirs.sliding_window is not None and asked > theirs.sliding_window:
-        raise ValueError(
-            f"max_seq_len {asked:,} is over the model's sliding window of {theirs.sliding_window:,}, "
-            "past which this engine does not go"
-        )
+    check_positions(config, model.config)
 
 
 def target_of(model: Transformer, config: EngineConfig, group: Group) -> Reader:

@@ -22,9 +22,9 @@ from torch import Tensor
 from .compiling import CompiledStep, varying
 from .config import MAX_GAMMA, DraftConfig
 from .devices import ways_of
+from .judging import Override
 from .policies import Draft, DraftPolicy
 from .reader import Reader
-from .replay import Replay
 from .rows import RoundPlan, Rows
 from .sampling import ACCEPT_STREAM, TARGET_STREAM, Kind
 from .target import TargetSteps
@@ -39,7 +39,7 @@ class Round(TargetSteps):
         """width: see TargetSteps."""
         super().__init__(target, rows, width=width)
         self.policy, self.draft = policy, draft
-        self.replay: Replay | None = None
+        self.replay: Override | None = None
         compiles_sampling = ways_of(target.device).compiles_sampling
         self.judge = CompiledStep(judge_step, compiled=target.compiled if compiles_sampling else None)
 
@@ -89,7 +89,7 @@ class Round(TargetSteps):
         self.replay = before.replay
 
 
-def judge_step(rows: Rows, kind: Kind, logits: Tensor, draft: Draft, replay: Replay | None) -> Tensor:
+def judge_step(rows: Rows, kind: Kind, logits: Tensor, draft: Draft, replay: Override | None) -> Tensor:
     """Accept and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], all that the host reads of a round.
 
     A row holds what Rows.commit gives, then who proposed each draft, then the first draft that was refused, if one was.

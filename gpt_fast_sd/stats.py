@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 
@@ -92,6 +93,26 @@ class EngineStats:
             for number in numbers:
                 for i in range(number):
                     counts[i] += 1
+
+    def __add__(self, other: EngineStats) -> EngineStats:
+        """What two calls counted together; compile_seconds, which calls of one engine share, is the greater one."""
+        total = EngineStats()
+        for name in (one.name for one in fields(self)):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(ours, list):
+                both: Any = [a + b for a, b in zip_longest(ours, theirs, fillvalue=0)]
+            elif isinstance(ours, dict):
+                both = {key: ours.get(key, 0) + theirs.get(key, 0) for key in (*ours, *theirs)}
+            else:
+                both = max(ours, theirs) if name == "compile_seconds" else ours + theirs
+            setattr(total, name, both)
+        return total
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """The share of judged first, second, ... drafts of a round that was accepted."""
+        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
 
     @property
     def host_seconds(self) -> float:

@@ -14,7 +14,7 @@ the least and the greatest. All points of a batch share an engine, whose cache i
 steady        tokens a second while all rows are live: from the end of the first round to the last one that ended no row
 completion    tokens a second from the first round to the end of the slowest row
 predicted     the same by bytes and operations alone, at the measured tokens a round and the machine's rates, which are
-              measured before the first point (gpt_fast_sd/roofline.py)
+              measured before the first point (gpt_fast_sd/measuring/roofline.py)
 
 break-even       of a batch: the context from which on the steady speed-up is above 1
 critical length  of a draft: the context from which on the steady speed-up grows with the batch, that is, from which on
@@ -78,9 +78,10 @@ from frontier import (
 from generate import check_writable
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import BUNDLED, locate
+from gpt_fast_sd.measuring.chips import Chip, measure
+from gpt_fast_sd.measuring.roofline import step_seconds
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
 from gpt_fast_sd.registry import VIEWS
-from gpt_fast_sd.roofline import Chip, measure, step_seconds
 from gpt_fast_sd.stats import EngineStats
 from gpt_fast_sd.tp import Parallel, collectives_per_step
 

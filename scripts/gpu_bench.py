@@ -25,10 +25,10 @@ from frontier import spread, stretches, take_turns, tokens_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
+from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Forecast, step_seconds
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.planner import GammaPlanner
-from gpt_fast_sd.replay import PROFILES, Replay, replay_table
-from gpt_fast_sd.roofline import EXPECTED, IDEAL, PRACTICAL, Forecast, step_seconds
 from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import GREEDY
 from gpu_forecast import LLAMA, ROOM, Arm, Cell, planned, predict
@@ -84,7 +84,8 @@ class Bench:
             [slot, *torch.randint(config.vocab_size, (context,), generator=generator).tolist()] for slot in range(batch)
         ]
         engine = self.engine
-        engine.replay = Replay(torch.zeros(4 * self.rounds, batch, dtype=torch.int64, device=setup.device))
+        self.kept = Replay(torch.zeros(4 * self.rounds, batch, dtype=torch.int64, device=setup.device))
+        engine.replay = self.kept
         engine._prefill._warm = True  # nothing will be prefilled, so nothing is compiled for it
         engine.warm_up()
         with torch.inference_mode():  # as rounds run: outside of it the steps would be compiled once more
@@ -95,8 +96,7 @@ class Bench:
 
     def replay(self, profile: str) -> float:
         """Replay this profile from now on -> tokens a round of its table."""
-        gamma, replay = self.gammas[profile], self.engine.replay
-        assert replay is not None
+        gamma, replay = self.gammas[profile], self.kept
         replay.table.copy_(replay_table(PROFILES[profile], len(replay.table), self.batch, gamma, 0, self.setup.device))
         self.engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
         return float(replay.table.double().mean()) + 1
@@ -107,8 +107,7 @@ class Bench:
         RuntimeError where the tokens are not those of the table, or where a row idled: then the seconds mean nothing.
         """
         engine, params = self.engine, self.params if new is None else replace(self.params, max_tokens=new)
-        assert engine.replay is not None
-        engine.replay.rewind()
+        self.kept.rewind()
         stream = engine.stream(self.prompts, params, speculate=speculate)
         for _ in stream:
             if rounds and engine.stats.rounds >= rounds:
@@ -119,7 +118,7 @@ class Bench:
         if new:
             told = f"{new} a row"
         elif speculate:
-            owed, told = int((engine.replay.table[: stats.rounds] + 1).sum()), "as the table says"
+            owed, told = int((self.kept.table[: stats.rounds] + 1).sum()), "as the table says"
         if stats.decode_tokens != owed or (not new and stats.row_rounds != self.batch * stats.rounds):
             raise RuntimeError(
                 f"{stats.rounds} rounds of {self.batch} rows gave {stats.decode_tokens} tokens in {stats.row_rounds} "
@@ -176,18 +175,18 @@ class Bench:
         """Remember the pose of rows in the middle of decoding, from which every timed call starts."""
         engine, policy = self.engine, self.engine.policy
         rows = engine.rows
-        assert policy and engine.replay
+        assert policy
         rows.seq_len.fill_(self.context)
         rows.active.fill_(True)
         rows.heeds_eos.fill_(False)
         rows.remaining.fill_(PLENTY)
-        engine.replay.rewind()
+        self.kept.rewind()
         for slot, prompt in enumerate(self.prompts):
             policy.host_admit(slot, prompt)
             rows.pending[slot] = prompt[-1]
         plan = RoundPlan.of(dict.fromkeys(range(self.batch), self.context))
         engine.rounds.refresh(plan)  # a view that lists by a pass of its own has no list before
-        owners = (rows, engine.replay, self._view())
+        owners = (rows, self.kept, self._view())
         tensors = {id(x): x for owner in owners for x in vars(owner).values() if isinstance(x, Tensor)}
         self._struck = [(x, x.clone()) for x in tensors.values()]
 
@@ -195,8 +194,7 @@ class Bench:
         """Take the pose again, to keep every other draft; on the device alone, so that it may stand between repeats."""
         for tensor, value in self._struck:
             tensor.copy_(value)
-        assert self.engine.replay
-        self.engine.replay.table.fill_((gamma + 1) // 2)
+        self.kept.table.fill_((gamma + 1) // 2)
 
     def observe(self, gamma: int, call: Callable[[], object]) -> Record:
         """What a call does, from the pose: rows that are live, tokens fed to each, least and most keys a row reads.

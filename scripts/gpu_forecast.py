@@ -2,8 +2,8 @@
 
     python scripts/gpu_forecast.py             the targets and the parts of a round on an H200, and cells by memory
 
-Everything printed is an estimate from gpt_fast_sd/roofline.py, by a chip's data sheet; nothing of it was measured. The
-same cells, drafts and estimates are what scripts/gpu_suite.py measures and compares.
+Everything printed is an estimate from gpt_fast_sd/measuring/roofline.py, by a chip's data sheet; nothing of it was
+measured. The same cells, drafts and estimates are what scripts/gpu_suite.py measures and compares.
 
 Shapes: B batch rows, T tokens of each in a step, gamma tokens drafted a round.
 """
@@ -24,17 +24,14 @@ import torch
 from gpt_fast_sd import DraftConfig, EngineConfig
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.devices import WAYS
-from gpt_fast_sd.memory import MemoryPlan
-from gpt_fast_sd.model import preset
-from gpt_fast_sd.replay import PROFILES
-from gpt_fast_sd.roofline import (
-    CHIPS,
+from gpt_fast_sd.measuring.chips import CHIPS, Chip
+from gpt_fast_sd.measuring.replay import PROFILES
+from gpt_fast_sd.measuring.roofline import (
     EXPECTED,
     FASTER,
     IDEAL,
     PRACTICAL,
     SLOWER,
-    Chip,
     Efficiency,
     Forecast,
     Refresh,
@@ -44,6 +41,8 @@ from gpt_fast_sd.roofline import (
     speedup,
     step_cost,
 )
+from gpt_fast_sd.memory import MemoryPlan
+from gpt_fast_sd.model import preset
 
 LLAMA = preset("meta-llama/Llama-3.1-8B")
 MOST_DRAFTED = gamma_tiers(LLAMA.group_size)[-1]

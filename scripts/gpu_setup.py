@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import EngineConfig, __version__
+from gpt_fast_sd.measuring.chips import CHIPS, Chip, chip_of, measure
 from gpt_fast_sd.model import ModelConfig, Transformer
-from gpt_fast_sd.roofline import CHIPS, Chip, measure
 from gpu_forecast import Cell, cell_for
 
 Record = dict[str, Any]
@@ -65,7 +65,7 @@ class Setup:
         Without a chip, or where the rates of an unknown one were not measured: an H200's.
         """
         name = torch.cuda.get_device_name(self.device) if self.on_cuda else ""
-        sheet = next((chip for short, chip in CHIPS.items() if short in name.lower()), None)
+        sheet = chip_of(name)
         if sheet is None and self.on_cuda and self.measured:
             return replace(self.measured, name=f"{name}, measured")
         return sheet or replace(CHIPS["h200"], name=f"an {CHIPS['h200'].name}, which is not at hand")

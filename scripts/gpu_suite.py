@@ -10,7 +10,7 @@ and after every call, OUT/summary.md is a page of targets beside what was measur
 plots show it. Exit code 0: all stages asked for are done and right; 3: some are left; 1: one failed or found an error.
 
 Speed at 8 B parameters is measured with random weights. How many drafts are kept is then replayed from published
-acceptance (gpt_fast_sd/replay.py), everything else of a round runs as it is: such figures are called replays.
+acceptance (gpt_fast_sd/measuring/replay.py), everything else of a round runs as it is: such figures are called replays.
 
 The stages:
 STAGES

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpt_fast_sd.roofline import EXPECTED, PRACTICAL
+from gpt_fast_sd.measuring.roofline import EXPECTED, PRACTICAL
 from gpu_forecast import AIMS, Aim, Cell, show
 from gpu_setup import Record, Setup
 from gpu_stages import Stage

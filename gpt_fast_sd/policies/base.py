@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, Transformer
+from gpt_fast_sd.model import KV, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, Vocabulary
 
 from .. import registry
@@ -42,6 +42,15 @@ class Draft:
     def none(rows: Rows) -> Draft:
         """No token for any row."""
         return Draft(rows.pending.new_empty(len(rows.pending), 0), None, torch.zeros_like(rows.pending))
+
+
+class ModelSteps(NamedTuple):
+    """Equal steps of one model: what a cost model has to know of drafting, told before anything is built."""
+
+    model: ModelConfig
+    count: int
+    view: str  # which the model reads its cache through
+    n_tokens: int = 1  # of each row
 
 
 class Drafts:
@@ -156,6 +165,13 @@ class DraftPolicy(Drafts):
         """Steps of models, and searches, that drafting gamma tokens takes at most."""
         return gamma
 
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """The steps of models that drafting gamma tokens takes; ValueError where it does not fit the models."""
+        return []
+
     def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
         """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
         raise NotImplementedError
@@ -205,6 +221,16 @@ class View(Drafts):
     @classmethod
     def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
         """Bytes of selections: n_lists L * B * K of them, beside a cache of so many bytes."""
+        return 0
+
+    @classmethod
+    def reads(cls, config: DraftConfig, n_keys: int) -> int:
+        """Entries that a step over a row of n_keys reads in each layer and kv head, bounds counted as entries."""
+        return min(config.budget, n_keys)
+
+    @classmethod
+    def refresh_period(cls, config: DraftConfig) -> int:
+        """The refresh_every of the view that a configuration asks for."""
         return 0
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
@@ -266,6 +292,13 @@ class ModelDraft(DraftPolicy):
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
         """The view that is its name."""
         return (config.policy,)
+
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """A step of the target for each token."""
+        return [ModelSteps(target, gamma, *cls.views(config))]
 
     def __init__(self, reader: Reader, view: View, name: str) -> None:
         self.reader, self.view = reader, view

@@ -5,23 +5,30 @@ Shapes: B slots, S cache capacity, L layers, K kv heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.model import ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
 from ..reader import Reader
 from ..rows import Rows
-from .base import ModelDraft, build_view
+from .base import ModelDraft, ModelSteps, build_view
+
+
+def exit_after(n: int | None, n_layers: int) -> int:
+    """Layers before an exit after n of them (None: half of them); ValueError where that is all."""
+    n = n or max(1, n_layers // 2)
+    if n >= n_layers:
+        raise ValueError(f"exit_layers must be below the model's {n_layers} layers for an early exit, got {n}")
+    return n
 
 
 def first_layers(target: Reader, n: int | None) -> Reader:
     """The target's first n layers (None: half of them) over their part of its cache; ValueError where that is all."""
-    n_layers = target.model.config.n_layers
-    n = n or max(1, n_layers // 2)
-    if n >= n_layers:
-        raise ValueError(f"exit_layers must be below the model's {n_layers} layers for an early exit, got {n}")
+    n = exit_after(n, target.model.config.n_layers)
     return Reader(target.model.first_layers(n), target.cache.first_layers(n), target.compiled, target.group)
 
 
@@ -43,6 +50,14 @@ class EarlyExitDraft(ModelDraft):
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
         """As `view` says."""
         return (config.view or "streaming",)
+
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """A step of the first layers for each token."""
+        exits = replace(target, n_layers=exit_after(config.exit_layers, target.n_layers))
+        return [ModelSteps(exits, gamma, *cls.views(config))]
 
     def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw in these layers: mass fp32 [L, B, K, S // page]."""

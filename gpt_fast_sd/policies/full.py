@@ -32,6 +32,11 @@ class FullView(View):
         """It has no budget."""
         return cls(reader)
 
+    @classmethod
+    def reads(cls, config: DraftConfig, n_keys: int) -> int:
+        """Everything."""
+        return n_keys
+
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, Transformer
+from gpt_fast_sd.model import KV, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
 from ..compiling import CompiledStep, span
@@ -25,7 +25,7 @@ from ..prefill import Filling
 from ..reader import Reader
 from ..rows import RoundPlan, Rows
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
-from .base import Draft, DraftPolicy, Drafts, OwnPrefill, View, build_view
+from .base import Draft, DraftPolicy, Drafts, ModelSteps, OwnPrefill, View, build_view
 from .lookup import LookupDraft
 from .standalone import StandaloneDraft, beside
 
@@ -125,6 +125,15 @@ class HierarchyDraft(DraftPolicy):
     def steps(cls, gamma: int) -> int:
         """Middle steps, and the drafts for each of them."""
         return n_middle_steps(gamma) * (1 + CHEAP_GAMMA)
+
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """Middle steps, and those of the draft model where one drafts for them."""
+        n, (own, *cheap) = n_middle_steps(gamma), cls.views(config)
+        theirs = [ModelSteps(draft_model, n * CHEAP_GAMMA, name) for name in cheap if draft_model]
+        return [ModelSteps(target, n, own, CHEAP_GAMMA + 1), *theirs]
 
     def __init__(self, target: Reader, view: View, view_name: str, cheap: DraftPolicy) -> None:
         self.target, self.view, self.cheap = target, view, cheap

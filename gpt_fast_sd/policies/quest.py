@@ -129,6 +129,11 @@ class QuestView(View):
         """Two bounds a page, as large as one of its entries; and the pages that were chosen."""
         return kv_bytes // config.page + n_lists * config.budget // config.page * 8
 
+    @classmethod
+    def reads(cls, config: DraftConfig, n_keys: int) -> int:
+        """The budget, and the bounds of all pages: one page's are as large as one entry."""
+        return super().reads(config, n_keys) + n_keys // config.page
+
     def __init__(self, reader: Reader, *, budget: int, page: int, room: int) -> None:
         """room: the most tokens a round feeds beyond the committed ones."""
         n_pages = max(1, (budget - 2 * page) // page)

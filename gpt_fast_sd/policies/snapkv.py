@@ -31,6 +31,7 @@ from ..rows import RoundPlan, Rows
 from .sparse import SlotView
 
 WINDOW = 32  # observation window, as in the paper
+REFRESH = 64  # tokens from one selection to the next
 LAST = torch.iinfo(torch.int64).min
 KERNEL = 5  # neighbours that a score is averaged over: a selection of stretches, not of lone tokens
 
@@ -106,6 +107,11 @@ def best_entries(mass: Tensor, end: Tensor, n: int) -> Tensor:
     return order.topk(n, -1).indices
 
 
+def _tail(budget: int, refresh: int, window: int) -> int:
+    """Entries of the window and of what comes before the next selection: at most half of the budget or so."""
+    return min(window + refresh, max(budget // 2, window + window // 4))
+
+
 class SnapKVView(SlotView):
     """The entries that the observation window attended to most, and all from the window on, until the tail is full.
 
@@ -119,16 +125,21 @@ class SnapKVView(SlotView):
     @classmethod
     def build(cls, config: DraftConfig, reader: Reader, room: int) -> SnapKVView:
         """Selected anew every 64 tokens, or as the configuration says."""
-        return cls(reader, budget=config.budget, refresh=config.refresh or 64, room=room)
+        return cls(reader, budget=config.budget, refresh=config.refresh or REFRESH, room=room)
 
     @classmethod
     def least_budget(cls, config: DraftConfig) -> int:
         """Twice the window."""
         return 2 * WINDOW
 
+    @classmethod
+    def refresh_period(cls, config: DraftConfig) -> int:
+        """What the tail has room for beside the window."""
+        return _tail(config.budget, config.refresh or REFRESH, WINDOW) - WINDOW
+
     def __init__(self, reader: Reader, *, budget: int, refresh: int, room: int, window: int = WINDOW) -> None:
         """refresh: committed tokens after which a row is selected anew; sooner where half of the budget is full."""
-        tail = min(window + refresh, max(budget // 2, window + window // 4))
+        tail = _tail(budget, refresh, window)
         assert window < tail < budget, "the budget has no room for the window"
         super().__init__(reader, n_listed=budget - tail, tail=tail, room=room)
         n_slots = reader.shape[1]

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import KVCache, Transformer
+from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
 from ..compiling import CompiledStep
@@ -21,7 +21,7 @@ from ..config import DraftConfig
 from ..prefill import CHUNK, Filling, Prefill
 from ..reader import Reader
 from ..rows import RoundPlan, Rows
-from .base import Draft, ModelDraft, View, build_view, draft_step
+from .base import Draft, ModelDraft, ModelSteps, View, build_view, draft_step
 
 
 def beside(target: Reader, model: Transformer | None, group: Group) -> Reader:
@@ -31,19 +31,24 @@ def beside(target: Reader, model: Transformer | None, group: Group) -> Reader:
     """
     if model is None:
         raise ValueError("a standalone draft needs a draft model: give one to Engine, or use Engine.from_pretrained")
-    config, theirs, max_seq_len = model.config, target.model.config, target.cache.max_seq_len
-    if config.vocab_size != theirs.vocab_size:
+    config, max_seq_len = model.config, target.cache.max_seq_len
+    check_draft_model(config, target.model.config, max_seq_len)
+    n_slots, dtype = target.shape[1], target.cache.k[0].dtype
+    cache = KVCache(local_config(config, group.size), n_slots, max_seq_len, dtype=dtype, device=target.device)
+    cache.seq_len = target.cache.seq_len
+    return Reader(model, cache, target.compiled, group)
+
+
+def check_draft_model(config: ModelConfig, target: ModelConfig, max_seq_len: int) -> None:
+    """ValueError unless a model of this shape can draft for the target over rows of up to max_seq_len."""
+    if config.vocab_size != target.vocab_size:
         raise ValueError(
-            f"the draft model has a vocabulary of {config.vocab_size:,}, the target of {theirs.vocab_size:,}: "
+            f"the draft model has a vocabulary of {config.vocab_size:,}, the target of {target.vocab_size:,}: "
             "they must share one"
         )
     most = config.n_positions
     if max_seq_len > most:
         raise ValueError(f"max_seq_len {max_seq_len:,} is over the draft model's {most:,} positions")
-    n_slots, dtype = target.shape[1], target.cache.k[0].dtype
-    cache = KVCache(local_config(config, group.size), n_slots, max_seq_len, dtype=dtype, device=target.device)
-    cache.seq_len = target.cache.seq_len
-    return Reader(model, cache, target.compiled, group)
 
 
 class StandaloneDraft(ModelDraft):
@@ -75,6 +80,13 @@ class StandaloneDraft(ModelDraft):
     def needs_model(cls, config: DraftConfig) -> bool:
         """It is nothing else."""
         return True
+
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """A step of the draft model for each token."""
+        return [ModelSteps(draft_model, gamma, *cls.views(config))] if draft_model else []
 
     def __init__(self, reader: Reader, view: View, listeners: Group, *, unfed: int = 2) -> None:
         """listeners: the ranks that verify, all of which need the same draft.

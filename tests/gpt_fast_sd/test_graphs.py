@@ -24,10 +24,10 @@ from gpt_fast_sd.calibration import time_selecting, time_steps
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.graphs import GraphPool, steps_of
 from gpt_fast_sd.inflight import Rounds
+from gpt_fast_sd.measuring.replay import Replay
 from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
 from gpt_fast_sd.model import SPLIT, save_hugging_face
 from gpt_fast_sd.policies import build_policy
-from gpt_fast_sd.replay import Replay
 from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.tp import Parallel
 from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in

@@ -16,7 +16,7 @@ import torch
 
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.inflight import Flight
-from gpt_fast_sd.replay import Replay
+from gpt_fast_sd.measuring.replay import Replay
 from gpt_fast_sd.rows import RoundPlan
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpuless.recorder import HostRead, capture

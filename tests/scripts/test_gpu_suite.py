@@ -26,10 +26,10 @@ from gpt_fast_sd import Engine, kernels
 from gpt_fast_sd.attending import DenseKV, MassKV
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.judging import Verdict
+from gpt_fast_sd.measuring.chips import CHIPS
+from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies.sparse import SparseKV, positions_of
-from gpt_fast_sd.replay import PROFILES, Replay, replay_table
-from gpt_fast_sd.roofline import CHIPS
 from gpt_fast_sd.rows import Rows
 from gpu_bench import Bench
 from gpu_checks import best_places, shortfall
@@ -601,7 +601,7 @@ def test_the_roofline_is_the_data_sheets_of_a_known_chip_and_measured_of_another
     known = {"machine": {"rates": {"copy": 7e11, "read": 8e11, "matmul": 1e14}}}
     setup = replace(dry_setup(**known), device=torch.device("cuda"))
     assert setup.chip == CHIPS["h100"]
-    name = "NVIDIA GeForce RTX 4090"
+    name = "NVIDIA RTX A6000"
     assert (setup.chip.bandwidth, setup.chip.peak) == (8e11, 1e14)
     assert dry_setup(**known).chip.bandwidth == CHIPS["h200"].bandwidth
 

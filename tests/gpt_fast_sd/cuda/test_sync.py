@@ -13,11 +13,11 @@ from torch import Tensor
 from gpt_fast_sd.compiling import span
 from gpt_fast_sd.inflight import Rounds
 from gpt_fast_sd.judging import verify_greedy, verify_sampled
+from gpt_fast_sd.measuring.replay import Replay
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
 from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.replay import Replay
 from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.target import decode_step

@@ -8,9 +8,9 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import own_code
 from gpt_fast_sd.judging import Verdict
+from gpt_fast_sd.measuring.replay import PROFILES, ROW_STD, Profile, Replay, replay_table
+from gpt_fast_sd.measuring.roofline import omega
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.replay import PROFILES, ROW_STD, Profile, Replay, replay_table
-from gpt_fast_sd.roofline import omega
 from gpt_fast_sd.round import judge_step
 from gpt_fast_sd.sampling import GREEDY
 from tests.helpers import random_ids, tiny_model

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .judging import Verdict
+from ..judging import Verdict
 from .roofline import omega
 
 ROW_STD = 0.05  # of a row's acceptance: spread between requests in SpecDecode-Bench's Llama-3.1-8B data
@@ -24,12 +24,13 @@ LEAST, MOST = 0.02, 0.999  # where the chances of an unusual row end
 class Profile:
     """The chance that the first, second, ... draft of a round is accepted if those before it were; flat after the last.
 
-    source: where it was published, or what it stands for.
+    source: where it was published, or what it stands for. budget: cache entries that drafts read there, or nearly.
     """
 
     name: str
     chances: tuple[float, ...]
     source: str
+    budget: int = 512
 
     def __post_init__(self) -> None:
         if not self.chances or not all(0.0 <= chance <= 1.0 for chance in self.chances):
@@ -58,16 +59,29 @@ PROFILES = {
     for profile in (
         Profile(name="low", chances=_line(0.60, 0.46), source="summaries: long texts that draft badly"),
         Profile(name="streaming", chances=_line(0.80, 0.73), source="StreamingLLM 512 on PG-19, arXiv 2408.11049"),
-        Profile(name="snapkv", chances=_line(0.91, 0.87), source="SnapKV 2049 on PG-19, arXiv 2408.11049"),
+        Profile(name="snapkv", chances=_line(0.91, 0.87), source="SnapKV 2049 on PG-19, arXiv 2408.11049", budget=2048),
+        Profile(
+            name="standalone",
+            chances=(0.673,),
+            source="Llama-3.2-1B with StreamingLLM 512 for Llama-3.1-8B on PG-19, from tokens per round in 2408.11049",
+        ),
+        Profile(
+            name="quest",
+            chances=(0.914,),
+            source="Quest, 7 % of the keys, Qwen3-8B, from tokens per round read off a figure, arXiv 2602.07223",
+            budget=1024,
+        ),
         Profile(
             name="guided",
             chances=(0.968, 0.945, 0.928, 0.913, 0.901, 0.894, 0.885),
             source="selection by the last accepted token, Qwen3-8B, read off a figure, arXiv 2602.07223",
+            budget=1024,
         ),
         Profile(
             name="guided_all",
             chances=(0.969, 0.964, 0.960, 0.959, 0.957, 0.957, 0.955),
             source="selection by all verified tokens, Qwen3-8B, read off a figure, arXiv 2602.07223",
+            budget=1024,
         ),
     )
 }

@@ -5,9 +5,9 @@ groups run one after the other, so their times add, and inside a group reading a
 one counts (Williams et al. 2009, "Roofline"; for speculation MagicDec, arXiv 2408.11049):
 
     W     = weight_bytes P / tp                  P = L (2 D H (N + K) + 3 D F) + V D, the embedding table is looked up
-    KV    = 2 L K H kv_bytes context B / tp
+    KV    = 2 L K H kv_bytes context B / tp      K / tp at least 1, where some ranks hold the same head
     F_lin = 2 P B T / tp                         F_att = 4 L N H context B T / tp
-    T(T, context) = max(W / bandwidth, F_lin / peak) + max(KV / bandwidth, F_att / peak) + fixed costs
+    T(T, context) = max(W / bandwidth, F_lin / peak) + max(KV / bandwidth, F_att / peak) + fixed costs + collectives
 
 Three sets of rates and fixed costs: the ideal, what good public kernels reach, and what is expected of ours. None of
 them was measured with this code on a chip.
@@ -18,45 +18,23 @@ Shapes: B batch rows, T tokens of each in this step, L layers, D width, F feed-f
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from gpt_fast_sd.model import ModelConfig
+from gpt_fast_sd.tp import collectives_per_step
 
-GIB = 2**30
+from .chips import Chip
+
 MOST = 24  # drafts a round that best_gamma looks at
 
-
-@dataclass(frozen=True, kw_only=True)
-class Chip:
-    """One accelerator's rates: a vendor's figures, or measured ones."""
-
-    name: str
-    bandwidth: float  # bytes a second
-    peak: float  # dense operations a second, in the working dtype
-    memory: float = float("inf")  # usable bytes
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "peak", "memory"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} of {self.name} must be positive, got {getattr(self, name)}")
-
-    @property
-    def ridge(self) -> float:
-        """Operations a byte above which arithmetic takes longer than reading."""
-        return self.peak / self.bandwidth
+AllReduce = Callable[[float], float]  # bytes that every rank adds up -> seconds, see chips.Ranks
 
 
-CHIPS = {  # bandwidth and dense bf16 rate by the vendor's data sheets
-    "a100": Chip(name="A100-80G SXM", bandwidth=2.039e12, peak=312e12, memory=79 * GIB),
-    "h100": Chip(name="H100 SXM", bandwidth=3.352e12, peak=989e12, memory=79 * GIB),
-    "h200": Chip(name="H200 SXM", bandwidth=4.8e12, peak=989e12, memory=139 * GIB),
-}
+def free(n_bytes: float) -> float:
+    """No time: what ranks say to each other is not counted."""
+    return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +50,6 @@ class Efficiency:
     attention_seconds: float = 0.0  # latency of a layer's attention, whatever it reads
     step_seconds: float = 0.0  # sampling, judging, launching
     judge_seconds: float = 0.0  # judging, commit and selection of a round
-    all_reduce_seconds: float = 0.0  # two of them a layer where tp > 1
     split: int = 0  # keys of one program of flash-decoding, whose sums are written and read again; 0: not counted
 
 
@@ -81,7 +58,7 @@ IDEAL = Efficiency()
 # queries (FlashInfer and TileLang on Hopper), 0.70 of the peak in matrix products; about 6 us a layer in a CUDA graph.
 PRACTICAL = Efficiency(
     linear_bandwidth=0.85, linear_peak=0.70, attention_bandwidth=0.80, attention_peak=0.45,
-    layer_seconds=6e-6, step_seconds=60e-6, all_reduce_seconds=9e-6,
+    layer_seconds=6e-6, step_seconds=60e-6,
 )  # fmt: skip
 # What is expected of the kernels as they are compiled, an estimate each:
 # - four thin products a layer, the shortest of 7 us: 0.75 to 0.80 of the bandwidth;
@@ -92,7 +69,7 @@ PRACTICAL = Efficiency(
 # - judging: logits of every drafted token in fp32 written and read, 12 to 19 small kernels, one that selects.
 EXPECTED = Efficiency(
     linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.72, attention_peak=0.40, kernel_seconds=2e-6,
-    attention_seconds=10e-6, judge_seconds=0.27e-3, all_reduce_seconds=9e-6, split=2048,
+    attention_seconds=10e-6, judge_seconds=0.27e-3, split=2048,
 )  # fmt: skip
 SLOWER = replace(
     EXPECTED, linear_bandwidth=0.75, attention_bandwidth=0.68, kernel_seconds=2.5e-6, attention_seconds=13e-6,
@@ -112,8 +89,9 @@ HEAD_KERNELS = 3  # the last norm, the product with the vocabulary, logits to fp
 
 
 def kernels(config: ModelConfig, attention: str = "dense") -> int:
-    """Kernels of one step, attention being one of ATTENTION_KERNELS."""
-    return config.n_layers * (BESIDE_ATTENTION + ATTENTION_KERNELS[attention]) + HEAD_KERNELS
+    """Kernels of one step, attention being one of ATTENTION_KERNELS; a view that is none of them reads a list."""
+    own = ATTENTION_KERNELS.get(attention, ATTENTION_KERNELS["sparse"])
+    return config.n_layers * (BESIDE_ATTENTION + own) + HEAD_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +136,10 @@ def step_cost(
     """
     params, positions = linear_params(config), context * batch
     heads = config.n_layers * config.head_dim  # a factor of both sums over heads
+    n_kv_heads = max(1.0, config.n_kv_heads / tp)  # of a rank: with fewer of them than ranks some hold the same
     return StepCost(
         weight_bytes=weight_bytes * params / tp,
-        kv_bytes=2 * heads * config.n_kv_heads * kv_bytes * positions / tp,
+        kv_bytes=2 * heads * n_kv_heads * kv_bytes * positions,
         linear_flops=2 * params * batch * n_tokens / tp,
         attention_flops=4 * heads * config.n_heads * positions * n_tokens / tp,
     )
@@ -176,21 +155,32 @@ def step_seconds(
     weight_bytes: float = 2.0,
     kv_bytes: float = 2.0,
     tp: int = 1,
+    all_reduce: AllReduce = free,
     efficiency: Efficiency = IDEAL,
     mass_page: int = 0,
+    attention: str = "dense",
 ) -> float:
     """Seconds of such a step: plain decoding with n_tokens 1, verification with gamma + 1, a draft with its budget.
 
-    mass_page: keys of a page whose attention mass comes too, 0 where it does not.
+    mass_page: keys of a page whose attention mass comes too, 0 where it does not. attention: see kernels.
     """
     cost = step_cost(config, batch, n_tokens, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp)
     e = efficiency
     handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / tp if e.split else 0.0
-    linear, attention = _seconds(cost, chip, e, handed_on)
-    reduces = 2 * config.n_layers * e.all_reduce_seconds if tp > 1 else 0.0
-    gaps = kernels(config, "mass" if mass_page else "dense") * e.kernel_seconds
+    linear, attend = _seconds(cost, chip, e, handed_on)
+    gaps = kernels(config, "mass" if mass_page else attention) * e.kernel_seconds
     fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
-    return linear + attention + gaps + fixed + reduces
+    together = collective_seconds(config, batch * n_tokens, tp, weight_bytes, all_reduce)
+    return linear + attend + gaps + fixed + together
+
+
+def collective_seconds(
+    config: ModelConfig, n_tokens: int, tp: int, weight_bytes: float = 2.0, all_reduce: AllReduce = free
+) -> float:
+    """Seconds in which tp ranks add up and gather what a step over n_tokens of all rows needs of each of them."""
+    counts, row = collectives_per_step(config, tp), config.dim * max(weight_bytes, 2.0)  # activations have 16 bits
+    best = counts.get("all_gather", 0) * all_reduce(8.0 * n_tokens)  # the best token of a part, and its logit
+    return counts.get("all_reduce", 0) * all_reduce(row * n_tokens) + best
 
 
 def _seconds(cost: StepCost, chip: Chip, e: Efficiency, handed_on: float = 0.0) -> tuple[float, float]:
@@ -248,6 +238,7 @@ def refresh_seconds(
     weight_bytes: float = 2.0,
     kv_bytes: float = 2.0,
     tp: int = 1,
+    all_reduce: AllReduce = free,
     efficiency: Efficiency = IDEAL,
 ) -> float:
     """Seconds that refreshing costs a round in which each of batch rows grows by so many tokens."""
@@ -255,6 +246,7 @@ def refresh_seconds(
     cost = step_cost(config, rows, refresh.window, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp)
     linear, attention = _seconds(cost, chip, e)
     gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
+    gaps += collective_seconds(config, rows * refresh.window, tp, weight_bytes, all_reduce)
     passes = batch * tokens / refresh.every / rows  # a round
     return passes * (linear + refresh.reads * attention + gaps + e.step_seconds)
 
@@ -323,6 +315,7 @@ def speedup(
     select_seconds: float = 0.0,
     mass_page: int = 0,
     tp: int = 1,
+    all_reduce: AllReduce = free,
     efficiency: Efficiency = IDEAL,
 ) -> Forecast:
     """Forecast rounds of gamma drafts that read `budget` entries each, gamma 0 being plain decoding.
@@ -331,19 +324,15 @@ def speedup(
     select_seconds: what choosing what to read costs a round, beside its judging. mass_page: see step_seconds, of the
     verification.
     """
-    target = step_seconds(
-        config, chip, batch, 1, context,
-        weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp, efficiency=efficiency,
-    )  # fmt: skip
+    shared: dict[str, Any] = {"tp": tp, "all_reduce": all_reduce, "efficiency": efficiency}
+    own: dict[str, Any] = {"weight_bytes": weight_bytes, "kv_bytes": kv_bytes, **shared}
+    target = step_seconds(config, chip, batch, 1, context, **own)
     drafting = step_seconds(
         draft or config, chip, batch, 1, min(budget, context),
         weight_bytes=weight_bytes if draft_weight_bytes is None else draft_weight_bytes,
-        kv_bytes=kv_bytes if draft_kv_bytes is None else draft_kv_bytes, tp=tp, efficiency=efficiency,
+        kv_bytes=kv_bytes if draft_kv_bytes is None else draft_kv_bytes, **shared,
     )  # fmt: skip
-    verifying = step_seconds(
-        config, chip, batch, gamma + 1, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp,
-        efficiency=efficiency, mass_page=mass_page if gamma else 0,
-    )  # fmt: skip
+    verifying = step_seconds(config, chip, batch, gamma + 1, context, mass_page=mass_page if gamma else 0, **own)
     return Forecast(
         gamma=gamma, tokens=omega(gamma, alpha), target_seconds=target, draft_seconds=drafting,
         verify_seconds=verifying, select_seconds=select_seconds + efficiency.judge_seconds if gamma else 0.0,
@@ -353,58 +342,3 @@ def speedup(
 def best_gamma(forecast: Callable[[int], Forecast], gammas: Iterable[int] = range(MOST + 1)) -> Forecast:
     """Of forecast(gamma) for each of them the one of highest ratio, of equals the one of fewest drafts."""
     return max((forecast(gamma) for gamma in sorted(gammas)), key=lambda one: one.ratio)
-
-
-# ---------------------------------------------------------------- the chip at hand
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What one device moved and computed: bytes a second of copying (read and written) and of reading, operations."""
-
-    copy: float
-    read: float
-    matmul: float
-
-    def chip(self, name: str, memory: float) -> Chip:
-        """The ceiling that measured steps are held against: a step reads, so the better of both bandwidths counts."""
-        return Chip(name=name, bandwidth=max(self.copy, self.read), peak=self.matmul, memory=memory)
-
-
-@torch.inference_mode()
-def measure(device: torch.device, *, n_bytes: int, size: int, dtype: torch.dtype, repeats: int = 20) -> Rates:
-    """Measure the ceilings: a copy and a sum of n_bytes, far more than any cache holds, and a product of size**3.
-
-    All on random numbers: zeros are multiplied faster than real data. Each figure is that of the median time.
-    """
-    numbers = torch.rand(n_bytes // 4096, 1024, device=device)
-    other = torch.empty_like(numbers)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    # no single reduction is the fastest everywhere
-    reads: tuple[Callable[[], Tensor], ...] = (
-        lambda: numbers.sum(),
-        lambda: numbers.sum(-1),
-        lambda: numbers.amax(-1),
-    )
-    return Rates(
-        copy=2 * n_bytes / _median_seconds(lambda: other.copy_(numbers), device, repeats),
-        read=n_bytes / min(_median_seconds(read, device, repeats) for read in reads),
-        matmul=2 * size**3 / _median_seconds(lambda: a @ b, device, repeats),
-    )
-
-
-def _median_seconds(call: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
-    seconds: list[float] = []
-    for _ in range(repeats + 3):  # the first three are not counted
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[3:])

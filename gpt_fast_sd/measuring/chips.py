@@ -1,0 +1,223 @@
+"""Chips by name, with their vendor's figures, and the chip at hand, measured; what joins several of them.
+
+A figure of a data sheet is a ceiling, and none of these was measured with this code.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+GIB = 2**30
+
+
+def _check_rates(thing: Link | Chip, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(thing, name) < math.inf:
+            raise ValueError(f"{name} of {thing.name} must be positive, got {getattr(thing, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins devices. bandwidth: bytes per second that one device sends while it receives as many."""
+
+    name: str
+    bandwidth: float
+    hop: float  # seconds until what one device sends is with the next
+
+    def __post_init__(self) -> None:
+        _check_rates(self, "bandwidth")
+
+
+# A ring of n devices adds numbers up in 2 (n - 1) hops, after a start; NCCL's own figures for its quickest protocol
+# (src/graph/tuning.cc: baseLat and hwLat of Ring, LL), which it takes for sums as small as those of a step.
+RING_START, NVLINK_HOP, PCIE_HOP, NETWORK_HOP = 6.6e-6, 0.6e-6, 1.0e-6, 2.7e-6
+PCIE_4 = Link(name="PCIe 4.0 x16", bandwidth=32e9, hop=PCIE_HOP)
+PCIE_5 = Link(name="PCIe 5.0 x16", bandwidth=64e9, hop=PCIE_HOP)
+
+
+def nvlink(both_ways: float) -> Link:
+    """NVLink of so many bytes per second: data sheets count both directions together."""
+    return Link(name="NVLink", bandwidth=both_ways / 2, hop=NVLINK_HOP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Devices that hold a model together, `per_node` of them in a machine; network: what joins the machines."""
+
+    n: int
+    link: Link
+    per_node: int = 8
+    network: Link | None = None
+
+    def __post_init__(self) -> None:
+        if self.n > self.per_node and self.network is None:
+            raise ValueError(f"tp {self.n} is more than the {self.per_node} devices of a machine: it needs --network")
+        if self.n > self.per_node and self.n % self.per_node:
+            raise ValueError(f"tp over several machines must be a multiple of {self.per_node}, got {self.n}")
+
+    @property
+    def slowest(self) -> Link:
+        """The link that a ring through all of them waits for."""
+        return self.network if self.network and self.n > self.per_node else self.link
+
+    def all_reduce(self, n_bytes: float) -> float:
+        """Seconds of adding up n_bytes of every rank: in a ring each sends them twice but for its own share."""
+        machines = -(-self.n // self.per_node)
+        outside = 2 * machines if machines > 1 else 0
+        hops = (2 * (self.n - 1) - outside) * self.link.hop + outside * (self.network.hop if self.network else 0.0)
+        return RING_START + hops + 2 * (self.n - 1) / self.n * n_bytes / self.slowest.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One accelerator's rates: a vendor's figures, or measured ones."""
+
+    name: str
+    bandwidth: float  # bytes per second
+    peak: float  # dense operations per second, in the working dtype; of the table below in bf16 and fp16
+    memory: float = math.inf  # usable bytes
+    fp32: float | None = None  # dense operations per second in fp32; None: as in any other dtype
+    link: Link = PCIE_4  # to others in its machine
+
+    def __post_init__(self) -> None:
+        _check_rates(self, "bandwidth", "peak")
+        if not self.memory > 0:
+            raise ValueError(f"memory of {self.name} must be positive, got {self.memory}")
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte above which arithmetic takes longer than reading."""
+        return self.peak / self.bandwidth
+
+    def working_in(self, dtype: torch.dtype) -> Chip:
+        """The same chip with the peak that it has in this dtype."""
+        return replace(self, peak=self.fp32) if dtype == torch.float32 and self.fp32 else self
+
+
+# Bandwidth, dense rates (half of what is printed where that is "with sparsity") and links by NVIDIA's data sheets; for
+# GeForce by the white papers of Ampere GA102, Ada and Blackwell: tensor cores, bf16, sums in fp32. memory: what a
+# driver leaves of what is sold; the 141 GB of an H200 are some 140 GiB to nvidia-smi, and ECC takes a part of GDDR6.
+CHIPS = {
+    "a100": Chip(  # A100 80GB data sheet, SXM
+        name="A100-80G SXM", bandwidth=2.039e12, peak=312e12, fp32=19.5e12, memory=79 * GIB, link=nvlink(600e9),
+    ),
+    "a100 40gb": Chip(  # A100 40GB data sheet, SXM
+        name="A100-40G SXM", bandwidth=1.555e12, peak=312e12, fp32=19.5e12, memory=39 * GIB, link=nvlink(600e9),
+    ),
+    "h100": Chip(  # H100 data sheet, SXM: 1,979 TFLOP/s with sparsity
+        name="H100 SXM", bandwidth=3.352e12, peak=989e12, fp32=67e12, memory=79 * GIB, link=nvlink(900e9),
+    ),
+    "h100 pcie": Chip(  # H100 PCIe product brief: 1,513 with sparsity; NVLink joins two of them
+        name="H100 PCIe", bandwidth=2.0e12, peak=756e12, fp32=51e12, memory=79 * GIB, link=PCIE_5,
+    ),
+    "h100 nvl": Chip(  # H100 data sheet, NVL: 1,671 with sparsity; NVLink joins two of them
+        name="H100 NVL", bandwidth=3.9e12, peak=835e12, fp32=60e12, memory=93 * GIB, link=PCIE_5,
+    ),
+    "h200": Chip(  # H200 data sheet, SXM: 1,979 with sparsity
+        name="H200 SXM", bandwidth=4.8e12, peak=989e12, fp32=67e12, memory=139 * GIB, link=nvlink(900e9),
+    ),
+    "b200": Chip(  # HGX B200 data sheet, an eighth of it: 180 GB, bf16 4,500 with sparsity
+        name="B200", bandwidth=7.7e12, peak=2250e12, fp32=75e12, memory=178 * GIB, link=nvlink(1800e9),
+    ),
+    "l4": Chip(  # L4 data sheet: 242 with sparsity
+        name="L4", bandwidth=0.3e12, peak=121e12, fp32=30.3e12, memory=22 * GIB,
+    ),
+    "l40s": Chip(  # L40S data sheet: 733 with sparsity, no NVLink
+        name="L40S", bandwidth=0.864e12, peak=362e12, fp32=91.6e12, memory=44 * GIB,
+    ),
+    "a10": Chip(  # A10 data sheet: 250 with sparsity
+        name="A10", bandwidth=0.6e12, peak=125e12, fp32=31.2e12, memory=22 * GIB,
+    ),
+    "rtx 3090": Chip(  # GA102 white paper; NVLink joins two of them
+        name="RTX 3090", bandwidth=0.936e12, peak=71e12, fp32=35.6e12, memory=23.5 * GIB,
+    ),
+    "rtx 4090": Chip(  # Ada white paper
+        name="RTX 4090", bandwidth=1.008e12, peak=165.2e12, fp32=82.6e12, memory=23.5 * GIB,
+    ),
+    "rtx 5090": Chip(  # Blackwell white paper
+        name="RTX 5090", bandwidth=1.792e12, peak=209.5e12, fp32=104.8e12, memory=31 * GIB, link=PCIE_5,
+    ),
+}  # fmt: skip
+
+
+def chip_named(name: str) -> Chip:
+    """The chip that a user calls by its key, spaces, dashes and capitals aside; ValueError where there is none."""
+    wanted = "".join(_words(name))
+    found = next((chip for key, chip in CHIPS.items() if "".join(_words(key)) == wanted), None)
+    if found is None:
+        raise ValueError(f"device must be this or one of {', '.join(CHIPS)}, got {name!r:.80}")
+    return found
+
+
+def chip_of(device_name: str) -> Chip | None:
+    """The chip that a driver calls so, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
+    said = set(_words(device_name))
+    keys = [key for key in CHIPS if set(_words(key)) <= said]
+    return CHIPS[max(keys, key=len)] if keys else None
+
+
+def _words(text: str) -> list[str]:
+    return re.findall("[a-z0-9]+", text.lower())
+
+
+# ---------------------------------------------------------------- the chip at hand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one device moved and computed: bytes a second of copying (read and written) and of reading, operations."""
+
+    copy: float
+    read: float
+    matmul: float
+
+    def chip(self, name: str, memory: float) -> Chip:
+        """The ceiling that measured steps are held against: a step reads, so the better of both bandwidths counts."""
+        return Chip(name=name, bandwidth=max(self.copy, self.read), peak=self.matmul, memory=memory)
+
+
+@torch.inference_mode()
+def measure(device: torch.device, *, n_bytes: int, size: int, dtype: torch.dtype, repeats: int = 20) -> Rates:
+    """Measure the ceilings: a copy and a sum of n_bytes, far more than any cache holds, and a product of size**3.
+
+    All on random numbers: zeros are multiplied faster than real data. Each figure is that of the median time.
+    """
+    numbers = torch.rand(n_bytes // 4096, 1024, device=device)
+    other = torch.empty_like(numbers)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    # no single reduction is the fastest everywhere
+    reads: tuple[Callable[[], Tensor], ...] = (
+        lambda: numbers.sum(),
+        lambda: numbers.sum(-1),
+        lambda: numbers.amax(-1),
+    )
+    return Rates(
+        copy=2 * n_bytes / _median_seconds(lambda: other.copy_(numbers), device, repeats),
+        read=n_bytes / min(_median_seconds(read, device, repeats) for read in reads),
+        matmul=2 * size**3 / _median_seconds(lambda: a @ b, device, repeats),
+    )
+
+
+def _median_seconds(call: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
+    seconds: list[float] = []
+    for _ in range(repeats + 3):  # the first three are not counted
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[3:])

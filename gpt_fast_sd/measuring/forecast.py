@@ -1,0 +1,355 @@
+"""What the cost model says of speculation before anyone waits for it or buys a chip, and what was measured beside it.
+
+Shapes: B rows, gamma tokens drafted a round; T_T a step of plain decoding, T_D a draft step, T_V a verification.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt_fast_sd.model import PRESETS, ModelConfig, preset, read_config
+from gpt_fast_sd.tp import local_config
+
+from .. import registry
+from ..config import DraftConfig, EngineConfig, gamma_tiers
+from ..devices import free_memory, ways_of
+from ..loading import TORCH_DTYPES, check_positions, locate
+from ..memory import MemoryPlan
+from ..policies.standalone import check_draft_model
+from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, measure
+from .ledger import read_document
+from .replay import PROFILES
+from .roofline import (
+    EXPECTED,
+    IDEAL,
+    PRACTICAL,
+    Efficiency,
+    Forecast,
+    Refresh,
+    best_gamma,
+    collective_seconds,
+    free,
+    omega,
+    refresh_seconds,
+    step_seconds,
+)
+
+Record = dict[str, Any]
+Chances = Sequence[float]  # that the first, second, ... draft of a round is kept if those before it were
+ESTIMATES = {"roofline": IDEAL, "good": PRACTICAL, "expected": EXPECTED}
+
+
+def shape_of(model: str) -> ModelConfig:
+    """The shape of a preset (no file is read), of "bundled", of "smollm2", of a folder or of a GGUF file."""
+    if model in PRESETS or not (model in ("bundled", "smollm2") or Path(model).exists()):
+        return preset(model)
+    return read_config(locate(model))
+
+
+def chip_for(
+    device: str | None, dtype: torch.dtype, bandwidth: float | None, flops: float | None, memory: float | None
+) -> tuple[Chip, str]:
+    """The chip of a name, the one at hand for "this" (measured, a few seconds), or one of rates alone; and its kind.
+
+    bandwidth in GB/s, flops in TFLOP/s and memory in GiB stand in for what is published.
+    """
+    units = {"bandwidth": (bandwidth, 1e9, "GB/s"), "peak": (flops, 1e12, "TFLOP/s"), "memory": (memory, GIB, "GiB")}
+    for name, (value, _, unit) in units.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number of {unit}, got {value:g}")
+    given = {name: value * unit for name, (value, unit, _) in units.items() if value is not None}
+    if device is None:
+        return Chip(name="a device of given rates", **given), "cuda"
+    if device != "this":
+        chip = chip_named(device).working_in(dtype)
+        named = f", {' and '.join(given)} as given" if given else ""
+        return replace(chip, **given, name=f"{chip.name}{named}"), "cuda"
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_cuda = here.type == "cuda"
+    found = measure(here, n_bytes=2**32 if on_cuda else 2**29, size=8192 if on_cuda else 1024, dtype=dtype)
+    name = torch.cuda.get_device_name(here) if on_cuda else f"this CPU, {torch.get_num_threads()} threads"
+    return replace(found.chip(f"{name}, as measured now", memory=free_memory(here) or math.inf), **given), here.type
+
+
+def ranks_for(chip: Chip, tp: int, per_node: int, link: float | None, network: float | None) -> Ranks | None:
+    """So many such chips, per_node in a machine; link and network in GB/s each way. None for one chip."""
+    own = chip.link if link is None else replace(chip.link, name="a link", bandwidth=link * 1e9)
+    other = None if network is None else Link(name="a network", bandwidth=network * 1e9, hop=NETWORK_HOP)
+    return Ranks(n=tp, link=own, per_node=per_node, network=other) if tp > 1 else None
+
+
+# ---------------------------------------------------------------- a model on chips
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A model on chips: all that the cost of a round depends on beside its rows and its draft.
+
+    device: of what kind the chips are, "cuda" or "cpu". room: tokens that a row may grow by. ranks: None for one chip.
+    """
+
+    model: ModelConfig
+    chip: Chip
+    device: str = "cuda"
+    dtype: str = "bf16"
+    kv_dtype: str | None = None
+    quantize: str | None = None
+    draft_model: ModelConfig | None = None
+    ranks: Ranks | None = None
+    room: int = 512
+
+    def __post_init__(self) -> None:
+        for model in filter(None, (self.model, self.draft_model)):
+            local_config(model, self.tp)  # which refuses what ranks cannot share
+
+    @property
+    def tp(self) -> int:
+        """Ranks that hold the model together."""
+        return self.ranks.n if self.ranks else 1
+
+    @property
+    def costs(self) -> Record:
+        """What every step of it is reckoned with."""
+        own = TORCH_DTYPES[self.dtype].itemsize
+        return {
+            "weight_bytes": 1.0 if self.quantize else float(own),
+            "kv_bytes": float(TORCH_DTYPES[self.kv_dtype].itemsize if self.kv_dtype else own),
+            "tp": self.tp, "all_reduce": self.ranks.all_reduce if self.ranks else free,
+        }  # fmt: skip
+
+    def config(self, batch: int, context: int) -> EngineConfig:
+        """How an engine would run such rows; ValueError where it would not."""
+        config = EngineConfig(
+            batch_size=batch, max_seq_len=context + self.room, device=self.device, dtype=self.dtype,
+            kv_dtype=self.kv_dtype, quantize=self.quantize,
+        )  # fmt: skip
+        check_positions(config, self.model)
+        if self.draft_model:
+            check_draft_model(self.draft_model, self.model, config.max_seq_len)
+        return config
+
+    def plain(self, batch: int, context: float, efficiency: Efficiency = IDEAL) -> float:
+        """Seconds of a step of plain decoding, T_T."""
+        return step_seconds(self.model, self.chip, batch, 1, context, efficiency=efficiency, **self.costs)
+
+    def forecast(
+        self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, gamma: int,
+        efficiency: Efficiency = IDEAL,
+    ) -> Forecast:  # fmt: skip
+        """Rounds of gamma drafts, what their selection costs included; gamma 0 is plain decoding."""
+        policy, costs = registry.policy_class(draft.policy), {"efficiency": efficiency, **self.costs}
+        views = [registry.view_class(name) for name in policy.views(draft)]
+        page = draft.page if gamma and any(view.wants_mass for view in views) else 0
+        tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
+        for step in policy.model_steps(draft, self.model, self.draft_model, gamma) if gamma else ():
+            view = registry.view_class(step.view)
+            size = (step.model, self.chip, batch)
+            drafting += step.count * step_seconds(
+                *size, step.n_tokens, view.reads(draft, int(context)), attention=step.view, **costs
+            )
+            if (period := view.refresh_period(draft)) and context > draft.budget:
+                # on CUDA keys are read twice, with their weights and to sum these, and values once
+                ways = ways_of(torch.device(self.device))
+                reads = 1.5 if ways.operators else 1.0
+                refresh = Refresh(every=period, window=view.window, reads=reads, at_once=ways.windows)
+                selecting += refresh_seconds(*size, int(context), tokens, refresh, **costs)
+        return Forecast(
+            gamma=gamma, tokens=tokens, target_seconds=self.plain(batch, context, efficiency),
+            draft_seconds=drafting / gamma if gamma else 0.0,
+            verify_seconds=step_seconds(self.model, self.chip, batch, gamma + 1, context, mass_page=page, **costs),
+            select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
+        )  # fmt: skip
+
+    def best(
+        self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
+    ) -> Forecast:
+        """Rounds of the gamma that a configuration fixes, or of the best that gamma "auto" may draft."""
+        tiers = gamma_tiers(self.model.group_size)[1:] if isinstance(draft.gamma, str) else [draft.gamma]
+        return best_gamma(lambda gamma: self.forecast(draft, chances, batch, context, gamma, efficiency), tiers)
+
+    def memory(self, draft: DraftConfig, batch: int, context: int) -> tuple[int, str | None]:
+        """Bytes on each chip that an engine would plan with, and None, or what would fit where these do not."""
+        config, device = self.config(batch, context), torch.device(self.device)
+        have = None if math.isinf(self.chip.memory) else int(self.chip.memory)
+        size, on_cuda = TORCH_DTYPES[self.dtype].itemsize, self.device == "cuda"
+        models = [self.model, self.draft_model if registry.policy_class(draft.policy).needs_model(draft) else None]
+        target, theirs = (local_config(model, self.tp) if model else None for model in models)
+        assert target
+        plan = MemoryPlan.of(
+            config, draft, target, theirs, TORCH_DTYPES[self.kv_dtype or self.dtype], device=device,
+            weights=sum(model.n_params // self.tp * size for model in models if model), groups=int(self.tp > 1),
+            whole=have or 0, ranks=self.tp, packs=not on_cuda and self.dtype == "bf16" and not self.quantize,
+        )  # fmt: skip
+        try:
+            plan.check(have, device, config)
+        except ValueError as error:
+            return plan.total, str(error).rpartition("; ")[2]
+        return plan.total, None
+
+    # ------------------------------------------------------------ from which length on
+
+    def break_even(
+        self, draft: DraftConfig, chances: float | Chances, batch: int, efficiency: Efficiency = IDEAL
+    ) -> int | None:
+        """The least context in which drafting is faster than plain decoding; None: in none that the model reaches."""
+        return self._first(lambda context: self.best(draft, chances, batch, context, efficiency).ratio > 1)
+
+    def critical(
+        self, draft: DraftConfig, chances: float | Chances, batches: Sequence[int], efficiency: Efficiency = IDEAL
+    ) -> int | None:
+        """The least context in which the largest batch gains at least as much as the smallest; None: in none."""
+
+        def grows(context: int) -> bool:
+            few, many = (self.best(draft, chances, n, context, efficiency).ratio for n in (min(batches), max(batches)))
+            return many >= few
+
+        return self._first(grows)
+
+    def _first(self, holds: Callable[[int], bool]) -> int | None:
+        """The least context in which something holds that, once it does, holds in every longer one."""
+        low, high = 0, self.model.max_seq_len - self.room
+        if high < 1 or not holds(high):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if holds(middle) else (middle, high)
+        return high
+
+
+# ---------------------------------------------------------------- how many drafts are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """How many drafts are kept: what a user says, by policy ("" is any), what was measured, else what was published."""
+
+    said: Mapping[str, float]
+    measured: Sequence[Record] = ()
+
+    @staticmethod
+    def of(texts: Sequence[str]) -> Kept:
+        """From 0.8, streaming=0.8 and results of an earlier run (JSON); ValueError where a text is none of these."""
+        said: dict[str, float] = {}
+        measured: list[Record] = []
+        for text in texts:
+            policy, _, rate = text.rpartition("=")
+            if text.endswith(".json"):
+                measured += _measured_acceptance(Path(text))
+                continue
+            try:
+                said[policy] = float(rate)
+            except ValueError:
+                said[policy] = math.nan
+            if not 0.0 <= said[policy] <= 1.0 or policy not in ("", *registry.policies()):
+                raise ValueError(
+                    f"acceptance must be a rate from 0 to 1, POLICY=rate or a .json file of results, got {text!r:.80}"
+                )
+        return Kept(said=said, measured=measured)
+
+    def chances(self, policy: str, budget: int, context: int) -> tuple[Chances, str]:
+        """The chances of a draft, and where they come from; ValueError where nobody has told any."""
+        if (rate := self.said.get(policy, self.said.get(""))) is not None:
+            return (rate,), "given"
+        ours = [one for one in self.measured if (one["policy"], one["budget"]) == (policy, budget)]
+        if ours:
+            one = min(ours, key=lambda one: (abs(one["context"] - context), one["temperature"]))
+            return one["chances"], f"measured: {one['file']}, context {one['context']:,}, T {one['temperature']:g}"
+        if self.measured:
+            there = ", ".join(sorted({f"{one['policy']} {one['budget']}" for one in self.measured}))
+            raise ValueError(f"no acceptance of {policy} with budget {budget} was measured there, only of {there}")
+        if policy in PROFILES:
+            return PROFILES[policy].chances, f"assumed: {PROFILES[policy].source}"
+        raise ValueError(f"nobody published an acceptance of {policy} to assume: give one, as in {policy}=0.5")
+
+
+def _measured_acceptance(path: Path) -> list[Record]:
+    """Acceptance in the results of a frontier or a sweep, of drafts that follow accepted ones."""
+    document, found = read_document(path, "frontier", "batch"), []
+    for one in document.get("results") or document.get("points") or ():
+        shares = one.get("acceptance_by_position")
+        if shares:
+            settings = document["settings"] | one
+            chances = [min(1.0, b / a) if a else 0.0 for a, b in zip([1.0, *shares], shares, strict=False)]
+            keys = ("policy", "budget", "context", "temperature")
+            found.append({key: settings[key] for key in keys} | {"chances": chances, "file": path.name})
+    if not found:
+        raise ValueError(f"{path} holds no acceptance by position")
+    return found
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def default_policies(system: System) -> list[str]:
+    """The policies for which an acceptance was published, those of a draft model where there is one."""
+    needs = {name for name in registry.policies() if registry.policy_class(name).own_cache}
+    return [name for name in registry.policies() if name in PROFILES and (system.draft_model or name not in needs)]
+
+
+def cell(
+    system: System, draft: DraftConfig, kept: Kept, batch: int, context: int, efficiency: Efficiency
+) -> Record:  # fmt: skip
+    """One draft in one batch and context, JSON-ready; times in milliseconds."""
+    chances, source = kept.chances(draft.policy, draft.budget, context)
+    n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is reckoned
+    one, ideal = (system.best(draft, chances, batch, context, e) for e in (efficiency, IDEAL))
+    weights = system.costs["weight_bytes"]
+    together = partial(collective_seconds, system.model, tp=system.tp, weight_bytes=weights)
+    return {
+        "batch": batch, "context": context, "policy": draft.policy, "budget": draft.budget,
+        "acceptance": list(chances), "acceptance_source": source, "gamma": one.gamma, "tokens_per_round": one.tokens,
+        "plain_ms": one.target_seconds * 1e3, "draft_ms": one.draft_seconds * 1e3,
+        "verify_ms": one.verify_seconds * 1e3, "select_ms": one.select_seconds * 1e3,
+        "round_ms": one.round_seconds * 1e3, "speedup": one.ratio, "speedup_of_roofline": ideal.ratio,
+        "collective_ms": together(batch, all_reduce=system.costs["all_reduce"]) * 1e3,
+        "plain_tokens_per_second": batch / one.target_seconds,
+        "speculative_tokens_per_second": batch * one.tokens / one.round_seconds,
+        "memory_bytes": n_bytes, "fits": advice is None, "advice": advice,
+    }  # fmt: skip
+
+
+def compare(path: Path) -> list[Record]:
+    """What was measured in a sweep beside what is predicted for that machine's own rates, at the acceptance it had."""
+    document, found = read_document(path, "batch"), []
+    settings = document["settings"]
+    for point in document.get("points", ()):
+        if point.get("status") != "measured":
+            continue
+        chip = Chip(name=settings["machine"]["cpu"], **point["machine"])
+        shapes = [_shape(settings[key]) for key in ("transformer", "draft_transformer")]
+        assert shapes[0]
+        system = System(
+            model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
+            kv_dtype=point["kv_dtype"], quantize=settings["quantize"],
+        )  # fmt: skip
+        known = {f.name: point[f.name] for f in fields(DraftConfig) if f.name in point and f.name != "gamma"}
+        if registry.policy_class(point["policy"]).own_cache:
+            known["draft_model"] = settings["draft_model"]
+        draft = DraftConfig(**known)
+        size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
+        plain, spent, rounds = system.plain(*size), 0.0, 0
+        for gamma, n in ((int(gamma), n) for gamma, n in point["rounds_by_gamma"].items()):
+            spent, rounds = spent + n * system.forecast(draft, 0.0, *size, gamma).round_seconds, rounds + n
+        tokens = point["speculative"]["tokens_per_round"]
+        found.append({
+            **{key: point[key] for key in ("batch", "context", "policy", "budget", "temperature")},
+            "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
+            "round_ms": spent / rounds * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
+            "speedup": tokens * plain * rounds / spent,
+            "speedup_measured": (point["speedup"]["steady"] or point["speedup"]["completion"])["median"],
+        })  # fmt: skip
+    if not found:
+        raise ValueError(f"{path} holds no measured points of a sweep")
+    return found
+
+
+def _shape(stored: Record | None) -> ModelConfig | None:
+    """A shape as results hold it; how far its positions are stretched costs nothing."""
+    return ModelConfig(**{**stored, "rope_scaling": None, "eos_ids": ()}) if stored else None

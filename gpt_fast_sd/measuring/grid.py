@@ -1,0 +1,202 @@
+"""Which engine measures which points: who drafts with what, over which batches and contexts, and what fails alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpt_fast_sd.tp import Parallel
+
+from ..config import DraftConfig
+from ..engine import Engine
+from ..registry import heeds, policies
+from .machine import let_go
+
+OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
+CHECKED = ("draft_model", "draft_tp", "view", "exit_layers")  # fields that a policy refuses which does not heed them
+Record = dict[str, Any]
+
+
+# ---- who drafts ------------------------------------------------------------------------------------------------------
+
+
+def known_drafters() -> tuple[str, ...]:
+    """All that may draft, by name."""
+    return (*(policy for policy in policies() if policy != "off"), OVER_STANDALONE)
+
+
+def has_a_model(drafter: str) -> bool:
+    """Whether it drafts with a model of its own."""
+    policy, _, cheap = drafter.partition("/")
+    fields = heeds(policy)
+    return "draft_model" in fields and ("cheap" not in fields or cheap == "standalone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A policy by its name among known_drafters, and the budget it drafts with: None where it has none."""
+
+    policy: str
+    budget: int | None
+
+    @property
+    def label(self) -> str:
+        """Policy and budget in one phrase."""
+        return self.policy if self.budget is None else f"{self.policy} {self.budget:,}"
+
+    def draft(self, gamma: int | str, common: Mapping[str, Any]) -> DraftConfig:
+        """The configuration it stands for; ValueError where that makes no sense.
+
+        common: other fields of DraftConfig, of which it takes those that it heeds.
+        """
+        policy, _, cheap = self.policy.partition("/")
+        fields = heeds(policy) - (set() if has_a_model(self.policy) else {"draft_model", "draft_tp"})
+        changes = {name: value for name, value in common.items() if name in fields or name not in CHECKED}
+        changes |= {} if self.budget is None else {"budget": self.budget}
+        return DraftConfig(policy=policy, **{**changes, "gamma": gamma, **({"cheap": cheap} if cheap else {})})
+
+
+def settings_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Setting]:
+    """Every policy with every budget, or once where it has none."""
+    found = []
+    for policy in policies:
+        has_budget = "budget" in heeds(policy.partition("/")[0])
+        found += [Setting(policy=policy, budget=budget) for budget in (budgets if has_budget else [None])]
+    return found
+
+
+def buildable(
+    settings: Sequence[Setting], gammas: Sequence[int | str], common: Mapping[str, Any]
+) -> tuple[list[Setting], dict[str, str]]:
+    """The settings that make sense, and why the others do not, by label; ValueError where some budget has none left."""
+    fine, skipped = [], {}
+    for setting in settings:
+        try:
+            for gamma in gammas:
+                setting.draft(gamma, common)
+            fine.append(setting)
+        except ValueError as error:
+            skipped[setting.label] = str(error)
+    for setting in settings:
+        if all(other in fine or other.budget != setting.budget for other in settings):
+            continue
+        if not any(other.budget == setting.budget for other in fine):
+            raise ValueError(skipped[setting.label])
+    return fine, skipped
+
+
+# ---- the points ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measurement."""
+
+    batch: int
+    context: int
+    setting: Setting
+    gamma: int | str
+    temperature: float = 0.0
+
+    @property
+    def key(self) -> Record:
+        """How its result is found again."""
+        return {
+            "batch": self.batch, "context": self.context, "policy": self.setting.policy,
+            "budget": self.setting.budget, "gamma": self.gamma, "temperature": self.temperature,
+        }  # fmt: skip
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether another model drafts, which an engine is built with."""
+        return has_a_model(self.setting.policy)
+
+
+def draft_label(record: Record) -> str:
+    """Who drafted, with which budget and gamma, and the temperature where it is not greedy."""
+    who = f"{Setting(policy=record['policy'], budget=record['budget']).label}, gamma {record['gamma']}"
+    return f"{who}, T {record['temperature']:g}" if record.get("temperature") else who
+
+
+def groups(points: Sequence[Point], *, exact: bool) -> Iterator[list[Point]]:
+    """Points that one engine measures, of the size of their longest context: those of a batch.
+
+    A draft model needs an engine of its own, and so does every context in exact mode, which always reads all of a slot.
+    """
+
+    def key(point: Point) -> tuple[object, ...]:
+        whose = (point.setting, point.gamma) if point.needs_model else None
+        return point.batch, whose, point.context if exact else None
+
+    for one in dict.fromkeys(map(key, points)):
+        yield [point for point in points if key(point) == one]
+
+
+def bearable(parallel: Parallel) -> tuple[type[Exception], ...]:
+    """Errors that cost a point; any other one ends the run.
+
+    With several processes memory may end on one alone, and the others would wait for it.
+    """
+    return (ValueError,) if parallel.dp * parallel.tp > 1 else (ValueError, RuntimeError, MemoryError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How points are measured: engines are shared, drafts are exchanged, and what fails costs no other point.
+
+    build: an engine for (batch, longest context, draft that it is built with, or None). draft: who drafts for a point.
+    measure: what a point says. done: takes it, or the error that there was instead, as soon as it is there.
+    """
+
+    parallel: Parallel
+    exact: bool
+    build: Callable[[int, int, DraftConfig | None], Engine]
+    draft: Callable[[Point], DraftConfig]
+    measure: Callable[[Point, Engine], Record]
+    done: Callable[[Point, Record | Exception], object]
+    progress: Callable[[str], object] = lambda what: None
+
+    def run(self, todo: Sequence[Point]) -> None:
+        """Measure every point, or say why not."""
+        for group in groups(todo, exact=self.exact):
+            self._group(list(group))
+
+    def _group(self, left: list[Point]) -> None:
+        kinds = bearable(self.parallel)
+        engine: Engine | None = None
+        drafting: DraftConfig | None = None
+        while left:
+            point = left[0]
+            draft = self.draft(point)
+            self.progress(f"batch {point.batch}, {draft_label(point.key)}: loading and compiling")
+            if engine is None:
+                let_go(self.parallel.device)
+                longest = max(p.context for p in left)
+                drafting = draft if point.needs_model else None
+                try:
+                    engine = self.build(point.batch, longest, drafting)
+                except kinds as error:
+                    self._failed([p for p in left if p.context == longest], error)
+                    left = [p for p in left if p.context < longest]
+                    continue
+            try:
+                if drafting != draft:
+                    engine.redraft(draft)
+                    drafting = draft
+                engine.warm_up()
+            except kinds as error:
+                self._failed([p for p in left if self.draft(p) == draft], error)
+                left = [p for p in left if self.draft(p) != draft]
+                engine = None
+                continue
+            left.pop(0)
+            try:
+                self.done(point, self.measure(point, engine))
+            except kinds as error:
+                self._failed([point], error)
+                engine = None  # who knows what state it is in: the others get a new one
+
+    def _failed(self, points: Sequence[Point], error: Exception) -> None:
+        for point in points:
+            self.done(point, error)

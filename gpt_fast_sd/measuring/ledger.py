@@ -1,0 +1,139 @@
+"""Results on the disk: one JSON document that is whole after each of them, and goes on where a killed run ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpt_fast_sd.model import Transformer
+
+Record = dict[str, Any]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put the text where the file was: a kill leaves the old file or the new one, and no other file is touched.
+
+    OSError where that fails, and for what is no file, such as a device: it would be gone.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file that can be replaced", str(path))
+    partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.partial")
+    file = partial.open("x", encoding="utf-8")  # which is nobody's: what is there is not opened
+    try:
+        with file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def check_writable(*paths: Path | None) -> None:
+    """ValueError, before any work is done, for an output that could not be written after it."""
+    for path in paths:
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ValueError(f"cannot write {path}: there is no folder {path.resolve().parent}")
+        if path is not None and path.is_dir():
+            raise ValueError(f"cannot write {path}: it is a folder")
+
+
+def as_json(value: object) -> Any:
+    """The value as it comes back from a JSON file: tuples are lists, keys are texts."""
+    return json.loads(json.dumps(value))
+
+
+def digest(ids: Sequence[Any]) -> str:
+    """A short name that changes with the tokens."""
+    return short_name(json.dumps(list(ids)).encode())
+
+
+def fingerprint(model: Transformer) -> str:
+    """A short name that changes with the weights: of the first 1,024 of every parameter."""
+    parts = [parameter.detach().flatten()[:1024].float().cpu().numpy().tobytes() for parameter in model.parameters()]
+    return short_name(b"".join(parts))
+
+
+def short_name(data: bytes) -> str:
+    """16 hexadecimal digits that change with the data."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+class Ledger:
+    """A JSON document of results, on the disk after every one; those of an earlier run with the same settings stay."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        benchmark: str,
+        settings: Record,
+        machine: Record,
+        *,
+        fresh: bool = False,
+        results: str = "results",
+        adapt: Callable[[Record], object] = lambda document: None,
+    ) -> None:
+        """results: what the document calls its list of them. adapt: brings a file of an earlier version up to date.
+
+        ValueError where the file holds something else, or was measured with other settings.
+        """
+        self.path, self._results = path, results
+        self.document: Record = {
+            "benchmark": benchmark, "settings": as_json(settings), "environment": machine, results: [],
+        }  # fmt: skip
+        if path is None or fresh or not path.exists():
+            return
+        advice = "name another file, or begin anew with --fresh"
+        try:
+            old = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise ValueError(f"{path} exists and is not JSON: {advice}") from None
+        if not isinstance(old, dict) or old.get("benchmark") != benchmark:
+            raise ValueError(f"{path} exists and holds no results of this benchmark: {advice}")
+        for name, value in self.document["settings"].items():
+            before = old.get("settings", {}).get(name)
+            if before != value:
+                raise ValueError(f"{path} was measured with {name} {before}, not {value}: {advice}")
+        adapt(old)
+        self.document = {results: [], **old}
+
+    @property
+    def records(self) -> list[Record]:
+        """All results so far."""
+        found: list[Record] = self.document[self._results]
+        return found
+
+    def find(self, key: Record) -> Record | None:
+        """The result with these values, if it is there."""
+        return next((r for r in self.records if all(r.get(name) == value for name, value in key.items())), None)
+
+    def put(self, key: Record, record: Record) -> None:
+        """The result with these values is this one; nothing is written yet."""
+        older = self.find(key)
+        self.document[self._results] = [*(r for r in self.records if r is not older), as_json(record)]
+
+    def write(self, **more: Any) -> None:
+        """The file as it should be now, with what else belongs in it."""
+        self.document |= more
+        if self.path:
+            write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
+
+
+def read_document(path: Path, *benchmarks: str) -> Record:
+    """What one of these benchmarks wrote into a file; ValueError where none did."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        document = None
+    if not isinstance(document, dict) or document.get("benchmark") not in benchmarks:
+        raise ValueError(f"{path} holds no results of this program")
+    return document

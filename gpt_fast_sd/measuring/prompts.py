@@ -1,0 +1,94 @@
+"""Prompts to measure with: stretches of texts, rows that run round one, ragged ones, random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpt_fast_sd.model import Tokenizer
+
+CONTEXT = 4096  # tokens of a prompt that nobody asked to be of some length
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file as text; ValueError or OSError in one sentence."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
+
+
+def tokens_of(path: Path, tokenizer: Tokenizer) -> list[int]:
+    """The file's tokens, no BOS; ValueError where there is none."""
+    ids = tokenizer.encode(read_text(path), bos=False)
+    if not ids:
+        raise ValueError(f"{path} is empty: give it some text")
+    return ids
+
+
+def stretches(texts: Mapping[str, Sequence[int]], n: int, length: int, bos: int | None) -> list[list[int]]:
+    """n prompts of length tokens, BOS first, each its own stretch, dealt over the texts in turn.
+
+    ValueError where a text holds too few tokens for its share.
+    """
+    body = length - (bos is not None)
+    cuts = []
+    for i, (name, ids) in enumerate(texts.items()):
+        share = len(range(i, n, len(texts)))
+        if share * body > len(ids):
+            raise ValueError(
+                f"{name} has {len(ids):,} tokens, but {share} prompt{'s' if share > 1 else ''} of {length:,} "
+                f"need{'' if share > 1 else 's'} {share * body:,}: give more text, less context or a smaller batch"
+            )
+        gap = (len(ids) - share * body) // max(1, share)
+        cuts.append([list(ids[j * (body + gap) :][:body]) for j in range(share)])
+    first = [] if bos is None else [bos]
+    return [first + cuts[row % len(texts)][row // len(texts)] for row in range(n)]
+
+
+def longest_context(n_tokens: int, batch: int, positions: int) -> int:
+    """CONTEXT, or less where text or model end before; in hundreds where that leaves much."""
+    most = min(CONTEXT, n_tokens // batch + 1, positions)
+    return most if most == CONTEXT or most < 200 else most // 100 * 100
+
+
+def round_the_text(ids: Sequence[int], n: int, length: int, bos: int | None) -> tuple[list[list[int]], str | None]:
+    """n prompts of length tokens, BOS first, and what is to be said about them.
+
+    Row i begins i / n through the ids and goes on at their beginning where they end. A row's shorter prompts are the
+    beginnings of its longer ones, so that a slot that holds one need not compute it again.
+    """
+    first = [] if bos is None else [bos]
+    body = length - len(first)
+    starts = [i * len(ids) // n for i in range(n)]
+    prompts = [first + [ids[(start + i) % len(ids)] for i in range(body)] for start in starts]
+    if body > len(ids):
+        return prompts, f"the text has {len(ids):,} tokens: rows of {length:,} repeat it, which makes drafting easier"
+    if n * body > len(ids):
+        return prompts, f"the text has {len(ids):,} tokens: {n} rows of {length:,} overlap"
+    return prompts, None
+
+
+def random_text(n: int, vocab_size: int, seed: int) -> list[int]:
+    """n token ids without meaning, the same for the same seed."""
+    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def ragged(
+    texts: Mapping[str, Sequence[int]], n: int, shortest: int, longest: int, bos: int | None, seed: int
+) -> list[list[int]]:
+    """n prompts of shortest to longest tokens from anywhere in the texts; the same for the same seed."""
+    rng, pool = np.random.default_rng(seed), list(texts.values())
+    for name, ids in texts.items():
+        if len(ids) < longest:
+            raise ValueError(f"{name} has {len(ids):,} tokens, too few for prompts of up to {longest:,}")
+    prompts = []
+    for _ in range(n):
+        length, ids = int(rng.integers(shortest, longest + 1)), pool[int(rng.integers(len(pool)))]
+        body = length - (bos is not None)
+        start = int(rng.integers(0, len(ids) - body + 1))
+        prompts.append([*([] if bos is None else [bos]), *ids[start : start + body]])
+    return prompts

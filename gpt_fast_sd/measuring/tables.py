@@ -1,0 +1,59 @@
+"""Tables whose columns are declared once: a row at a time on a terminal as results come, or whole in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+def shown(value: float | None, how: str) -> str:
+    """A number, formatted so; a dash where there is none."""
+    return "-" if value is None else format(value, how)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its heading, what it shows of a row, and on a terminal its width and on which side texts begin."""
+
+    heading: str
+    show: Callable[[Any], str]
+    width: int = 0
+    left: bool = False
+
+    def cell(self, text: str, width: int) -> str:
+        """The text, padded."""
+        return f"{text:<{width}}" if self.left else f"{text:>{width}}"
+
+
+class Table:
+    """Columns in their order, none narrower than its heading. Rows are whatever the columns can show."""
+
+    def __init__(self, *columns: Column) -> None:
+        self.columns = columns
+
+    @property
+    def head(self) -> str:
+        """The headings on a line."""
+        return self._line([column.heading for column in self.columns])
+
+    def line(self, row: Any) -> str:
+        """A row on a line under the head."""
+        return self._line([column.show(row) for column in self.columns])
+
+    def lines(self, rows: Iterable[Any]) -> list[str]:
+        """The head and all rows."""
+        return [self.head, *map(self.line, rows)]
+
+    def markdown(self, rows: Iterable[Any]) -> list[str]:
+        """The lines of a table in Markdown."""
+        head = [column.heading for column in self.columns]
+        return [_bars(head), _bars(["---"] * len(head)), *(_bars([c.show(row) for c in self.columns]) for row in rows)]
+
+    def _line(self, texts: list[str]) -> str:
+        pairs = zip(self.columns, texts, strict=True)
+        return "  ".join(c.cell(text, max(c.width, len(c.heading))) for c, text in pairs).rstrip()
+
+
+def _bars(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(text.replace('|', '/') for text in texts)} |"

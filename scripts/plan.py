@@ -1,0 +1,120 @@
+"""What speculation would gain, and whether it fits, before anyone waits for a run or buys a chip: the cost model alone.
+
+    python scripts/plan.py --model meta-llama/Llama-3.1-8B --device H200 --batch 16,64 --context 8k,32k,128k
+    python scripts/plan.py --model smollm2 --device this --batch 8 --context 7500 --max-new-tokens 64
+    python scripts/plan.py --measured benchmarks/cpu/smollm2/sweep.json
+
+Nothing is run but, for --device this, a measurement of the machine's rates; a preset needs no weights. docs/plan.md
+explains what is printed. Exit code: 0; 2 where what was asked for makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from common import refuse
+from flags import positive, sizes
+from gpt_fast_sd.loading import TORCH_DTYPES
+from gpt_fast_sd.measuring import forecast, planning
+from gpt_fast_sd.measuring.chips import CHIPS
+from gpt_fast_sd.measuring.ledger import check_writable, write_whole
+from gpt_fast_sd.measuring.plots import check_drawable
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", metavar="M", help="a preset, by its hub id; bundled, smollm2, a model folder, a GGUF file")
+    add("--draft-model", metavar="M", help="the same for a standalone draft")
+    add("--device", metavar="NAME", help=f"{', '.join(CHIPS)}; or this, which is measured")
+    add("--bandwidth", metavar="GB/s", type=float, help="that memory was seen to give, in place of a data sheet's")
+    add("--flops", metavar="T", type=float, help="10^12 operations per second that products were seen to make")
+    add("--memory", metavar="GiB", type=float, help="that are free on a device")
+    add("--tp", metavar="N", type=positive, default=1, help="devices that hold the model together (default: 1)")
+    add("--per-node", metavar="N", type=positive, default=8, help="devices in a machine (default: 8)")
+    add("--link", metavar="GB/s", type=float, help="each way between devices of a machine (default: as published)")
+    add("--network", metavar="GB/s", type=float, help="each way between machines, for each device")
+    add("--batch", metavar="N,N", type=sizes, default=[1, 8], help="rows (default: 1,8)")
+    add("--context", metavar="N,N", type=sizes, default=[8000], help="tokens of each, k for thousands (default: 8k)")
+    add("--max-new-tokens", metavar="N", type=positive, default=512, help="that a row grows by (default: 512)")
+    add("--policy", metavar="P,P", help="who drafts (default: all for whom an acceptance was published)")
+    add("--budget", metavar="N", type=positive, help="entries that a draft step reads (default: as published)")
+    add("--gamma", metavar="N", type=positive, help="tokens drafted a round (default: the best of gamma auto's)")
+    add(
+        "--acceptance", metavar="A", action="append", default=[],
+        help="0.8, streaming=0.8, or a .json of frontier.py or benchmark.py; may come again (default: as published)",
+    )  # fmt: skip
+    add("--dtype", default="bf16", choices=list(TORCH_DTYPES), help="of weights (default: bf16)")
+    add("--kv-dtype", choices=list(TORCH_DTYPES), help="of the KV cache (default: as --dtype)")
+    add("--quantize", metavar="NAME", help="weights: int8")
+    add(
+        "--estimate", choices=list(forecast.ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
+        "public ones; expected, as ours were reckoned to (default: that, but for measured or given rates roofline)",
+    )  # fmt: skip
+    add(
+        "--measured",
+        metavar="FILE",
+        type=Path,
+        help="a sweep of benchmark.py: what it measured beside what is predicted",
+    )
+    add("--json", metavar="FILE", type=Path, help="write everything there")
+    add("--plot", metavar="FILE", type=Path, help="draw the speed-up over context there")
+    args = parser.parse_args(argv)
+    if not (args.model or args.measured):
+        parser.error("of what? --model says, or --measured")
+    if args.model and not (args.device or (args.bandwidth and args.flops)):
+        parser.error("on what? --device says, or --bandwidth and --flops")
+    return args
+
+
+def system_of(args: argparse.Namespace) -> forecast.System:
+    """The model on its chips."""
+    chip, kind = forecast.chip_for(args.device, TORCH_DTYPES[args.dtype], args.bandwidth, args.flops, args.memory)
+    return forecast.System(
+        model=forecast.shape_of(args.model), chip=chip, device=kind, dtype=args.dtype, kv_dtype=args.kv_dtype,
+        draft_model=forecast.shape_of(args.draft_model) if args.draft_model else None, quantize=args.quantize,
+        ranks=forecast.ranks_for(chip, args.tp, args.per_node, args.link, args.network), room=args.max_new_tokens,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Forecast, print and write."""
+    args = parse(argv)
+    try:
+        check_writable(args.json, args.plot)
+        if args.plot:
+            check_drawable("--plot", args.plot)
+        document: dict[str, Any] = {"benchmark": "plan"}
+        if args.model:
+            system, kept = system_of(args), forecast.Kept.of(args.acceptance)
+            policies = args.policy.split(",") if args.policy else None
+            drafts = planning.drafts_of(system, policies, args.budget, args.gamma, args.draft_model)
+            estimate = args.estimate or ("roofline" if args.device in (None, "this") else "expected")
+            document = planning.plan(system, drafts, kept, args.batch, args.context, estimate)
+            document["settings"]["model"] = args.model
+            print(planning.text(document, args.model))
+        if args.measured:
+            document["measured"] = forecast.compare(args.measured)
+            print("\n" * bool(args.model) + planning.comparison(document["measured"], args.measured.name))
+        if args.plot and args.model:
+            planning.draw(document, args.model, args.plot)
+        if args.json:
+            write_whole(args.json, json.dumps(document, indent=1) + "\n")
+    except (ValueError, OSError) as error:
+        refuse(error, "plan.py")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
