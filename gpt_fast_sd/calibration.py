@@ -21,7 +21,7 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
     rows, rounds, policy, seconds = at.rows, at.rounds, at.policy, []
     assert policy
     fed = slice(n_keys - gamma - 1, n_keys + MAX_GAMMA)
-    held = [(buffer, buffer[:, :, fed].clone()) for buffer in (*at.cache.k, *at.cache.v)]
+    held = [(buffer, buffer[:, :, fed].clone()) for buffer in at.cache.buffers]
     try:
         rows.seq_len.fill_(fed.start)
         rows.active.fill_(True)

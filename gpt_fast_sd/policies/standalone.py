@@ -41,7 +41,7 @@ def beside(target: Reader, model: Transformer | None, group: Group) -> Reader:
     most = min(config.max_seq_len, config.sliding_window or config.max_seq_len)
     if max_seq_len > most:
         raise ValueError(f"max_seq_len {max_seq_len:,} is over the draft model's {most:,} positions")
-    n_slots, dtype = target.shape[1], target.cache.k[0].dtype
+    n_slots, dtype = target.shape[1], target.cache.dtype
     cache = KVCache(local_config(config, group.size), n_slots, max_seq_len, dtype=dtype, device=target.device)
     cache.seq_len = target.cache.seq_len
     return Reader(model, cache, target.compiled, group)
