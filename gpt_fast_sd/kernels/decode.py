@@ -1,6 +1,6 @@
 """Attention of a few query tokens a row over a long cache: one pass over the keys, split at absolute positions.
 
-On CUDA each is an operator whose body is Triton (decode_triton.py); elsewhere a compiled step holds what on_cpu.py has.
+On CUDA each is an operator whose body is Triton (decode_triton.py); elsewhere on_cpu.py attends.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim.
 """

@@ -1,10 +1,10 @@
 """What attends on a CPU: the C++ kernel in compiled steps that it serves, else PyTorch.
 
-Eager steps never call the C++ kernel, as it would be built first: what runs eagerly starts at once. All bodies give what
-the operators in decode.py, prefill.py and sparse.py promise. Those in PyTorch ask for one thing more: values in view
-must be finite, whether or not a query sees them, as their weight is an exact zero (keys may be anything). Empty keys
-behind a row's own, in view because a neighbour is longer, do not change a bit of `attend_rows`; a matrix product over
-more keys may round differently.
+Eager steps never call the C++ kernel, as it would be built first: what runs eagerly starts at once. All bodies give
+what decode.py, prefill.py and sparse.py promise. Those in PyTorch ask for one thing more: values in view must be
+finite, whether or not a query sees them, as their weight is an exact zero (keys may be anything). Empty keys behind a
+row's own, in view because a neighbour is longer, do not change a bit of `attend_rows`; a matrix product over more keys
+may round differently.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, n_keys in view, N query heads, K kv heads, G = N // K,
         H head dim, R = G * T query rows that share one kv head, M entries named.
@@ -37,9 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
     return attend_matmul(q, k, v, pos)
 
 
-def attend_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, page: int
-) -> tuple[Tensor, Tensor]:
+def attend_with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, page: int) -> tuple[Tensor, Tensor]:
     """See decode.decode_attention_with_mass."""
     if page % PAGE == 0 and cpp_serves(q, k):
         out, mass = cpu_attention_with_mass(q, k, v, pos, n_keys)
@@ -138,7 +136,7 @@ def page_sums(mass: Tensor, page: int) -> Tensor:
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> the output [B, N, T, H], unnormalised fp32 weights [B, K, G, T, n_keys], their sums and maxima [B, K, G, T]."""
+    """-> the output [B, N, T, H], fp32 weights [B, K, G, T, n_keys] that are their sums' parts, sums and best scores."""
     scores = scores_of(q, k, pos)
     best = scores.amax(-1).clamp(min=LEAST)
     weights = (scores - best[..., None]).exp()

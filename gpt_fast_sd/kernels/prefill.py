@@ -1,6 +1,6 @@
 """Attention of long chunks of queries over a cache that holds their keys already, and what such queries attend to.
 
-On CUDA each is an operator whose body is Triton (prefill_triton.py); elsewhere a compiled step holds what on_cpu.py has.
+On CUDA each is an operator whose body is Triton (prefill_triton.py); elsewhere on_cpu.py attends.
 
 Shapes: B batch rows, W of them, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K,
         H head dim.

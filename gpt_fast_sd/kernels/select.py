@@ -1,6 +1,6 @@
 """Which pages of the cache a draft reads: bounds of keys, scores of pages, and the best of them.
 
-On CUDA each is an operator whose body is Triton (select_triton.py); elsewhere a compiled step holds what stands here.
+On CUDA each is an operator whose body is Triton (select_triton.py); elsewhere it is the PyTorch that stands here.
 torch.topk breaks ties as it likes, these do not: the same scores give the same draft.
 
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, H head dim,
@@ -75,6 +75,16 @@ def page_bounds(k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: in
     bounds[row, :, pages] = torch.cat([in_pages.amax(3), in_pages.amin(3)], -1)  # [B, n, K, 2H]
 
 
+def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
+    """No key of a page has a larger product with a query: q [B, N, T, H]; bounds [B, K, P, 2H] -> fp32 [B, K, R, P].
+
+    Of each dimension the product with the largest or the smallest key counts, by the query's sign.
+    """
+    rows = q.unflatten(1, (bounds.shape[1], -1)).flatten(2, 3)  # [B, K, R, H]
+    signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], -1)  # [B, K, R, 2H]
+    return (signed @ bounds.transpose(-1, -2)).float()
+
+
 def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     """The n pages, of the first n_closed, that may matter most to the queries, ascending, then -1.
 
@@ -87,9 +97,7 @@ def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     if triton_serves(q.device):
         out: Tensor = _quest_pages(q, bounds, n_closed, n)
         return out
-    rows = q.unflatten(1, (bounds.shape[1], -1)).flatten(2, 3)  # [B, K, R, H]
-    signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], -1)  # [B, K, R, 2H]
-    scores = (signed @ bounds.transpose(-1, -2)).float()  # [B, K, R, P]
+    scores = page_scores(q, bounds)
     closed = (torch.arange(scores.shape[-1], device=q.device) < n_closed[:, None])[:, None, None]  # [B, 1, 1, P]
     scores = torch.where(closed, scores, float("-inf"))  # the rest may be a NaN
     short = (scores - scores.amax(-1, keepdim=True)).amax(2)  # [B, K, P], 0 is best

@@ -1,6 +1,6 @@
 """Attention to listed entries of a static cache and to a window of recent ones: what sparse draft steps attend with.
 
-On CUDA an operator whose body is Triton (sparse_triton.py); elsewhere a compiled step holds what on_cpu.py has.
+On CUDA it is an operator whose body is Triton (sparse_triton.py); elsewhere on_cpu.py attends.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         C listed entries, W entries of the window, M = C + W.

@@ -26,6 +26,7 @@ from ..rows import Rows
 from .base import View
 from .sparse import positions_of
 
+
 @dataclass(frozen=True)
 class QuestKV:
     """Store, choose pages that are closed (all below window_start), attend to them and to [window_start, pos]."""

@@ -22,6 +22,7 @@ from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft
 from tests.drafts import POLICIES, draft_of
+from tests.gpt_fast_sd.kernels import references
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 NAMES = ["off", *POLICIES]
@@ -36,6 +37,7 @@ MIXED = [GREEDY, SAMPLED, FILTERED, GREEDY]
 def as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
+        references.as_on_cuda(patched)
         patched.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph.forward)
         patched.setattr(gpt_fast_sd.engine, "can_compile", lambda device: True)
         yield
