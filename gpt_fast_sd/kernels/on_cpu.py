@@ -136,7 +136,7 @@ def page_sums(mass: Tensor, page: int) -> Tensor:
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> the output [B, N, T, H], fp32 weights [B, K, G, T, n_keys] that are their sums' parts, sums and best scores."""
+    """-> the output [B, N, T, H], fp32 weights [B, K, G, T, n_keys] that are not yet shares, sums and best scores."""
     scores = scores_of(q, k, pos)
     best = scores.amax(-1).clamp(min=LEAST)
     weights = (scores - best[..., None]).exp()

@@ -7,6 +7,7 @@ positions, with results read one round late.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
