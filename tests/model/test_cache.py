@@ -156,9 +156,9 @@ def test_what_lies_past_seq_len_changes_no_logit() -> None:
         prefill(model, clean, slot, random_ids(n, seed=slot))
     dirty = snapshot(clean, model.config)
     for slot, n in enumerate([300, 1, 256, 511]):
-        for k, v in zip(dirty.k, dirty.v, strict=True):
-            k[slot, :, n:] = float("nan")
-            v[slot, :, n:] = 1e30
+        for layer in dirty.layers:
+            layer.k[slot, :, n:] = float("nan")
+            layer.v[slot, :, n:] = 1e30
     assert torch.equal(decode(model, dirty, [1, 2, 3, 4]), decode(model, clean, [1, 2, 3, 4]))
 
 
