@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
+from .sizes import page_sums
 
 QUERY_BLOCK = 128  # query tokens scored at once in prefill: bounds the scores to G * 128 * n_keys per kv head
 SUMMED = 256  # weights that are summed first: one sum over all keys compiles to slow code past 4096
@@ -126,13 +127,6 @@ def visible(pos: Tensor, n_keys: int) -> Tensor:
     """Which keys each query may see, those at or before its own position, none at or past n_keys: [B, T] -> bool."""
     seen: Tensor = torch.arange(n_keys, device=pos.device) <= torch.where(pos < n_keys, pos, -1)[..., None]
     return seen  # [B, T, n_keys]
-
-
-def page_sums(mass: Tensor, page: int) -> Tensor:
-    """Sums over whole pages: [B, K, n_keys] -> [B, K, n_keys // page]."""
-    n_pages = mass.shape[-1] // page
-    sums: Tensor = mass.narrow(-1, 0, n_pages * page).unflatten(-1, (n_pages, page)).sum(-1)
-    return sums
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

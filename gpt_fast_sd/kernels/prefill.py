@@ -14,7 +14,7 @@ from torch import Tensor
 from . import on_cpu
 from .choice import triton_serves
 from .decode import by_token
-from .sizes import FEW_ROWS, PREFILL_SPLIT
+from .sizes import FEW_ROWS, PREFILL_SPLIT, page_sums
 
 
 def prefill_splits(n_rows: int, n_keys: int) -> int:
@@ -56,7 +56,7 @@ def key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: 
         return mass
     scores = on_cpu.scores_of(q, k.narrow(2, 0, n_keys), pos)  # [B, K, G, T, n_keys]
     finite = lse.clamp(min=on_cpu.LEAST).unflatten(1, (k.shape[1], -1))  # [B, K, G, T]
-    return on_cpu.page_sums((scores - finite[..., None]).exp().sum((2, 3)), page)
+    return page_sums((scores - finite[..., None]).exp().sum((2, 3)), page)
 
 
 def prefill_attention_of_slots(
