@@ -23,13 +23,13 @@ import gpu_smoke
 import gpu_suite
 import gpu_timings
 from gpt_fast_sd import Engine, kernels
-from gpt_fast_sd.attending import DenseKV, MassKV
+from gpt_fast_sd.attending import DenseKV, ListedKV
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.judging import Verdict
 from gpt_fast_sd.measuring.chips import CHIPS
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.model import SPLIT
-from gpt_fast_sd.policies.sparse import SparseKV, positions_of
+from gpt_fast_sd.policies.sparse import positions_of
 from gpt_fast_sd.rows import Rows
 from gpu_bench import Bench
 from gpu_checks import best_places, shortfall
@@ -247,7 +247,7 @@ def test_results_of_other_settings_or_of_nothing_of_ours_are_not_written_over(
 
 
 @pytest.mark.parametrize("stage", ["correct-decode", "correct-sparse", "correct-prefill", "correct-select"])
-def test_the_kernels_reference_bodies_agree_with_fp64_and_plain_python(stage: str) -> None:
+def test_what_runs_on_a_cpu_agrees_with_fp64_and_plain_python(stage: str) -> None:
     result = dry_run(stage)
     assert result["ok"] and len(result["rows"]) >= 14
     assert all(row["tolerance"] < 0.02 for row in result["rows"])
@@ -437,28 +437,26 @@ def test_every_repeat_of_every_timed_call_finds_all_rows_in_the_middle_of_decodi
 ) -> None:
     """What calls do is counted where attention, judging and selecting happen, apart from what the records say."""
     bench, read, calls = a_bench(arm, gammas), list[tuple[str, int, int]](), list[list[Any]]()
-    for kind in (DenseKV, MassKV):
 
-        def attend(self: Any, layer: int, *args: Any, right: Any = kind.attend) -> Tensor:
-            pos, n_keys = args[-1], self.n_splits * SPLIT
-            n = torch.where(pos < n_keys, pos + 1, 0).amax(1)
-            if layer == 0:
-                read.append((f"target T {pos.shape[1]}", int(n.min()), int(n.max())))
-            out: Tensor = right(self, layer, *args)
-            return out
+    def dense(self: Any, layer: int, *args: Any, right: Any = DenseKV.attend) -> Tensor:
+        pos, n_keys = args[-1], self.in_view.shape[0] * SPLIT
+        n = torch.where(pos < n_keys, pos + 1, 0).amax(1)
+        if layer == 0:
+            read.append((f"target T {pos.shape[1]}", int(n.min()), int(n.max())))
+        out: Tensor = right(self, layer, *args)
+        return out
 
-        monkeypatch.setattr(kind, "attend", attend)
+    monkeypatch.setattr(DenseKV, "attend", dense)
 
-    def sparse(self: Any, layer: int, *args: Any, right: Any = SparseKV.attend) -> Tensor:
-        n = positions_of(
-            torch.stack(list(self.slots)), self.tail_start, self.tail_width, args[-1][:, 0], self.k[0].shape[2]
-        ).sum(-1)
+    def sparse(self: Any, layer: int, *args: Any, right: Any = ListedKV.attend) -> Tensor:
+        lists, n_positions = torch.stack(list(self.kv_indices)), self.layers[0].k.shape[2]
+        n = positions_of(lists, self.window_start, self.window_width, args[-1][:, 0], n_positions).sum(-1)
         if layer == 0:
             read.append(("draft", int(n.min()), int(n.max())))
         out: Tensor = right(self, layer, *args)
         return out
 
-    monkeypatch.setattr(SparseKV, "attend", sparse)
+    monkeypatch.setattr(ListedKV, "attend", sparse)
 
     def watch(self: Stopwatch, call: Callable[[], Any], before: Callable[[], object]) -> float:
         repeats = []
