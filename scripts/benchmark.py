@@ -691,7 +691,7 @@ def ceiling_of(job: Job, engine: Engine) -> Ceiling:
         config=job.config, draft_config=read_config(locate(draft_model)) if draft_model else None,
         chip=rates_of(engine.device, engine.dtype),
         weight_bytes=sum(w.numel() * w.element_size() for w in weights) / sum(w.numel() for w in weights),
-        kv_bytes=engine.cache.k[0].element_size(), tp=job.parallel.tp,
+        kv_bytes=engine.cache.layers[0].k.element_size(), tp=job.parallel.tp,
     )  # fmt: skip
 
 

@@ -146,7 +146,7 @@ def environment(device: torch.device) -> Record:
 
 def kv_bytes(engine: Engine) -> int:
     """Bytes that the engine's cache takes on this device."""
-    return sum(buffer.numel() * buffer.element_size() for buffer in (*engine.cache.k, *engine.cache.v))
+    return sum(buffer.numel() * buffer.element_size() for buffer in engine.cache.buffers)
 
 
 def restart_peak(device: torch.device) -> None:

@@ -20,10 +20,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import positive, refuse, sizes, write_whole
+from common import refuse
+from flags import positive, sizes
 from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.measuring import forecast, planning
 from gpt_fast_sd.measuring.chips import CHIPS
+from gpt_fast_sd.measuring.ledger import check_writable, write_whole
+from gpt_fast_sd.measuring.plots import check_drawable
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,9 +59,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-dtype", choices=list(TORCH_DTYPES), help="of the KV cache (default: as --dtype)")
     add("--quantize", metavar="NAME", help="weights: int8")
     add(
-        "--estimate", choices=list(forecast.ESTIMATES),
-        help="what kernels reach: roofline, all of the rates; good, as public ones; expected, as ours were reckoned "
-        "to (default: expected for a data sheet, roofline for measured rates)",
+        "--estimate", choices=list(forecast.ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
+        "public ones; expected, as ours were reckoned to (default: that, but for measured or given rates roofline)",
     )  # fmt: skip
     add(
         "--measured",
@@ -70,7 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", metavar="FILE", type=Path, help="draw the speed-up over context there")
     args = parser.parse_args(argv)
     if not (args.model or args.measured):
-        parser.error("what shall be planned? --model says, or --measured")
+        parser.error("of what? --model says, or --measured")
     if args.model and not (args.device or (args.bandwidth and args.flops)):
         parser.error("on what? --device says, or --bandwidth and --flops")
     return args
@@ -90,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Forecast, print and write."""
     args = parse(argv)
     try:
+        check_writable(args.json, args.plot)
+        if args.plot:
+            check_drawable("--plot", args.plot)
         document: dict[str, Any] = {"benchmark": "plan"}
         if args.model:
             system, kept = system_of(args), forecast.Kept.of(args.acceptance)
@@ -102,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.measured:
             document["measured"] = forecast.compare(args.measured)
             print("\n" * bool(args.model) + planning.comparison(document["measured"], args.measured.name))
-        if args.json:
-            write_whole(args.json, json.dumps(document, indent=1) + "\n")
         if args.plot and args.model:
             planning.draw(document, args.model, args.plot)
+        if args.json:
+            write_whole(args.json, json.dumps(document, indent=1) + "\n")
     except (ValueError, OSError) as error:
         refuse(error, "plan.py")
     return 0

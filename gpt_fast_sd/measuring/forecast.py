@@ -5,7 +5,6 @@ Shapes: B rows, gamma tokens drafted a round; T_T a step of plain decoding, T_D 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,6 +24,7 @@ from ..loading import TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, measure
+from .ledger import read_document
 from .replay import PROFILES
 from .roofline import (
     EXPECTED,
@@ -271,7 +271,7 @@ class Kept:
 
 def _measured_acceptance(path: Path) -> list[Record]:
     """Acceptance in the results of a frontier or a sweep, of drafts that follow accepted ones."""
-    document, found = read_results(path), []
+    document, found = read_document(path, "frontier", "batch"), []
     for one in document.get("results") or document.get("points") or ():
         shares = one.get("acceptance_by_position")
         if shares:
@@ -282,17 +282,6 @@ def _measured_acceptance(path: Path) -> list[Record]:
     if not found:
         raise ValueError(f"{path} holds no acceptance by position")
     return found
-
-
-def read_results(path: Path) -> Record:
-    """A JSON document of results; ValueError where it is none."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(f"{path} is not JSON") from None
-    if not isinstance(document, dict) or not isinstance(document.get("settings"), dict):
-        raise ValueError(f"{path} holds no results of a benchmark")
-    return document
 
 
 # ---------------------------------------------------------------- what is printed
@@ -328,7 +317,7 @@ def cell(
 
 def compare(path: Path) -> list[Record]:
     """What was measured in a sweep beside what is predicted for that machine's own rates, at the acceptance it had."""
-    document, found = read_results(path), []
+    document, found = read_document(path, "batch"), []
     settings = document["settings"]
     for point in document.get("points", ()):
         if point.get("status") != "measured":

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import registry
 from ..config import DraftConfig
 from .chips import GIB
 from .forecast import ESTIMATES, Kept, Record, System, cell, default_policies
+from .plots import SPEED, Draw, color, draw_panels, over_log2
 from .replay import PROFILES
+from .tables import Column, Table
 
 
 def drafts_of(
@@ -63,20 +67,11 @@ def plan(
 
 # ---------------------------------------------------------------- as text
 
-HEAD = (
-    "context", "batch", "draft", "accepted", "gamma", "T_T ms", "T_D ms", "T_V ms", "T_S ms", "tokens", "speed-up",
-    "limit", "plain/s", "spec./s", "GiB",
-)  # fmt: skip
 LEGEND = """\
 T_T a step of plain decoding, T_D a draft step, T_V a verification of gamma + 1 tokens, T_S judging and selecting;
 tokens: that a round emits a row; speed-up: tokens x T_T / (gamma x T_D + T_V + T_S), below 1 gamma auto drafts nothing;
-limit: the speed-up if every kernel reached the full rates; plain/s, spec./s: tokens per second of all rows;
+roofline: the speed-up if every kernel reached the full rates; plain/s, spec./s: tokens per second of all rows;
 GiB: on each device, when rows have grown by {room:,} tokens, with ! where that does not fit."""
-
-
-def _bytes(one: Record) -> int:
-    held: int = one["memory_bytes"]
-    return held
 
 
 def label(one: Record) -> str:
@@ -84,30 +79,33 @@ def label(one: Record) -> str:
     return f"{one['policy']} {one['budget']:,}"
 
 
-def _row(one: Record) -> list[str]:
-    chances = [f"{chance:.2f}" for chance in one["acceptance"]]
-    accepted = chances[0] if len(set(chances)) == 1 else f"{chances[0]} to {chances[-1]}"
+def _accepted(one: Record) -> str:
+    """The chance of the first draft of a round, and of the last that has one of its own."""
+    chances = list(dict.fromkeys(f"{chance:.2f}" for chance in one["acceptance"]))
     mark = "*" if one["acceptance_source"].startswith("assumed") else ""
-    ms = (f"{one[key]:.2f}" for key in ("plain_ms", "draft_ms", "verify_ms", "select_ms"))
-    speeds = (f"{one[key]:,.0f}" for key in ("plain_tokens_per_second", "speculative_tokens_per_second"))
-    return [
-        f"{one['context']:,}", f"{one['batch']:,}", label(one), accepted + mark, str(one["gamma"]), *ms,
-        f"{one['tokens_per_round']:.2f}", f"{one['speedup']:.2f}x", f"{one['speedup_of_roofline']:.2f}x", *speeds,
-        f"{'' if one['fits'] else '! '}{one['memory_bytes'] / GIB:.1f}",
-    ]  # fmt: skip
+    return " to ".join([chances[0], *chances[1:][-1:]]) + mark
 
 
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Lines of a table whose columns stand to the right, but for those that are named."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+def _number(heading: str, key: str, how: str, width: int = 0, unit: str = "") -> Column:
+    return Column(heading, lambda one: f"{one[key]:{how}}{unit}", width)
 
-    def line(row: Sequence[str]) -> str:
-        cells = (
-            one.ljust(w) if i in left else one.rjust(w) for i, (one, w) in enumerate(zip(row, widths, strict=True))
-        )
-        return "  ".join(cells).rstrip()
 
-    return [line(row) for row in (head, *rows)]
+TABLE = Table(
+    _number("context", "context", ","), _number("batch", "batch", ","), Column("draft", label, 16, left=True),
+    Column("accepted", _accepted, 13), _number("gamma", "gamma", ""), _number("T_T ms", "plain_ms", ".2f", 7),
+    _number("T_D ms", "draft_ms", ".2f"), _number("T_V ms", "verify_ms", ".2f", 7),
+    _number("T_S ms", "select_ms", ".2f"), _number("tokens", "tokens_per_round", ".2f"),
+    _number("speed-up", "speedup", ".2f", unit="x"), _number("roofline", "speedup_of_roofline", ".2f", unit="x"),
+    _number("plain/s", "plain_tokens_per_second", ",.0f"), _number("spec./s", "speculative_tokens_per_second", ",.0f"),
+    Column("GiB", lambda one: f"{'' if one['fits'] else '! '}{one['memory_bytes'] / GIB:,.1f}", 9),
+)  # fmt: skip
+MEASURED = Table(
+    _number("context", "context", ","), _number("batch", "batch", ","), Column("draft", label, 16, left=True),
+    _number("T", "temperature", "g", 3), _number("plain ms", "plain_ms", ".1f"),
+    _number("measured", "plain_ms_measured", ".1f"), _number("round ms", "round_ms", ".1f"),
+    _number("measured", "round_ms_measured", ".1f"), _number("speed-up", "speedup", ".2f", unit="x"),
+    _number("measured", "speedup_measured", ".2f", unit="x"),
+)  # fmt: skip
 
 
 def text(document: Record, subject: str) -> str:
@@ -120,13 +118,16 @@ def text(document: Record, subject: str) -> str:
         f"{subject}, weights {weights}, on {n} x {chip['name']}: {chip['bandwidth'] / 1e9:,.0f} GB/s, "
         f"{chip['peak'] / 1e12:,.4g} TFLOP/s{memory}{' each' if n > 1 else ''}",
         f"A forecast, estimate {settings['estimate']!r}: nothing below was measured.",
-        "", *columns(HEAD, [_row(one) for one in cells], left=(2,)), "",
+        "", *TABLE.lines(cells), "",
         LEGEND.format(room=settings["max_new_tokens"]),
     ]  # fmt: skip
     told = {label(one): one["acceptance_source"] for one in cells if one["acceptance_source"] != "given"}
     lines += [f"{'*' if why.startswith('assumed') else ' '} {name}, {why}" for name, why in told.items()]
     for rows, context in dict.fromkeys((one["batch"], one["context"]) for one in cells if not one["fits"]):
-        most = max((one for one in cells if (one["batch"], one["context"]) == (rows, context)), key=_bytes)
+        most = max(
+            (one for one in cells if (one["batch"], one["context"]) == (rows, context)),
+            key=lambda one: int(one["memory_bytes"]),
+        )
         lines.append(f"! {rows} x {context:,} does not fit: with {label(most)}, {most['advice']}")
     if link:
         shares = {one["batch"]: f"{one['collective_ms']:.2f} ms at batch {one['batch']}" for one in cells}
@@ -145,42 +146,28 @@ def _lengths(document: Record) -> list[str]:
 
     lengths, positions = document["lengths"], document["settings"]["positions"]
     batches, legend = list(lengths[0]["break_even"]), "drafting is faster than plain decoding (break-even)"
-    head = ["draft", *(f"break-even, batch {n}" for n in batches)]
-    rows = [[label(one), *map(shown, one["break_even"].values())] for one in lengths]
+    columns = [Column("draft", label, 16, left=True)]
+    columns += [Column(f"break-even, batch {n}", lambda one, n=n: shown(one["break_even"][n])) for n in batches]
     if len(batches) > 1:
         legend += f",\nand batch {batches[-1]} gains as much as batch {batches[0]} (critical)"
-        head.append("critical")
-        rows = [[*row, shown(one["critical"])] for row, one in zip(rows, lengths, strict=True)]
-    legend = f"From which context on, of at most {positions:,} tokens, {legend}:"
-    return [legend, "", *columns(head, rows, left=(0,))]
+        columns.append(Column("critical", lambda one: shown(one["critical"])))
+    return [f"From which context on, of at most {positions:,} tokens, {legend}:", "", *Table(*columns).lines(lengths)]
 
 
 def comparison(points: Sequence[Record], name: str) -> str:
     """What was measured beside what was predicted, as it is printed."""
-    head = ("context", "batch", "draft", "T", "plain ms", "measured", "round ms", "measured", "speed-up", "measured")
-    rows = [
-        [
-            f"{one['context']:,}", f"{one['batch']}", label(one), f"{one['temperature']:g}",
-            *(f"{one[key]:.1f}" for key in ("plain_ms", "plain_ms_measured", "round_ms", "round_ms_measured")),
-            *(f"{one[key]:.2f}x" for key in ("speedup", "speedup_measured")),
-        ]
-        for one in sorted(points, key=lambda one: (one["context"], one["batch"], one["temperature"]))
-    ]  # fmt: skip
 
     def shares(key: str) -> str:
         found = sorted(one[f"{key}_measured"] / one[key] for one in points)
-        return f"{found[len(found) // 2]:.2f} ({found[0]:.2f} to {found[-1]:.2f})"
+        return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
 
-    return "\n".join(
-        [
-            f"{name}: measured beside what its machine's own rates allow, with the drafts that were kept there",
-            "",
-            *columns(head, rows, left=(2,)),
-            "",
-            f"measured over predicted, median (least to greatest): a plain step {shares('plain_ms')}, a round "
-            f"{shares('round_ms')}, the speed-up {shares('speedup')}",
-        ]
-    )
+    rows = sorted(points, key=lambda one: (one["context"], one["batch"], one["temperature"]))
+    return "\n".join([
+        f"{name}: measured beside what its machine's own rates allow, with the drafts that were kept there", "",
+        *MEASURED.lines(rows), "",
+        "measured over predicted, median (least to greatest):", f"a plain step {shares('plain_ms')}, "
+        f"a round {shares('round_ms')}, the speed-up {shares('speedup')}",
+    ])  # fmt: skip
 
 
 # ---------------------------------------------------------------- as a picture
@@ -188,40 +175,28 @@ def comparison(points: Sequence[Record], name: str) -> str:
 
 def draw(document: Record, subject: str, path: Path) -> None:
     """Speed-up over context, a panel a batch and a line a draft; hollow where the memory does not hold it."""
-    import matplotlib
+    cells, settings = document["cells"], document["settings"]
+    drafts = list(dict.fromkeys(map(label, cells)))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def panel_of(batch: int) -> Draw:
+        def draw_panel(panel: Any) -> None:
+            for i, draft in enumerate(drafts):
+                ours = [one for one in cells if (one["batch"], label(one)) == (batch, draft)]
+                at, style = [one["context"] for one in ours], {"color": color(i)}
+                panel.plot(at, [one["speedup"] for one in ours], label=draft, **style)
+                panel.plot(at, [one["speedup_of_roofline"] for one in ours], ":", linewidth=1, **style)
+                for one in ours:
+                    face = color(i) if one["fits"] else "white"
+                    panel.plot(one["context"], one["speedup"], "o", markerfacecolor=face, **style)
+            panel.axhline(1, color="gray", linewidth=1)
+            over_log2(panel, sorted({one["context"] for one in cells}))
+            panel.set_title(f"batch {batch}", fontsize=10)
 
-    cells = document["cells"]
-    batches, drafts = (list(dict.fromkeys(key)) for key in ([c["batch"] for c in cells], map(label, cells)))
-    figure, panels = pyplot.subplots(
-        1, len(batches), figsize=(1.5 + 3.8 * len(batches), 4.2), sharey=True, squeeze=False, layout="constrained"
+        return draw_panel
+
+    title = (
+        f"{subject} on {settings['tp']} x {settings['chip']['name']}: a forecast, nothing measured\n"
+        "dotted: if every kernel reached the full rates; hollow: does not fit into the memory"
     )
-    for panel, n in zip(panels[0], batches, strict=True):
-        for i, draft in enumerate(drafts):
-            ours = [c for c in cells if (c["batch"], label(c)) == (n, draft)]
-            at, color = [c["context"] for c in ours], f"C{i}"
-            panel.plot(at, [c["speedup"] for c in ours], color=color, label=draft)
-            panel.plot(at, [c["speedup_of_roofline"] for c in ours], color=color, linestyle=":", linewidth=1)
-            for c in ours:
-                face = color if c["fits"] else "white"
-                panel.plot(c["context"], c["speedup"], "o", color=color, markerfacecolor=face)
-        panel.axhline(1, color="gray", linewidth=1)
-        panel.set_xscale("log")
-        panel.set_xticks(
-            sorted({c["context"] for c in cells}), [f"{c:,}" for c in sorted({c["context"] for c in cells})]
-        )
-        panel.minorticks_off()
-        panel.set_xlabel("context, tokens of each row")
-        panel.set_title(f"batch {n}")
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("speed-up over plain decoding")
-    panels[0][0].legend()
-    chip = document["settings"]["chip"]["name"]
-    figure.suptitle(
-        f"{subject} on {document['settings']['tp']} x {chip}: a forecast, nothing measured\n"
-        "dotted: if every kernel reached the full rates; hollow: does not fit into the memory", fontsize=10,
-    )  # fmt: skip
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    panels = [panel_of(batch) for batch in dict.fromkeys(one["batch"] for one in cells)]
+    draw_panels([panels], path, title=title, xlabel="context, tokens of each row", ylabel=SPEED, share="y", legend=True)

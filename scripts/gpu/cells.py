@@ -35,7 +35,7 @@ PLENTY = 2**30  # tokens that a row may still emit, where none is to end
 
 def pretend(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     """Let the slots hold these prompts, over random keys and values: a step costs what it would after a prefill."""
-    for buffer in (*engine.cache.k, *engine.cache.v):
+    for buffer in engine.cache.buffers:
         buffer.normal_()
     for slot, prompt in enumerate(prompts):
         engine._prefill._held[slot] = list(prompt[:-1])

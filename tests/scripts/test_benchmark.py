@@ -22,7 +22,7 @@ from benchmark import Ceiling, Crossing, Mark, Point, crossing, lengths_of, pack
 from common import distinct_4grams, gammas, sizes
 from frontier import Setting
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.measuring.roofline import Chip, Rates
+from gpt_fast_sd.measuring.chips import Chip, Rates
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.stats import EngineStats
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model

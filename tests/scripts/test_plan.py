@@ -1,0 +1,83 @@
+"""scripts/plan.py: parsed, called and printed; refusals are one sentence and exit code 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import plan
+
+LLAMA = ["--model", "meta-llama/Llama-3.1-8B"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_plan_is_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png")]
+    rates = ["--bandwidth", "4800", "--flops", "989", "--memory", "139", "--estimate", "roofline"]
+    assert plan.main([*LLAMA, *rates, "--batch", "8", "--context", "32k", "--acceptance", "0.8", *files]) == 0
+    out = capsys.readouterr().out
+    document = json.loads((tmp_path / "plan.json").read_text())
+    one = next(c for c in document["cells"] if c["policy"] == "streaming")
+    assert (one["budget"], one["gamma"], one["fits"]) == (512, 3, True)
+    assert f"{one['speedup']:.2f}x" in out and "a device of given rates" in out
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_named_device_with_its_own_rates_is_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = ["--batch", "8", "--context", "32k", "--estimate", "good"]
+    rows = []
+    for device in (["--device", "H200"], ["--bandwidth", "4800", "--flops", "989", "--memory", "139"]):
+        assert plan.main([*LLAMA, *device, *cell]) == 0
+        rows.append([line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("32,000")])
+    assert rows[0] == rows[1] != []
+
+
+def test_what_was_measured_is_shown_beside_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--measured", str(ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json")]) == 0
+    out = capsys.readouterr().out
+    assert "measured over predicted" in out and "streaming 256" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--device H300", "got 'H300'"),
+        ("--device H200 --tp 3", "tp 3 does not fit the model"),
+        ("--device H200 --tp 16", "tp 16 is more than the 8 devices of a machine"),
+        ("--device H200 --context 200k", "over the model's 131,072 positions"),
+        ("--device H200 --batch 0", "whole numbers of at least 1"),
+        ("--device H200 --policy foo", "policy must be one of"),
+        ("--device H200 --policy off", "drafts nothing"),
+        ("--device H200 --policy lookup", "nobody published an acceptance of lookup"),
+        ("--device H200 --policy streaming --budget 3", "budget must be at least 12 for streaming, got 3"),
+        ("--device H200 --gamma 40", "gamma must be from 1 to 16, got 40"),
+        ("--device H200 --acceptance nan", "acceptance must be a rate from 0 to 1"),
+        ("--device H200 --memory nan", "memory must be a positive number of GiB, got nan"),
+        ("--device H200 --tp 2 --link 0", "bandwidth of a link must be positive, got 0.0"),
+        ("--bandwidth -3 --flops 4", "bandwidth must be a positive number of GB/s, got -3"),
+        ("--bandwidth 4 --flops nan", "peak must be a positive number of TFLOP/s, got nan"),
+        ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
+        ("--device H200 --measured README.md", "README.md holds no results"),
+        ("--device H200 --measured nowhere.json", "nowhere.json: No such file"),
+    ],
+)
+def test_nonsense_is_refused_in_one_sentence(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        plan.main([*LLAMA, *flags.split()])
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("plan.py: ") and said in last
+
+
+def test_the_page_shows_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    command = next(
+        line.split()[2:] for line in page.splitlines() if line.startswith("    python scripts/plan.py --model")
+    )
+    assert plan.main(command) == 0
+    printed = capsys.readouterr().out.rstrip("\n").splitlines()
+    assert "\n".join(f"    {line}".rstrip() for line in printed) in page
