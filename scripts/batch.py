@@ -15,10 +15,11 @@ reason, and the others go on. Without a seed of its own a sampled line draws wit
 that was interrupted writes what another would have written (in 16 bits up to rounding, with --exact bit for bit; with
 --gamma auto, which goes by the clock, for greedy lines).
 
-What is written is kept: a line goes out in one piece, and one that a crash tore is cut off at the next start. Goes on
-only with the input, the model and the flags of OUT.state.json; --fresh begins anew. Under torchrun every replica of the
-model takes its share of the lines and writes a part; the parts are merged when all are done. On several machines the
-files lie in a folder that all of them see.
+What is written is kept: a line goes out in one piece, and one that a crash tore is cut off at the next start; while a
+process writes OUT.jsonl it holds OUT.jsonl.lock, and no other one can. Goes on only with the input, the model and the
+flags of OUT.state.json; --fresh begins anew. Under torchrun every replica of the model takes its share of the lines and
+writes a part; the parts are merged when all are done. On several machines the files lie in a folder that all of them
+see.
 
 Exit code: 0 all is done, 4 all is done and some lines were rejected (0 under torchrun, which takes any other code for a
 crash and says so at length), 2 the command made no sense, 1 it could not go on.
@@ -27,152 +28,42 @@ crash and says so at length), 2 the command made no sense, 1 it could not go on.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import glob
 import hashlib
-import heapq
 import json
-import os
-import re
 import sys
 import time
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from common import (
-    Record,
-    as_json,
-    refuse,
-    sentence,
-    write_whole,
-)
+from common import ProgressLine, refuse, sentence
 from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
-from generate import PER_PROMPT, ProgressLine, as_record, check_writable, encode_record
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
-from gpt_fast_sd.model import Tokenizer, gguf_parts, load_tokenizer, read_config
+from gpt_fast_sd.measuring.document import as_record
+from gpt_fast_sd.measuring.ledger import as_json, check_writable
+from gpt_fast_sd.model import gguf_parts, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
-
-try:
-    import fcntl
-except ImportError:  # no such locks on Windows
-    fcntl = None  # type: ignore[assignment]
+from journal import Files, Log, beside, indices
+from records import Encoder, Record, own
 
 PROGRAM = "batch.py"
 AHEAD = 16  # lines a slot that may be read before the oldest of them is written, where the order of the input is kept
 BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
 ROOM = 8192  # tokens a slot holds, unless --max-seq-len says otherwise or the model ends before
-SYNC = 5.0  # seconds after which what was written is forced to the disk
 REJECTED = 4  # exit code
-OURS = re.compile(rb'\{"index": (\d+), .*\}')
-ADVICE = "name another output, or begin anew with --fresh"
-
-
-# ---- which lines are done --------------------------------------------------------------------------------------------
-
-
-class Ranges:
-    """A set of whole numbers that come mostly in a row."""
-
-    def __init__(self, numbers: Iterable[int] = ()) -> None:
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        for number in sorted(set(numbers)):
-            if self.ends and self.ends[-1] == number:
-                self.ends[-1] += 1
-            else:
-                self.starts.append(number)
-                self.ends.append(number + 1)
-
-    def __contains__(self, number: int) -> bool:
-        at = bisect_right(self.starts, number) - 1
-        return at >= 0 and number < self.ends[at]
-
-    def __len__(self) -> int:
-        return sum(end - start for start, end in zip(self.starts, self.ends, strict=True))
-
-    def shared(self, parallel: Parallel) -> Ranges:
-        """The first rank's numbers, on every rank that holds its model."""
-        found = Ranges()
-        for i in range(parallel.same(len(self.starts))):
-            here = i < len(self.starts)
-            found.starts.append(parallel.same(self.starts[i] if here else 0))
-            found.ends.append(parallel.same(self.ends[i] if here else 0))
-        return found
-
-
-def indices(path: Path) -> Iterator[int]:
-    """The index of every line of an output; none of a file that is not there. ValueError for another program's file."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            match = OURS.fullmatch(line.rstrip(b"\n"))
-            if match is None:
-                raise ValueError(f"{path} line {number} was not written by this program: {ADVICE}")
-            yield int(match[1])
-
-
-def cut_torn_line(path: Path) -> None:
-    """Shorten the file to its last whole line: a crash may have torn the one behind it."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)
-
-
-class Log:
-    """A file of JSON lines that only grows, each line in one piece."""
-
-    def __init__(self, path: Path) -> None:
-        """ValueError where another process writes it."""
-        self.path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        self._synced = time.monotonic()
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._file)
-                raise ValueError(f"{path} is being written by another process: wait for it, or end it") from None
-
-    def write(self, record: Record) -> None:
-        """Append the record; it outlives this process as soon as this returns, the machine after the next sync."""
-        line = json.dumps(record).encode() + b"\n"
-        while line:  # a call that is interrupted may write less
-            line = line[os.write(self._file, line) :]
-        if time.monotonic() - self._synced > SYNC:
-            self.sync()
-
-    def sync(self) -> None:
-        """Force what was written to the disk."""
-        os.fsync(self._file)
-        self._synced = time.monotonic()
-
-    def close(self) -> None:
-        """Sync, and let others write."""
-        self.sync()
-        os.close(self._file)
 
 
 # ---- the lines -------------------------------------------------------------------------------------------------------
@@ -197,9 +88,8 @@ def no_number(name: str) -> NoReturn:
 class Reader:
     """Turns lines into tasks."""
 
-    tokenizer: Tokenizer | None
+    encoder: Encoder
     common: SamplingParams
-    chat: bool
     seed: int
     room: int  # tokens of prompt and output together
 
@@ -216,8 +106,7 @@ class Reader:
             name = record.pop("id", None)
             if isinstance(record.get("prompt"), list) and "tokens" not in record:
                 record["tokens"] = record.pop("prompt")
-        prompt = encode_record(record, "the line", self.chat, self.tokenizer)
-        changes = {key: record[key] for key in PER_PROMPT if key in record}
+        prompt, changes = self.encoder.record(record, "the line"), own(record)
         if changes.get("seed") is None:
             changes["seed"] = (self.seed + index) % 2**63
         params = dataclasses.replace(self.common, **changes)
@@ -247,6 +136,12 @@ class Share:
 
     def __len__(self) -> int:
         return sum(1 for _ in self.lines())
+
+    @property
+    def n_lines(self) -> int:
+        """All lines of the file, blank ones and those of other replicas included."""
+        with self.path.open("rb") as file:
+            return sum(1 for _ in file)
 
 
 def fingerprint_of_file(path: Path) -> str:
@@ -286,118 +181,6 @@ def fingerprint_of_model(folder: Path) -> Record:
         "config": fingerprint_of_file(folder / "config.json"),
         "weights": {path.name: path.stat().st_size for path in weights},
     }
-
-
-# ---- the files -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Files:
-    """Where a run writes: outputs and rejects, of the whole run and of this replica, and the state they belong to."""
-
-    output: Path
-    rejects: Path
-    rank: int
-    of: int
-
-    @property
-    def state(self) -> Path:
-        """Holds what the outputs were made with."""
-        return beside(self.output, "state.json")
-
-    def parts(self, whole: Path) -> list[Path]:
-        """The files that the replicas write; with one replica it writes the whole."""
-        if self.of == 1:
-            return [whole]
-        return [whole.with_name(f"{whole.name}.part{rank}of{self.of}") for rank in range(self.of)]
-
-    def mine(self, whole: Path) -> Path:
-        """The part of this replica."""
-        return self.parts(whole)[self.rank]
-
-    def begin(self, settings: Record, *, fresh: bool) -> None:
-        """Check what is there against these settings, or forget it; ValueError where it was begun with others.
-
-        Only the first process calls it, before any other looks at a file.
-        """
-        outputs = [self.output, self.rejects]
-        outputs += [path for whole in outputs for path in whole.parent.glob(f"{glob.escape(whole.name)}.part*of*")]
-        there = [path for path in outputs if path.exists() and path.stat().st_size]
-        if fresh:
-            os.truncate(self.output, 0)  # it stays the file that is locked
-            for path in there:
-                if path != self.output:
-                    path.unlink()
-        elif there:
-            self._compare(settings, there[0])
-            return
-        write_whole(self.state, json.dumps(settings, indent=1) + "\n")
-
-    def _compare(self, settings: Record, found: Path) -> None:
-        if not self.state.exists():
-            raise ValueError(f"{found} holds something, and no {self.state.name} says what made it: {ADVICE}")
-        try:
-            before = json.loads(self.state.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            before = None
-        if not isinstance(before, dict):
-            raise ValueError(f"{self.state} is damaged: {ADVICE}")
-        for name, value in settings.items():
-            if before.get(name) != value:
-                what = "another input" if name == "input" else f"{name} {brief(before.get(name))}, not {brief(value)}"
-                raise ValueError(f"{self.output} was begun with {what}: {ADVICE}")
-
-    def done(self) -> Ranges:
-        """The indices of this replica's lines that need no more work; what a crash tore is cut off its files."""
-        mine = {self.mine(self.output), self.mine(self.rejects)}
-        for path in mine:
-            cut_torn_line(path)
-        found = (index for path in sorted({*mine, self.output, self.rejects}) for index in indices(path))
-        return Ranges(index for index in found if index % self.of == self.rank)
-
-    def merge(self, *, ordered: bool) -> None:
-        """Put the replicas' parts together, once all are complete; a kill leaves the parts or the whole."""
-        for whole, in_order in ((self.output, ordered), (self.rejects, True)):
-            parts = [path for path in self.parts(whole) if path.exists()]
-            if self.of == 1 or not (parts or whole is self.output):
-                continue
-            sources = [path for path in (whole, *parts) if path.exists()]
-            partial = whole.with_name(f"{whole.name}.partial")
-            with contextlib.ExitStack() as stack:
-                files = [numbered(stack.enter_context(path.open("rb"))) for path in sources]
-                lines = heapq.merge(*files, key=lambda pair: pair[0]) if in_order else chain(*files)
-                target, seen = stack.enter_context(partial.open("wb")), set()
-                for index, line in lines:
-                    if index not in seen:  # a merge that was killed may have left parts of a whole file
-                        target.write(line)
-                        seen.add(index)
-                target.flush()
-                os.fsync(target.fileno())
-            if seen or whole is self.output:
-                partial.replace(whole)
-            else:
-                partial.unlink()
-            for path in parts:
-                path.unlink()
-
-
-def beside(output: Path, ending: str) -> Path:
-    """OUT.jsonl -> OUT.ending"""
-    return output.with_name(f"{output.name.removesuffix('.jsonl')}.{ending}")
-
-
-def brief(value: object) -> str:
-    """The value, or its beginning."""
-    text = str(value)
-    return text if len(text) < 60 else f"{text[:57]}..."
-
-
-def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Every line of an output with its index."""
-    for line in file:
-        match = OURS.fullmatch(line.rstrip(b"\n"))
-        assert match, "checked when the run began, and written by it since"
-        yield int(match[1]), line
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -440,7 +223,7 @@ class Writer:
         if self._output is None:
             return
         if self._rejects is None:
-            self._rejects = Log(self._place_of_rejects)
+            self._rejects = Log(self._place_of_rejects, locked=False)
         text = raw.decode("utf-8", "replace")
         self._rejects.write({"index": index, "line": index + 1, "reason": reason, "input": text})
 
@@ -455,7 +238,7 @@ class Writer:
                 log.close()
 
 
-def run(engine: Engine, share: Share, done: Ranges, reader: Reader, writer: Writer, bar: Any) -> int:
+def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, writer: Writer, bar: Any) -> int:
     """Continue all lines of the share that are not done; return how many tokens that gave.
 
     A line is read when a slot is free for it, so that slots idle only at the end of the file; but where the output
@@ -467,7 +250,7 @@ def run(engine: Engine, share: Share, done: Ranges, reader: Reader, writer: Writ
     def prompts() -> Iterator[tuple[list[int], SamplingParams] | None]:
         numbers = count()
         for index, raw in share.lines():
-            if index in done:
+            if done[index]:
                 continue
             try:
                 task = reader.task(index, raw)
@@ -528,7 +311,7 @@ class Job:
     files: Files
     reader: Reader
     draft: DraftConfig
-    done: Ranges
+    done: NDArray[np.bool_]  # bool, a line of the input each
     left: int  # lines of this replica to continue
     output: Log | None  # of the replica's first rank
     lock: Log | None  # of the first process: it keeps others from the whole output
@@ -561,14 +344,17 @@ def prepare(args: argparse.Namespace) -> Job:
         if lock:
             files.begin(settings_of(args, folder, room, parallel), fresh=args.fresh)
         parallel.meet()  # nobody looks at a file before
-        done = (files.done() if parallel.tp_rank == 0 else Ranges()).shared(parallel)
+        n_lines = share.n_lines
+        done = files.done(n_lines) if parallel.tp_rank == 0 else np.zeros(n_lines, dtype=bool)
+        parallel.same_values(torch.from_numpy(done.view(np.uint8)))
     except (ValueError, OSError):
         if lock:
             lock.close()
         raise
+    encoder = Encoder(load_tokenizer(folder, config), args.chat)
     return Job(
-        args=args, parallel=parallel, share=share, files=files, draft=draft, done=done, left=len(share) - len(done),
-        reader=Reader(load_tokenizer(folder, config), common, args.chat, args.seed, room), lock=lock,
+        args=args, parallel=parallel, share=share, files=files, draft=draft, done=done,
+        left=len(share) - int(done.sum()), reader=Reader(encoder, common, args.seed, room), lock=lock,
         output=lock if parallel.dp == 1 or parallel.tp_rank else Log(files.mine(files.output)),
     )  # fmt: skip
 
@@ -627,7 +413,7 @@ def work(job: Job, engine: Engine, writer: Writer) -> int:
     if job.parallel.is_main:
         engine.on_progress = ProgressLine()
     engine.warm_up()
-    n_done = len(job.done)
+    n_done = int(job.done.sum())
     name = "prompts" if job.parallel.dp == 1 else f"prompts of replica 1 of {job.parallel.dp}"
     disable = None if job.parallel.is_main else True
     with tqdm(total=n_done + job.left, initial=n_done, desc=name, unit="prompt", disable=disable) as bar:

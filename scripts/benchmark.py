@@ -75,10 +75,10 @@ from frontier import (
     spread,
     tokens_of,
 )
-from generate import check_writable
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.measuring.chips import Chip, measure
+from gpt_fast_sd.measuring.ledger import check_writable
 from gpt_fast_sd.measuring.roofline import step_seconds
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
 from gpt_fast_sd.registry import VIEWS

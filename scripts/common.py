@@ -13,17 +13,20 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 
 import torch
+from tqdm import tqdm
 
 from gpt_fast_sd import Engine, __version__
+from gpt_fast_sd.tp import Parallel
 
 Record = dict[str, Any]
+LONG_PREFILL = 1000  # tokens from which on a line says what takes its time, where there is no terminal
 PATIENCE = 10.0  # seconds in which torchrun has ended the others after a process that refuses; each waits one longer
 
 
@@ -171,7 +174,68 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+class ProgressLine:
+    """Draws how far something is that takes over a second, on stderr where that is a terminal; see Engine.on_progress.
+
+    The line goes away when all is done. Where there is no terminal, a plain line says once that a long prefill begins.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._what = ""
+        self._said = False  # that a long prefill begins
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """So much of what is done, of so much."""
+        if self._bar is None or (what, total) != (self._what, self._bar.total) or done < self._bar.n:
+            self.clear()
+            self._what = what
+            if what == "prefill" and total - done >= LONG_PREFILL and not (self._said or sys.stderr.isatty()):
+                self._said = True
+                print(f"prefilling {total - done:,} tokens ...", file=sys.stderr, flush=True)
+            self._bar = tqdm(
+                total=total, initial=done, desc=what, unit="", unit_scale=True, leave=False, delay=1.0, disable=None
+            )
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self.clear()
+
+    def clear(self) -> None:
+        """Take the line away; it comes again if what it told of goes on."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+
+@contextlib.contextmanager
+def alone_prints(parallel: Parallel) -> Iterator[None]:
+    """Only the first process writes to stdout."""
+    if parallel.is_main:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def check_apart(report: Path | None, others: Mapping[str, Any]) -> None:
+    """Refuse a --report that would take the place of another file of the same run: others, by what args call them."""
+    if report is None:
+        return
+    if report.exists() and not (report.is_file() or report.is_dir()):
+        raise ValueError(f"cannot write {report}: it is no file that can be replaced")
+    for name, value in others.items():
+        for path in map(Path, value if isinstance(value, list) else [] if value in (None, "-") else [value]):
+            named = f"--{name.replace('_', '-')} {path}"
+            if path.resolve() == report.resolve() or (path.exists() and report.exists() and path.samefile(report)):
+                raise ValueError(f"--report {report} and {named} are the same file")
+            if path.is_dir() and report.exists() and report.resolve().parent == path.resolve():
+                raise ValueError(f"--report {report} would take the place of a file of {named}")
 
 
 def sentence(error: Exception) -> str:

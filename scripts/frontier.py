@@ -34,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tqdm import tqdm
 
 from common import Ledger, digest, distinct_4grams, environment, refuse
-from generate import check_writable, read_text
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import BUNDLED, locate
+from gpt_fast_sd.measuring.ledger import check_writable
+from gpt_fast_sd.measuring.prompts import read_text
 from gpt_fast_sd.model import Tokenizer, Transformer, load_model, load_tokenizer, read_config
 from gpt_fast_sd.registry import heeds, policies
 from gpt_fast_sd.stats import EngineStats

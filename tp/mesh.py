@@ -134,11 +134,13 @@ class Parallel:
 
     def same(self, number: int) -> int:
         """The number that the replica's first rank has, on each of its ranks: for a fresh seed or a measured time."""
-        if self.host is None:
-            return number
-        box = torch.tensor([number])
-        dist.broadcast(box, group=self.host, group_src=0)
-        return int(box)
+        return int(self.same_values(torch.tensor([number])))
+
+    def same_values(self, values: Tensor) -> Tensor:
+        """Overwrite the values, as many on each of the replica's ranks, by those of its first rank."""
+        if self.host is not None:
+            dist.broadcast(values, group=self.host, group_src=0)
+        return values
 
     def meet(self) -> None:
         """Wait until every rank of every replica is here: on the host, a device need not hold a group for it."""

@@ -20,7 +20,6 @@ import generate
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.measuring.lossless import differences, is_near_tie, logits_after
-from gpt_fast_sd.model import load_tokenizer, read_config
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.tp import Parallel
 from tests.gpu.place import Place
@@ -84,9 +83,7 @@ def made(place: Place, *flags: str) -> Made:
     new = ["--max-new-tokens", "96" if place.on_cuda else "6", "--ignore-eos"]
     eagerly = [] if place.on_cuda else ["--no-compile"]
     args = generate.parse(["--model", "bundled", *flags, *new, "--device", place.device.type, *eagerly])
-    config = read_config(BUNDLED)
-    prompts, params = generate.read_requests(args, load_tokenizer(BUNDLED, config), config)
-    return Made(generate.build(args, prompts, params, config, Parallel(place.device)), prompts, params)
+    return Made(*generate.prepare(args, Parallel(place.device)))
 
 
 @pytest.fixture(scope="module")

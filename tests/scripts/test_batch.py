@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import batch
+import journal
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
 from tests.helpers import random_ids, tiny_model
@@ -316,6 +316,20 @@ def test_what_was_begun_with_other_flags_model_or_input_is_not_continued(
     assert [r["index"] for r in read_lines(output)] == list(range(5))
 
 
+def test_a_run_begun_before_a_flag_was_there_goes_on_with_its_default(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
+    assert code_of(model, source, output) == 0
+    state = json.loads((tmp_path / "out.state.json").read_text())
+    older = {name: value for name, value in state.items() if name not in ("ngram", "n_sink", "refresh", "page")}
+    assert len(older) == len(state) - 4
+    (tmp_path / "out.state.json").write_text(json.dumps(older))
+    assert code_of(model, source, output) == 0
+    capsys.readouterr()
+    assert "was begun with n_sink 4, not 8" in refusal(capsys, model, source, output, "--n-sink", "8")
+
+
 def test_a_gguf_model_is_told_from_another_by_pages_all_over_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,9 +380,8 @@ def test_a_file_of_another_program_is_left_alone(
 
 
 def test_two_processes_do_not_write_one_output(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("fcntl")
     output = tmp_path / "out.jsonl"
-    log = batch.Log(output)
+    log = journal.Log(output)
     source = write_lines(tmp_path / "in.jsonl", prompts(2))
     assert "is being written by another process" in refusal(capsys, model, source, output, "--fresh")
     log.close()
@@ -410,18 +423,23 @@ def test_an_input_that_is_missing_or_the_output_itself_is_refused(
 # ---- the pieces ------------------------------------------------------------------------------------------------------
 
 
-@given(st.sets(st.integers(0, 40)))
-def test_ranges_hold_what_a_set_holds(numbers: set[int]) -> None:
-    ranges = batch.Ranges(numbers)
-    assert {n for n in range(-1, 43) if n in ranges} == numbers and len(ranges) == len(numbers)
-    assert all(end < start for end, start in zip(ranges.ends, ranges.starts[1:], strict=False))
+def test_done_is_what_its_own_files_and_the_whole_ones_hold(tmp_path: Path) -> None:
+    files = journal.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 1, 2)
+    lines = {files.output: [0, 1], files.mine(files.output): [5, 3], files.mine(files.rejects): [7, 99]}
+    lines |= {files.parts(files.output)[0]: [4, 9]}  # another replica's part, which may be half written
+    for path, indices in lines.items():
+        write_lines(path, [{"index": i, "id": None} for i in indices])
+    with files.mine(files.output).open("ab") as file:
+        file.write(b'{"index": 9, "id"')
+    assert np.flatnonzero(files.done(12)).tolist() == [1, 3, 5, 7]
+    assert files.done(0).tolist() == []
 
 
 @pytest.mark.parametrize("content", [b"", b"torn", b"one\n", b"one\ntwo\n", b"one\ntwo", b"one\n" + b"x" * 200_000])
 def test_a_torn_line_is_cut_and_whole_ones_stay(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "log"
     path.write_bytes(content)
-    batch.cut_torn_line(path)
+    journal.cut_torn_line(path)
     assert path.read_bytes() == content[: content.rfind(b"\n") + 1]
 
 
@@ -430,7 +448,7 @@ def test_a_torn_line_is_cut_and_whole_ones_stay(tmp_path: Path, content: bytes) 
 def test_parts_of_replicas_become_one_file_even_if_an_earlier_merge_was_killed(
     tmp_path: Path, ordered: bool, is_complete: bool
 ) -> None:
-    files = batch.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 0, 2)
+    files = journal.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 0, 2)
     parts = [[0, 4, 2], [1, 5, 3]] if not ordered else [[0, 2, 4], [1, 3, 5]]
     for path, indices in zip(files.parts(files.output), parts, strict=True):
         write_lines(path, [{"index": i, "id": None} for i in indices])
@@ -442,7 +460,7 @@ def test_parts_of_replicas_become_one_file_even_if_an_earlier_merge_was_killed(
     assert sorted(found) == list(range(6)) and (found == sorted(found) or not ordered)
     assert [r["index"] for r in read_lines(files.rejects)] == [7]
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.rejects.jsonl"}
-    assert sorted(batch.indices(files.output)) == list(range(6))
+    assert sorted(journal.indices(files.output)) == list(range(6))
 
 
 def test_replicas_share_the_lines_and_skip_blank_ones(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import benchmark
 from benchmark import Ceiling, Crossing, Mark, Point, crossing, lengths_of, pack, slope, steady_speed
-from common import distinct_4grams, gammas, sizes
+from common import distinct_4grams
+from flags import gammas, sizes
 from frontier import Setting
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.measuring.chips import Chip, Rates

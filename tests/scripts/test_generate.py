@@ -1,5 +1,6 @@
 """scripts/generate.py as a user types it: what it prints and writes, and the one sentence it gives for a mistake."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -15,6 +16,9 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import find_smollm2, locate
+from gpt_fast_sd.measuring import comparing
+from gpt_fast_sd.measuring.card import verdict
+from gpt_fast_sd.measuring.lossless import Difference
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.registry import policies
 from gpt_fast_sd.requests import TokenEvent
@@ -140,6 +144,11 @@ def test_a_file_is_continued_and_a_trace_is_written(
         (["--prompt", "a", "--top-k", "0"], "top_k"),
         (["--prompt", "a", "--batch-size", "0"], "batch_size"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_tokens"),
+        (["--prompt", "a", "--max-seq-len", "0"], "--max-seq-len: expected a whole number of at least 1, got '0'"),
+        (["--prompt", "a", "--max-seq-len", "6"], "together 8, over max_seq_len 6, as --max-seq-len says"),
+        (["--prompt", "a", "--max-seq-len", "20000"], "--max-seq-len 20,000 is over the model's 16,384 positions"),
+        (["--prompt", "a", "--page", "17"], "page must be one of 16, 32, 64, 128, got 17"),
+        (["--prompt", "a", "--n-sink", "0"], "n_sink must be a whole number of at least 1, got 0"),
         (["--prompt", "a", "--quantize", "int3"], "'int3'"),
         (["--prompt", "a", "--kv-dtype", "int1"], "'int1'"),
         (["--prompt", "a", "--draft", "psychic"], "'psychic'"),
@@ -346,7 +355,7 @@ def test_a_comparison_shows_both_ways_side_by_side(
 
 
 def test_long_runs_are_compared_once(script: ModuleType, tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "SHORT_RUN", 0.0)
+    monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
     prompts, params = [random_ids(9)], [script.SamplingParams(max_tokens=8)]
     shown = tiny.generate(prompts, params)
     compared = script.compare(tiny, prompts, params, shown)
@@ -380,13 +389,15 @@ def test_samples_are_not_compared(script: ModuleType, capsys: pytest.CaptureFixt
 
 def test_a_difference_is_named_with_how_close_a_call_it_was(script: ModuleType, tiny: Engine) -> None:
     prompts = [random_ids(7), random_ids(5, seed=1), random_ids(6, seed=2)]
-    plain = [c.tokens for c in tiny.generate(prompts, script.SamplingParams(max_tokens=9), speculate=False)]
+    done = tiny.generate(prompts, script.SamplingParams(max_tokens=9), speculate=False)
+    plain = [c.tokens for c in done]
     logits = tiny.logits([*prompts[1], *plain[1][:4]])[-1]
     best, second = logits.topk(2)
     assert int(best.argmax()) == 0 and int(second[0]) == plain[1][4]
     other = [*plain[1][:4], int(second[1]), *plain[1][5:]]
-    outputs = [(0, plain[0], plain[0]), (1, plain[1], other), (2, plain[2], plain[2][:8])]
-    one, two = script.differences(tiny, prompts, outputs)
+    said = [plain[0], other, plain[2][:8]]
+    shown = [dataclasses.replace(c, tokens=tokens) for c, tokens in zip(done, said, strict=True)]
+    one, two = script.compare(tiny, prompts, [script.SamplingParams(max_tokens=9)] * 3, shown).differences
     assert (one.index, one.position, one.plain, one.speculative) == (1, 4, plain[1][4], other[4])
     assert one.gap == pytest.approx(float(best[0] - best[1]), abs=1e-5)
     assert (two.index, two.position, two.plain, two.speculative) == (2, 8, plain[2][8], None)
@@ -396,8 +407,8 @@ def test_a_difference_is_named_with_how_close_a_call_it_was(script: ModuleType, 
 def test_a_difference_is_a_near_tie_only_within_what_its_dtype_rounds_away(script: ModuleType, tiny: Engine) -> None:
     def said(gap: float, **changes: Any) -> str:
         engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=64, compile=False, **changes))
-        found = [script.Difference(1, 12, 5, 6, gap)]
-        first, second = script.verdict(engine, script.Comparison([EngineStats()], [EngineStats()], 3, found))
+        found = [Difference(1, 12, 5, 6, gap)]
+        first, second = verdict(engine, comparing.Comparison([EngineStats()], [EngineStats()], 3, found))
         assert first == "2 of 3 greedy ones equal, token for token"
         assert second.startswith("prompt 1 differs from output token 12 on")
         return str(second)
@@ -543,7 +554,7 @@ def test_a_document_stands_before_every_prompt(script: ModuleType, tmp_path: Pat
     args = script.parse(["--document", str(document), "--prompts", str(requests)])
     prompts, _ = script.read_requests(args, ByteTokenizer(), tiny_config())
     assert prompts == [ByteTokenizer().encode(f"It rained.\n\n{asked}") for asked in ("Why?", "When?")]
-    assert script.requests_shown(args) == ["> Why?", "> When?"]
+    assert script.requests_of(requests) == ["> Why?", "> When?"]
     ((alone,), _) = script.read_requests(
         script.parse(["--document", str(document), "--prompt", "Why?"]), ByteTokenizer(), tiny_config()
     )
@@ -583,7 +594,7 @@ def test_a_document_stands_at_the_head_of_a_conversations_system_message(script:
         [{"role": "system", "content": "It rained.\n\nBe brief."}, why],
         [{"role": "system", "content": "It rained."}, why],
     ]
-    assert script.requests_shown(args) == ["> Why?", "> Why?"]
+    assert script.requests_of(requests) == ["> Why?", "> Why?"]
 
 
 def test_smollm2_writes_about_the_logbook_where_nobody_asks_anything(script: ModuleType) -> None:

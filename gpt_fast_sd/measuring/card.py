@@ -1,0 +1,140 @@
+"""What a run says of itself: a card of names and texts, and the page to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config import DraftConfig
+from ..engine import Engine
+from ..registry import VIEWS
+from ..stats import EngineStats
+from .comparing import Comparison
+from .report import Recorder, Way, page
+
+Rows = list[tuple[str, str]]  # names and texts
+OWN = ("ngram", "n_sink", "refresh", "page")  # settings of few policies, told where somebody chose them
+
+
+def card(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, comparison: Comparison | None) -> str:
+    """What the run was and how fast it went, beside plain decoding where there is a comparison."""
+    rows = about(engine, prompts, stats, comparison)
+    rows += side_by_side(comparison) if comparison else alone(engine, stats)
+    if stats.drafted:
+        shares = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
+        rows.append(("acceptance", f"{stats.acceptance_rate:.0%} of {stats.drafted:,} drafts; by position {shares}"))
+    if engine.policy:
+        by_gamma = sorted(stats.rounds_by_gamma.items(), reverse=True)
+        rows.append(("rounds", ", ".join(f"{n:,} of gamma {gamma}" for gamma, n in by_gamma)))
+    if comparison:
+        n = len(comparison.plain)
+        rows += [("outputs", line) for line in verdict(engine, comparison)]
+        rows.append(("measured", f"{n} runs each, in turns; the medians are shown" if n > 1 else "one run each"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in rows)
+
+
+def about(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, comparison: Comparison | None) -> Rows:
+    """What the run was: names and texts."""
+    config, lengths, parallel = engine.model.config, [len(ids) for ids in prompts], engine.parallel
+    runs = comparison.plain + comparison.speculative if comparison else [stats]
+    recompiles, capturing = sum(s.recompiles for s in runs), sum(s.capture_seconds for s in runs)
+    rows = [
+        ("model", f"{config.n_params / 1e6:.1f} M parameters, {engine.dtype_name} on {engine.device.type}"
+                  f"{'' if engine.compiled else ', not compiled'}{', exact' if engine.config.exact else ''}"),
+        ("prompts", f"{len(prompts)} of {min(lengths):,} to {max(lengths):,} tokens, {engine.config.batch_size} slots"
+                    if len(prompts) > 1 else f"{lengths[0]:,} tokens"),
+        ("prefill", f"{stats.prefill_seconds:.2f} s, {stats.prefill_tokens_per_second:,.0f} tokens/s"),
+        ("compiling", f"{stats.compile_seconds:.1f} s before the first token, {recompiles} recompiles since"),
+    ]  # fmt: skip
+    if capturing:
+        rows.append(("capturing", f"{capturing:.1f} s for CUDA graphs, no part of decoding"))
+    if parallel.dp * parallel.tp > 1:
+        rows.insert(1, ("processes", f"{parallel.dp} replicas x {parallel.tp} that hold one together"))
+    if engine.policy:
+        rows.append(("draft", who_drafts(engine.draft)))
+    return rows
+
+
+def who_drafts(draft: DraftConfig) -> str:
+    """The policy and the settings that concern it."""
+    settings = {
+        "of": draft.draft_model,
+        "layers": draft.exit_layers,
+        "cheap": draft.cheap if draft.policy == "hierarchy" else None,
+        "view": draft.view_name if draft.policy not in VIEWS else None,
+        "budget": draft.budget if draft.view_name not in (None, "full") else None,
+        "gamma": draft.gamma,
+        **{name: getattr(draft, name) for name in OWN if getattr(draft, name) != getattr(DraftConfig, name)},
+        "on processes": draft.draft_tp,
+    }
+    return ", ".join([draft.policy, *(f"{name} {value}" for name, value in settings.items() if value is not None)])
+
+
+def alone(engine: Engine, stats: EngineStats) -> Rows:
+    """The speed of one run; of plain steps with the bytes that each has to read."""
+    rows = [
+        ("decoding", f"{stats.decode_tokens:,} tokens at {stats.decode_tokens_per_second:,.1f} tokens/s"),
+        ("KV read", f"{stats.kv_bytes_per_token / 1e6:.2f} MB a token"),
+    ]
+    if engine.policy:
+        spent = ", ".join(f"{part} {share}" for part, share in time_split(stats).items())
+        return [*rows, ("a round", f"{stats.tokens_per_round:.2f} tokens"), ("time", spent)]
+    weights = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    step, moved = over(stats.decode_seconds, stats.rounds), weights + over(stats.kv_bytes, stats.rounds)
+    reading = f"{step * 1e3:.2f} ms for {moved / 1e6:.1f} MB of weights and keys, {over(moved, step) / 1e9:.1f} GB/s"
+    return [*rows, ("a step", reading)]
+
+
+def side_by_side(comparison: Comparison) -> Rows:
+    """Both ways in two columns, and the ratio where it says something."""
+    ways = [way.stats for way in comparison.ways.values()]
+    read, split = [stats.kv_bytes_per_token / 1e6 for stats in ways], [time_split(stats) for stats in ways]
+    rows = [
+        ("", "plain", "speculative", ""),
+        ("tokens/s", *(f"{stats.decode_tokens_per_second:,.1f}" for stats in ways), f"{comparison.ratio:.2f} x"),
+        ("KV MB a token", *(f"{mb:,.2f}" for mb in read), f"{over(read[1], read[0]):.2f} x"),
+        ("tokens a round", *(f"{stats.tokens_per_round:.2f}" for stats in ways), ""),
+        ("ms a round", *(f"{over(stats.decode_seconds, stats.rounds) * 1e3:.2f}" for stats in ways), ""),
+        *((f"{part} time", *(shares[part] for shares in split), "") for part in split[0]),
+    ]
+    return [("", ""), *((name, f"{plain:>9}  {spec:>11}  {ratio}") for name, plain, spec, ratio in rows), ("", "")]
+
+
+def verdict(engine: Engine, comparison: Comparison) -> list[str]:
+    """Whether both ways said the same, or whether rounding in the engine's dtypes explains why not."""
+    return comparison.verdict(engine.dtype_name, engine.config.kv_dtype or engine.dtype_name)
+
+
+def time_split(stats: EngineStats) -> dict[str, str]:
+    """Where the time of decoding went, in percent."""
+    seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "host": stats.host_seconds}
+    return {part: f"{over(value, stats.decode_seconds):.0%}" for part, value in seconds.items()}
+
+
+def over(a: float, b: float) -> float:
+    """a / b; 0 where b is 0."""
+    return a / b if b else 0.0
+
+
+def report(
+    engine: Engine,
+    model: str,
+    recorder: Recorder,
+    prompts: Sequence[Sequence[int]],
+    mine: Sequence[int],
+    n_requests: int,
+    stats: EngineStats,
+    comparison: Comparison | None,
+) -> str:
+    """The page of a run; mine: the places of the recorded prompts among all n_requests, model: how it was named."""
+    others = n_requests - len(mine)
+    return page(
+        recorder,
+        f"{Path(model).name}, {f'{engine.draft.policy} drafts' if engine.policy else 'decoded plainly'}",
+        ways=comparison.ways if comparison else {"speculative" if engine.policy else "plain": Way.of([stats])},
+        facts=about(engine, prompts, stats, comparison),
+        names=mine,
+        verdict=verdict(engine, comparison) if comparison else (),
+        left_out=[f"Texts: those of other replicas ({others:,}), whose rounds are their own."] if others else (),
+    )

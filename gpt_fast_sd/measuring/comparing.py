@@ -1,0 +1,102 @@
+"""The same prompts decoded plainly and speculatively by one engine: how fast each way was, and whether both said it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..config import SamplingParams
+from ..engine import Engine
+from ..requests import Completion
+from ..stats import EngineStats
+from .lossless import NEAR_TIE, Difference, differences, is_near_tie
+from .report import Way
+
+RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, where a run takes fewer seconds than that
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same prompts decoded both ways; of each kind of run the one of median speed stands for all."""
+
+    plain: list[EngineStats]
+    speculative: list[EngineStats]
+    n_greedy: int  # outputs that can be compared: samples differ by design
+    differences: list[Difference]
+
+    @property
+    def ways(self) -> dict[str, Way]:
+        """Both, plain decoding first."""
+        return {"plain": Way.of(self.plain), "speculative": Way.of(self.speculative)}
+
+    @property
+    def ratio(self) -> float:
+        """Speculative over plain tokens/s; 0 where nothing was decoded."""
+        plain, speculative = (way.stats.decode_tokens_per_second for way in self.ways.values())
+        return speculative / plain if plain else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready; outputs_equal is null where all outputs were sampled."""
+        plain, speculative = self.ways.values()
+        return {
+            "stats": plain.stats.as_dict(),
+            "ratio": self.ratio,
+            "outputs_compared": self.n_greedy,
+            "outputs_equal": not self.differences if self.n_greedy else None,
+            "differences": [asdict(difference) for difference in self.differences],
+            "plain_tokens_per_second": plain.speeds,
+            "speculative_tokens_per_second": speculative.speeds,
+        }
+
+    def verdict(self, *dtypes: str) -> list[str]:
+        """Whether both ways said the same; where they did not, whether rounding in one of these dtypes explains it."""
+        n_greedy, found = self.n_greedy, self.differences
+        if not n_greedy:
+            return ["not compared: they were sampled, and samples differ by design"]
+        if not found:
+            return ["equal, token for token" if n_greedy == 1 else f"all {n_greedy} greedy ones equal, token for token"]
+        dtype = max(dtypes, key=NEAR_TIE.__getitem__)  # the coarser one
+        lines = [f"{n_greedy - len(found)} of {n_greedy} greedy ones equal, token for token"]
+        for one in found:
+            assert one.gap is not None
+            line = f"prompt {one.index} differs from output token {one.position} on"
+            if is_near_tie(one.gap, dtype):
+                lines.append(
+                    f"{line}: a near-tie, the two best logits are {one.gap:.2g} apart, which {dtype} rounds away"
+                )
+            else:
+                lines.append(
+                    f"{line}: the logits are {one.gap:.2g} apart, more than {dtype} rounds away; please report it"
+                )
+        return lines
+
+
+def compare(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    shown: Sequence[Completion],
+) -> Comparison:
+    """Decode what was just decoded into shown plainly too; where that is quick, go on in turns to RUNS of each kind.
+
+    Later runs find the first one's keys in their slots; its prefill stands in the stats of all.
+    """
+    first = engine.stats
+    plain, speculative = [], [first]
+    began = time.perf_counter()
+    plainly = engine.generate(prompts, params, speculate=False)
+    plain.append(engine.stats)
+    quick = engine.parallel.same(time.perf_counter() - began < SHORT_RUN)  # each process has its own clock
+    for _ in range(RUNS - 1 if quick else 0):
+        engine.generate(prompts, params)
+        speculative.append(engine.stats)
+        engine.generate(prompts, params, speculate=False)
+        plain.append(engine.stats)
+    for stats in plain + speculative:
+        stats.prefill_seconds, stats.prefill_tokens = first.prefill_seconds, first.prefill_tokens
+    greedy = [index for index, p in enumerate(params) if p.temperature == 0]
+    outputs = [(index, prompts[index], plainly[index].tokens, shown[index].tokens) for index in greedy]
+    found = differences(outputs, lambda ids: engine.logits(ids, last=1)[0])
+    return Comparison(plain, speculative, len(greedy), found)

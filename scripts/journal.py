@@ -1,0 +1,219 @@
+"""Files of JSON lines that a killed run goes on with: each is locked, only grows, and knows which lines are done."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import heapq
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+
+from gpt_fast_sd import DraftConfig
+from gpt_fast_sd.measuring.ledger import write_whole
+from records import Record
+
+SYNC = 5.0  # seconds after which what was written is forced to the disk
+OURS = re.compile(rb'\{"index": (\d+), .*\}')
+LATER = ("ngram", "n_sink", "refresh", "page")  # flags that there were not always: older states have their defaults
+ADVICE = "name another output, or begin anew with --fresh"
+
+
+# ---- one file --------------------------------------------------------------------------------------------------------
+
+
+def indices(path: Path) -> Iterator[int]:
+    """The index of every line of an output; none of a file that is not there. ValueError for another program's file."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            match = OURS.fullmatch(line.rstrip(b"\n"))
+            if match is None:
+                raise ValueError(f"{path} line {number} was not written by this program: {ADVICE}")
+            yield int(match[1])
+
+
+def cut_torn_line(path: Path) -> None:
+    """Shorten the file to its last whole line: a crash may have torn the one behind it."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
+
+
+def lock_of(path: Path) -> Path:
+    """The file whose lock says that somebody writes this one; it stays, empty, when nobody does any more."""
+    return path.with_name(f"{path.name}.lock")
+
+
+class Log:
+    """A file of JSON lines that only grows, each line in one piece."""
+
+    def __init__(self, path: Path, *, locked: bool = True) -> None:
+        """locked: no other process is to write it; ValueError where one does."""
+        self.path = path
+        self._lock = FileLock(lock_of(path), timeout=0) if locked else None
+        try:
+            if self._lock:
+                self._lock.acquire()
+        except Timeout:
+            raise ValueError(f"{path} is being written by another process: wait for it, or end it") from None
+        binary = getattr(os, "O_BINARY", 0)  # or Windows writes two characters at the end of a line
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | binary, 0o644)
+        self._synced = time.monotonic()
+
+    def write(self, record: Record) -> None:
+        """Append the record; it outlives this process as soon as this returns, the machine after the next sync."""
+        line = json.dumps(record).encode() + b"\n"
+        while line:  # a call that is interrupted may write less
+            line = line[os.write(self._file, line) :]
+        if time.monotonic() - self._synced > SYNC:
+            self.sync()
+
+    def sync(self) -> None:
+        """Force what was written to the disk."""
+        os.fsync(self._file)
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Sync, and let others write."""
+        self.sync()
+        os.close(self._file)
+        if self._lock:
+            self._lock.release()
+
+
+# ---- all files of a run ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where a run writes: outputs and rejects, of the whole run and of this replica, and the state they belong to."""
+
+    output: Path
+    rejects: Path
+    rank: int
+    of: int
+
+    @property
+    def state(self) -> Path:
+        """Holds what the outputs were made with."""
+        return beside(self.output, "state.json")
+
+    def parts(self, whole: Path) -> list[Path]:
+        """The files that the replicas write; with one replica it writes the whole."""
+        if self.of == 1:
+            return [whole]
+        return [whole.with_name(f"{whole.name}.part{rank}of{self.of}") for rank in range(self.of)]
+
+    def mine(self, whole: Path) -> Path:
+        """The part of this replica."""
+        return self.parts(whole)[self.rank]
+
+    def begin(self, settings: Record, *, fresh: bool) -> None:
+        """Check what is there against these settings, or forget it; ValueError where it was begun with others.
+
+        Only the first process calls it, before any other looks at a file.
+        """
+        outputs = [self.output, self.rejects]
+        outputs += [path for whole in outputs for path in whole.parent.glob(f"{glob.escape(whole.name)}.part*of*")]
+        there = [path for path in outputs if path.exists() and path.stat().st_size]
+        if fresh:
+            os.truncate(self.output, 0)  # it is open already, by whoever locked it
+            for path in there:
+                if path != self.output:
+                    path.unlink()
+        elif there:
+            self._compare(settings, there[0])
+            return
+        write_whole(self.state, json.dumps(settings, indent=1) + "\n")
+
+    def _compare(self, settings: Record, found: Path) -> None:
+        if not self.state.exists():
+            raise ValueError(f"{found} holds something, and no {self.state.name} says what made it: {ADVICE}")
+        try:
+            before = json.loads(self.state.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            before = None
+        if not isinstance(before, dict):
+            raise ValueError(f"{self.state} is damaged: {ADVICE}")
+        before = {name: getattr(DraftConfig, name) for name in LATER} | before
+        for name, value in settings.items():
+            if before.get(name) != value:
+                what = "another input" if name == "input" else f"{name} {brief(before.get(name))}, not {brief(value)}"
+                raise ValueError(f"{self.output} was begun with {what}: {ADVICE}")
+
+    def done(self, n_lines: int) -> NDArray[np.bool_]:
+        """bool [n_lines]: which of this replica's lines need no more work; what a crash tore is cut off its files."""
+        mine, done = {self.mine(self.output), self.mine(self.rejects)}, np.zeros(n_lines, dtype=bool)
+        for path in mine:
+            cut_torn_line(path)
+        for index in chain.from_iterable(map(indices, sorted({*mine, self.output, self.rejects}))):
+            if index < n_lines and index % self.of == self.rank:
+                done[index] = True
+        return done
+
+    def merge(self, *, ordered: bool) -> None:
+        """Put the replicas' parts together, once all are complete; a kill leaves the parts or the whole."""
+        for whole, in_order in ((self.output, ordered), (self.rejects, True)):
+            parts = [path for path in self.parts(whole) if path.exists()]
+            if self.of == 1 or not (parts or whole is self.output):
+                continue
+            sources = [path for path in (whole, *parts) if path.exists()]
+            partial = whole.with_name(f"{whole.name}.partial")
+            with contextlib.ExitStack() as stack:
+                files = [numbered(stack.enter_context(path.open("rb"))) for path in sources]
+                lines = heapq.merge(*files, key=lambda pair: pair[0]) if in_order else chain(*files)
+                target, seen = stack.enter_context(partial.open("wb")), set()
+                for index, line in lines:
+                    if index not in seen:  # a merge that was killed may have left parts of a whole file
+                        target.write(line)
+                        seen.add(index)
+                target.flush()
+                os.fsync(target.fileno())
+            if seen or whole is self.output:
+                partial.replace(whole)
+            else:
+                partial.unlink()
+            for path in parts:
+                path.unlink()
+        for path in self.parts(self.output) if self.of > 1 else []:
+            lock_of(path).unlink(missing_ok=True)
+
+
+def beside(output: Path, ending: str) -> Path:
+    """OUT.jsonl -> OUT.ending"""
+    return output.with_name(f"{output.name.removesuffix('.jsonl')}.{ending}")
+
+
+def brief(value: object) -> str:
+    """The value, or its beginning."""
+    text = str(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Every line of an output with its index."""
+    for line in file:
+        match = OURS.fullmatch(line.rstrip(b"\n"))
+        assert match, "checked when the run began, and written by it since"
+        yield int(match[1]), line

@@ -1,0 +1,155 @@
+"""Prompts as token ids: texts, conversations and the lines of a JSONL file, as generate.py and batch.py take them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gpt_fast_sd import SamplingParams
+from gpt_fast_sd.measuring.prompts import read_text
+from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
+
+Record = dict[str, Any]
+PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns texts and records into token ids; ValueError that names where they come from.
+
+    chat: texts are user messages of the model's chat template. before: a document that stands before every prompt.
+    """
+
+    tokenizer: Tokenizer | None
+    chat: bool = False
+    before: str = ""
+
+    def text(self, text: str, where: str) -> list[int]:
+        """A text as it is, or as a user message."""
+        if not text.strip():
+            raise ValueError(f"{where} is empty: give it some text to continue")
+        if self.tokenizer is None:
+            raise ValueError(f"{where} is text, but this model has no tokenizer: use --prompts with token ids")
+        text = self.before + text
+        with naming(where):
+            return (
+                self.tokenizer.chat([{"role": "user", "content": text}]) if self.chat else self.tokenizer.encode(text)
+            )
+
+    def record(self, record: object, where: str) -> list[int]:
+        """The prompt of one JSONL line."""
+        allowed = {"prompt", "tokens", "messages", *PER_PROMPT}
+        if not isinstance(record, dict) or len({"prompt", "tokens", "messages"} & set(record)) != 1:
+            raise ValueError(f"{where} must be a JSON object with exactly one of prompt, tokens and messages")
+        if unknown := sorted(set(record) - allowed):
+            raise ValueError(f"{where} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
+        if self.before and "tokens" in record:
+            raise ValueError(f"{where} has tokens, and --document stands before texts: give a prompt or messages")
+        if "tokens" in record:
+            ids = record["tokens"]
+            if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+                raise ValueError(f"{where}: tokens must be a list of whole numbers")
+            return ids
+        if "messages" in record:
+            if self.tokenizer is None:
+                raise ValueError(f"{where} has messages, but this model has no tokenizer: give token ids")
+            with naming(where):
+                return self.tokenizer.chat(self._behind(record["messages"]))
+        if not isinstance(record["prompt"], str):
+            raise ValueError(f"{where}: prompt must be a text, got {record['prompt']!r}")
+        return self.text(record["prompt"], where)
+
+    def _behind(self, messages: Any) -> Any:
+        """A conversation with the document at the head of its system message, which it is given where it has none."""
+        if not self.before:
+            return messages
+        if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+            raise ValueError(f"messages must be a list of objects with role and content, got {messages!r:.80}")
+        match messages:
+            case [{"role": "system", "content": str(content)} as first, *rest]:
+                return [{**first, "content": self.before + content}, *rest]
+        return [{"role": "system", "content": self.before.rstrip("\n")}, *messages]
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put where a text comes from before what is said against it; a CheckpointError names its own file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def own(record: Record) -> Record:
+    """What a line says of how it is continued."""
+    return {key: record[key] for key in PER_PROMPT if key in record}
+
+
+def read_document(path: Path | None) -> str:
+    """What stands before every prompt, the blank line behind it included; nothing without a file."""
+    if path is None:
+        return ""
+    before = f"{read_text(path)}\n\n"
+    if not before.strip():
+        raise ValueError(f"--document {path} is empty: give it some text, or leave it out")
+    return before
+
+
+def records_of(path: Path) -> list[tuple[str, Any]]:
+    """Every line of a JSONL file that is not blank: which one, and what it holds; ValueError where there is none."""
+    found = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        where = f"{path} line {number}"
+        if not line.strip():
+            continue
+        try:
+            found.append((where, json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+    if not found:
+        raise ValueError(f"{path} holds no prompt")
+    return found
+
+
+def requests_of(path: Path) -> list[str]:
+    """The texts of a JSONL file as they are printed before their answers: of a conversation the last message."""
+    records = [record for _, record in records_of(path)]
+    return [f"> {r['prompt'] if 'prompt' in r else r['messages'][-1].get('content')}" for r in records]
+
+
+def read_lines(path: Path, encoder: Encoder, common: SamplingParams) -> tuple[list[list[int]], list[SamplingParams]]:
+    """The prompts of a JSONL file as token ids, and the parameters of each: common's where the line says nothing."""
+    prompts, params = [], []
+    for where, record in records_of(path):
+        prompts.append(encoder.record(record, where))
+        with naming(where):
+            params.append(replace(common, **own(record)))
+    return prompts, params
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    config: ModelConfig,
+    max_seq_len: int | None = None,
+) -> None:
+    """Refuse before weights are read what the engine would refuse for its length, or for a token it has not."""
+    limit, whose = max_seq_len, "as --max-seq-len says"
+    if limit is None:
+        limit, whose = config.n_positions, "the positions that the model has"
+    for index, (ids, p) in enumerate(zip(prompts, params, strict=True)):
+        if (total := len(ids) + p.max_tokens) > limit:
+            raise ValueError(
+                f"prompt {index} has {len(ids):,} tokens, what stands before it included, and max_tokens is "
+                f"{p.max_tokens:,}: together {total:,}, over max_seq_len {limit:,}, {whose}"
+            )
+        wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
+        if wrong is not None or not ids:
+            what = "is empty" if wrong is None else f"holds token id {wrong}"
+            raise ValueError(f"prompt {index} {what}; the vocabulary goes from 0 to {config.vocab_size - 1}")
