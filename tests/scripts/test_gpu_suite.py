@@ -87,7 +87,7 @@ def test_a_stage_that_was_stopped_early_is_left_and_nothing_is_written_of_it(tmp
 
 
 def test_fresh_forgets_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_suite, "launcher", lambda args: FakeProcesses())
+    monkeypatch.setattr(gpu_suite, "launcher", lambda argv: FakeProcesses())
     argv = [str(tmp_path), *DRY, "--stages", "bundled"]
     (tmp_path / "tests.json").write_text("{}")
     assert gpu_suite.main(argv) == 0 and (tmp_path / "tests.json").exists()
@@ -132,7 +132,7 @@ def test_the_exit_code_tells_done_left_and_failed_apart(
     ends: dict[str, Record], code: int, said: str | None,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(gpu_suite, "launcher", lambda args: FakeProcesses(**ends))
+    monkeypatch.setattr(gpu_suite, "launcher", lambda argv: FakeProcesses(**ends))
     argv = [str(tmp_path), *DRY, "--stages", "bundled,test-rounds"]
     assert gpu_suite.main(argv) == code
     out = capsys.readouterr().out
