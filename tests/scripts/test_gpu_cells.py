@@ -23,7 +23,8 @@ from gpt_fast_sd.policies.sparse import positions_of
 from gpu import cells
 from gpu.aims import ARMS, Cell
 from gpu.cells import Bench
-from gpu.setup import Stopwatch
+from gpu.setup import SMALL, Stopwatch, random_model
+from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
 from tests.scripts.gpu_rig import dry_run, dry_setup
 
 
@@ -196,3 +197,13 @@ def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: pytest
     bench = a_bench("streaming", {"streaming": 2})
     bench.replay("streaming")
     assert max(bench.engine.planner.tiers) == 7 and bench.engine.planner.tiers == gamma_tiers(bench.config.group_size)
+
+
+@needs_fake_cuda
+def test_a_random_model_on_a_chip_gives_back_what_its_first_weights_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    with fake_cuda_tensors():
+        model = random_model(SMALL, torch.device("cuda"), torch.bfloat16)
+    assert given_back and {x.device.type for x in model.parameters()} == {"cuda"}
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}

@@ -193,6 +193,17 @@ def test_a_suite_that_finds_no_device_says_why(
     assert "torch sees no CUDA device here: " in said and f"{why}; run this on a GPU" in said and said.count("\n") == 1
 
 
+def test_results_are_of_a_device_and_only_a_stages_own_process_asks_for_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 * 2**30, 140 * 2**30))
+    for only, free in ([], None), (["--only", "machine"], 139 * 2**30):
+        args = gpu_suite.parse([str(tmp_path), *only])
+        assert gpu_suite.settings_of(args)["device"] == "NVIDIA H200"
+        assert gpu_suite.setup_of(args, {}).free == free
+
+
 def test_results_of_other_settings_or_of_nothing_of_ours_are_not_written_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
