@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import Transformer
+from gpt_fast_sd.model import CacheLayer, Transformer
 
-from .attending import DenseKV, MassKV, on_cuda
+from .attending import DenseKV
 from .compiling import CompiledStep, span, varying
-from .kernels import cpu_attention_fits
+from .kernels import cpu_attention_fits, triton_serves
 from .packing import all_packed
 from .reader import Reader
 from .rows import RoundPlan, Rows
@@ -56,7 +56,7 @@ class TargetSteps:
         # with several threads a library may sum one row of a product otherwise than the next
         with one_thread() if self.width and not self.any_threads else contextlib.nullcontext():
             out: tuple[Tensor, Tensor | None] = step(
-                self.target.model, tokens, pos, cache.k, cache.v, in_view, page, variant=page
+                self.target.model, tokens, pos, cache.layers, in_view, page, variant=page
             )
         return out
 
@@ -70,25 +70,25 @@ class TargetSteps:
 
 
 def decode_step(
-    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], in_view: Tensor, page: int
+    model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], in_view: Tensor, page: int
 ) -> tuple[Tensor, Tensor | None]:
     """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
 
     in_view [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in view. With a
     page, the attention mass that each block of so many keys received comes too: fp32 [L, B, K, n_keys // page].
     """
-    kv = MassKV(k, v, in_view.shape[0], page) if page else DenseKV(k, v, in_view.shape[0])
+    kv = DenseKV(layers, in_view, page)
     logits = model(tokens, pos, kv).float()  # [B, T, V]
-    return logits, torch.stack(kv.mass) if isinstance(kv, MassKV) else None
+    return logits, torch.stack(kv.mass) if page else None
 
 
 def reads_own_keys(target: Reader) -> bool:
-    """Whether the target's steps attend by our kernels, see DenseKV: these read each row's own keys and no others.
+    """Whether the target's steps attend by kernels of ours: these read each row's own keys and no others.
 
     What attends otherwise reads for every row, idle ones too, as many keys as the longest one has in view.
     """
-    keys, compiled = target.cache.k[0], target.compiled is not None and target.compiled is not False
-    return on_cuda(keys) or (compiled and cpu_attention_fits(keys, keys))
+    keys, compiled = target.cache.layers[0].k, target.compiled is not None and target.compiled is not False
+    return triton_serves(target.device) or (compiled and cpu_attention_fits(keys, keys))
 
 
 def sums_by_row(target: Reader) -> bool:
@@ -97,7 +97,7 @@ def sums_by_row(target: Reader) -> bool:
     A row's sums are each made in one place there, so that its bits do not depend on threads. Of several processes it is
     not said: what adds their parts is a library's.
     """
-    keys = target.cache.k[0]
+    keys = target.cache.layers[0].k
     ours = isinstance(target.compiled, dict) and target.group.size == 1 and cpu_attention_fits(keys, keys)
     return ours and all_packed(target.model)
 

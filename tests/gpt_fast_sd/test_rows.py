@@ -221,7 +221,7 @@ def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
     cache = KVCache(model.config, 4, 128, dtype=dtype, device=torch.device("cpu"))
     rows = Rows.idle(cache.seq_len, HISTORY, VOCAB, [])
     rounds = Rounds(Reader(model, cache, compiled), rows, None, DraftConfig())
-    keys = cache.k[0]
+    keys = cache.layers[0].k
     ours = compiled in (True, {}) and cpu_attention_fits(keys, keys)
     assert rounds.keys_read(RoundPlan.of({0: 19, 2: 9})) == (7 if ours else 20)
     assert not ours or (head_dim, dtype) == (64, torch.bfloat16)
