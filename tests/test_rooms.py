@@ -89,8 +89,7 @@ def complaint(here: Room, is_relative: bool, module: str, name: str) -> str | No
         return "absolute inside its own room" if not is_relative and here.folder in PACKAGES else None
     if there.folder not in here.below:
         return f"looks uphill, from {here.folder}/ to {there.folder}/"
-    around = there.folder.startswith(f"{here.folder}/") or here.folder.startswith(f"{there.folder}/")
-    if is_relative and not around:
+    if is_relative and there.folder.split("/")[0] != here.folder.split("/")[0]:
         return f"enters {there.folder}/ relatively"
     inside = (ROOT / there.folder / f"{name}.py").is_file() and module == there.door
     if not there.is_open and (inside or module.startswith(f"{there.door}.")):

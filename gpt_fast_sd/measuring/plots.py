@@ -270,8 +270,11 @@ def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
         over_budget("tokens per round", results, lambda r: r["tokens_per_round"], policies),
     ]
     if timed:
-        spreads = {"level": 1.0, "ends": lambda r: (r["ratio"]["min"], r["ratio"]["max"])}
-        panels.append(over_budget(SPEED, timed, lambda r: r["ratio"]["median"], policies, **spreads))
+
+        def ends(r: Record) -> tuple[float, float]:
+            return r["ratio"]["min"], r["ratio"]["max"]
+
+        panels.append(over_budget(SPEED, timed, lambda r: r["ratio"]["median"], policies, level=1.0, ends=ends))
     draw_panels([panels], path, title=title, legend=True)
 
 
