@@ -111,7 +111,7 @@ class Subject:
     @property
     def positions(self) -> int:
         """How many tokens a row may hold."""
-        return min(self.config.max_seq_len, self.config.sliding_window or self.config.max_seq_len)
+        return self.config.n_positions
 
     @property
     def itemsize(self) -> int:

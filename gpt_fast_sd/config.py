@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from . import registry
+
+T = TypeVar("T")
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -29,9 +32,36 @@ def gamma_tiers(group: int) -> tuple[int, ...]:
     return (*GAMMA_TIERS[:-1], 7) if group % 8 == 0 else GAMMA_TIERS
 
 
-def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+def _setting(
+    default: T,
+    text: str,
+    *,
+    allowed: Collection[object] | Callable[[], Collection[object]] = (),
+    unset: str = "",
+    flag: str = "",
+    metavar: str = "",
+) -> T:
+    """A field that says what it is, so that programs need not.
+
+    allowed: the values there are, or what gives them. unset: what its default None means. flag: what programs call it,
+    if not by its name. metavar: what stands for its value in their help.
+    """
+    said = {"help": text, "allowed": allowed, "unset": unset, "flag": flag, "metavar": metavar}
+    return field(default=default, metadata=said)
+
+
+def allowed_values(field: Field[Any]) -> tuple[object, ...]:
+    """The values that a field of a configuration may have beside None; () where it says itself what it takes."""
+    allowed = field.metadata["allowed"]
+    return tuple(allowed() if callable(allowed) else allowed)
+
+
+def _check_allowed(config: EngineConfig | DraftConfig, *names: str) -> None:
+    for one in fields(config):
+        value = getattr(config, one.name)
+        allowed = allowed_values(one) if one.name in names and (value, one.default) != (None, None) else ()
+        if allowed and value not in allowed:
+            raise ValueError(f"{one.name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
 def _at_least_one(name: str, value: object) -> None:
@@ -41,42 +71,35 @@ def _at_least_one(name: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How the target model runs.
+    """How the target model runs; dtype "auto" is fp32 on a CPU without bf16 instructions, int8 is torchao's."""
 
-    batch_size: static slots; more prompts than that wait in a queue. max_seq_len: tokens one slot can hold, prompt and
-    output together. dtype "auto": what the checkpoint stores, or fp32 on a CPU without bf16 instructions. kv_dtype
-    None: as dtype. quantize "int8": weight-only, per output channel (torchao). exact: bit-identical plain and
-    speculative decoding; it needs a draft policy.
-
-    On CUDA only: cuda_graphs "round" captures a round (draft, verify, judge, commit) as one graph and reads its result
-    while the next one runs; "off" launches every kernel from the host. max_autotune: Inductor times its choices of
-    kernels for matrix products, which makes the first start minutes slower.
-    """
-
-    batch_size: int = 8
-    max_seq_len: int = 8192
-    device: str = "auto"
-    dtype: str = "auto"
-    compile: bool = True
-    exact: bool = False
-    quantize: str | None = None
-    kv_dtype: str | None = None
-    cuda_graphs: str = "round"
-    max_autotune: bool = False
+    batch_size: int = _setting(8, "static slots; more prompts wait in a queue", metavar="B")
+    max_seq_len: int = _setting(8192, "tokens that a slot can hold, prompt and output together")
+    device: str = _setting("auto", "where the model runs", allowed=DEVICES)
+    dtype: str = _setting(
+        "auto", "of weights and activations; auto: as stored, if the device is fast at it", allowed=DTYPES
+    )
+    compile: bool = _setting(True, "run eagerly: starts at once, decodes slower")
+    exact: bool = _setting(
+        False, "plain and speculative decoding give the same bits in any dtype; slower, and it needs a draft policy"
+    )
+    quantize: str | None = _setting(None, "weights only, a scale for each output channel", allowed=QUANTIZATIONS)
+    kv_dtype: str | None = _setting(None, "dtype of the KV cache", allowed=KV_DTYPES, unset="as --dtype")
+    cuda_graphs: str = _setting(
+        "round",
+        "on CUDA, what is one graph: a round (draft, verify, judge, commit), whose result is read while the next one "
+        "runs, or nothing",
+        allowed=CUDA_GRAPHS,
+    )
+    max_autotune: bool = _setting(False, "on CUDA: time choices of kernels for matrix products; minutes at the start")
 
     def __post_init__(self) -> None:
         _at_least_one("batch_size", self.batch_size)
         _at_least_one("max_seq_len", self.max_seq_len)
-        _one_of("device", self.device, DEVICES)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("cuda_graphs", self.cuda_graphs, CUDA_GRAPHS)
+        _check_allowed(self, "device", "dtype", "cuda_graphs", "kv_dtype", "quantize")
         for name in ("compile", "exact", "max_autotune"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.kv_dtype is not None:
-            _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
-        if self.quantize is not None:
-            _one_of("quantize", self.quantize, QUANTIZATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,30 +110,37 @@ class DraftConfig:
     view of its own cache; "standalone" is draft_model, "early_exit" the target's first exit_layers layers, "lookup" an
     n-gram of at most `ngram` tokens from the row's own text, "hierarchy" lets `cheap` draft for the target with a
     sparse view of its cache, which drafts for the target.
-    view: which entries standalone, early_exit and hierarchy read, by the name of a view (None: "streaming").
-    budget: committed cache entries a draft step may read in every layer and kv head. gamma: tokens drafted a round, or
-    "auto". n_sink: first tokens that streaming always reads (Xiao et al. 2023, arXiv 2309.17453, use 4). refresh:
-    tokens after which snapkv and guided select anew (None: 64 for snapkv, every round for guided). page: entries that
-    quest and guided select together. draft_tp: processes that hold draft_model together, a divisor of those that hold
-    the target (None: all of them); each such part of them has a copy, and the first one's tokens count.
+    n_sink: Xiao et al. 2023, arXiv 2309.17453, use 4. draft_tp: a divisor of the processes that hold the target; each
+    such part of them has a copy of draft_model, and the first one's tokens count.
     """
 
-    policy: str = "off"
-    budget: int = 256
-    gamma: int | str = "auto"
-    draft_model: str | Path | None = None
-    view: str | None = None
-    cheap: str = "lookup"
-    exit_layers: int | None = None
-    ngram: int = 3
-    n_sink: int = 4
-    refresh: int | None = None
-    page: int = 16
-    draft_tp: int | None = None
+    policy: str = _setting("off", "who drafts", allowed=registry.policies, flag="draft", metavar="POLICY")
+    budget: int = _setting(
+        256, "committed cache entries that a draft step may read in every layer and kv head", metavar="K"
+    )
+    gamma: int | str = _setting(
+        "auto", f"tokens drafted a round, 1 to {MAX_GAMMA}, or auto: what pays best", metavar="N|auto"
+    )
+    draft_model: str | Path | None = _setting(  # noqa: RUF009  its default is None
+        None, "folder, GGUF file or hub id of a standalone draft model", metavar="M"
+    )
+    view: str | None = _setting(
+        None, "which entries of a cache are read", allowed=registry.VIEWS, unset="streaming", metavar="VIEW"
+    )
+    cheap: str = _setting("lookup", "who drafts for the middle level", allowed=CHEAP, metavar="WHO")
+    exit_layers: int | None = _setting(None, "the first layers of the target that draft", unset="half of them")
+    ngram: int = _setting(3, "tokens of the longest n-gram that is looked up")
+    n_sink: int = _setting(4, "first tokens that are always read")
+    refresh: int | None = _setting(
+        None, "tokens after which entries are selected anew", unset="64 for snapkv, every round for guided"
+    )
+    page: int = _setting(16, "entries that are selected together", allowed=PAGES)
+    draft_tp: int | None = _setting(
+        None, "processes that hold the draft model together, a divisor of --tp", unset="all", metavar="M"
+    )
 
     def __post_init__(self) -> None:
-        _one_of("policy", self.policy, registry.policies())
-        _one_of("cheap", self.cheap, CHEAP)
+        _check_allowed(self, "policy", "cheap")
         for name in ("budget", "ngram", "n_sink", "page"):
             _at_least_one(name, getattr(self, name))
         if self.gamma != "auto":
@@ -121,8 +151,7 @@ class DraftConfig:
         for name in ("exit_layers", "refresh", "draft_tp"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
-        if self.page not in PAGES:
-            raise ValueError(f"page must be one of {', '.join(map(str, PAGES))}, got {self.page}")
+        _check_allowed(self, "page")
         self._check_views()
         needs_model = registry.policy_class(self.policy).needs_model(self)
         if needs_model and self.draft_model is None:
@@ -142,7 +171,7 @@ class DraftConfig:
             if "view" not in policy.flags:
                 *others, last = (name for name in registry.DRAFTERS if "view" in registry.policy_class(name).flags)
                 raise ValueError(f"view is for {', '.join(others)} and {last}; policy {self.policy!r} is its own")
-            _one_of("view", self.view, tuple(registry.VIEWS))
+            _check_allowed(self, "view")
             if registry.view_class(self.view).of_target and policy.own_cache:
                 raise ValueError(
                     f"view {self.view!r} needs the target's own cache: a {self.policy} draft cannot have it"
@@ -169,19 +198,23 @@ class DraftConfig:
 class SamplingParams:
     """How one prompt is continued.
 
-    temperature 0 is greedy. top_k, top_p and min_p filter in that order, after the temperature. A seed fixes the row's
-    output whatever shares its batch, for one draft policy and one gamma (gamma="auto" goes by the clock, so there it
-    fixes the output of greedy rows only); None draws a fresh one. stop: strings that end the text (they are cut off).
+    top_k, top_p and min_p filter in that order, after the temperature. A seed fixes the row's output whatever shares
+    its batch, for one draft policy and one gamma (gamma="auto" goes by the clock, so there it fixes the output of
+    greedy rows only); None draws a fresh one.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    ignore_eos: bool = False
+    max_tokens: int = _setting(128, "tokens to add to each prompt", flag="max_new_tokens")
+    temperature: float = _setting(0.0, "0 is greedy", metavar="T")
+    top_k: int | None = _setting(None, "keep the K likeliest tokens", metavar="K")
+    top_p: float | None = _setting(None, "keep the likeliest tokens that hold P of the mass", metavar="P")
+    min_p: float | None = _setting(None, "keep tokens at least P times as likely as the best", metavar="P")
+    seed: int | None = _setting(
+        None, "makes sampling repeatable for a fixed --gamma (auto goes by the clock)", metavar="S"
+    )
+    stop: str | Sequence[str] | None = _setting(
+        None, "end before this text, which is cut off; may be given several times", metavar="TEXT"
+    )
+    ignore_eos: bool = _setting(False, "go on past the end-of-sequence token")
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:

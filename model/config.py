@@ -138,6 +138,11 @@ class ModelConfig:
         return self.n_heads // self.n_kv_heads
 
     @property
+    def n_positions(self) -> int:
+        """Tokens of the longest text that the model reads."""
+        return min(self.max_seq_len, self.sliding_window or self.max_seq_len)
+
+    @property
     def n_params(self) -> int:
         """Stored parameters; tied embeddings count once."""
         attention = self.dim * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)

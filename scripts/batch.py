@@ -52,22 +52,16 @@ from tqdm import tqdm
 
 from common import (
     Record,
-    add_model_flags,
     as_json,
-    engine_config,
-    join,
-    meet,
-    positive,
     refuse,
     sentence,
     write_whole,
 )
-from generate import PER_PROMPT, ProgressLine, as_record, check_writable, encode_record, number_or_auto
-from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.config import CHEAP, MAX_GAMMA
+from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
+from generate import PER_PROMPT, ProgressLine, as_record, check_writable, encode_record
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
-from gpt_fast_sd.model import ModelConfig, Tokenizer, gguf_parts, load_tokenizer, read_config
-from gpt_fast_sd.registry import VIEWS, policies
+from gpt_fast_sd.model import Tokenizer, gguf_parts, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
 
 try:
@@ -511,30 +505,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--rejects", metavar="F.jsonl", type=Path, help="lines that could not be continued (default: OUT.rejects.jsonl)"
     )
     add("--fresh", action="store_true", help="forget what the output holds")
-    add("--batch-size", metavar="B", type=positive, default=8, help="prompts decoded together (default: 8)")
-    add(
-        "--max-seq-len", metavar="N", type=positive,
-        help=f"tokens of the longest prompt and its output (default: {ROOM:,}, or what the model can)",
-    )  # fmt: skip
-    add("--chat", action="store_true", help="wrap each text in the model's chat template as a user message")
-    add("--draft", metavar="POLICY", default="streaming", help=f"{', '.join(policies())} (default: streaming)")
-    add("--budget", metavar="K", type=int, default=256, help="cache entries a draft may read (default: 256)")
-    add(
-        "--gamma", metavar="N|auto", type=number_or_auto, default="auto",
-        help=f"tokens drafted a round, 1 to {MAX_GAMMA}, or auto: what pays best (default: auto)",
-    )  # fmt: skip
-    add("--view", help=f"what standalone, early_exit and hierarchy read: {', '.join(VIEWS)} (default: streaming)")
-    add("--cheap", metavar="WHO", default=CHEAP[0], help=f"who drafts for a hierarchy: {', '.join(CHEAP)}")
-    add("--exit-layers", metavar="N", type=int, help="how many layers early_exit runs")
-    add("--max-new-tokens", metavar="N", type=int, default=128, help="for lines without max_tokens (default: 128)")
-    add("--temperature", metavar="T", type=float, default=0.0, help="for lines without one; 0 is greedy (default: 0)")
-    add("--top-k", metavar="K", type=int, help="for lines without one: keep the K likeliest tokens")
-    add("--top-p", metavar="P", type=float, help="for lines without one: keep the likeliest that hold P of the mass")
-    add("--min-p", metavar="P", type=float, help="for lines without one: keep those at least P times as likely")
-    add("--seed", metavar="S", type=int, default=0, help="line i draws with S + i, unless it has a seed (default: 0)")
-    add("--stop", metavar="TEXT", action="append", help="for lines without one: end before this text; several times")
-    add("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-    add_model_flags(add)
+    add("--chat", action="store_true", help=CHAT)
+    sampling = parser.add_argument_group("how lines are continued that do not say it themselves")
+    seed = {"default": 0, "help": "line i draws with S + i"}
+    add_flags(sampling, SamplingParams, max_tokens={"default": 128}, seed=seed)
+    add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "streaming"})
+    add_engine_flags(
+        parser,
+        batch_size={"type": positive},
+        max_seq_len={"type": positive, "default": None, "unset": f"{ROOM:,}, or what the model can"},
+    )
     return parser.parse_args(argv)
 
 
@@ -556,7 +536,7 @@ class Job:
     def engine(self) -> Engine:
         """An engine with this many slots of this size."""
         args = self.args
-        config = engine_config(args, args.batch_size, self.reader.room)
+        config = config_of(EngineConfig, args, max_seq_len=self.reader.room)
         return Engine.from_pretrained(args.model, config, self.draft, parallel=self.parallel)
 
 
@@ -568,18 +548,11 @@ def prepare(args: argparse.Namespace) -> Job:
         raise ValueError(f"input, output and rejects must be three files, got {args.input}, {args.output}, {rejects}")
     if not args.input.is_file():
         raise ValueError(f"there is no file {args.input}")
-    common = SamplingParams(
-        max_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-        min_p=args.min_p, seed=args.seed, stop=args.stop, ignore_eos=args.ignore_eos,
-    )  # fmt: skip
-    draft = DraftConfig(
-        policy=args.draft, budget=args.budget, gamma=args.gamma, draft_model=args.draft_model, view=args.view,
-        cheap=args.cheap, exit_layers=args.exit_layers, draft_tp=args.draft_tp,
-    )  # fmt: skip
+    common, draft = config_of(SamplingParams, args), config_of(DraftConfig, args)
     folder = locate(args.model)
     config = read_config(folder)
-    room = room_of(args, config)
-    engine_config(args, args.batch_size, room)
+    room = room_of(args, config, ROOM)
+    config_of(EngineConfig, args, max_seq_len=room)
     parallel = join(args)
     share = Share(args.input, parallel.dp_rank, parallel.dp)
     files = Files(args.output, rejects, parallel.dp_rank, parallel.dp)
@@ -587,7 +560,7 @@ def prepare(args: argparse.Namespace) -> Job:
     try:
         if lock:
             files.begin(settings_of(args, folder, room, parallel), fresh=args.fresh)
-        meet(parallel)  # nobody looks at a file before
+        parallel.meet()  # nobody looks at a file before
         done = (files.done() if parallel.tp_rank == 0 else Ranges()).shared(parallel)
     except (ValueError, OSError):
         if lock:
@@ -598,15 +571,6 @@ def prepare(args: argparse.Namespace) -> Job:
         reader=Reader(load_tokenizer(folder, config), common, args.chat, args.seed, room), lock=lock,
         output=lock if parallel.dp == 1 or parallel.tp_rank else Log(files.mine(files.output)),
     )  # fmt: skip
-
-
-def room_of(args: argparse.Namespace, config: ModelConfig) -> int:
-    """Tokens that a slot holds; ValueError where that is more than the model can."""
-    limit = min(config.max_seq_len, config.sliding_window or config.max_seq_len)
-    if args.max_seq_len is not None and args.max_seq_len > limit:
-        raise ValueError(f"--max-seq-len {args.max_seq_len:,} is over the model's {limit:,} positions")
-    room: int = args.max_seq_len or min(ROOM, limit)
-    return room
 
 
 def settings_of(args: argparse.Namespace, folder: Path, room: int, parallel: Parallel) -> Record:

@@ -53,21 +53,16 @@ from tqdm import tqdm
 from common import (
     Ledger,
     Record,
-    add_model_flags,
     digest,
     distinct_4grams,
-    engine_config,
     environment,
-    gammas,
-    join,
     kv_bytes,
     peak_bytes,
-    positive,
     refuse,
     restart_peak,
     sentence,
-    sizes,
 )
+from flags import add_engine_flags, add_flags, config_of, gammas, join, positive, sizes
 from frontier import (
     Setting,
     buildable,
@@ -81,7 +76,7 @@ from frontier import (
     tokens_of,
 )
 from generate import check_writable
-from gpt_fast_sd import DraftConfig, Engine, SamplingParams, TokenEvent
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
 from gpt_fast_sd.registry import VIEWS
@@ -534,10 +529,11 @@ class Job:
         """An engine for rows of up to so many tokens."""
         args = self.args
         room = context + args.max_new_tokens
-        limit = min(self.config.max_seq_len, self.config.sliding_window or self.config.max_seq_len)
+        limit = self.config.n_positions
         if room > limit:
             raise ValueError(f"{context:,} tokens and {args.max_new_tokens:,} new ones are over {limit:,} positions")
-        return Engine.from_pretrained(args.model, engine_config(args, batch, room), draft, parallel=self.parallel)
+        config = config_of(EngineConfig, args, batch_size=batch, max_seq_len=room)
+        return Engine.from_pretrained(args.model, config, draft, parallel=self.parallel)
 
 
 def needs_model(point: Point) -> bool:
@@ -557,7 +553,7 @@ def prepare(args: argparse.Namespace) -> Job:
     settings, skipped = buildable(settings_of(args.draft, args.budget), args.gamma, args.draft_model)
     for temperature in args.temperature:
         SamplingParams(max_tokens=args.max_new_tokens, temperature=temperature, seed=args.seed)
-    engine_config(args, 1, 1)
+    config_of(EngineConfig, args, batch_size=1, max_seq_len=1)
     folder = locate(args.model)
     config = read_config(folder)
     draft_config = read_config(locate(args.draft_model)) if args.draft_model else None
@@ -938,16 +934,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--batch", metavar="B,B", type=sizes, default=[1, 4], help="rows decoded together (default: 1,4)")
     add("--context", metavar="S,S", type=sizes, default=[1000, 4000], help="tokens of a prompt (default: 1k,4k)")
-    add("--draft", metavar="P,P", type=drafters, default=["streaming"], help="draft policies (default: streaming)")
-    add("--budget", metavar="K,K", type=sizes, default=[256], help="cache entries a draft may read (default: 256)")
-    add("--gamma", metavar="N,N", type=gammas, default=["auto"], help="tokens drafted a round, or auto (default: auto)")
+    add_flags(
+        parser, DraftConfig,
+        policy={"metavar": "P,P", "type": drafters, "default": ["streaming"]},
+        budget={"metavar": "K,K", "type": sizes, "default": [256]},
+        gamma={"metavar": "N,N", "type": gammas, "default": ["auto"]},
+        view=None, cheap=None, exit_layers=None, ngram=None, n_sink=None, refresh=None, page=None,
+    )  # fmt: skip
     add("--max-new-tokens", metavar="N", type=positive, default=96, help="tokens to add to each row (default: 96)")
     add("--pairs", metavar="N", type=positive, default=3, help="pairs of timed runs for each point (default: 3)")
     add("--temperature", metavar="T,T", type=temperatures, default=[0.0], help="0 is greedy (default: 0)")
     add("--seed", metavar="S", type=int, default=0, help="of sampling (row i: S + i) and of --synthetic (default: 0)")
     add("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts to continue (default: the bundled document)")
     add("--synthetic", action="store_true", help="prompts of random tokens: real work, acceptance without meaning")
-    add_model_flags(add)
+    add_engine_flags(parser, batch_size=None, max_seq_len=None)
     add("--json", metavar="FILE", type=Path, help="keep every point here; go on from what it holds")
     add("--fresh", action="store_true", help="forget what --json holds")
     add("--plots", metavar="DIR", type=Path, help="draw speed-up over batch and context, and throughput over latency")

@@ -1,8 +1,7 @@
-"""What the scripts that run for long share: flags of the model, atomic files, the machine's description, refusals."""
+"""What the scripts that run for long share: atomic files, the machine's description, refusals."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import hashlib
@@ -14,7 +13,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,88 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout ru
 
 import torch
 
-from gpt_fast_sd import Engine, EngineConfig, __version__
-from gpt_fast_sd.tp import Parallel, start
+from gpt_fast_sd import Engine, __version__
 
 Record = dict[str, Any]
 PATIENCE = 10.0  # seconds in which torchrun has ended the others after a process that refuses; each waits one longer
-
-
-# ---- flags -----------------------------------------------------------------------------------------------------------
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def sizes(text: str) -> list[int]:
-    """Rising whole numbers, k for thousands: "1k,16k,500"."""
-    found = set()
-    for part in text.lower().split(","):
-        number, is_thousands = part.strip().removesuffix("k"), part.strip().endswith("k")
-        if not number.isdecimal() or int(number) < 1:
-            raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1, as in 1k,4k,500; got {text!r}")
-        found.add(int(number) * (1000 if is_thousands else 1))
-    return sorted(found)
-
-
-def gammas(text: str) -> list[int | str]:
-    """Whole numbers and auto: "4,6,auto"."""
-    parts = [part.strip() for part in text.split(",")]
-    return list(dict.fromkeys(part if part == "auto" else positive(part) for part in parts))
-
-
-def add_model_flags(add: Callable[..., argparse.Action]) -> None:
-    """Flags that say which model runs, on what, and how."""
-    add(
-        "--model", default="bundled",
-        help="'bundled', 'smollm2', a model folder, a GGUF file, or a hub id (default: bundled)",
-    )  # fmt: skip
-    add("--draft-model", metavar="M", help="folder, GGUF file or hub id of a standalone draft model")
-    add("--tp", metavar="N", type=positive, help="processes that hold one model together (default: all of torchrun's)")
-    add("--draft-tp", metavar="M", type=positive, help="of these, as many hold the draft model together (default: all)")
-    add("--device", default="auto", help="cpu, cuda or auto (default: auto)")
-    add("--dtype", default="auto", help="fp32, bf16, fp16 or auto (default: auto)")
-    add("--kv-dtype", metavar="NAME", help="dtype of the KV cache: fp32, bf16 or fp16 (default: as --dtype)")
-    add("--quantize", metavar="NAME", help="weights: int8")
-    add("--exact", action="store_true", help="plain and speculative decoding give the same bits in any dtype; slower")
-    add("--no-compile", action="store_true", help="run eagerly: starts at once, decodes slower")
-    add(
-        "--cuda-graphs", metavar="NAME", default="round",
-        help="on CUDA: round (each round one graph) or off (default: round)",
-    )  # fmt: skip
-    add(
-        "--max-autotune",
-        action="store_true",
-        help="on CUDA: time choices of kernels for products; minutes at the start",
-    )
-    add(
-        "--threads", metavar="N", type=positive, default=torch.get_num_threads(),
-        help=f"of torch on a CPU (default: {torch.get_num_threads()}, see OMP_NUM_THREADS)",
-    )  # fmt: skip
-
-
-def engine_config(args: argparse.Namespace, batch_size: int, max_seq_len: int) -> EngineConfig:
-    """How the model runs, by these flags; ValueError where they make no sense."""
-    return EngineConfig(
-        batch_size=batch_size, max_seq_len=max_seq_len, device=args.device, dtype=args.dtype,
-        compile=not args.no_compile, exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype,
-        cuda_graphs=args.cuda_graphs, max_autotune=args.max_autotune,
-    )  # fmt: skip
-
-
-def join(args: argparse.Namespace) -> Parallel:
-    """The place of this process among those that torchrun started; alone where there is only one."""
-    torch.set_num_threads(args.threads)
-    return start(tp=args.tp, device=args.device)
-
-
-def meet(parallel: Parallel) -> None:
-    """Wait until every process is here."""
-    parallel.meet()
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -486,7 +486,7 @@ def prepare(args: argparse.Namespace) -> Job:
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer to read the text with")
     texts = {str(path): tokens_of(path, tokenizer) for path in args.text or [BUNDLED / "document.txt"]}
-    room = min(config.max_seq_len, config.sliding_window or config.max_seq_len) - args.new_tokens
+    room = config.n_positions - args.new_tokens
     share = -(-args.batch_size // len(texts))  # rows of a text
     context = args.context or longest_context(min(map(len, texts.values())), share, room)
     if not 2 <= context <= room:

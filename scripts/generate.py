@@ -52,17 +52,16 @@ import torch
 from tqdm import tqdm
 
 from common import refuse, write_whole
+from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, __version__
-from gpt_fast_sd.config import CHEAP, MAX_GAMMA
 from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.measuring import Recorder, Way, page
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer, load_tokenizer, read_config
-from gpt_fast_sd.registry import VIEWS, policies
+from gpt_fast_sd.registry import VIEWS
 from gpt_fast_sd.stats import EngineStats
-from gpt_fast_sd.tp import Parallel, start
+from gpt_fast_sd.tp import Parallel
 
 PROGRAM = "generate.py"
-DRAFT = "streaming"  # who drafts unless --draft says otherwise
 LONG_READ, LONG_PREFILL = 50_000_000, 1000  # parameters, and tokens, from which on a line says what takes its time
 SHOWN_AT = {False: (0.7, None), True: (1.0, 0.05)}  # temperature and min_p where no prompt is given; True: SmolLM2
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
@@ -74,65 +73,33 @@ NEAR_TIE = {"bf16": 0.25, "fp16": 0.03, "fp32": 1e-4}  # a gap of logits that ro
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add(
-        "--model", metavar="M",
-        help="'smollm2', 'bundled', a model folder, a GGUF file or a hub id (default: smollm2 if there, else bundled)",
-    )  # fmt: skip
-    source = parser.add_mutually_exclusive_group()
+    prompts = parser.add_argument_group("prompts")
+    source = prompts.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="continue this text")
     source.add_argument(
         "--prompt-file", metavar="F", nargs="+", type=Path, help="continue these UTF-8 files, one prompt each"
     )
     source.add_argument("--prompts", metavar="F.jsonl", type=Path, help="one JSON object a line")
-    add(
+    prompts.add_argument(
         "--document", metavar="FILE", type=Path, help="UTF-8 text that stands before every prompt; it is prefilled once"
     )
-    add("--chat", action="store_true", help="wrap each text in the model's chat template as a user message")
-    add("--max-new-tokens", metavar="N", type=int, default=200, help="tokens to add to each prompt (default: 200)")
-    add("--batch-size", metavar="B", type=int, help="slots; more prompts wait (default: number of prompts, at most 8)")
-    add("--draft", metavar="POLICY", default=DRAFT, help=f"{', '.join(policies())}; see above (default: {DRAFT})")
-    add("--budget", metavar="K", type=int, default=256, help="cache entries a draft may read (default: 256)")
-    add(
-        "--gamma", metavar="N|auto", type=number_or_auto, default="auto",
-        help=f"tokens drafted a round, 1 to {MAX_GAMMA}, or auto: what pays best (default: auto)",
-    )  # fmt: skip
-    add("--draft-model", metavar="M", help="folder, GGUF file or hub id of a standalone draft model")
-    add("--view", help=f"what standalone, early_exit and hierarchy read: {', '.join(VIEWS)} (default: streaming)")
-    add("--cheap", metavar="WHO", default=CHEAP[0], help=f"who drafts for a hierarchy: {', '.join(CHEAP)}")
-    add("--exit-layers", metavar="N", type=int, help="how many layers early_exit runs")
-    add("--exact", action="store_true", help="plain and speculative decoding give the same bits in any dtype; slower")
-    add(
+    prompts.add_argument("--chat", action="store_true", help=CHAT)
+    sampling = parser.add_argument_group("how they are continued")
+    beside = "0; more if no prompt is given"
+    add_flags(sampling, SamplingParams, max_tokens={"default": 200}, temperature={"default": None, "unset": beside})
+    add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "streaming"})
+    add_engine_flags(
+        parser,
+        model={"default": None, "unset": "smollm2 if there, else bundled"},
+        batch_size={"default": None, "unset": "number of prompts, at most 8"},
+        max_seq_len={"type": positive, "default": None, "unset": "what the prompts need"},
+    )
+    shown = parser.add_argument_group("what is shown and written")
+    shown.add_argument(
         "--compare", action=argparse.BooleanOptionalAction,
         help="decode the same prompts plainly too, and show both side by side (default: if no prompt is given)",
     )  # fmt: skip
-    add("--temperature", metavar="T", type=float, help="0 is greedy (default: 0; more if no prompt is given)")
-    add("--top-k", metavar="K", type=int, help="keep the K likeliest tokens")
-    add("--top-p", metavar="P", type=float, help="keep the likeliest tokens that hold P of the mass")
-    add("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the best")
-    add("--seed", metavar="S", type=int, help="makes sampling repeatable for a fixed --gamma (auto goes by the clock)")
-    add("--stop", metavar="TEXT", action="append", help="end before this text; may be given several times")
-    add("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-    add("--tp", metavar="N", type=int, help="under torchrun: processes that hold the model together (default: all)")
-    add("--draft-tp", metavar="M", type=int, help="of these, as many hold the draft model together (default: all)")
-    add("--device", default="auto", help="cpu, cuda or auto (default: auto)")
-    add(
-        "--dtype",
-        default="auto",
-        help="fp32, bf16, fp16 or auto: as stored, if the device is fast at it (default: auto)",
-    )
-    add("--kv-dtype", metavar="NAME", help="dtype of the KV cache: fp32, bf16 or fp16 (default: as --dtype)")
-    add("--quantize", metavar="NAME", help="weights: int8")
-    add("--no-compile", action="store_true", help="run eagerly: starts at once, decodes slower")
-    add(
-        "--cuda-graphs", metavar="NAME", default="round",
-        help="on CUDA: round (each round one graph) or off (default: round)",
-    )  # fmt: skip
-    add(
-        "--max-autotune",
-        action="store_true",
-        help="on CUDA: time choices of kernels for products; minutes at the start",
-    )
+    add = shown.add_argument
     add("--json", metavar="FILE|-", help="write completions, stats, config and environment as one JSON document")
     add("--output", metavar="F.jsonl", type=Path, help="write one JSON object a completion")
     add("--profile", metavar="F.json", type=Path, help="write a Chrome trace of the run")
@@ -143,14 +110,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="colour accepted drafts by who proposed them; auto: on a terminal, unless NO_COLOR is set",
     )  # fmt: skip
     return parser.parse_args(argv)
-
-
-def number_or_auto(text: str) -> int | str:
-    """gamma's two spellings."""
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be 'auto' or a whole number of at least 1, got {text!r}") from None
 
 
 def is_showpiece(args: argparse.Namespace) -> bool:
@@ -189,10 +148,7 @@ def read_requests(
     before = f"{read_text(args.document)}\n\n" if args.document else ""
     if args.document and not before.strip():
         raise ValueError(f"--document {args.document} is empty: give it some text, or leave it out")
-    common = SamplingParams(
-        max_tokens=args.max_new_tokens, temperature=temperature, top_k=args.top_k, top_p=args.top_p,
-        min_p=min_p, seed=seed, stop=args.stop, ignore_eos=args.ignore_eos,
-    )  # fmt: skip
+    common = config_of(SamplingParams, args, temperature=temperature, min_p=min_p, seed=seed)
     if args.prompts is None:
         if args.prompt is not None:
             named = [("--prompt", args.prompt)]
@@ -291,25 +247,21 @@ def draft_config(args: argparse.Namespace) -> DraftConfig:
     """Who drafts; ValueError where the flags do not fit each other."""
     if args.compare and args.draft == "off":
         raise ValueError("--compare needs a draft policy: with --draft off both sides would be plain decoding")
-    return DraftConfig(
-        policy=args.draft, budget=args.budget, gamma=args.gamma, draft_model=args.draft_model, view=args.view,
-        cheap=args.cheap, exit_layers=args.exit_layers, draft_tp=args.draft_tp,
-    )  # fmt: skip
+    return config_of(DraftConfig, args)
 
 
-def positions(config: ModelConfig) -> int:
-    """The longest text that the model reads."""
-    return min(config.max_seq_len, config.sliding_window or config.max_seq_len)
-
-
-def check_prompts(prompts: list[list[int]], params: list[SamplingParams], config: ModelConfig) -> None:
+def check_prompts(
+    prompts: list[list[int]], params: list[SamplingParams], config: ModelConfig, max_seq_len: int | None = None
+) -> None:
     """Refuse before weights are read what the engine would refuse for its length, or for a token it has not."""
-    limit = positions(config)
+    limit, whose = max_seq_len, "as --max-seq-len says"
+    if limit is None:
+        limit, whose = config.n_positions, "the positions that the model has"
     for index, (ids, p) in enumerate(zip(prompts, params, strict=True)):
         if (total := len(ids) + p.max_tokens) > limit:
             raise ValueError(
                 f"prompt {index} has {len(ids):,} tokens, what stands before it included, and max_tokens is "
-                f"{p.max_tokens:,}: together {total:,}, over max_seq_len {limit:,}, the positions that the model has"
+                f"{p.max_tokens:,}: together {total:,}, over max_seq_len {limit:,}, {whose}"
             )
         wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
         if wrong is not None or not ids:
@@ -325,14 +277,10 @@ def build(
     parallel: Parallel,
 ) -> Engine:
     """An engine with room for these prompts, or for this replica's share of them."""
-    room = max(len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True))
-    engine_config = EngineConfig(
-        batch_size=args.batch_size if args.batch_size is not None else min(8, -(-len(prompts) // parallel.dp)),
-        max_seq_len=min(room, positions(config)), device=args.device, dtype=args.dtype, compile=not args.no_compile,
-        exact=args.exact, quantize=args.quantize, kv_dtype=args.kv_dtype, cuda_graphs=args.cuda_graphs,
-        max_autotune=args.max_autotune,
-    )  # fmt: skip
-    return Engine.from_pretrained(args.model, engine_config, draft_config(args), parallel=parallel)
+    longest = max(len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True))
+    slots = args.batch_size if args.batch_size is not None else min(8, -(-len(prompts) // parallel.dp))
+    how = config_of(EngineConfig, args, batch_size=slots, max_seq_len=room_of(args, config, longest))
+    return Engine.from_pretrained(args.model, how, draft_config(args), parallel=parallel)
 
 
 class ProgressLine:
@@ -767,7 +715,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_writable(args.output, args.profile, to_json, args.report)
         check_apart(args.report, args)
         draft_config(args)  # refused before any file is read
-        parallel = start(args.tp, args.device)
+        parallel = join(args)
     except (ValueError, OSError) as error:
         refuse(error, PROGRAM)
     with parallel.guard(), alone_prints(parallel):
@@ -785,7 +733,7 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
         if (showpiece := is_showpiece(args)) and args.model == "smollm2":
             write_about_the_logbook(args)
         prompts, params = read_requests(args, load_tokenizer(folder, config), config, showpiece)
-        check_prompts(prompts, params, config)
+        check_prompts(prompts, params, config, args.max_seq_len)
         if config.n_params >= LONG_READ and parallel.is_main:
             print(f"reading {config.n_params / 1e6:,.0f} M parameters ...", file=sys.stderr, flush=True)
         engine = build(args, prompts, params, config, parallel)

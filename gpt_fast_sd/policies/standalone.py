@@ -38,7 +38,7 @@ def beside(target: Reader, model: Transformer | None, group: Group) -> Reader:
             f"the draft model has a vocabulary of {config.vocab_size:,}, the target of {theirs.vocab_size:,}: "
             "they must share one"
         )
-    most = min(config.max_seq_len, config.sliding_window or config.max_seq_len)
+    most = config.n_positions
     if max_seq_len > most:
         raise ValueError(f"max_seq_len {max_seq_len:,} is over the draft model's {most:,} positions")
     n_slots, dtype = target.shape[1], target.cache.k[0].dtype

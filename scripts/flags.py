@@ -1,0 +1,177 @@
+"""Flags out of the configurations: every public field has one in every program, and says itself what it is.
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "streaming"})
+    add_engine_flags(parser)
+    args = parser.parse_args()
+    draft, engine = config_of(DraftConfig, args), config_of(EngineConfig, args, max_seq_len=4096)
+
+Help, allowed values and the flag's name are the field's metadata (gpt_fast_sd/config.py); which policies heed a field
+of DraftConfig is said by their classes. A value that makes no sense is refused by the configuration, in its own words.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import torch
+
+from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd.config import allowed_values
+from gpt_fast_sd.model import ModelConfig
+from gpt_fast_sd.registry import heeds, policies
+from gpt_fast_sd.tp import Parallel, start
+
+Config = TypeVar("Config", EngineConfig, DraftConfig, SamplingParams)
+Parser = argparse.ArgumentParser | argparse._ArgumentGroup
+Change = Mapping[str, Any] | None  # arguments of argparse's add_argument that are a program's own, see add_flags
+CHAT = "wrap each text in the model's chat template as a user message"
+
+# ---- what stands behind a flag ---------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def number_or_auto(text: str) -> int | str:
+    """gamma's two spellings."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be 'auto' or a whole number of at least 1, got {text!r}") from None
+
+
+def sizes(text: str) -> list[int]:
+    """Rising whole numbers, k for thousands: "1k,16k,500"."""
+    found = set()
+    for part in text.lower().split(","):
+        number, is_thousands = part.strip().removesuffix("k"), part.strip().endswith("k")
+        if not number.isdecimal() or int(number) < 1:
+            raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1, as in 1k,4k,500; got {text!r}")
+        found.add(int(number) * (1000 if is_thousands else 1))
+    return sorted(found)
+
+
+def gammas(text: str) -> list[int | str]:
+    """Whole numbers and auto: "4,6,auto"."""
+    parts = [part.strip() for part in text.split(",")]
+    return list(dict.fromkeys(part if part == "auto" else positive(part) for part in parts))
+
+
+# ---- flags and configurations ----------------------------------------------------------------------------------------
+
+
+def add_flags(parser: Parser, config: type[Config], **changes: Change) -> None:
+    """A flag for every public field.
+
+    changes: by the field's name, what this program says otherwise: default, help, type, metavar, flag (its name), and
+    unset (what the default None means). None: it has no flag here, another one says it.
+    """
+    hints = get_type_hints(config)
+    for field in public(config):
+        given = changes.pop(field.name, {})
+        if given is None:
+            continue
+        change = dict(given)
+        flag, unset = change.pop("flag", flag_of(field)), change.pop("unset", field.metadata["unset"])
+        default = False if hints[field.name] is bool else field.default
+        keywords = kind_of(field, hints[field.name]) | {"default": default, "help": field.metadata["help"]} | change
+        keywords["help"] = described(config, field, keywords["help"], keywords["default"], unset)
+        parser.add_argument(flag, **keywords)
+    assert not changes, f"{config.__name__} has no field {next(iter(changes))}"
+
+
+def public(config: type[Config]) -> list[Field[Any]]:
+    """The fields that a user may set."""
+    return [field for field in fields(config) if field.init]
+
+
+def flag_of(field: Field[Any]) -> str:
+    """--its-name; --no-its-name of one that is on unless it is switched off."""
+    name = (field.metadata["flag"] or field.name).replace("_", "-")
+    return f"--no-{name}" if field.default is True else f"--{name}"
+
+
+def kind_of(field: Field[Any], hint: Any) -> dict[str, Any]:
+    """How argparse reads a value of this type."""
+    kinds = {*(get_args(hint) or (hint,))} - {NoneType, Path}
+    if kinds == {bool}:
+        return {"action": "store_true"}
+    if len(kinds) == 2 and str in kinds:  # gamma, or a text or several of them
+        how: dict[str, Any] = {"type": number_or_auto} if int in kinds else {"action": "append"}
+    else:
+        (kind,) = kinds
+        how = {"type": kind}
+    return how | {"metavar": field.metadata["metavar"] or ("NAME" if kinds == {str} else "N")}
+
+
+def described(config: type[Config], field: Field[Any], text: str, default: object, unset: str) -> str:
+    """The help text with the allowed values, the policies that it is for, where they are few, and the default."""
+    if allowed := allowed_values(field):
+        text += f"; {'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}"
+    notes = []
+    if config is DraftConfig:
+        who = [policy for policy in policies() if field.name in heeds(policy)]
+        notes += [f"for {', '.join(who)}"] if 0 < len(who) <= len(policies()) // 3 else []
+    if default is None:
+        notes += [f"default: {unset}"] if unset else []
+    elif not isinstance(default, bool):
+        values = default if isinstance(default, list) else [default]
+        notes.append(f"default: {','.join(f'{v:g}' if isinstance(v, float) else str(v) for v in values)}")
+    return (f"{text} ({'; '.join(notes)})" if notes else text).replace("%", "%%")
+
+
+def config_of(config: type[Config], args: argparse.Namespace, **values: Any) -> Config:
+    """The configuration that the flags ask for; ValueError where they make no sense.
+
+    values: fields that are not asked of the flags.
+    """
+    for field in public(config):
+        if field.name not in values:
+            given = getattr(args, flag_of(field).removeprefix("--").replace("-", "_"))
+            values[field.name] = not given if field.default is True else given
+    return config(**values)
+
+
+# ---- the model and its processes -------------------------------------------------------------------------------------
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, model: Change | None = None, **changes: Change) -> None:
+    """Flags that say which model runs, on what, and how; model: changes of --model, the others: of EngineConfig's."""
+    group, n = parser.add_argument_group("the model, and how it runs"), torch.get_num_threads()
+    model = {"default": "bundled", "unset": "bundled", **(model or {})}
+    text = f"'smollm2', 'bundled', a model folder, a GGUF file or a hub id (default: {model.pop('unset')})"
+    group.add_argument("--model", **{"metavar": "M", "help": text, **model})
+    add_flags(group, EngineConfig, **changes)
+    group.add_argument(
+        "--tp", metavar="N", type=positive, help="under torchrun: processes that hold one model together (default: all)"
+    )
+    group.add_argument(
+        "--threads", metavar="N", type=positive, default=n, help=f"on a CPU (default: {n}, see OMP_NUM_THREADS)"
+    )
+
+
+def join(args: argparse.Namespace) -> Parallel:
+    """The place of this process among those that torchrun started; alone where there is only one."""
+    if args.threads != torch.get_num_threads():
+        torch.set_num_threads(args.threads)
+    return start(tp=args.tp, device=args.device)
+
+
+def room_of(args: argparse.Namespace, config: ModelConfig, default: int) -> int:
+    """Tokens that a slot holds: --max-seq-len, or the default where the model can; ValueError where it cannot."""
+    if args.max_seq_len is None:
+        return min(default, config.n_positions)
+    if args.max_seq_len > config.n_positions:
+        raise ValueError(f"--max-seq-len {args.max_seq_len:,} is over the model's {config.n_positions:,} positions")
+    room: int = args.max_seq_len
+    return room

@@ -1,0 +1,116 @@
+"""Every public field of every configuration is a flag of every program, which describes it and gives it back."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import batch
+import flags
+import generate
+from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
+
+Parse = Callable[[list[str]], argparse.Namespace]
+CONFIGS = (EngineConfig, DraftConfig, SamplingParams)
+PROGRAMS: dict[str, tuple[Parse, list[str]]] = {  # and what they cannot do without
+    "generate.py": (generate.parse, []),
+    "batch.py": (batch.parse, ["in.jsonl", "out.jsonl"]),
+}
+GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field: what is typed, and what it means
+    "batch_size": (["--batch-size", "3"], 3),
+    "max_seq_len": (["--max-seq-len", "77"], 77),
+    "device": (["--device", "cpu"], "cpu"),
+    "dtype": (["--dtype", "bf16"], "bf16"),
+    "compile": (["--no-compile"], False),
+    "exact": (["--exact"], True),
+    "quantize": (["--quantize", "int8"], "int8"),
+    "kv_dtype": (["--kv-dtype", "fp16"], "fp16"),
+    "cuda_graphs": (["--cuda-graphs", "off"], "off"),
+    "max_autotune": (["--max-autotune"], True),
+    "policy": (["--draft", "hierarchy"], "hierarchy"),
+    "budget": (["--budget", "192"], 192),
+    "gamma": (["--gamma", "5"], 5),
+    "draft_model": (["--draft-model", "bundled"], "bundled"),
+    "view": (["--view", "quest"], "quest"),
+    "cheap": (["--cheap", "standalone"], "standalone"),
+    "exit_layers": (["--exit-layers", "2"], 2),
+    "ngram": (["--ngram", "5"], 5),
+    "n_sink": (["--n-sink", "8"], 8),
+    "refresh": (["--refresh", "32"], 32),
+    "page": (["--page", "64"], 64),
+    "draft_tp": (["--draft-tp", "2"], 2),
+    "max_tokens": (["--max-new-tokens", "9"], 9),
+    "temperature": (["--temperature", "0.5"], 0.5),
+    "top_k": (["--top-k", "40"], 40),
+    "top_p": (["--top-p", "0.9"], 0.9),
+    "min_p": (["--min-p", "0.1"], 0.1),
+    "seed": (["--seed", "7"], 7),
+    "stop": (["--stop", "a", "--stop", "b"], ["a", "b"]),
+    "ignore_eos": (["--ignore-eos"], True),
+}
+FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
+
+
+def test_every_field_says_what_it_is() -> None:
+    assert {name for _, name in FIELDS} == GIVEN.keys()
+    silent = [name for c in CONFIGS for name in (f.name for f in flags.public(c) if not f.metadata.get("help"))]
+    assert not silent
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_field_is_a_flag_with_its_help_text(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse, needed = PROGRAMS[program]
+    with pytest.raises(SystemExit) as stopped:
+        parse([*needed, "--help"])
+    assert stopped.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for config in CONFIGS:
+        for field in flags.public(config):
+            assert f" {flags.flag_of(field)} " in shown
+            changed = program == "batch.py" and field.name == "seed"  # line i has one of its own
+            assert field.metadata["help"] in shown or changed, field.name
+            allowed = ", ".join(map(str, flags.allowed_values(field)))
+            assert allowed in shown
+    assert "for quest, guided; default: 16" in shown  # by the classes of the policies that heed it
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("config", "name"), FIELDS, ids=[name for _, name in FIELDS])
+def test_what_is_typed_is_what_the_configuration_holds(program: str, config: type[Any], name: str) -> None:
+    parse, needed = PROGRAMS[program]
+    typed, value = GIVEN[name]
+    others = {"draft_model", "draft_tp", "view", "cheap", "exit_layers"} & {name}  # which need a policy that heeds them
+    policy = {"exit_layers": "early_exit", "cheap": "hierarchy", "view": "early_exit"}.get(name, "standalone")
+    typed = [*typed, *(["--draft", policy] if others else [])]
+    if name in ("cheap", "draft_tp"):
+        typed += ["--draft-model", "bundled"]
+    rest = {} if config is DraftConfig else {"max_seq_len": 99, "batch_size": 1, "temperature": 0.0}
+    left_open = {field.name for field in flags.public(config)} - {name}
+    made = flags.config_of(config, parse([*needed, *typed]), **{key: rest[key] for key in rest.keys() & left_open})
+    assert getattr(made, name) == value
+    untouched = flags.config_of(
+        config, parse(needed), **{key: rest[key] for key in rest.keys() & left_open | {name} & rest.keys()}
+    )
+    assert getattr(untouched, name) != value
+
+
+def test_a_program_may_say_a_field_otherwise_or_leave_it_out(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_flags(
+        parser, DraftConfig, budget={"type": flags.sizes, "default": [64, 256], "flag": "--budgets"}, view=None
+    )
+    args = parser.parse_args(["--budgets", "1k,512"])
+    assert args.budgets == [512, 1000] and not hasattr(args, "view")
+    assert flags.config_of(DraftConfig, args, budget=512, view=None) == DraftConfig(budget=512)
+    parser.print_help()
+    assert "(default: 64,256)" in capsys.readouterr().out
+    with pytest.raises(AssertionError, match="DraftConfig has no field budgets"):
+        flags.add_flags(argparse.ArgumentParser(), DraftConfig, budgets={})
