@@ -1,4 +1,4 @@
-"""What steps cost on this machine, on the cache as it is: measured once, before the first request.
+"""What is done once, before the first request: steps are compiled, and timed on this machine, on the cache as it is.
 
 Shapes: B slots.
 """
@@ -6,11 +6,38 @@ Shapes: B slots.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from gpt_fast_sd.model import SPLIT
+
 from .config import MAX_GAMMA
+from .rows import RoundPlan
+from .sampling import GREEDY
 from .scheduling import Schedule
+
+
+def warm_up(at: Schedule) -> float:
+    """Compile all steps, and time them for the planner; every slot is free afterwards -> seconds that it took."""
+    started, policy, rounds = time.perf_counter(), at.policy, at.rounds
+    parts: list[Callable[[], object]] = [at.prefill.warm_up]
+    if policy:
+        parts.append(policy.warm_up)
+    parts += [partial(rounds.warm_up, [gamma], [GREEDY]) for gamma in at.gammas]
+    if policy:
+        selecting = partial(time_selecting, at) if policy.refresh_every else None
+        timed = partial(at.planner.calibrate, partial(time_steps, at), 2 * SPLIT, at.cache.capacity)
+        parts.append(partial(timed, selecting, getattr(policy, "n_steps", None)))
+    what = "warm up" if rounds.target.compiled is None else "compile"
+    for done, part in enumerate(parts):
+        at.tell(what, done, len(parts))
+        part()
+    at.tell(what, len(parts), len(parts))
+    for slot in range(len(at.slots)):
+        at.release(slot)
+    return time.perf_counter() - started
 
 
 def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
@@ -20,16 +47,16 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
     """
     rows, rounds, policy, seconds = at.rows, at.rounds, at.policy, []
     assert policy
+    plan = RoundPlan(gamma=gamma, n_keys=n_keys - gamma)
     fed = slice(n_keys - gamma - 1, n_keys + MAX_GAMMA)
     held = [(buffer, buffer[:, :, fed].clone()) for buffer in (*at.cache.k, *at.cache.v)]
     try:
         rows.seq_len.fill_(fed.start)
         rows.active.fill_(True)
-        rows.n_keys = n_keys - gamma
         tokens = torch.zeros(len(at.slots), gamma + 1, dtype=torch.int64, device=rows.seq_len.device)
         # once each before they are timed, since a first call may compile
         highest = gamma == at.planner.tiers[-1]
-        propose = rounds.runner(lambda: policy.propose(rows, gamma)) if highest else lambda: None
+        propose = rounds.runner(lambda: policy.propose(rows, plan)) if highest else lambda: None
         verify = rounds.runner(lambda: rounds.feed(tokens, n_keys))
         for _ in range(3):
             started = time.perf_counter()
@@ -52,16 +79,16 @@ def time_selecting(at: Schedule, n_keys: int) -> float:
     rows, rounds, policy, seconds = at.rows, at.rounds, at.policy, []
     assert policy
     slots = range(len(at.slots))
+    plan = RoundPlan.of(dict.fromkeys(slots, n_keys - 1))
     try:
         rows.seq_len.fill_(n_keys - 1)
         rows.active.fill_(True)
         for _ in range(4):  # the first one may compile
             for slot in slots:
                 policy.host_free(slot)
-            rows.look(dict.fromkeys(slots, n_keys - 1), [])
             rounds.synchronize()
             started = time.perf_counter()
-            rounds.refresh()
+            rounds.refresh(plan)
             rounds.synchronize()
             seconds.append(time.perf_counter() - started)
     finally:

@@ -7,43 +7,32 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamm
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import (
-    SPLIT,
-    KVCache,
-    Tokenizer,
-    Transformer,
-)
-from gpt_fast_sd.tp import Parallel, Vocabulary, local_config
+from gpt_fast_sd.model import SPLIT, Tokenizer, Transformer
+from gpt_fast_sd.tp import Parallel, Vocabulary
 
-from .calibration import time_selecting, time_steps
-from .compiling import can_compile, inductor_options
+from .access import Access
+from .calibration import warm_up
 from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
-from .devices import free_memory, require_current, require_kernels, ways_of
+from .devices import free_memory, ways_of
 from .graphs import GraphPool
 from .inflight import Rounds
-from .kernels import begin_building, cpu_kernels
-from .loading import TORCH_DTYPES, draft_group, kv_dtype_of, load, plan_for
+from .loading import TORCH_DTYPES, draft_group, load, plan_for, ready_draft, require_fit, target_of
 from .memory import MemoryPlan
-from .packing import pack_linears
 from .planner import GammaPlanner
 from .policies import DraftPolicy, build_policy
 from .prefill import Prefill
-from .quantize import quantize
-from .reader import Reader
 from .replay import Replay
 from .requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
 from .rows import Rows
-from .scheduling import Schedule, kinds_of
+from .sampling import Kind
+from .scheduling import Schedule
 from .stats import EngineStats
 
 
@@ -75,53 +64,34 @@ class Engine:
         `Group.shard`, for a draft model those of `draft_group`). All of them must make the same calls.
         plan: what was found to fit before the models were loaded; None: that is asked here.
         """
-        self.config = config or EngineConfig()
+        cfg = self.config = config or EngineConfig()
         self.draft = draft or DraftConfig()
         self.model = model
-        weight = model.embedding.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype = model.embedding.weight.device, model.embedding.weight.dtype
         self.parallel = parallel or Parallel(self.device)
         group = self.parallel.group
-        group.check_part(model)
-        if self.config.exact:
-            group.sum_in_order(model)
-        require_kernels(self.device)
-        self._check_fit()
-        cfg, self._plan = self.config, plan or self._plan_of(self.draft, draft_model)
+        require_fit(model, cfg, group)
+        self._plan = plan or self._plan_of(self.draft, draft_model)
         if plan is None:
             self._plan.check(free_memory(self.device), self.device, cfg)
-        if cfg.quantize:
-            quantize(model, cfg.quantize)
-        own, kv_dtype = local_config(model.config, group.size), kv_dtype_of(cfg, self.dtype)
-        self.cache = KVCache(own, cfg.batch_size, cfg.max_seq_len, dtype=kv_dtype, device=self.device)
+        self.target = target_of(model, cfg, group)
+        self.cache, self.compiled = self.target.cache, self.target.compiled is not None
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
-        self.rows = Rows(
-            self.cache.seq_len,
-            self.cache.capacity + SPLIT,
-            model.config.vocab_size,
-            self._intake.eos_ids,
-            self.vocabulary,
-        )
-        self.compiled = cfg.compile and can_compile(self.device)
-        self.rows.kernel = self.compiled
-        options = inductor_options(cfg, self.device) if self.compiled else None
-        if self.compiled and self.device.type == "cpu":
-            pack_linears(model)
-            begin_building(*cpu_kernels(model.config.head_dim, model.config.vocab_size))
-        self.target = Reader(model, self.cache, options, group)
+        self.rows = Rows.idle(
+            self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._intake.eos_ids,
+            self.vocabulary, kernel=self.compiled,
+        )  # fmt: skip
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
-        self._running = self._closed = False
-        self._failure: str | None = None  # what the device failed with
-        rounds, planner = self._rounds_of(self.draft, draft_model), GammaPlanner(self.draft.gamma, self._tiers)
-        self.schedule = Schedule(self._prefill, self.rows, rounds, planner, self.parallel)
-        self._warm, self._compile_seconds = False, 0.0
+        self._access = Access(self.device)
+        self._compile_seconds: float | None = None  # None: the steps are still to be compiled
+        self.schedule = Schedule(self._prefill, self.rows, self._rounds_of(self.draft, draft_model), self.parallel)
         self.parallel.close_before(self)
 
     def __enter__(self) -> Engine:
         """The engine itself; it is closed at the end of the block."""
-        self._require_open()
+        self._access.require_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -134,11 +104,11 @@ class Engine:
         A process group of NCCL does not end while such a round lives: close engines before it, as Parallel.close does.
         Weights and caches go with the engine itself.
         """
-        if self._closed:
+        if self._access.closed:
             return
-        self._closed = True
+        self._access.closed = True
         try:
-            if not self._failure:
+            if not self._access.failure:
                 self.rounds.synchronize()
         finally:
             self.schedule.flights.clear()
@@ -153,7 +123,7 @@ class Engine:
 
         The target's steps stay compiled, and its slots keep the prompts that they hold: these are not prefilled again.
         """
-        self._require_idle()
+        self._access.require_idle()
         if not isinstance(draft, DraftConfig):
             raise ValueError(f"draft must be a DraftConfig, got {draft!r:.80}")
         plan = self._plan_of(draft, draft_model)
@@ -161,10 +131,9 @@ class Engine:
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
         before.forget()  # whoever else may know them
         rounds.keep_steps(before)
-        self.draft, self.schedule.rounds = draft, rounds
-        self.schedule.planner = GammaPlanner(draft.gamma, self._tiers)
-        self._plan = replace(plan, weights=self._plan.weights)
-        self._warm, self._compile_seconds = False, 0.0
+        self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
+        self.schedule.use(rounds)
+        self._compile_seconds = None
 
     def _plan_of(self, draft: DraftConfig, draft_model: Transformer | None) -> MemoryPlan:
         theirs = draft_model.config if draft_model else None
@@ -172,13 +141,11 @@ class Engine:
 
     def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
         # exact: plain and speculative decoding run the target through one width, over one number of keys
-        gamma = draft.gamma  # without a policy, too
-        width = 1 + (self._tiers[-1] if isinstance(gamma, str) else gamma) if self.config.exact else 0
+        most = gamma_tiers(self.model.config.group_size)[-1] if isinstance(draft.gamma, str) else draft.gamma
+        width = 1 + most if self.config.exact else 0  # without a policy, too
         theirs = draft_group(draft, self.parallel)
         if draft_model:
-            theirs.check_part(draft_model)
-            if self.compiled and self.device.type == "cpu":
-                pack_linears(draft_model)
+            ready_draft(draft_model, theirs, self.compiled)
         policy = build_policy(draft, self.target, draft_model, theirs)
         wait = self.parallel.wait_for
         return Rounds(self.target, self.rows, policy, draft, width=width, capture=self._capture, wait=wait)
@@ -265,11 +232,10 @@ class Engine:
 
         ValueError for what is no policy, and for one that reads another engine's cache.
         """
-        self._require_idle()
-        self._check_policy(policy)
+        self._access.require_idle()
         self.rounds.set_policy(policy)
-        self.schedule.planner = GammaPlanner(self.draft.gamma, self._tiers)
-        self._warm, self._compile_seconds = False, 0.0
+        self.schedule.use(self.rounds)
+        self._compile_seconds = None
 
     @property
     def replay(self) -> Replay | None:
@@ -279,7 +245,7 @@ class Engine:
     @replay.setter
     def replay(self, replay: Replay | None) -> None:
         """Let it decide from now on."""
-        self._require_idle()
+        self._access.require_idle()
         self.rounds.set_replay(replay)
 
     # ---------------------------------------------------------------- the public calls
@@ -290,7 +256,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
         """Raise the ValueError that generate and stream would raise for these prompts, and do nothing else."""
-        self._require_open()
+        self._access.require_open()
         self._intake.all(prompts, params)
 
     def generate(
@@ -306,7 +272,7 @@ class Engine:
         or a list of one for each.
         speculate=False decodes plainly, whatever the draft policy.
         """
-        self._require_open()
+        self._access.require_open()
         requests = self._intake.all(prompts, params)
         for _ in self._run(Waiting(requests), speculate):
             pass
@@ -330,14 +296,8 @@ class Engine:
         A prompt is prefilled chunk by chunk, and rows that are being decoded wait for one chunk at most. A stream left
         half-way ends its prompts: their slots are free again.
         """
-        if isinstance(prompts, Sequence):
-            self._require_open()
-            return self._run(Waiting(self._intake.all(prompts, params)), speculate)
-        if not isinstance(prompts, Iterable):
-            raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
-        if not (params is None or isinstance(params, SamplingParams)):
-            raise ValueError("prompts that are no list take one SamplingParams, or come as (prompt, SamplingParams)")
-        return self._run(Waiting(self._intake.each(prompts, params)), speculate)
+        self._access.require_open()
+        return self._run(self._intake.queue(prompts, params), speculate)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], *, last: int | None = None) -> Tensor:
@@ -345,14 +305,10 @@ class Engine:
 
         last: only those of the last tokens, [last, V]; the others are prefilled as a prompt is.
         """
-        ids = self._intake.checked(tokens, "tokens")
-        if len(ids) > self.config.max_seq_len:
-            raise ValueError(f"logits of {len(ids):,} tokens do not fit: max_seq_len is {self.config.max_seq_len:,}")
-        if last is not None and not 1 <= last <= len(ids):
-            raise ValueError(f"last must be from 1 to the {len(ids):,} tokens given, got {last!r}")
-        rows, start = [], 0 if last is None else len(ids) - last
-        with self._at_work():
-            self.warm_up()
+        ids, start = self._intake.scored(tokens, last)
+        rows = []
+        with self._access.at_work(self.schedule):
+            self._warm_up()
             self._prefill.fill(0, ids[:start])
             for position, token in enumerate(ids[start:], start):
                 self.rows.pending[0], self.rows.active[0] = token, True
@@ -365,119 +321,26 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile all steps on the empty cache, once; later calls return at once."""
-        self._require_open()
-        if self._warm:
-            return
-        if not self._running:
-            with self._at_work():
-                return self.warm_up()
-        started, policy = time.perf_counter(), self.policy
-        parts: list[Callable[[], object]] = [self._prefill.warm_up]
-        if policy:
-            parts.append(policy.warm_up)
-        parts += [partial(self.rounds.warm_up, [gamma], [(False, False)]) for gamma in self._gammas]
-        if policy:
-            selecting = partial(time_selecting, self.schedule) if policy.refresh_every else None
-            timed = partial(self.planner.calibrate, partial(time_steps, self.schedule), 2 * SPLIT, self.cache.capacity)
-            parts.append(partial(timed, selecting, getattr(policy, "n_steps", None)))
-        for done, part in enumerate(parts):
-            if self.on_progress:
-                self.on_progress("compile" if self.compiled else "warm up", done, len(parts))
-            part()
-        if self.on_progress:
-            self.on_progress("compile" if self.compiled else "warm up", len(parts), len(parts))
-        for slot in range(len(self.schedule.slots)):
-            self.schedule.release(slot)
-        self._warm = True
-        self._compile_seconds = time.perf_counter() - started
-
-    @property
-    def _tiers(self) -> tuple[int, ...]:
-        return gamma_tiers(self.target.model.config.group_size)
-
-    @property
-    def _gammas(self) -> list[int]:
-        """What a round may draft."""
-        if not self.policy:
-            return [0]
-        # the most first: what a step of varying width is built for is what its first call brings
-        return list(self._tiers[::-1]) if isinstance(self.draft.gamma, str) else [self.draft.gamma, 0]
+        self._access.require_open()
+        if self._compile_seconds is None:
+            with self._access.at_work(self.schedule):
+                self._warm_up()
 
     # ---------------------------------------------------------------- the path
 
     @torch.inference_mode()
     def _run(self, waiting: Waiting, speculate: bool) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and go round until every request is finished."""
-        with self._at_work():
-            self.warm_up()
+        with self._access.at_work(self.schedule):
+            compile_seconds = self._warm_up()
             if self.rounds.capture:  # a capture may build nothing, so all that may come is called once before
-                self.rounds.warm_up(self._gammas, kinds_of([request.params for request in waiting.known]))
-            self.schedule.stats = EngineStats(compile_seconds=self._compile_seconds)
-            yield from self.schedule.run(waiting, speculate, self._require_open)
+                kinds = Kind.of([request.params for request in waiting.known]).to_come()
+                self.rounds.warm_up(self.schedule.gammas, kinds)
+            self.schedule.stats = EngineStats(compile_seconds=compile_seconds)
+            yield from self.schedule.run(waiting, speculate, self._access.require_open)
 
-    @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """No other call may be made meanwhile; afterwards every slot is free, whatever happened.
-
-        Where the device itself failed, the engine is of no more use and says so.
-        """
-        self._require_idle()
-        self._running, ended_well = True, False
-        try:
-            yield
-            ended_well = True
-        except GeneratorExit:
-            ended_well = True
-            raise
-        except torch.AcceleratorError as error:
-            self._failure = _first_line(error)
-            raise
-        finally:
-            self._running = False
-            try:
-                self.schedule.clear(everything=not ended_well)  # it may have failed while a slot was being taken
-            except Exception as error:
-                self._failure = self._failure or _first_line(error)
-                if ended_well:  # else the first error says more
-                    raise RuntimeError(self._broken) from error
-
-    # ---------------------------------------------------------------- checks, all before any work
-
-    @property
-    def _broken(self) -> str:
-        return f"the device failed ({self._failure}): build a new engine"
-
-    def _require_open(self) -> None:
-        if self._failure:
-            raise RuntimeError(self._broken)
-        if self._closed:
-            raise RuntimeError("the engine is closed: build a new one")
-
-    def _require_idle(self) -> None:
-        self._require_open()
-        if self._running:
-            raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
-        require_current(self.device)
-
-    def _check_policy(self, policy: DraftPolicy | None) -> None:
-        if not (policy is None or isinstance(policy, DraftPolicy)):
-            raise ValueError(f"a policy is a DraftPolicy, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
-        for level in (policy, getattr(policy, "cheap", None)):
-            reader = getattr(level, "reader", None) or getattr(level, "target", None)
-            if isinstance(reader, Reader) and reader.cache.seq_len is not self.cache.seq_len:
-                raise ValueError("the policy was built for another engine: build it over this one's target")
-
-    def _check_fit(self) -> None:
-        cfg, model = self.config, self.model.config
-        if cfg.max_seq_len > model.max_seq_len:
-            raise ValueError(f"max_seq_len {cfg.max_seq_len:,} is over the model's {model.max_seq_len:,} positions")
-        if model.sliding_window is not None and cfg.max_seq_len > model.sliding_window:
-            raise ValueError(
-                f"max_seq_len {cfg.max_seq_len:,} is over the model's sliding window of {model.sliding_window:,}, "
-                "past which this engine does not go"
-            )
-
-
-def _first_line(error: BaseException) -> str:
-    """What an error says, without the advice that follows."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    def _warm_up(self) -> float:
+        """Seconds that compiling all steps took; they are compiled now unless they were."""
+        if self._compile_seconds is None:
+            self._compile_seconds = warm_up(self.schedule)
+        return self._compile_seconds

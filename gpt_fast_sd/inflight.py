@@ -27,10 +27,10 @@ from .reader import Reader
 from .replay import Replay
 from .requests import Request
 from .round import Round
-from .rows import Rows
+from .rows import RoundPlan, Rows
+from .sampling import Kind
 
 Result = TypeVar("Result")
-Lap = Callable[[], None]
 Wait = Callable[[Landing], None]
 
 
@@ -38,15 +38,14 @@ Wait = Callable[[Landing], None]
 class Flight:
     """A round that was launched: what it was for, and its result, perhaps still on its way to the host."""
 
-    gamma: int
-    n_keys: int  # what its steps were expected to read a slot, see Round.keys_read
+    plan: RoundPlan
     live: list[tuple[int, Request]]
     planned: bool  # whether gamma was the planner's choice
     begun: float  # clock at the launch
     result: Tensor  # int64 [B, 2 * gamma + 5] on the host
     landed: torch.cuda.Event | None = None  # recorded behind the copy; None: it is there
     laps: list[float] = field(default_factory=list)  # clock at the beginning, after the draft, after the target's step
-    seen: Tensor | None = None  # fp32 [B, rows.n_keys + gamma] on the host, rows as they began it, see Rounds.seen
+    seen: Tensor | None = None  # fp32 [B, n_keys + gamma] on the host, rows as they began it, see Rounds.seen
     watching: float = 0.0  # seconds that looking at it took
 
     def read(self, wait: Wait) -> list[list[int]]:
@@ -98,26 +97,26 @@ class Rounds(Round):
     # ---------------------------------------------------------------- rounds under way
 
     def launch(
-        self, gamma: int, live: Sequence[tuple[int, Request]], *, planned: bool, watched: bool = False
+        self, plan: RoundPlan, live: Sequence[tuple[int, Request]], *, planned: bool, watched: bool = False
     ) -> Flight:
-        """Start a round for the live requests, as rows.look has seen them.
+        """Start a round for the live requests.
 
         watched: look at what the draft reads, too, unless the round is captured.
         """
-        flight = Flight(gamma, self.keys_read, list(live), planned, time.perf_counter(), self.rows.pending)
+        flight = Flight(plan, list(live), planned, time.perf_counter(), self.rows.pending)
         if not self.capture:
 
             def lap() -> None:
                 self.synchronize()
                 flight.laps.append(time.perf_counter())
-                if watched and gamma and self.policy and len(flight.laps) == 3:  # before the policy selects anew
-                    flight.seen = self.seen(self.policy, gamma)
+                if watched and plan.gamma and self.policy and len(flight.laps) == 3:  # before the policy selects anew
+                    flight.seen = self.seen(self.policy, plan)
                     flight.watching = time.perf_counter() - flight.laps[-1]
 
             lap()
-            flight.result = self.device_round(gamma, lap).cpu()
+            flight.result = self.device_round(plan, lap).cpu()
             return flight
-        result = self._captured_round(gamma)()
+        result = self._captured_round(plan)()
         if ways_of(result.device).captures:
             flight.result, flight.landed = self._landing_place(result), torch.cuda.Event()
             flight.result.copy_(result, non_blocking=True)
@@ -126,27 +125,27 @@ class Rounds(Round):
             flight.result = result.clone()
         return flight
 
-    def seen(self, policy: DraftPolicy, gamma: int) -> Tensor:
+    def seen(self, policy: DraftPolicy, plan: RoundPlan) -> Tensor:
         """The share of layers and kv heads that read each position in a round's last draft step: fp32 [B, S]."""
-        mask = policy.positions_read(self.rows.seq_len + gamma - 1)[..., : self.rows.n_keys + gamma]  # [L, B, K, S]
+        mask = policy.positions_read(self.rows.seq_len + plan.gamma - 1)  # [L, B, K, S]
+        mask = mask[..., : plan.n_keys + plan.gamma]
         n_layers, _, n_kv, _ = mask.shape
         return (mask.sum((0, 2), dtype=torch.float32) / (n_layers * n_kv)).cpu()
 
-    def warm_up(self, gammas: Iterable[int], kinds: Iterable[tuple[bool, bool]]) -> None:
-        """Run rounds of these gammas over empty slots, for rows of these (sampled, filtered) kinds, each once.
+    def warm_up(self, gammas: Iterable[int], kinds: Iterable[Kind]) -> None:
+        """Run rounds of these gammas over empty slots, for rows of these kinds, each once.
 
         Whatever is built or allocated at a first call is then there: nothing of the kind may happen in a capture.
         """
-        rows, place = self.rows, self.replay.place.clone() if self.replay else None
+        place = self.replay.place.clone() if self.replay else None
         for kind in kinds:
             for gamma in gammas:
-                if (gamma, *kind) not in self._warm:
-                    rows.n_keys, (rows.sampled, rows.filtered) = 1, kind
+                if (gamma, kind) not in self._warm:
                     if self.policy and gamma:
-                        self.policy.device_refresh(rows, 1)
+                        self.policy.device_refresh(self.rows, 1)
                         self._warm.add(("refresh",))
-                    self.device_round(gamma)
-                    self._warm.add((gamma, *kind))
+                    self.device_round(RoundPlan(gamma=gamma, n_keys=1, kind=kind))
+                    self._warm.add((gamma, kind))
         if self.replay and place is not None:  # these rounds are none of those that are replayed
             self.replay.place.copy_(place)
         self.synchronize()
@@ -158,9 +157,9 @@ class Rounds(Round):
         capture = self.capture.passing if isinstance(self.capture, GraphPool) else self.capture
         return capture(part) if capture else part
 
-    def refresh(self) -> int:
+    def refresh(self, plan: RoundPlan) -> int:
         """Let the policy select anew before a round that drafts -> passes that this took."""
-        passes = self.policy.host_refreshes(self.rows) if self.policy else []
+        passes = self.policy.host_refreshes(plan) if self.policy else []
         for n_keys in passes:
             self._refresh(n_keys)
         return len(passes)
@@ -174,22 +173,21 @@ class Rounds(Round):
             self._warm.add(("refresh",))
             return
         in_view = doubling(n_keys, self.target.cache.capacity)
-        self._graph(("refresh", in_view), REFRESH_STEPS, in_view, lambda: policy.device_refresh(rows, in_view))()
+        self._graph(("refresh", in_view), REFRESH_STEPS, lambda: policy.device_refresh(rows, in_view))()
 
-    def _captured_round(self, gamma: int) -> Callable[[], Tensor]:
-        """The graph for rows as they are: one for each gamma, each kind of sampling, and each doubling of the view."""
-        rows = self.rows
-        if (gamma, rows.sampled, rows.filtered) not in self._warm:  # the first request of its kind in a stream
-            self._warm.add((gamma, rows.sampled, rows.filtered))
-            return lambda: self.device_round(gamma)  # so that all is built when the next one is captured
-        in_view = doubling(rows.n_keys + gamma, self.target.cache.capacity)
-        key = (gamma, in_view, rows.sampled, rows.filtered, self.width, self.replay)
-        return self._graph(key, steps_of(self.draft, gamma), in_view - gamma, lambda: self.device_round(gamma))
+    def _captured_round(self, plan: RoundPlan) -> Callable[[], Tensor]:
+        """The graph of such a round: one for each gamma, each kind of sampling, and each doubling of the view."""
+        gamma, kind = plan.gamma, plan.kind
+        if (gamma, kind) not in self._warm:  # the first request of its kind in a stream
+            self._warm.add((gamma, kind))
+            return lambda: self.device_round(plan)  # so that all is built when the next one is captured
+        in_view = doubling(plan.n_keys + gamma, self.target.cache.capacity)
+        any_rows = plan.to_capture(in_view - gamma)
+        key = (gamma, in_view, kind, self.width, self.replay)
+        return self._graph(key, steps_of(self.draft, gamma), lambda: self.device_round(any_rows))
 
-    def _graph(
-        self, key: tuple[object, ...], steps: int, n_keys: int, part: Callable[[], Result]
-    ) -> Callable[[], Result]:
-        """What replays a part of a round for rows of up to n_keys keys; captured now, unless there is one of this key.
+    def _graph(self, key: tuple[object, ...], steps: int, part: Callable[[], Result]) -> Callable[[], Result]:
+        """What replays a part of a round; captured now, unless there is one of this key.
 
         With another policy, configuration or way to capture all graphs go. These and what is in the key are all that a
         round reads on the host, but for what never changes.
@@ -205,8 +203,7 @@ class Rounds(Round):
             try:
                 if self._steps_held + steps > MOST_STEPS:
                     self.forget()  # all of them, see GraphPool
-                with self.rows.capturing(n_keys):
-                    self._captured[key] = self.capture(part)
+                self._captured[key] = self.capture(part)
                 self._steps_held += steps
             except BaseException:
                 self.forget()  # those captured before may have lost memory that they shared with this one
@@ -228,7 +225,16 @@ class Rounds(Round):
         self._warm.clear()
 
     def set_policy(self, policy: DraftPolicy | None) -> None:
-        """Let another policy draft, of which nothing is compiled or captured yet."""
+        """Let another policy draft, of which nothing is compiled or captured yet.
+
+        ValueError for what is no policy, and for one that reads another engine's cache.
+        """
+        if not (policy is None or isinstance(policy, DraftPolicy)):
+            raise ValueError(f"a policy is a DraftPolicy, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
+        for level in (policy, getattr(policy, "cheap", None)):
+            reader = getattr(level, "reader", None) or getattr(level, "target", None)
+            if isinstance(reader, Reader) and reader.cache.seq_len is not self.target.cache.seq_len:
+                raise ValueError("the policy was built for another engine: build it over this one's target")
         self.policy = policy
         self._warm.clear()
         self.forget()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from gpt_fast_sd.model import (
+    KVCache,
     ModelConfig,
     Tokenizer,
     Transformer,
@@ -19,10 +20,14 @@ from gpt_fast_sd.model import (
 )
 from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
 
+from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
 from .kernels import begin_building, cpu_kernels
 from .memory import MemoryPlan
+from .packing import pack_linears
+from .quantize import quantize
+from .reader import Reader
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUNDLED = Path(__file__).resolve().parent / "bundled"
@@ -72,6 +77,46 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
     target = group.load(folder, device=device, dtype=dtype)
     return Loaded(model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan)
+
+
+def require_fit(model: Transformer, config: EngineConfig, group: Group) -> None:
+    """ValueError where a rank's part of a model cannot run here, or has too few positions for the configuration."""
+    group.check_part(model)
+    require_kernels(model.embedding.weight.device)
+    theirs, asked = model.config, config.max_seq_len
+    if asked > theirs.max_seq_len:
+        raise ValueError(f"max_seq_len {asked:,} is over the model's {theirs.max_seq_len:,} positions")
+    if theirs.sliding_window is not None and asked > theirs.sliding_window:
+        raise ValueError(
+            f"max_seq_len {asked:,} is over the model's sliding window of {theirs.sliding_window:,}, "
+            "past which this engine does not go"
+        )
+
+
+def target_of(model: Transformer, config: EngineConfig, group: Group) -> Reader:
+    """A rank's part of a model with its cache, in the form that an engine of this configuration runs it in.
+
+    Its weights are quantized where that is asked for, and packed where a CPU's compiled steps read them so.
+    """
+    device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
+    if config.exact:
+        group.sum_in_order(model)
+    if config.quantize:
+        quantize(model, config.quantize)
+    own = local_config(model.config, group.size)
+    cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype_of(config, dtype), device=device)
+    compiled = config.compile and can_compile(device)
+    if compiled and device.type == "cpu":
+        pack_linears(model)
+        begin_building(*cpu_kernels(model.config.head_dim, model.config.vocab_size))
+    return Reader(model, cache, inductor_options(config, device) if compiled else None, group)
+
+
+def ready_draft(model: Transformer, group: Group, compiled: bool) -> None:
+    """The same of a draft model, whose cache is made by its policy; ValueError where it is not the rank's part."""
+    group.check_part(model)
+    if compiled and model.embedding.weight.device.type == "cpu":
+        pack_linears(model)
 
 
 def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:

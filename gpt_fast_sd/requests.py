@@ -213,6 +213,16 @@ class Intake:
             yield None if prompt is None else self.one(index, *_apart(prompt, params))
             index += prompt is not None
 
+    def queue(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None) -> Waiting:
+        """Requests of a list, all made at once, or of any other iterable; see Engine.stream."""
+        if isinstance(prompts, Sequence):
+            return Waiting(self.all(prompts, params))
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
+        if not (params is None or isinstance(params, SamplingParams)):
+            raise ValueError("prompts that are no list take one SamplingParams, or come as (prompt, SamplingParams)")
+        return Waiting(self.each(prompts, params))
+
     def one(self, index: int, prompt: object, params: object) -> Request:
         """The request of one prompt."""
         name = f"prompt {index}"
@@ -246,6 +256,15 @@ class Intake:
         if wrong is not None:
             raise ValueError(f"{name} holds token id {wrong}, the vocabulary goes from 0 to {self.vocab_size - 1}")
         return ids
+
+    def scored(self, tokens: Any, last: int | None) -> tuple[list[int], int]:
+        """Token ids whose logits are asked for, those of the last ones or (None) of all -> ids, the first that is."""
+        ids = self.checked(tokens, "tokens")
+        if len(ids) > self.max_seq_len:
+            raise ValueError(f"logits of {len(ids):,} tokens do not fit: max_seq_len is {self.max_seq_len:,}")
+        if last is not None and not 1 <= last <= len(ids):
+            raise ValueError(f"last must be from 1 to the {len(ids):,} tokens given, got {last!r}")
+        return ids, 0 if last is None else len(ids) - last
 
 
 class Waiting:

@@ -1,12 +1,12 @@
-"""The slots as tensors: what a round reads and writes on the device, so that the host looks once, when it is over.
+"""The slots as tensors, and what the host plans a round by, so that it looks at them once, when the round is over.
 
 Shapes: B slots, T tokens in this call, S tokens of history a slot, V vocabulary, gamma tokens drafted.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,43 +15,87 @@ from gpt_fast_sd.tp import Vocabulary
 
 from .config import SamplingParams
 from .judging import WHOLE, Verdict, verify_greedy, verify_sampled
-from .sampling import SamplingTable, draw, filters_anything, probabilities, uniform
+from .sampling import GREEDY, Kind, SamplingTable, draw, probabilities, uniform
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """What the host knows of a round when it begins, as of the last result that it read.
+
+    It is made once a round and handed down; who drafts in parts derives a plan for each by dataclasses.replace.
+    """
+
+    gamma: int  # tokens to draft
+    n_keys: int  # keys in use at most, once the longest row's pending token is fed
+    kind: Kind = GREEDY
+    lengths: Mapping[int, int] = field(default_factory=dict)  # committed positions of each live slot
+    ahead: int = 0  # tokens that rounds still under way may have added to each of them
+    number: int = 0  # of the round
+    follows_a_draft: bool = True  # the round before drafted, so that no row has grown by more than a round since
+    drafted_at: Mapping[int, int] = field(default_factory=dict)  # lengths when that was, or the slot was filled since
+    captured: bool = False  # the round will be replayed for other rows
+
+    @classmethod
+    def of(
+        cls, lengths: Mapping[int, int], params: Sequence[SamplingParams] = (), *, gamma: int = 0, ahead: int = 0,
+        number: int = 0, follows_a_draft: bool = True, drafted_at: Mapping[int, int] | None = None,
+    ) -> RoundPlan:  # fmt: skip
+        """The plan for live rows of these lengths and parameters. drafted_at: None where none has grown since."""
+        return cls(
+            gamma=gamma, n_keys=max(lengths.values()) + 1 + ahead, kind=Kind.of(params), lengths=lengths, ahead=ahead,
+            number=number, follows_a_draft=follows_a_draft, drafted_at=lengths if drafted_at is None else drafted_at,
+        )  # fmt: skip
+
+    def mean_keys(self, n_slots: int) -> int:
+        """Keys in use on average of all slots, rounded down: idle ones have none."""
+        return (sum(self.lengths.values()) + len(self.lengths) * (1 + self.ahead)) // n_slots
+
+    def any_within(self, n: int) -> bool:
+        """Whether some live row may have no more than n committed positions; in a captured round some row may."""
+        return self.captured or any(length <= n for length in self.lengths.values())
+
+    def to_capture(self, n_keys: int) -> RoundPlan:
+        """The same for whatever rows of up to n_keys keys, of which nothing more is known."""
+        return RoundPlan(gamma=self.gamma, n_keys=n_keys, kind=self.kind, captured=True)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Rows:
     """B slots: the pending token (emitted, not yet fed), the text so far, and what may still be emitted.
 
-    seq_len is the cache's own tensor: positions before it are committed, the pending token will be fed at it.
+    A round writes these tensors in place, and captured ones know where they are: none is ever replaced. seq_len is the
+    cache's own: positions before it are committed, the pending token will be fed at it.
     """
 
-    def __init__(
-        self,
-        seq_len: Tensor,
-        history_len: int,
-        vocab_size: int,
-        eos_ids: Sequence[int],
-        vocabulary: Vocabulary = WHOLE,
-    ) -> None:
-        """vocabulary: who has the target's logits of which tokens."""
+    seq_len: Tensor  # int64 [B]
+    pending: Tensor  # int64 [B]
+    history: Tensor  # int64 [B, S] committed, then pending
+    active: Tensor  # bool [B] a request is being decoded
+    remaining: Tensor  # int64 [B] tokens that may still be emitted
+    heeds_eos: Tensor  # bool [B]
+    eos_ids: Tensor  # int64 [n]
+    table: SamplingTable
+    vocabulary: Vocabulary = WHOLE  # who has the target's logits of which tokens
+    vocab_size: int
+    kernel: bool = False  # whether sampling may run by a kernel that is built here: what runs eagerly starts at once
+
+    @staticmethod
+    def idle(
+        seq_len: Tensor, history_len: int, vocab_size: int, eos_ids: Sequence[int], vocabulary: Vocabulary = WHOLE,
+        *, kernel: bool = False,
+    ) -> Rows:  # fmt: skip
+        """As many slots as seq_len has, of which nobody has any."""
         n, device = seq_len.shape[0], seq_len.device
-        self.seq_len = seq_len  # int64 [B]
-        self.vocab_size, self.vocabulary = vocab_size, vocabulary
-        self.pending = torch.zeros(n, dtype=torch.int64, device=device)  # [B]
-        self.history = torch.zeros(n, history_len, dtype=torch.int64, device=device)  # [B, S] committed, then pending
-        self.active = torch.zeros(n, dtype=torch.bool, device=device)  # [B] a request is being decoded
-        self.remaining = torch.zeros(n, dtype=torch.int64, device=device)  # [B] tokens that may still be emitted
-        self.heeds_eos = torch.zeros(n, dtype=torch.bool, device=device)  # [B]
-        self.eos_ids = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
-        self.table = SamplingTable.empty(n, vocab_size, device)
-        # what the host knows, as of the last result that it read
-        self.lengths: dict[int, int] = {}  # committed positions of each live slot
-        self.ahead = 0  # tokens that rounds still under way may add to a row
-        self.round = 0  # rounds begun
-        self.n_keys = 1  # keys in use at most, once the longest row's pending token is fed
-        self.mean_keys = 1  # keys in use on average of all slots, rounded down: idle ones have none
-        self.kernel = False  # whether sampling may run by a kernel that is built here: what runs eagerly starts at once
-        self.captured = False  # what runs now will be replayed for other rows
-        self.sampled = self.filtered = False  # whether any live request samples, or filters
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        return Rows(
+            seq_len=seq_len, pending=zeros(n), history=zeros(n, history_len), active=zeros(n, dtype=torch.bool),
+            remaining=zeros(n), heeds_eos=zeros(n, dtype=torch.bool), table=SamplingTable.empty(n, vocab_size, device),
+            eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=device), vocabulary=vocabulary,
+            vocab_size=vocab_size, kernel=kernel,
+        )  # fmt: skip
 
     def put(self, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
         """Give the slot to a request whose prompt, but for the last token, is in the cache."""
@@ -69,38 +113,13 @@ class Rows:
         self.active[slot] = False
         self.table.temperature[slot] = 0.0
 
-    def look(self, lengths: Mapping[int, int], params: Sequence[SamplingParams], ahead: int = 0) -> None:
-        """A round begins: take what the host knows of the live requests, committed positions by slot and parameters.
+    def ending_at(self, seq_len: Tensor, pending: Tensor | None = None) -> Rows:
+        """The rows as if so many [B] of their tokens were committed, and this one [B] pending; all else is shared."""
+        return replace(self, seq_len=seq_len, pending=self.pending if pending is None else pending)
 
-        ahead: tokens that rounds still under way may add to each row.
-        """
-        self.round += 1
-        self.lengths, self.ahead = dict(lengths), ahead
-        self.n_keys = max(lengths.values()) + 1 + ahead
-        self.mean_keys = (sum(lengths.values()) + len(lengths) * (1 + ahead)) // len(self.pending)
-        self.sampled = any(p.temperature > 0 for p in params)
-        self.filtered = filters_anything(params)
-
-    def put_off(self) -> None:
-        """The round that was looked at has not begun: it will be looked at again."""
-        self.round -= 1
-
-    def any_within(self, n: int) -> bool:
-        """Whether some live row may have no more than n committed positions; in a captured round some row may."""
-        return self.captured or any(length <= n for length in self.lengths.values())
-
-    @contextlib.contextmanager
-    def capturing(self, n_keys: int) -> Iterator[None]:
-        """What runs meanwhile is captured, for rows of up to n_keys keys."""
-        before, self.n_keys, self.captured = self.n_keys, n_keys, True
-        try:
-            yield
-        finally:
-            self.n_keys, self.captured = before, False
-
-    def probabilities(self, logits: Tensor) -> Tensor:
+    def probabilities(self, logits: Tensor, kind: Kind) -> Tensor:
         """What each row samples from: logits [B, V] or [B, T, V] -> fp32, the same shape."""
-        return probabilities(logits, self.table, filtered=self.filtered, kernel=self.kernel)
+        return probabilities(logits, self.table, filtered=kind.filtered, kernel=self.kernel)
 
     def uniform(self, pos: Tensor, stream: int) -> Tensor:
         """A number in [0, 1) for each row's seed and position: int64 [B] or [B, T] -> fp32, the same shape."""
@@ -108,31 +127,32 @@ class Rows:
         return uniform(seed, pos, stream)
 
     def choose(
-        self, logits: Tensor, pos: Tensor, stream: int, vocabulary: Vocabulary = WHOLE
+        self, logits: Tensor, pos: Tensor, kind: Kind, stream: int, vocabulary: Vocabulary = WHOLE
     ) -> tuple[Tensor, Tensor | None]:
         """A token a row after position pos [B]: logits [B, V] -> tokens [B], and q [B, V] where any row samples.
 
         vocabulary: who has these logits, of the target or of a draft model, of which tokens. Of ranks that hold a model
         together the first one's draw counts, and so does its q, which need not be the others' to the last bit.
         """
-        if not self.sampled:
+        if not kind.sampled:
             return vocabulary.argmax(logits), None
-        q = self.probabilities(vocabulary.whole(logits))
+        q = self.probabilities(vocabulary.whole(logits), kind)
         (token,) = vocabulary.decided(draw(q, self.uniform(pos, stream), kernel=self.kernel))
         return token, q
 
     def judge(
-        self, logits: Tensor, pos: Tensor, drafted: Tensor, q: Tensor | None, cap: Tensor, *, accept: int, own: int
-    ) -> tuple[Verdict, Tensor | None]:
+        self, logits: Tensor, pos: Tensor, kind: Kind, drafted: Tensor, q: Tensor | None, cap: Tensor, *,
+        accept: int, own: int,
+    ) -> tuple[Verdict, Tensor | None]:  # fmt: skip
         """Which of drafted [B, T - 1] ~ q [B, T - 1, V] stay, at most cap [B], by logits [B, T, V] after pos [B, T].
 
         q None: drafted without chance. accept and own are the streams that decide on drafts and draw the next token.
         -> the verdict, and p [B, T, V] where any row samples. As in choose, the first rank's verdict counts, by its p
         and q: those of the others decide nothing.
         """
-        if not self.sampled:
+        if not kind.sampled:
             return verify_greedy(logits, drafted, cap, self.vocabulary), None
-        p = self.probabilities(self.vocabulary.whole(logits))
+        p = self.probabilities(self.vocabulary.whole(logits), kind)
         if q is None:
             # not F.one_hot, which reads the tokens on the host to check them where torch 2.11 runs it on a CPU
             q = (drafted[..., None] == torch.arange(p.shape[-1], device=p.device)).to(p.dtype)
@@ -162,9 +182,9 @@ class Rows:
         place = self.seq_len[:, None] + 1 + step  # [B, gamma + 1]
         kept = torch.where(step < emitted[:, None], tokens, self.history.gather(1, place))
         self.history.scatter_(1, place, kept)
-        self.seq_len += emitted
-        self.remaining -= emitted
+        self.seq_len.add_(emitted)
+        self.remaining.sub_(emitted)
         last = tokens.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
         self.pending.copy_(torch.where(emitted > 0, last, self.pending))
-        self.active &= (first > gamma) & (self.remaining > 0)
+        self.active.bitwise_and_((first > gamma) & (self.remaining > 0))
         return torch.cat([torch.stack([emitted, judged, accepted], 1), tokens], 1)

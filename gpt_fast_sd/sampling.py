@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,26 @@ CHEAP_STREAM = 3  # a draft of a hierarchy's lower level
 CHEAP_ACCEPT_STREAM = 4  # whether the middle level accepts that one
 
 _MASK32 = 0xFFFFFFFF
+
+
+class Kind(NamedTuple):
+    """How the rows of a round choose their tokens; known on the host, so that a round skips what none of them needs."""
+
+    sampled: bool = False  # whether any of them samples
+    filtered: bool = False  # whether any of those filters
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams]) -> Kind:
+        """The kind of requests with these parameters."""
+        sampling = [p for p in params if p.temperature > 0]
+        return Kind(bool(sampling), any(p.top_k or p.top_p not in (None, 1.0) or p.min_p for p in sampling))
+
+    def to_come(self) -> list[Kind]:
+        """The kinds of rounds that a batch of such requests may come to: some end before others."""
+        return [GREEDY, *([Kind(True, False)] if self.sampled else []), *([self] if self.filtered else [])]
+
+
+GREEDY = Kind()
 
 
 @dataclass
@@ -60,11 +81,6 @@ class SamplingTable:
         """Every row n times, copies side by side: B slots -> B * n."""
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
         return SamplingTable(*(column.repeat_interleave(n) for column in columns))
-
-
-def filters_anything(params: Sequence[SamplingParams]) -> bool:
-    """Whether any of these requests filters (known on the host, so that the others skip the search for the cut)."""
-    return any(p.temperature > 0 and (p.top_k or p.top_p not in (None, 1.0) or p.min_p) for p in params)
 
 
 def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True, kernel: bool = True) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -16,14 +17,13 @@ from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import Parallel
 
 from .compiling import span
-from .config import SamplingParams
+from .config import gamma_tiers
 from .inflight import Flight, Rounds
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill
 from .prefill import Prefill
 from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting
-from .rows import Rows
-from .sampling import filters_anything
+from .rows import RoundPlan, Rows
 from .stats import EngineStats
 
 
@@ -33,22 +33,37 @@ class Schedule:
     on_progress: Callable[[str, int, int], None] | None = None
     on_round: Callable[[RoundEvent], None] | None = None
 
-    def __init__(self, prefill: Prefill, rows: Rows, rounds: Rounds, planner: GammaPlanner, parallel: Parallel) -> None:
-        self.prefill, self.rows, self.rounds, self.planner, self.parallel = prefill, rows, rounds, planner, parallel
+    def __init__(self, prefill: Prefill, rows: Rows, rounds: Rounds, parallel: Parallel) -> None:
+        self.prefill, self.rows, self.parallel = prefill, rows, parallel
         self.cache, self.agreement = prefill.reader.cache, parallel.agreement()
         self.slots: list[Request | None] = [None] * prefill.reader.shape[1]  # what is decoded
         self.arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
         self.flights: deque[Flight] = deque()
+        self.n_rounds = 0  # launched, in all calls
+        self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
         self._landed_at: float | None = None  # clock at the last landing, None: something else came since
         self._chosen: int | None = None  # gamma of the round that is next
         self._graphs_before = 0  # the call that runs
         self._told = 0.0, 0.0  # decode and prefill seconds when on_round was told last
+        self.use(rounds)
+
+    def use(self, rounds: Rounds) -> None:
+        """Launch these rounds from now on, with a planner that has seen none of them."""
+        self.rounds = rounds
+        self.planner = GammaPlanner(rounds.draft.gamma, gamma_tiers(self.prefill.reader.model.config.group_size))
 
     @property
     def policy(self) -> DraftPolicy | None:
         """Who drafts."""
         return self.rounds.policy
+
+    @property
+    def gammas(self) -> list[int]:
+        """What a round may draft, the most first: what a step of varying width is built for is its first call's."""
+        if not self.policy:
+            return [0]
+        return list(self.planner.tiers[::-1]) if self.planner.fixed is None else [self.planner.fixed, 0]
 
     def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and go round until every request is finished.
@@ -115,7 +130,7 @@ class Schedule:
             fillings += self.policy.prepare(slot, request.prompt)
         self.arrival = Arrival(slot, request, fillings)
         self.stats.prefill_seconds += time.perf_counter() - started
-        self._tell(self.arrival)
+        self.tell("prefill", self.arrival.total - self.arrival.left, self.arrival.total)
 
     def _fill(self) -> bool:
         """Prefill the next chunk; after the last one the request is decoded. False where none was left to compute."""
@@ -134,43 +149,47 @@ class Schedule:
             if self.policy:
                 self.policy.host_admit(slot, request.prompt)
             self.slots[slot], self.arrival = request, None
+            self._drafted_at = {**self._drafted_at, slot: request.length}
         self.rounds.synchronize()
         self._landed_at = None
         self.stats.prefill_seconds += time.perf_counter() - started
-        self._tell(arrival)
+        self.tell("prefill", arrival.total - arrival.left, arrival.total)
         return filling is not None
 
-    def _tell(self, arrival: Arrival) -> None:
-        if self.on_progress and arrival.total:
-            self.on_progress("prefill", arrival.total - arrival.left, arrival.total)
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Tell on_progress, where there is anything to do."""
+        if self.on_progress and total:
+            self.on_progress(what, done, total)
 
     def _launch(self, speculate: bool) -> bool:
         """Start a round: draft, verify, judge, commit. False where those under way have to land before."""
         started, captured = time.perf_counter(), self.rounds.capture_seconds
         live = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
-        ahead = sum(flight.gamma + 1 for flight in self.flights)
-        rows, policy = self.rows, self.policy if speculate else None
-        rows.look({slot: request.length for slot, request in live}, [request.params for _, request in live], ahead)
+        policy = self.policy if speculate else None
+        plan = RoundPlan.of(
+            {slot: request.length for slot, request in live}, [request.params for _, request in live],
+            ahead=sum(flight.plan.gamma + 1 for flight in self.flights), number=self.n_rounds + 1,
+            follows_a_draft=self._follows_a_draft, drafted_at=self._drafted_at,
+        )  # fmt: skip
         if self._chosen is None:  # once a round, whenever that is launched: to try drafting again is decided only once
-            self._chosen = self.planner.choose(self.rounds.keys_read) if policy else 0
+            self._chosen = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
             if self.planner.fixed is None:  # each process has its own clock
                 self._chosen = self.parallel.same(self._chosen)
-        gamma = self._chosen
         # a policy is asked whatever is drafted, as it may have to follow every round
-        if policy and self.flights and policy.host_must_wait(rows) and gamma:
-            rows.put_off()
+        if policy and self.flights and policy.host_must_wait(plan) and self._chosen:
             return False
-        self._chosen = None
+        gamma, self._chosen, self.n_rounds = self._chosen, None, plan.number
         if not self.rounds.capture:  # a captured round drafts as planned, and keeps what may still be emitted
-            longest = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
-            gamma = min(gamma, longest)
+            gamma = min(gamma, max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1)
+        plan, self._follows_a_draft = replace(plan, gamma=gamma), policy is not None and gamma > 0
         if policy and gamma:
-            policy.host_before_round(rows)
-            self.rounds.refresh()
-            self.stats.kv_bytes += policy.kv_bytes(rows, gamma)
-        n_splits = span(self.cache, self.rounds.in_view(rows.n_keys + gamma)).shape[0]
+            policy.host_before_round(self.rows, plan)
+            self.rounds.refresh(plan)
+            self._drafted_at = {**self._drafted_at, **plan.lengths}
+            self.stats.kv_bytes += policy.kv_bytes(plan)
+        n_splits = span(self.cache, self.rounds.in_view(plan.n_keys + gamma)).shape[0]
         self.stats.kv_bytes += len(self.slots) * n_splits * SPLIT * self.cache.bytes_per_token
-        flight = self.rounds.launch(gamma, live, planned=policy is not None, watched=self.on_round is not None)
+        flight = self.rounds.launch(plan, live, planned=policy is not None, watched=self.on_round is not None)
         self.flights.append(flight)
         capturing = self.rounds.capture_seconds - captured
         if capturing:  # the round before landed meanwhile, nobody knows when
@@ -189,7 +208,7 @@ class Schedule:
     def _land(self) -> list[TokenEvent]:
         """Read a round's result: every live request emits a token at least, finished ones leave their slot."""
         started, flight = time.perf_counter(), self.flights.popleft()
-        gamma, policy, events = flight.gamma, self.policy, []
+        gamma, policy, events = flight.plan.gamma, self.policy, []
         read = flight.read(self.rounds.wait)  # the one host read of a round
         landed = time.perf_counter()
         for slot, request in flight.live:
@@ -202,8 +221,8 @@ class Schedule:
             events.append(request.commit(tokens[:emitted], sources, judged, accepted, refused))
             if request.finish_reason:
                 self.release(slot)
-        self.agreement.note(f"tokens of round {self.rows.round}", [(e.index, e.tokens, e.accepted) for e in events])
-        stats, taken = self.stats, [event.accepted for event in events]
+        self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
+        stats, keys_read, taken = self.stats, self.rounds.keys_read(flight.plan), [event.accepted for event in events]
         stats.count(gamma, [event.drafted for event in events], taken)
         stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
@@ -214,13 +233,13 @@ class Schedule:
                 stats.draft_seconds += drafted - begun
             stats.verify_seconds += verified - drafted
             if flight.planned:
-                self.planner.record(gamma, flight.n_keys, drafted - begun, verified - drafted, taken)
+                self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken)
                 self.planner.record_host(time.perf_counter() - verified - flight.watching)
         elif flight.planned and events:
             # it ran alone from the landing of the round before, if it was launched by then
             followed = self._landed_at is not None and flight.begun < self._landed_at
             whole = landed - self._landed_at if followed and self._landed_at else None
-            self.planner.record_whole(gamma, flight.n_keys, whole, taken)
+            self.planner.record_whole(gamma, keys_read, whole, taken)
         self._landed_at = landed
         if self.on_round:
             self.on_round(self._round_event(flight, events))
@@ -231,8 +250,8 @@ class Schedule:
         begun, drafted, verified = flight.laps or (0.0, 0.0, 0.0)
         seen, places = flight.seen, {request.index: slot for slot, request in flight.live}
         return RoundEvent(
-            gamma=flight.gamma, events=events, seconds=self._told[0] - told[0],
-            draft_seconds=drafted - begun if flight.gamma else 0.0, verify_seconds=verified - drafted,
+            gamma=flight.plan.gamma, events=events, seconds=self._told[0] - told[0],
+            draft_seconds=drafted - begun if flight.plan.gamma else 0.0, verify_seconds=verified - drafted,
             prefill_seconds=self._told[1] - told[1],
             read={} if seen is None else {event.index: seen[places[event.index]] for event in events},
         )  # fmt: skip
@@ -249,10 +268,3 @@ class Schedule:
     def graphs(self) -> int:
         """Graphs compiled so far."""
         return self.rounds.graphs + self.prefill.graphs + (self.policy.graphs if self.policy else 0)
-
-
-def kinds_of(params: Sequence[SamplingParams]) -> list[tuple[bool, bool]]:
-    """(sampled, filtered) of the rounds that a batch of such requests may come to: some end before others."""
-    sampled = any(p.temperature > 0 for p in params)
-    filtered = filters_anything(params)
-    return [(False, False), *([(True, False)] if sampled else []), *([(True, True)] if filtered else [])]

@@ -29,6 +29,8 @@ from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.planner import GammaPlanner
 from gpt_fast_sd.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.roofline import EXPECTED, IDEAL, PRACTICAL, Forecast, step_seconds
+from gpt_fast_sd.rows import RoundPlan
+from gpt_fast_sd.sampling import GREEDY
 from gpu_forecast import LLAMA, ROOM, Arm, Cell, planned, predict
 from gpu_setup import SMALL, Record, Setup, Stopwatch, clocks, random_model
 
@@ -86,7 +88,7 @@ class Bench:
         engine._prefill._warm = True  # nothing will be prefilled, so nothing is compiled for it
         engine.warm_up()
         with torch.inference_mode():  # as rounds run: outside of it the steps would be compiled once more
-            engine.rounds.warm_up([0, *self.timed], [(False, False)])
+            engine.rounds.warm_up([0, *self.timed], [GREEDY])
         pretend(engine, self.prompts)
 
     # ---------------------------------------------------------------- rounds
@@ -139,22 +141,24 @@ class Bench:
         found: Record = {"verify": {}, "judge": {}, "draft": {}, "select": {}}
         self.strike()
         for gamma in self.timed:
-            with rows.capturing(self.engine.cache.capacity - gamma):
-                self.pose(gamma)
-                draft = policy.propose(rows, gamma)
-                tokens = torch.cat([rows.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
-                logits, mass = rounds.feed(tokens, rows.n_keys + gamma)
-                if "target" not in found:
-                    found["target"] = self.figure("target", 0, lambda: rounds.feed(rows.pending[:, None], rows.n_keys))
-                parts: dict[str, Callable[[], object]] = {
-                    "draft": partial(policy.propose, rows, gamma),
-                    "verify": partial(rounds.feed, tokens, rows.n_keys + gamma),
-                    "judge": partial(rounds.judged, logits, draft),
-                }
-                if policy.wants_mass:
-                    parts["select"] = partial(policy.device_after_verify, rows, mass)
-                for name, part in parts.items():
-                    found[name][str(gamma)] = self.figure(name, gamma, part)
+            whole = self.engine.cache.capacity
+            plan = RoundPlan(gamma=gamma, n_keys=whole - gamma, captured=True)
+            self.pose(gamma)
+            draft = policy.propose(rows, plan)
+            tokens = torch.cat([rows.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
+            logits, mass = rounds.feed(tokens, whole)
+            if "target" not in found:
+                first = partial(rounds.feed, rows.pending[:, None], plan.n_keys)
+                found["target"] = self.figure("target", 0, first)
+            parts: dict[str, Callable[[], object]] = {
+                "draft": partial(policy.propose, rows, plan),
+                "verify": partial(rounds.feed, tokens, whole),
+                "judge": partial(rounds.judged, logits, draft, plan.kind),
+            }
+            if policy.wants_mass:
+                parts["select"] = partial(policy.device_after_verify, rows, mass)
+            for name, part in parts.items():
+                found[name][str(gamma)] = self.figure(name, gamma, part)
         rows.active.fill_(False)
         for slot in range(self.batch):
             policy.host_free(slot)
@@ -181,8 +185,8 @@ class Bench:
         for slot, prompt in enumerate(self.prompts):
             policy.host_admit(slot, prompt)
             rows.pending[slot] = prompt[-1]
-        rows.lengths = dict.fromkeys(range(self.batch), self.context)
-        engine.rounds.refresh()  # a view that lists by a pass of its own has no list before
+        plan = RoundPlan.of(dict.fromkeys(range(self.batch), self.context))
+        engine.rounds.refresh(plan)  # a view that lists by a pass of its own has no list before
         owners = (rows, engine.replay, self._view())
         tensors = {id(x): x for owner in owners for x in vars(owner).values() if isinstance(x, Tensor)}
         self._struck = [(x, x.clone()) for x in tensors.values()]

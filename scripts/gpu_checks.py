@@ -21,6 +21,8 @@ from frontier import tokens_of
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams, kernels
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import SPLIT, Transformer
+from gpt_fast_sd.rows import RoundPlan
+from gpt_fast_sd.sampling import Kind
 from gpu_setup import SMALL, Findings, Record, Setup, difference, prompts_of, random_model, settings_of
 
 # ---- are the kernels right? ------------------------------------------------------------------------------------------
@@ -395,24 +397,23 @@ def syncs(setup: Setup, engine: Engine, gamma: int, sampled: bool) -> tuple[int,
     rows.active.fill_(True)
     rows.heeds_eos.fill_(False)
     rows.remaining.fill_(4 * (gamma + 1))  # neither round is the last of a row
-    rows.sampled = rows.filtered = sampled
     rows.table.temperature.fill_(0.8 if sampled else 0.0)
+    kind = Kind(sampled, sampled)
+    plan = RoundPlan(gamma=gamma, n_keys=engine.cache.capacity - gamma, kind=kind, captured=True)
     waits, result = 0, None
-    with rows.capturing(engine.cache.capacity - gamma):
-        engine.rounds.device_round(gamma)
+    engine.rounds.device_round(plan)
+    if setup.on_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = engine.rounds.device_round(plan)
+    except RuntimeError as error:
+        print(f"a round of {engine.draft.policy} makes the host wait: {error}")
+        waits = 1
+    finally:
         if setup.on_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            result = engine.rounds.device_round(gamma)
-        except RuntimeError as error:
-            print(f"a round of {engine.draft.policy} makes the host wait: {error}")
-            waits = 1
-        finally:
-            if setup.on_cuda:
-                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode("default")
     idle = 0 if result is None else int((result[:, 0] == 0).sum())  # each live row emits a token at least
     rows.active.fill_(False)
-    rows.sampled = rows.filtered = False
     rows.table.temperature.fill_(0.0)
     return waits, idle

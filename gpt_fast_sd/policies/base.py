@@ -8,6 +8,7 @@ Shapes: B slots, T tokens in this call, S cache capacity, L layers, K kv heads, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +25,7 @@ from ..config import DraftConfig
 from ..devices import ways_of
 from ..prefill import Filling
 from ..reader import Reader
-from ..rows import Rows
+from ..rows import RoundPlan, Rows
 from ..sampling import DRAFT_STREAM
 
 
@@ -37,64 +38,87 @@ class Draft:
     count: Tensor  # int64 [B], how many of a row's tokens count, 0..gamma
     proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
 
+    @staticmethod
+    def none(rows: Rows) -> Draft:
+        """No token for any row."""
+        return Draft(rows.pending.new_empty(len(rows.pending), 0), None, torch.zeros_like(rows.pending))
+
 
 class Drafts:
-    """What policies and views share: nothing to do at any point of a round, which each of them says otherwise.
+    """What policies and views share: at each point of a round what their parts do, and nothing where they have none.
 
-    The methods run in the order they stand here, round after round: on the host between rounds, or on the device inside
-    them, where nothing may be decided by values that the host would have to read.
+    The methods run in the order they stand here, round after round: on the host between rounds, by the plan of the next
+    one, or on the device inside them, where nothing may be decided by values that the host would have to read.
     """
 
     wants_mass = False  # whether device_after_verify is given attention mass; by its page, if it has one
     refresh_every = 0  # tokens that a row commits from one refresh to the next; 0: it needs none
 
     @property
+    def parts(self) -> tuple[Drafts, ...]:
+        """What it is made of."""
+        return ()
+
+    @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
-        return 0
+        return sum(part.graphs for part in self.parts)
 
     def warm_up(self) -> None:
         """Compile what is called between rounds. A round over idle slots follows, which compiles what rounds call.
 
         What slots hold must stay as it is.
         """
+        for part in self.parts:
+            part.warm_up()
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """On the host: a slot was prefilled with all of its prompt but the last token, which is pending."""
+        for part in self.parts:
+            part.host_admit(slot, prompt)
 
-    def host_must_wait(self, rows: Rows) -> bool:
-        """On the host: whether host_before_round must know exactly how far rows are, rows.ahead being 0.
+    def host_must_wait(self, plan: RoundPlan) -> bool:
+        """On the host: whether host_before_round must know exactly how far rows are, plan.ahead being 0.
 
-        Told from rows.lengths, of which each may have grown by up to rows.ahead. Asked before a round that drafts,
+        Told from plan.lengths, of which each may have grown by up to plan.ahead. Asked before a round that drafts,
         which then waits for the one under way, and before one that does not.
         """
-        return False
+        return any([part.host_must_wait(plan) for part in self.parts])  # of all: each may have to follow every round
 
-    def host_before_round(self, rows: Rows) -> None:
+    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
         """On the host, before a round that drafts: what needs a decision or a step of its own, and is not captured."""
+        for part in self.parts:
+            part.host_before_round(rows, plan)
 
-    def host_refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """On the host, after host_before_round: keys to have in view for each device_refresh that is wanted now.
 
-        Told from rows.lengths, of which each may have grown by up to rows.ahead: enough for all rows that may be due.
+        Told from plan.lengths, of which each may have grown by up to plan.ahead: enough for all rows that may be due.
         """
-        return []
+        passes = itertools.zip_longest(*(part.host_refreshes(plan) for part in self.parts), fillvalue=0)
+        return [max(n_keys) for n_keys in passes]  # one serves all parts
 
     def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """On the device: select anew for rows that are due, which only the device tells.
 
         n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
         """
+        for part in self.parts:
+            part.device_refresh(rows, n_keys)
 
     def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """On the device, the round is committed. mass fp32 [L, B, K, S // page]: what each block of keys received."""
+        for part in self.parts:
+            part.device_after_verify(rows, mass)
 
     def host_free(self, slot: int) -> None:
         """On the host: the slot is free again."""
+        for part in self.parts:
+            part.host_free(slot)
 
 
 class DraftPolicy(Drafts):
-    """Proposes up to gamma tokens a row."""
+    """Proposes up to plan.gamma tokens a row."""
 
     about = "nobody: plain decoding"  # who proposes, in a phrase
     flags: tuple[str, ...] = ()  # the fields of DraftConfig that it heeds beside gamma
@@ -132,7 +156,7 @@ class DraftPolicy(Drafts):
         """Steps of models, and searches, that drafting gamma tokens takes at most."""
         return gamma
 
-    def propose(self, rows: Rows, gamma: int) -> Draft:
+    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
         """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
         raise NotImplementedError
 
@@ -140,8 +164,8 @@ class DraftPolicy(Drafts):
         """What drafting gamma tokens costs, counted in steps that take the same time; see GammaPlanner."""
         return gamma
 
-    def kv_bytes(self, rows: Rows, gamma: int) -> int:
-        """Bytes of keys and values (or bounds of them) that drafting gamma tokens for all slots reads."""
+    def kv_bytes(self, plan: RoundPlan) -> int:
+        """Bytes of keys and values (or bounds of them) that drafting for all slots reads."""
         return 0
 
     def positions_read(self, pos: Tensor) -> Tensor:
@@ -187,7 +211,7 @@ class View(Drafts):
         """(make, args): a compiled step calls make(k, v, span, *args); the tensors of args never move."""
         raise NotImplementedError
 
-    def device_before_draft(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
         """On the device, before a round's drafts: let the window slide to the committed end."""
 
     def entries_read(self, n_keys: int) -> int:
@@ -255,57 +279,36 @@ class ModelDraft(DraftPolicy):
         self._step = CompiledStep(draft_step, compiled=reader.compiled)
 
     @property
+    def parts(self) -> tuple[Drafts, ...]:
+        """The view."""
+        return (self.view,)
+
+    @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
-        return self._step.graphs + self._choose.graphs + self.view.graphs
+        return super().graphs + self._step.graphs + self._choose.graphs
 
-    def warm_up(self) -> None:
-        """Compile what the view needs."""
-        self.view.warm_up()
-
-    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Select for the slot."""
-        self.view.host_admit(slot, prompt)
-
-    def host_must_wait(self, rows: Rows) -> bool:
-        """Whether the view has to be renewed by exact lengths."""
-        return self.view.host_must_wait(rows)
-
-    def host_before_round(self, rows: Rows) -> None:
-        """Let the view do its part."""
-        self.view.host_before_round(rows)
-
-    def host_refreshes(self, rows: Rows) -> list[int]:
-        """The refreshes of the view."""
-        return self.view.host_refreshes(rows)
-
-    def device_refresh(self, rows: Rows, n_keys: int) -> None:
-        """Let the view select anew for rows that are due."""
-        self.view.device_refresh(rows, n_keys)
-
-    def propose(self, rows: Rows, gamma: int) -> Draft:
+    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
         """gamma steps, each feeding the token of the one before."""
-        self.device_before_draft(rows)
+        self.device_before_draft(rows, plan)
         token, tokens, qs = rows.pending, [], []
-        for i in range(gamma):
+        for i in range(plan.gamma):
             pos = rows.seq_len + i  # [B]
-            logits = self.first(rows) if i == 0 else self.feed(token[:, None], pos[:, None], rows.n_keys + i)
-            token, q = self._choose(
-                rows, logits, pos, self.stream, self.vocabulary, variant=(rows.sampled, rows.filtered)
-            )
+            logits = self.first(rows, plan) if i == 0 else self.feed(token[:, None], pos[:, None], plan.n_keys + i)
+            token, q = self._choose(rows, logits, pos, plan.kind, self.stream, self.vocabulary, variant=plan.kind)
             tokens.append(token)
             qs.append(q)
         drawn = None if qs[0] is None else torch.stack([q for q in qs if q is not None], 1)  # [B, gamma, V]
-        return Draft(torch.stack(tokens, 1), drawn, torch.full_like(rows.pending, gamma))
+        return Draft(torch.stack(tokens, 1), drawn, torch.full_like(rows.pending, plan.gamma))
 
-    def device_before_draft(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
         """Let the view slide: all committed tokens are in the cache."""
-        self.view.device_before_draft(rows)
+        self.view.device_before_draft(rows, plan)
 
-    def first(self, rows: Rows) -> Tensor:
+    def first(self, rows: Rows, plan: RoundPlan) -> Tensor:
         """Feed what the drafting model has not seen yet -> logits [B, V] after the pending token."""
         # copies, which like all later steps' tensors were made in inference mode: other ones would be another graph
-        return self.feed(rows.pending.clone()[:, None], rows.seq_len.clone()[:, None], rows.n_keys)
+        return self.feed(rows.pending.clone()[:, None], rows.seq_len.clone()[:, None], plan.n_keys)
 
     def feed(self, tokens: Tensor, pos: Tensor, n_keys: int, step: CompiledStep | None = None) -> Tensor:
         """tokens, pos [B, T] -> fp32 logits [B, V] after the last of them; a T other than 1 brings its own step."""
@@ -314,18 +317,10 @@ class ModelDraft(DraftPolicy):
         out: Tensor = (step or self._step)(self.reader.model, tokens, pos, cache.k, cache.v, in_view, make, args)
         return out
 
-    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
-        """Let the view select from what the verification saw."""
-        self.view.device_after_verify(rows, mass)
-
-    def host_free(self, slot: int) -> None:
-        """Forget the slot."""
-        self.view.host_free(slot)
-
-    def kv_bytes(self, rows: Rows, gamma: int) -> int:
-        """Bytes of keys and values that drafting gamma tokens reads, all slots."""
-        cache = self.reader.cache
-        return gamma * self.reader.shape[1] * self.view.entries_read(rows.n_keys) * cache.bytes_per_token
+    def kv_bytes(self, plan: RoundPlan) -> int:
+        """Bytes of keys and values that drafting reads, all slots."""
+        entries = plan.gamma * self.reader.shape[1] * self.view.entries_read(plan.n_keys)
+        return entries * self.reader.cache.bytes_per_token
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """What a draft step with queries at pos [B] reads: bool [L, B, K, S]."""

@@ -8,9 +8,8 @@ Shapes: B slots, T = CHEAP_GAMMA + 1 tokens of a middle step, L layers, K kv hea
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,9 +23,9 @@ from ..compiling import CompiledStep, span
 from ..config import DraftConfig
 from ..prefill import Filling
 from ..reader import Reader
-from ..rows import Rows
+from ..rows import RoundPlan, Rows
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
-from .base import Draft, DraftPolicy, OwnPrefill, View, build_view
+from .base import Draft, DraftPolicy, Drafts, OwnPrefill, View, build_view
 from .lookup import LookupDraft
 from .standalone import StandaloneDraft, beside
 
@@ -59,16 +58,18 @@ def middle_step(
     return logits
 
 
-def ahead(rows: Rows, n: Tensor, at_most: int) -> Rows:
-    """The rows as if the next n [B] tokens, which stand in their history, were committed; the rest is shared.
+def ahead(rows: Rows, n: Tensor) -> Rows:
+    """The rows as if the next n [B] tokens, which stand in their history, were committed.
 
     As in the cache, what history holds behind the pending token is scratch: committing writes it over.
     """
-    virtual = copy.copy(rows)
-    virtual.seq_len = rows.seq_len + n
-    virtual.pending = rows.history.gather(1, virtual.seq_len[:, None])[:, 0]
-    virtual.n_keys = rows.n_keys + at_most
-    return virtual
+    seq_len = rows.seq_len + n
+    return rows.ending_at(seq_len, rows.history.gather(1, seq_len[:, None])[:, 0])
+
+
+def cheap_plan(plan: RoundPlan, n_ahead: int) -> RoundPlan:
+    """The plan of the cheap draft for a middle step, with up to so many tokens drafted before it."""
+    return replace(plan, gamma=CHEAP_GAMMA, n_keys=plan.n_keys + n_ahead)
 
 
 class HierarchyDraft(DraftPolicy):
@@ -134,65 +135,42 @@ class HierarchyDraft(DraftPolicy):
         self._step = CompiledStep(middle_step, compiled=target.compiled)
 
     @property
+    def parts(self) -> tuple[Drafts, ...]:
+        """Both levels."""
+        return self.view, self.cheap
+
+    @property
     def graphs(self) -> int:
         """Graphs compiled so far."""
-        return self._step.graphs + self.view.graphs + self.cheap.graphs
-
-    def warm_up(self) -> None:
-        """Compile what view and cheap policy need."""
-        self.view.warm_up()
-        self.cheap.warm_up()
+        return super().graphs + self._step.graphs
 
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
         """Let the cheap level begin to prefill the slot, where its model has a cache of its own."""
         return self.cheap.prepare(slot, prompt) if isinstance(self.cheap, OwnPrefill) else []
 
-    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Let both levels take the slot."""
-        self.view.host_admit(slot, prompt)
-        self.cheap.host_admit(slot, prompt)
-
-    def host_must_wait(self, rows: Rows) -> bool:
-        """Whether either level must know exact lengths."""
-        return self.view.host_must_wait(rows) or self.cheap.host_must_wait(rows)
-
-    def host_before_round(self, rows: Rows) -> None:
-        """Let both levels do their part."""
-        self.view.host_before_round(rows)
-        self.cheap.host_before_round(rows)
-
-    def host_refreshes(self, rows: Rows) -> list[int]:
-        """The refreshes that either level wants; one call serves both."""
-        both = itertools.zip_longest(self.view.host_refreshes(rows), self.cheap.host_refreshes(rows), fillvalue=0)
-        return [max(n_keys) for n_keys in both]
-
-    def device_refresh(self, rows: Rows, n_keys: int) -> None:
-        """Let both levels select anew."""
-        self.view.device_refresh(rows, n_keys)
-        self.cheap.device_refresh(rows, n_keys)
-
     def n_steps(self, gamma: int) -> float:
         """Middle steps."""
         return n_middle_steps(gamma)
 
-    def propose(self, rows: Rows, gamma: int) -> Draft:
+    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
         """Middle steps, each judging cheap drafts; a row that is full takes part and goes nowhere."""
-        self.view.device_before_draft(rows)
+        self.view.device_before_draft(rows, plan)
+        gamma = plan.gamma
         n_slots, device, width = len(rows.pending), rows.pending.device, CHEAP_GAMMA + 1
         row, step = torch.arange(n_slots, device=device)[:, None], torch.arange(width, device=device)  # [B, 1], [T]
         filled = torch.zeros_like(rows.seq_len)  # [B]
         # a row near its end takes as many steps as it would alone, so that its draft does not hang on its neighbours
         n_steps = n_middle_steps((rows.remaining - 1).clamp(0, gamma))  # [B]
         who = torch.zeros(n_slots, gamma + width, dtype=torch.int64, device=device)
-        q = torch.zeros(n_slots, gamma + width, rows.vocab_size, device=device) if rows.sampled else None
+        q = torch.zeros(n_slots, gamma + width, rows.vocab_size, device=device) if plan.kind.sampled else None
         for i in range(n_middle_steps(gamma)):
-            virtual = ahead(rows, filled, min(gamma, i * width))
-            cheap = self.cheap.propose(virtual, CHEAP_GAMMA)
+            virtual, step_plan = ahead(rows, filled), cheap_plan(plan, min(gamma, i * width))
+            cheap = self.cheap.propose(virtual, step_plan)
             pos = virtual.seq_len[:, None] + step  # [B, T]
             fed = torch.cat([virtual.pending[:, None], cheap.tokens], 1)  # [B, T]
-            logits = self._feed(fed, pos, virtual.n_keys + CHEAP_GAMMA)  # [B, T, V]
+            logits = self._feed(fed, pos, step_plan.n_keys + CHEAP_GAMMA)  # [B, T, V]
             verdict, p = virtual.judge(
-                logits, pos, cheap.tokens, cheap.q, cheap.count, accept=CHEAP_ACCEPT_STREAM, own=DRAFT_STREAM
+                logits, pos, plan.kind, cheap.tokens, cheap.q, cheap.count, accept=CHEAP_ACCEPT_STREAM, own=DRAFT_STREAM
             )
             # of the T tokens and their q the first n_accepted + 1 count, the next step writes over the others
             own = step == verdict.n_accepted[:, None]  # [B, T]
@@ -211,16 +189,11 @@ class HierarchyDraft(DraftPolicy):
         self.view.device_after_verify(rows, mass)
         self.cheap.device_after_verify(rows, None)
 
-    def host_free(self, slot: int) -> None:
-        """Forget the slot."""
-        self.view.host_free(slot)
-        self.cheap.host_free(slot)
-
-    def kv_bytes(self, rows: Rows, gamma: int) -> int:
+    def kv_bytes(self, plan: RoundPlan) -> int:
         """Bytes that the middle steps read, and those that drafting for them reads."""
-        entries = self.target.shape[1] * self.view.entries_read(rows.n_keys)
-        step = entries * self.target.cache.bytes_per_token + self.cheap.kv_bytes(rows, CHEAP_GAMMA)
-        return n_middle_steps(gamma) * step
+        entries = self.target.shape[1] * self.view.entries_read(plan.n_keys)
+        step = entries * self.target.cache.bytes_per_token + self.cheap.kv_bytes(cheap_plan(plan, 0))
+        return n_middle_steps(plan.gamma) * step
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """What a middle step with queries at pos [B] reads of the target's cache: bool [L, B, K, S]."""

@@ -16,7 +16,7 @@ from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
 from ..reader import Reader
-from ..rows import Rows
+from ..rows import RoundPlan, Rows
 from .base import Draft, DraftPolicy
 
 
@@ -64,12 +64,12 @@ class LookupDraft(DraftPolicy):
     def __init__(self, target: Reader, ngram: int) -> None:
         self.target, self.ngram = target, ngram
 
-    def propose(self, rows: Rows, gamma: int) -> Draft:
+    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
         """gamma tokens where anything matched, else none; drawn without chance."""
-        in_view = self.target.cache.splits(rows.n_keys) * SPLIT
+        in_view = self.target.cache.splits(plan.n_keys) * SPLIT
         last = rows.seq_len.clamp(max=in_view - 1)  # an idle slot may hold more text than any live one
-        tokens, matched = look_up(rows.history[:, :in_view], last, self.ngram, gamma)
-        return Draft(tokens, None, gamma * matched)
+        tokens, matched = look_up(rows.history[:, :in_view], last, self.ngram, plan.gamma)
+        return Draft(tokens, None, plan.gamma * matched)
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """It reads no keys: bool [L, B, K, S], all False."""

@@ -24,7 +24,7 @@ from ..attending import on_cuda
 from ..compiling import CompiledStep
 from ..config import DraftConfig
 from ..reader import Reader
-from ..rows import Rows
+from ..rows import RoundPlan, Rows
 from .base import View
 from .sparse import attend_at, entries_of, positions_of
 
@@ -138,8 +138,6 @@ class QuestView(View):
         self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * k.shape[3]) for k in reader.cache.k]
         self.chosen = [k.new_full((n_slots, n_kv, n_pages), -1, dtype=torch.int64) for k in reader.cache.k]
         self.tail_start = torch.zeros(n_slots, dtype=torch.int64, device=reader.device)
-        self._bounded = [0] * n_slots  # pages whose bounds are known, on the host: no more than there are
-        self._round = 0  # the last one that drafted
         self._stride = -(-room // page)  # pages that a round may close
         self._step = CompiledStep(bound_step, compiled=None if on_cuda(self.tail_start) else reader.compiled)
 
@@ -162,23 +160,18 @@ class QuestView(View):
             pages = keys[slot].unflatten(1, (-1, self.page))  # [K, S // page, page, H]
             bound[slot] = torch.cat([pages.amax(2), pages.amin(2)], -1)
         self.tail_start[slot] = self._closed(len(prompt) - 1) * self.page
-        self._bounded[slot] = self._closed(len(prompt) - 1)
 
-    def host_must_wait(self, rows: Rows) -> bool:
+    def host_must_wait(self, plan: RoundPlan) -> bool:
         """Whether rounds passed that drafted nothing: more pages may be closed than device_before_draft looks at."""
-        return rows.round > self._round + 1
+        return not plan.follows_a_draft
 
-    def host_before_round(self, rows: Rows) -> None:
+    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
         """Take the bounds of all pages that rows have closed, but for those that device_before_draft looks at."""
-        closed = {slot: self._closed(length) for slot, length in rows.lengths.items()}
-        behind = max((n - self._bounded[slot] for slot, n in closed.items()), default=0)
-        for done in range(self._stride, behind, self._stride):
+        closed = (self._closed(n) - self._closed(plan.drafted_at[slot]) for slot, n in plan.lengths.items())
+        for done in range(self._stride, max(closed, default=0), self._stride):
             self._bound(self.tail_start // self.page + done)
-        for slot, n in closed.items():
-            self._bounded[slot] = n
-        self._round = rows.round
 
-    def device_before_draft(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
         """Take the bounds of the pages that the last round may have closed, and let the tail slide by whole pages.
 
         Bounds of a page that is not full yet are taken again before any query reads them.
@@ -189,7 +182,7 @@ class QuestView(View):
 
     def host_free(self, slot: int) -> None:
         """Forget the slot's pages."""
-        self.tail_start[slot] = self._bounded[slot] = 0
+        self.tail_start[slot] = 0
         for chosen in self.chosen:
             chosen[slot] = -1
 

@@ -27,7 +27,7 @@ from ..compiling import CompiledStep, span
 from ..config import DraftConfig
 from ..devices import ways_of
 from ..reader import Reader
-from ..rows import Rows
+from ..rows import RoundPlan, Rows
 from .sparse import SlotView
 
 WINDOW = 32  # observation window, as in the paper
@@ -145,9 +145,9 @@ class SnapKVView(SlotView):
         """Graphs compiled so far."""
         return self._step.graphs
 
-    def host_must_wait(self, rows: Rows) -> bool:
+    def host_must_wait(self, plan: RoundPlan) -> bool:
         """Never: the device tells which rows are due. The host learns here what was decided in the round before."""
-        self._learn(rows)
+        self._learn(plan)
         return False
 
     def host_free(self, slot: int) -> None:
@@ -161,16 +161,16 @@ class SnapKVView(SlotView):
         selecting = n_keys // self.refresh_every if n_keys > self.budget else 0
         return super().entries_read(n_keys) + (3 * selecting // 2 if on_cuda(self.slots) else selecting)
 
-    def host_refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """A pass for every W rows that may be due; while a round is under way some passes may find fewer, or none."""
-        self._learn(rows)
-        spans = {slot: (length, length + rows.ahead) for slot, length in sorted(rows.lengths.items())}
+        self._learn(plan)
+        spans = {slot: (length, length + plan.ahead) for slot, length in sorted(plan.lengths.items())}
         self._asked = {slot: span for slot, span in spans.items() if self._full(span[1], self._bounds[slot][0])}
-        self._asked_in = rows.round
+        self._asked_in = plan.number
         longest = [high for _, high in self._asked.values()]
         passes = [longest[i : i + self.together] for i in range(0, len(longest), self.together)]
         # which rows a pass finds is certain where all are due that were asked for
-        certain = rows.ahead == 0 and all(low == high for low, high in map(self._bounds.__getitem__, self._asked))
+        certain = plan.ahead == 0 and all(low == high for low, high in map(self._bounds.__getitem__, self._asked))
         return [max(some if certain else longest) for some in passes]
 
     def device_refresh(self, rows: Rows, n_keys: int) -> None:
@@ -200,16 +200,16 @@ class SnapKVView(SlotView):
         """What refresh asks on the device, of a row whose tail begins at start."""
         return length > self.budget and length - start > self.tail
 
-    def _learn(self, rows: Rows) -> None:
+    def _learn(self, plan: RoundPlan) -> None:
         """Follow what the device decided for the slots it was asked for.
 
         It went by lengths that the host knows when it looks next, if a round is still under way: the one it was asked
         in. Else by lengths within the bounds that were known at the time, of which one is the other if none was.
         """
-        known = rows.ahead > 0 and rows.round == self._asked_in + 1
+        known = plan.ahead > 0 and plan.number == self._asked_in + 1
         for slot, (shortest, longest) in self._asked.items():
-            if known and slot in rows.lengths:
-                shortest = longest = rows.lengths[slot]
+            if known and slot in plan.lengths:
+                shortest = longest = plan.lengths[slot]
             low, high = self._bounds[slot]
             if self._full(shortest, high):
                 self._bounds[slot] = shortest - self.window, longest - self.window

@@ -19,7 +19,7 @@ from gpt_fast_sd.model import KV, SPLIT, store
 from ..attending import kernel_serves, on_cuda
 from ..config import DraftConfig
 from ..reader import Reader
-from ..rows import Rows
+from ..rows import RoundPlan, Rows
 from .base import View
 
 
@@ -127,10 +127,10 @@ class SlotView(View):
         """Begin with a tail from the first entries on: the tails of idle slots slide too."""
         self.host_free(slot)
 
-    def device_before_draft(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
         """Slide the tail where it would be longer than W; what it leaves behind is listed while the list has room."""
         start = torch.maximum(self.tail_start, rows.seq_len - self.tail)  # [B]
-        if rows.any_within(self.budget):
+        if plan.any_within(self.budget):
             entry = torch.arange(self.slots.shape[-1], device=start.device)  # [C]
             left = (entry >= self.tail_start[:, None]) & (entry < start[:, None])  # [B, C]
             self.slots.copy_(torch.where(left[:, None], entry, self.slots))

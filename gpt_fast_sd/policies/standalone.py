@@ -7,7 +7,6 @@ Shapes: B slots, T tokens in this call, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from ..compiling import CompiledStep
 from ..config import DraftConfig
 from ..prefill import CHUNK, Filling, Prefill
 from ..reader import Reader
-from ..rows import Rows
+from ..rows import RoundPlan, Rows
 from .base import Draft, ModelDraft, View, build_view, draft_step
 
 
@@ -86,9 +85,7 @@ class StandaloneDraft(ModelDraft):
         self.listeners, self.unfed = listeners, unfed
         self._prefill = Prefill(reader)
         self._start = CompiledStep(draft_step, compiled=reader.compiled)
-        self._fed = [0] * reader.shape[1]  # positions of each slot that are surely in the cache
         self._prepared: dict[int, Filling] = {}  # by slot, since it was last free
-        self._round = 0  # the last one that drafted
 
     @property
     def graphs(self) -> int:
@@ -101,7 +98,7 @@ class StandaloneDraft(ModelDraft):
         before = seq_len.clone()
         self._prefill.warm_up()
         seq_len.copy_(before)  # it is the target's, too, whose slots keep the prompts that they hold
-        for slot in range(len(self._fed)):
+        for slot in range(self.reader.shape[1]):
             self._prefill.keep(slot, 0)  # steps are timed there
         super().warm_up()
 
@@ -112,70 +109,71 @@ class StandaloneDraft(ModelDraft):
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Prefill what was not prepared of the slot, and select for it."""
-        self._fed[slot], body = len(prompt) - 1, list(prompt[:-1])
-        filling = self._prepared.pop(slot, None)
+        body, filling = list(prompt[:-1]), self._prepared.pop(slot, None)
         if filling and not filling.left and list(filling.body) == body:
             filling.finish()
         else:
             self._prefill.fill(slot, body)
         self._prefill.keep(slot, len(prompt) - self.unfed)
-        self.view.host_admit(slot, prompt)
+        super().host_admit(slot, prompt)
 
-    def host_must_wait(self, rows: Rows) -> bool:
+    def host_must_wait(self, plan: RoundPlan) -> bool:
         """Whether rounds passed that drafted nothing, or the view is due."""
-        view_is_due = self.view.host_must_wait(self._as_fed(rows))  # it is asked each round: it may have to know of all
-        return rows.round > self._round + 1 or view_is_due
+        return super().host_must_wait(self._planned(plan)) or not plan.follows_a_draft
 
-    def host_before_round(self, rows: Rows) -> None:
+    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
         """Catch up, and let the view do its part by the tokens that are in the cache."""
-        if rows.round > self._round + 1:
-            for slot, length in rows.lengths.items():
-                for start in range(self._fed[slot], length + 1 - self.unfed, CHUNK):
+        if not plan.follows_a_draft:
+            for slot, length in plan.lengths.items():
+                for start in range(plan.drafted_at[slot], length + 1 - self.unfed, CHUNK):
                     self._prefill.feed(slot, rows.history[slot, start : start + CHUNK].clone(), start)
-        self._round = rows.round
-        self._fed = [rows.lengths.get(slot, fed - 1) + 1 for slot, fed in enumerate(self._fed)]  # the pending one too
-        self.view.host_before_round(self._as_fed(rows))
+        super().host_before_round(self._fed(rows), self._planned(plan))
 
-    def host_refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """The refreshes of the view, by the tokens that are in the cache."""
-        return self.view.host_refreshes(self._as_fed(rows))
+        return super().host_refreshes(self._planned(plan))
 
     def device_refresh(self, rows: Rows, n_keys: int) -> None:
         """Let the view select anew from the tokens that are in the cache."""
-        self.view.device_refresh(self._as_fed(rows), n_keys)
+        super().device_refresh(self._fed(rows), n_keys)
 
-    def propose(self, rows: Rows, gamma: int) -> Draft:
+    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
         """gamma steps; where several groups of ranks draft with a copy each, what the first of them drafted counts.
 
         As in the target's steps, a slot without a request scribbles behind what can ever be in view: so what is held of
         a prompt stays.
         """
-        placed = copy.copy(rows)
-        placed.seq_len = torch.where(rows.active, rows.seq_len, self.reader.cache.capacity + self.unfed - 1)
-        draft, mesh = super().propose(placed, gamma), self.listeners.mesh
+        behind_all = self.reader.cache.capacity + self.unfed - 1
+        placed = rows.ending_at(torch.where(rows.active, rows.seq_len, behind_all))
+        draft, mesh = super().propose(placed, plan), self.listeners.mesh
         if mesh is None or self.reader.group.size == self.listeners.size:
             return draft
         return replace(draft, tokens=broadcast(draft.tokens, mesh))  # by the first one's q they are judged, see Rows
 
-    def device_before_draft(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
         """Let the view slide to the end of what is in the cache."""
-        self.view.device_before_draft(self._as_fed(rows))
+        super().device_before_draft(self._fed(rows), self._planned(plan))
 
-    def _as_fed(self, rows: Rows) -> Rows:
+    def _fed(self, rows: Rows) -> Rows:
         """The rows as far as they are surely in the cache."""
-        n_behind, fed = self.unfed - 1, copy.copy(rows)
-        fed.seq_len = (rows.seq_len - n_behind).clamp(min=0)
-        fed.lengths = {slot: max(0, length - n_behind) for slot, length in rows.lengths.items()}
-        return fed
+        return rows.ending_at((rows.seq_len - (self.unfed - 1)).clamp(min=0))
 
-    def first(self, rows: Rows) -> Tensor:
+    def _planned(self, plan: RoundPlan) -> RoundPlan:
+        """The plan for these."""
+        lengths, drafted_at = (
+            {slot: max(0, length - (self.unfed - 1)) for slot, length in of.items()}
+            for of in (plan.lengths, plan.drafted_at)
+        )
+        return replace(plan, lengths=lengths, drafted_at=drafted_at)
+
+    def first(self, rows: Rows, plan: RoundPlan) -> Tensor:
         """Feed the last tokens of the text, the pending one at the end -> logits [B, V] after it.
 
         A text shorter than that has its first token fed several times, to the same place.
         """
         behind = torch.arange(1 - self.unfed, 1, device=rows.seq_len.device)  # [T]
         pos = (rows.seq_len[:, None] + behind).clamp(min=0)  # [B, T]
-        return self.feed(rows.history.gather(1, pos), pos, rows.n_keys, self._start)
+        return self.feed(rows.history.gather(1, pos), pos, plan.n_keys, self._start)
 
     def host_free(self, slot: int) -> None:
         """Forget the slot; of the prompt it holds what the first round fed nothing of."""

@@ -6,7 +6,7 @@ import torch
 
 from ..config import DraftConfig
 from ..reader import Reader
-from ..rows import Rows
+from ..rows import RoundPlan, Rows
 from .sparse import SlotView
 
 
@@ -30,7 +30,7 @@ class StreamingView(SlotView):
         super().__init__(reader, n_listed=n_sink, tail=budget - n_sink, room=room, first_tail=n_sink)
         self.slots.copy_(torch.arange(n_sink, device=reader.device).expand_as(self.slots))
 
-    def device_before_draft(self, rows: Rows) -> None:
+    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
         """Let the window end with the committed tokens, forwards or, after tokens that were only drafted, backwards."""
         self.tail_start.copy_((rows.seq_len - self.tail).clamp(min=self.first_tail))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import gpt_fast_sd.engine
+import gpt_fast_sd.loading
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.by_layer import _alike
 from gpt_fast_sd.compiling import CompiledStep, span, varying
@@ -22,7 +22,7 @@ from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import Reader, draft_step
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantize import quantize
-from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.target import decode_step
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 SLOTS, CAPACITY = 2, 600
@@ -114,7 +114,7 @@ def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_an
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
-    monkeypatch.setattr(gpt_fast_sd.engine, "can_compile", lambda device: True)
+    monkeypatch.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
     monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
     config = EngineConfig(batch_size=2, max_seq_len=300, device="cpu", dtype="fp32")
     found = []
@@ -209,7 +209,7 @@ def test_what_compiles_is_told_step_by_step() -> None:
 def test_an_engine_that_is_gone_leaves_no_weights_and_no_cache_behind(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpt_fast_sd.engine, "can_compile", lambda device: True)
+    monkeypatch.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32")
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))

@@ -409,7 +409,7 @@ def test_an_engine_is_not_called_while_another_device_is_current(monkeypatch: py
     current = gpu(monkeypatch, n=2)
     config = EngineConfig(batch_size=1, max_seq_len=512, compile=False, device="cpu")
     engine = Engine(tiny_model(), None, config, DraftConfig(policy="lookup", gamma=2))
-    monkeypatch.setattr(engine, "device", torch.device("cuda", 1))
+    monkeypatch.setattr(engine._access, "device", torch.device("cuda", 1))
     calls: list[Callable[[], Any]] = [
         lambda: engine.generate([[1, 2]]), lambda: list(engine.stream([[1, 2]])), lambda: engine.logits([1, 2]),
         lambda: engine.redraft(DraftConfig()),
@@ -417,7 +417,7 @@ def test_an_engine_is_not_called_while_another_device_is_current(monkeypatch: py
     for call in calls:
         with pytest.raises(ValueError, match="the current device is cuda:0"):
             call()
-    monkeypatch.setattr(engine, "device", CPU)
+    monkeypatch.setattr(engine._access, "device", CPU)
     assert len(engine.generate([[1, 2]])) == 1 and current == [0]
 
 

@@ -28,7 +28,7 @@ from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
 from gpt_fast_sd.model import SPLIT, save_hugging_face
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.tp import Parallel
 from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -321,10 +321,11 @@ def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None
     assert [b - a for a, b in itertools.pairwise(counts)] == [0, 1, 0, 1]
 
 
-# what a round reads of Rounds and Rows on the host, and who answers for it
-IN_THE_KEY = {"replay", "sampled", "filtered", "n_keys", "width"}
-CLEARED = {"policy", "draft", "page", "capture", "gamma_varies"}
+# what a round reads of Rounds, Rows and its plan on the host, and who answers for it
+IN_THE_KEY = {"replay", "kind", "gamma", "n_keys", "width"}
+CLEARED = {"policy", "draft", "page", "capture"}
 FOR_GOOD = {"target", "rows", "decode", "verify", "judge", "vocab_size", "vocabulary", "table", "captured", "kernel"}
+UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_rows
 BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
 
 
@@ -335,19 +336,29 @@ def test_whatever_a_captured_round_reads_on_the_host_is_accounted_for(
 ) -> None:
     one, read = engine(policy), set[str]()
     one.warm_up()
-    for kind in (Rounds, Rows):
+    capturing, capture = list[bool](), GraphPool.__call__
+
+    def noted(pool: GraphPool, part: Callable[[], Any]) -> Callable[[], Any]:
+        capturing.append(True)
+        try:
+            return capture(pool, part)
+        finally:
+            capturing.pop()
+
+    monkeypatch.setattr(GraphPool, "__call__", noted)
+    for kind in (Rounds, Rows, RoundPlan):
 
         def noting(self: Any, name: str) -> Any:
             value = object.__getattribute__(self, name)
             held_on_the_host = not isinstance(value, torch.Tensor) and not hasattr(value, "__self__")
-            if object.__getattribute__(one.rows, "captured") and held_on_the_host and not name.startswith("__"):
+            if capturing and held_on_the_host and not name.startswith("__"):
                 read.add(name)
             return value
 
         monkeypatch.setattr(kind, "__getattribute__", noting, raising=False)
     one.generate(PROMPTS, SAMPLED)
     monkeypatch.undo()
-    assert {"policy", "n_keys", "sampled"} <= read <= IN_THE_KEY | CLEARED | FOR_GOOD | BOOKS
+    assert {"policy", "n_keys", "kind"} <= read <= IN_THE_KEY | CLEARED | FOR_GOOD | UNKNOWN | BOOKS
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
@@ -536,7 +547,7 @@ def test_an_engine_works_after_a_step_failed(
         failing_once(failing, *STEPS[step](one)[:2], error, STEPS[step](one)[2])
         with pytest.raises(type(error)) as told:
             tokens(one, SAMPLED)
-    assert told.value is error and not one._running and not one.rows.active.any()
+    assert told.value is error and not one._access.running and not one.rows.active.any()
     assert tokens(one) == expected
     assert one.generate(PROMPTS[2:3], GREEDY)[0].tokens == expected[2]
 
@@ -551,7 +562,7 @@ def test_a_warm_up_that_failed_is_made_again(
         failing_once(failing, one.rounds, "feed", error, 9)  # while steps are timed over prompts that slots hold
         with pytest.raises(type(error)):
             tokens(one)
-    assert not one._running and not one.rows.active.any()
+    assert not one._access.running and not one.rows.active.any()
     assert tokens(one) == expected
 
 
@@ -588,7 +599,7 @@ def test_an_engine_whose_device_failed_says_so_and_why(at: str, cuda: Cuda) -> N
     cuda.fail(at, device_error(), dead=True)
     with pytest.raises(torch.AcceleratorError):
         tokens(one, SAMPLED)
-    assert not one._running and cuda.current.cuda_stream == 0
+    assert not one._access.running and cuda.current.cuda_stream == 0
     for call in (lambda: tokens(one), lambda: one.stream(PROMPTS), lambda: one.redraft(DraftConfig(policy="off"))):
         with pytest.raises(RuntimeError, match=BROKEN):
             call()

@@ -23,7 +23,8 @@ from gpt_fast_sd.memory import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_S
 from gpt_fast_sd.model import PRESETS, SPLIT
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import judge_step
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.tp import Parallel
 from scripts import batch
 from tests.gpuless.live import LiveBytes
@@ -125,18 +126,18 @@ def test_drawing_and_judging_hold_no_more_than_the_plan_says(
     of: str, params: SamplingParams, gamma: int, with_q: bool
 ) -> None:
     n_slots, vocab = 3, 20_000
-    rows = Rows(torch.zeros(n_slots, dtype=torch.int64), 2 * SPLIT, vocab, ())
+    rows = Rows.idle(torch.zeros(n_slots, dtype=torch.int64), 2 * SPLIT, vocab, ())
     for slot in range(n_slots):
         rows.put(slot, [1, 2, 3], params, seed=slot)
-    rows.look(dict.fromkeys(range(n_slots), 2), [params] * n_slots)
+    kind = Kind.of([params])
     with torch.inference_mode():
         logits = torch.randn(n_slots, gamma + 1, vocab)
         q = torch.rand(n_slots, gamma, vocab).softmax(-1) if with_q and gamma and params.temperature else None
         draft = Draft(torch.zeros(n_slots, gamma, dtype=torch.int64), q, torch.full((n_slots,), gamma))
         with LiveBytes(of) as judging:
-            judge_step(rows, logits, draft, None)
+            judge_step(rows, kind, logits, draft, None)
         with LiveBytes(of) as choosing:
-            rows.choose(logits[:, 0], rows.seq_len + 3, 1)
+            rows.choose(logits[:, 0], rows.seq_len + 3, kind, 1)
     row, wide = logits[:, 0].nbytes, FILTERING_BY_SORT if of == "cpu" else FILTERING
     planned = max(wide * (gamma + 1), 2 * gamma + DRAWING if gamma else DRAWING_ALONE)
     assert judging.peak <= planned * row + SMALL
@@ -162,14 +163,14 @@ def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, 
         peaks.append(live.peak)
         for slot in range(3):
             rows.put(slot, random_ids(length, seed=slot, vocab_size=vocab), FILTERED, seed=slot)
-        rows.look(dict.fromkeys(range(3), length - 1), [FILTERED] * 3)
+        plan = RoundPlan.of(dict.fromkeys(range(3), length - 1), [FILTERED], gamma=draft.max_gamma)
         with LiveBytes(of) as live:
             if engine.policy:
-                engine.policy.host_before_round(rows)
-                assert engine.rounds.refresh() == (policy == "snapkv") * (1 if of == "cuda" else 3)
+                engine.policy.host_before_round(rows, plan)
+                assert engine.rounds.refresh(plan) == (policy == "snapkv") * (1 if of == "cuda" else 3)
         peaks.append(live.peak)
         with LiveBytes(of) as live:
-            engine.rounds.device_round(draft.max_gamma)
+            engine.rounds.device_round(plan)
         peaks.append(live.peak)
     return max(peaks), MemoryPlan.of(config, draft, engine.model.config, None, torch.float32).workspace
 
@@ -204,9 +205,9 @@ def test_observing_windows_holds_what_the_plan_says(
     with torch.inference_mode():
         for slot in range(batch_size):
             rows.put(slot, random_ids(5_800, seed=slot, vocab_size=64), GREEDY, seed=slot)
-        rows.look(dict.fromkeys(range(batch_size), 5_799), [GREEDY] * batch_size)
+        plan = RoundPlan.of(dict.fromkeys(range(batch_size), 5_799), gamma=1)
         with LiveBytes("cuda") as live:
-            assert engine.rounds.refresh() == -(-batch_size // WAYS["cpu"].windows)
+            assert engine.rounds.refresh(plan) == -(-batch_size // WAYS["cpu"].windows)
     assert 0.4 * planned <= live.peak <= planned + SMALL
 
 
@@ -361,7 +362,7 @@ def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatc
     if not packing.pack_linears(model):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     planned = [
-        engine_module.plan_for(
+        loading.plan_for(
             replace(config, compile=compiles), DraftConfig(), big, None, torch.bfloat16, Parallel(CPU), CPU
         )
         for compiles in (True, False)

@@ -16,7 +16,7 @@ from gpt_fast_sd.memory import MemoryPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
 from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.tp import Group
 from scripts import frontier, generate
 from tests.drafts import POLICIES, VIEWS
@@ -40,8 +40,8 @@ class Toy(DraftPolicy):
     ) -> DraftPolicy:
         return cls()
 
-    def propose(self, rows: Rows, gamma: int) -> Draft:
-        return Draft(rows.pending[:, None].repeat(1, gamma), None, torch.full_like(rows.pending, gamma))
+    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
+        return Draft(rows.pending[:, None].repeat(1, plan.gamma), None, torch.full_like(rows.pending, plan.gamma))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.replay import PROFILES, ROW_STD, Profile, Replay, replay_table
 from gpt_fast_sd.roofline import omega
 from gpt_fast_sd.round import judge_step
+from gpt_fast_sd.sampling import GREEDY
 from tests.helpers import random_ids, tiny_model
 
 CPU = torch.device("cpu")
@@ -132,6 +133,6 @@ def test_judging_with_a_replay_compiles_once_whichever_table_it_has() -> None:
             replay = Replay(replay_table(PROFILES["snapkv"], 4, 2, 3, seed, CPU))
             for row in range(3):
                 draft = Draft(torch.randint(200, (2, 3)), None, torch.full((2,), 3))
-                result = step(engine.rows, torch.randn(2, 4, 258), draft, replay)  # [B, 2 * gamma + 5]
+                result = step(engine.rows, GREEDY, torch.randn(2, 4, 258), draft, replay)  # [B, 2 * gamma + 5]
                 assert result[:, 2].tolist() == replay.table[row].tolist()
     assert len(graphs) == 1

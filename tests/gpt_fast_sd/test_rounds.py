@@ -17,6 +17,7 @@ import torch
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.inflight import Flight
 from gpt_fast_sd.replay import Replay
+from gpt_fast_sd.rows import RoundPlan
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpuless.recorder import HostRead, capture
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
@@ -100,11 +101,11 @@ def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_unde
 
     monkeypatch.setattr(one.planner, "choose", choose)
     one.warm_up()
-    launched, launch, before = list[tuple[int, int]](), one.rounds.launch, one.rows.round
+    launched, launch, before = list[tuple[int, int]](), one.rounds.launch, one.schedule.n_rounds
 
-    def noted(gamma: int, *args: Any, **kwargs: Any) -> Flight:
-        launched.append((gamma, len(one.schedule.flights)))
-        return launch(gamma, *args, **kwargs)
+    def noted(plan: RoundPlan, *args: Any, **kwargs: Any) -> Flight:
+        launched.append((plan.gamma, len(one.schedule.flights)))
+        return launch(plan, *args, **kwargs)
 
     monkeypatch.setattr(one.rounds, "launch", noted)
     one.generate(PROMPTS[:3], SamplingParams(max_tokens=60, ignore_eos=True))
@@ -113,7 +114,7 @@ def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_unde
     assert {ahead for gamma, ahead in launched if gamma in (3, 4)} == {0}  # they make up for rounds that did not
     assert [gamma for gamma, _ in launched] == chosen[: len(launched)]
     assert len(chosen) <= len(launched) + 1  # a round that was put off until nobody was left
-    assert one.rows.round - before == len(launched)
+    assert one.schedule.n_rounds - before == len(launched)
 
 
 def test_a_gamma_that_was_chosen_for_a_round_that_never_began_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +197,8 @@ def test_a_policy_that_reads_on_the_host_cannot_be_captured() -> None:
     one = captured("streaming")
     begin = one.policy.device_before_draft  # type: ignore[union-attr]
 
-    def peeking(rows: Any) -> None:
-        begin(rows)
+    def peeking(rows: Any, plan: Any) -> None:
+        begin(rows, plan)
         if int(rows.seq_len.max()) > 10**9:
             raise AssertionError
 

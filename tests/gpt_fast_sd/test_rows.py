@@ -5,6 +5,8 @@ Shapes: B slots, gamma drafts a row, S places of history a slot.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,9 @@ from gpt_fast_sd.judging import Verdict
 from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.sampling import Kind
+from tests.gpt_fast_sd.policies.drafting import plans_of
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 VOCAB = 7
@@ -29,7 +33,7 @@ def cases(draw: st.DrawFn) -> tuple[Rows, torch.Tensor, torch.Tensor, Verdict]:
     """Rows in the middle of their texts, drafts and any verdict on them."""
     n_rows, gamma = draw(st.integers(1, 4)), draw(st.integers(0, 5))
     eos_ids = draw(st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True))
-    rows = Rows(torch.zeros(n_rows, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
+    rows = Rows.idle(torch.zeros(n_rows, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
 
     def whole(low: int, high: int) -> int:
         return draw(st.integers(low, high))
@@ -103,7 +107,7 @@ def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(
 
 def rows_of(n: int, *, eos_ids: tuple[int, ...] = (), max_tokens: int = 10, ignore_eos: bool = False) -> Rows:
     """n slots that were given the prompt 1, 2, 3 of which 3 is pending."""
-    rows = Rows(torch.zeros(n, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
+    rows = Rows.idle(torch.zeros(n, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
     for slot in range(n):
         rows.put(slot, [1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=slot)
     return rows
@@ -167,7 +171,6 @@ def test_a_vacant_slot_is_put_to_use_again_with_nothing_left_of_its_last_text() 
 
 
 def test_what_a_round_needs_from_the_host_is_taken_from_the_live_requests_alone() -> None:
-    rows = rows_of(3)
     plain, sampled = SamplingParams(), SamplingParams(temperature=0.5)
     for params, wanted in [
         ([plain], (False, False)),
@@ -175,18 +178,36 @@ def test_what_a_round_needs_from_the_host_is_taken_from_the_live_requests_alone(
         ([plain, SamplingParams(temperature=0.5, top_k=3)], (True, True)),
         ([SamplingParams(top_k=3)], (False, False)),  # a greedy row needs no filter
     ]:
-        rows.look({0: 4, 2: 9}, params)
-        assert (rows.sampled, rows.filtered) == wanted
-    assert rows.n_keys == 10 and rows.lengths == {0: 4, 2: 9} and rows.round == 4
+        plan = RoundPlan.of({0: 4, 2: 9}, params)
+        assert plan.kind == wanted and plan.n_keys == 10 and plan.lengths == {0: 4, 2: 9}
 
 
 def test_idle_slots_have_no_keys_in_use() -> None:
     """Two of four slots are live: times are planned by what is read, which falls as rows end."""
-    rows = Rows(torch.zeros(4, dtype=torch.int64), HISTORY, VOCAB, [])
-    rows.look({0: 19, 2: 9}, [SamplingParams()] * 2)
-    assert (rows.n_keys, rows.mean_keys) == (20, 7)
-    rows.look({2: 9}, [SamplingParams()], ahead=2)
-    assert (rows.n_keys, rows.mean_keys) == (12, 3)
+    plan = RoundPlan.of({0: 19, 2: 9})
+    assert (plan.n_keys, plan.mean_keys(4)) == (20, 7)
+    plan = RoundPlan.of({2: 9}, ahead=2)
+    assert (plan.n_keys, plan.mean_keys(4)) == (12, 3)
+
+
+def test_a_plan_to_capture_knows_nothing_of_the_rows_that_are_live() -> None:
+    params = [SamplingParams(temperature=0.5, top_k=3)]
+    plan = RoundPlan.of(
+        {0: 19, 2: 9}, params, gamma=3, ahead=2, number=7, follows_a_draft=False, drafted_at={0: 5, 2: 9}
+    )
+    assert plan.to_capture(509) == RoundPlan(gamma=3, n_keys=509, kind=Kind(True, True), captured=True)
+    assert not plan.any_within(8) and plan.to_capture(509).any_within(8)
+
+
+@pytest.mark.parametrize("field", ["seq_len", "pending", "active"])
+def test_no_tensor_of_rows_takes_the_place_of_another(field: str) -> None:
+    """Captured rounds know where they are."""
+    rows = rows_of(2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(rows, field, torch.zeros(2))
+    other = rows.ending_at(rows.seq_len + 1, rows.pending + 1)
+    assert rows.seq_len.tolist() == [2, 2] and other.seq_len.tolist() == [3, 3] and other.pending.tolist() == [4, 4]
+    assert other.history is rows.history and other.table is rows.table
 
 
 @pytest.mark.parametrize("compiled", [None, False, True, {}])
@@ -198,12 +219,11 @@ def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
     """Else a step reads the view of the longest row for every row, however few keys the others have."""
     model = tiny_model(tiny_config(n_layers=1, head_dim=head_dim))
     cache = KVCache(model.config, 4, 128, dtype=dtype, device=torch.device("cpu"))
-    rows = Rows(cache.seq_len, HISTORY, VOCAB, [])
+    rows = Rows.idle(cache.seq_len, HISTORY, VOCAB, [])
     rounds = Rounds(Reader(model, cache, compiled), rows, None, DraftConfig())
-    rows.look({0: 19, 2: 9}, [SamplingParams()] * 2)
     keys = cache.k[0]
     ours = compiled in (True, {}) and cpu_attention_fits(keys, keys)
-    assert rounds.keys_read == (7 if ours else 20)
+    assert rounds.keys_read(RoundPlan.of({0: 19, 2: 9})) == (7 if ours else 20)
     assert not ours or (head_dim, dtype) == (64, torch.bfloat16)
 
 
@@ -211,16 +231,16 @@ def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
 def test_the_planner_chooses_by_what_it_is_taught_by(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(batch_size=3, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", gamma="auto"))
-    monkeypatch.setattr("gpt_fast_sd.round.reads_own_keys", lambda target: ours)
-    asked, taught, most = list[int](), list[int](), list[tuple[int, int]]()
+    monkeypatch.setattr("gpt_fast_sd.target.reads_own_keys", lambda target: ours)
+    asked, taught, plans = list[int](), list[int](), plans_of(one, monkeypatch)
 
     def choose(n_keys: int) -> int:
         asked.append(n_keys)
-        most.append((one.rows.n_keys, one.rows.mean_keys))
         return 1
 
     monkeypatch.setattr(one.planner, "calibrate", lambda *args: None)
     monkeypatch.setattr(one.planner, "choose", choose)
     monkeypatch.setattr(one.planner, "record", lambda gamma, n_keys, *args: taught.append(n_keys))
     one.generate([random_ids(200, seed=0), random_ids(7, seed=1)], SamplingParams(max_tokens=9))
+    most = [(plan.n_keys, plan.mean_keys(3)) for plan in plans]
     assert asked == taught == [keys[ours] for keys in most] and len(asked) > 3

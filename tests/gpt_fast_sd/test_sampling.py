@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, sampling
-from gpt_fast_sd.sampling import draw, filters_anything, probabilities, uniform
+from gpt_fast_sd.sampling import Kind, draw, probabilities, uniform
 from tests.helpers import chi_square, table_of, tiny_model
 
 N_DRAWS = 50_000
@@ -199,7 +199,7 @@ def test_a_row_without_a_distribution_is_nan_and_alone_in_it() -> None:
     ],
 )
 def test_filters_are_run_where_a_sampled_row_filters(params: dict[str, float], filters: bool) -> None:
-    assert filters_anything([SamplingParams(), SamplingParams(**params)]) is filters
+    assert Kind.of([SamplingParams(), SamplingParams(**params)]).filtered is filters
 
 
 def test_16_bit_logits_and_forbidden_tokens_are_taken() -> None:
@@ -452,6 +452,6 @@ def test_what_runs_eagerly_samples_without_a_build(monkeypatch: pytest.MonkeyPat
     config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1))
-    one.rows.kernel = True
+    object.__setattr__(one.rows, "kernel", True)
     with pytest.raises(AssertionError, match="asked for"):
         one.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1))

@@ -332,7 +332,7 @@ def test_a_prompt_that_cannot_run_ends_the_stream_where_it_is_reached() -> None:
         list(one.stream(iter([[1], 5]), params))
     with pytest.raises(ValueError, match="together 804, over max_seq_len 800"):
         list(one.stream(iter([(random_ids(800), params)])))
-    assert not any(one.schedule.slots) and not one._running
+    assert not any(one.schedule.slots) and not one._access.running
     assert len(one.generate([[1]], params)[0].tokens) == 4
 
 
@@ -345,7 +345,7 @@ def test_an_error_of_whoever_gives_the_prompts_comes_through() -> None:
 
     with pytest.raises(OSError, match=r"prompts\.txt"):
         list(one.stream(prompts(), params))
-    assert not any(one.schedule.slots) and not one._running
+    assert not any(one.schedule.slots) and not one._access.running
 
 
 def test_a_prompt_may_bring_its_own_parameters() -> None:

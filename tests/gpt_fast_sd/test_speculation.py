@@ -27,7 +27,7 @@ from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.requests import Completion, TokenEvent
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
 from tests.drafts import POLICIES, draft_of
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
@@ -61,19 +61,20 @@ class Script(DraftPolicy):
         self.right, self.count, self.calls = right, count, list[str]()
         self.proposers: tuple[str, ...] = ("script", "other") if turns else ("script",)
 
-    def host_must_wait(self, rows: Rows) -> bool:
+    def host_must_wait(self, plan: RoundPlan) -> bool:
         return False
 
-    def host_before_round(self, rows: Rows) -> None:
+    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
         self.calls.append("renew")
 
-    def host_refreshes(self, rows: Rows) -> list[int]:
+    def host_refreshes(self, plan: RoundPlan) -> list[int]:
         return [7]
 
     def device_refresh(self, rows: Rows, n_keys: int) -> None:
         self.calls.append(f"refresh {n_keys}")
 
-    def propose(self, rows: Rows, gamma: int) -> Draft:
+    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
+        gamma = plan.gamma
         self.calls.append(f"propose {gamma}")
         n, i = len(rows.pending), torch.arange(gamma)
         right, count = (self._of(x, n) for x in (self.right, self.count or [gamma]))
@@ -93,7 +94,7 @@ class Script(DraftPolicy):
     def host_free(self, slot: int) -> None:
         self.calls.append(f"vacate {slot}")
 
-    def kv_bytes(self, rows: Rows, gamma: int) -> int:
+    def kv_bytes(self, plan: RoundPlan) -> int:
         return 0
 
     def positions_read(self, pos: Tensor) -> Tensor:

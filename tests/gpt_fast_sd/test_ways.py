@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
-import gpt_fast_sd.engine
+import gpt_fast_sd.loading
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import CompiledStep
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft
+from gpt_fast_sd.sampling import Kind
 from tests.drafts import POLICIES, draft_of
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -37,7 +38,7 @@ def as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
         patched.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph.forward)
-        patched.setattr(gpt_fast_sd.engine, "can_compile", lambda device: True)
+        patched.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
         yield
 
 
@@ -121,13 +122,13 @@ def test_judging_is_one_graph_whatever_is_drafted(
     config = EngineConfig(batch_size=3, max_seq_len=400, device="cpu", dtype="fp32")
     one = Engine(model, None, config, DraftConfig(policy="streaming", budget=24))
     rows, rounds = one.rows, one.rounds
-    rows.sampled, rows.filtered = sampled, filtered
+    kind = Kind(sampled, filtered)
     with torch.inference_mode():
         for gamma in (8, 6, 4, 3, 2, 16):
             for slot, params in enumerate((GREEDY, SAMPLED if sampled else GREEDY, FILTERED if filtered else GREEDY)):
                 rows.put(slot, [1, 2, 3], params, slot)
             for drawn, by_two in ((False, False), (sampled, True)):
-                rounds.judged(torch.randn(3, gamma + 1, 258), a_draft(gamma, drawn=drawn, by_two=by_two))
+                rounds.judged(torch.randn(3, gamma + 1, 258), a_draft(gamma, drawn=drawn, by_two=by_two), kind)
     assert rounds.judge.graphs == 2
 
 

@@ -24,6 +24,7 @@ import gpu_suite
 import gpu_timings
 from gpt_fast_sd import Engine, kernels
 from gpt_fast_sd.attending import DenseKV, MassKV
+from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.judging import Verdict
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies.sparse import SparseKV, positions_of
@@ -575,7 +576,7 @@ def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: pytest
     monkeypatch.setattr(gpu_bench, "SMALL", replace(gpu_bench.SMALL, n_heads=16, n_kv_heads=2))
     bench = a_bench("streaming", {"streaming": 2})
     bench.replay("streaming")
-    assert max(bench.engine.planner.tiers) == 7 and bench.engine.planner.tiers == bench.engine._tiers
+    assert max(bench.engine.planner.tiers) == 7 and bench.engine.planner.tiers == gamma_tiers(bench.config.group_size)
 
 
 def test_gamma_is_the_cost_models_and_its_forecasts_pass_the_targets() -> None:
@@ -680,8 +681,8 @@ def test_the_smoke_stage_finds_rows_that_are_short_and_text_that_drafting_change
         gpu_smoke.drawn(made.engine, made.prompts, made.params, 9)
     right = Rows.judge
 
-    def all_kept(self: Rows, logits: Tensor, pos: Tensor, drafted: Tensor, *args: Any, **kwargs: Any) -> Any:
-        verdict, p = right(self, logits, pos, drafted, *args, **kwargs)
+    def all_kept(self: Rows, *args: Any, **kwargs: Any) -> Any:
+        (verdict, p), drafted = right(self, *args, **kwargs), args[3]
         return (Verdict(verdict.n_accepted, torch.full_like(verdict.next_token, 7)) if drafted.shape[1] else verdict), p
 
     monkeypatch.setattr(Rows, "judge", all_kept)

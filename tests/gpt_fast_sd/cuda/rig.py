@@ -47,4 +47,4 @@ def fake_rig(head_dim: int = 64) -> Rig:
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.bfloat16(), requires_grad=False))
     cache = KVCache(config, SLOTS, CAPACITY, dtype=torch.bfloat16, device=CUDA)
-    return Rig(model, cache, Rows(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS))
+    return Rig(model, cache, Rows.idle(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS))

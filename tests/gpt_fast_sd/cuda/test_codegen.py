@@ -16,7 +16,9 @@ from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.snapkv import WINDOW, observe_step
 from gpt_fast_sd.prefill import CHUNK, prefill_step
-from gpt_fast_sd.round import decode_step, judge_step
+from gpt_fast_sd.round import judge_step
+from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.target import decode_step
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
 
@@ -112,12 +114,12 @@ def test_one_graph_serves_verifications_of_several_widths() -> None:
 def test_judging_is_one_graph_of_few_launches(sampled: bool, filtered: bool, launches: int) -> None:
     with fake_cuda_tensors(), torch.inference_mode():
         rows, tokens = (rig := fake_rig()).rows, rig.tokens(5)
-        rows.sampled, rows.filtered = sampled, filtered
         logits = torch.zeros(SLOTS, 6, rows.vocab_size, device=tokens.device)
         q = logits[:, 1:].softmax(-1) if sampled else None
         varying(logits, min=3)
         varying(*(x for x in (tokens, q) if x is not None), max=MAX_GAMMA)
-        step = cuda_code(judge_step, rows, logits, Draft(tokens, q, rows.remaining.clone()), None)
+        draft = Draft(tokens, q, rows.remaining.clone())
+        step = cuda_code(judge_step, rows, Kind(sampled, filtered), logits, draft, None)
     assert step.launches <= launches, step
     assert step.ours == ["likeliest"] * filtered and step.others == step.products == []
     assert step.graphs == 1 and step.no_cudagraph is None
@@ -126,10 +128,9 @@ def test_judging_is_one_graph_of_few_launches(sampled: bool, filtered: bool, lau
 def test_filtering_rows_of_any_number_of_positions_is_one_graph_without_a_sort() -> None:
     with fake_cuda_tensors(), torch.inference_mode():
         rows = fake_rig().rows
-        rows.sampled = rows.filtered = True
         logits = torch.zeros(SLOTS, 6, rows.vocab_size, device=rows.pending.device)
         torch._dynamo.mark_dynamic(logits, 1, min=2, max=9)
-        step = cuda_code(lambda rows, logits: rows.probabilities(logits), rows, logits)
+        step = cuda_code(lambda rows, logits: rows.probabilities(logits, Kind(True, True)), rows, logits)
     assert step.ours == ["likeliest"] and step.others == step.products == []
     assert step.launches <= 8, step
     assert step.graphs == 1 and step.no_cudagraph is None

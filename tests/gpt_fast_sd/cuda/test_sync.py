@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
 from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.replay import Replay
-from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.rows import RoundPlan
+from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.target import decode_step
 from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
@@ -26,6 +29,7 @@ from tests.gpuless.recorder import waits
 pytestmark = needs_fake_cuda
 
 GAMMA = 5
+TO_CAPTURE = RoundPlan(gamma=GAMMA, n_keys=CAPACITY - GAMMA, captured=True)
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     view, cache, token = rig.view(name), rig.cache, rig.tokens(1)
     make, args = view.kv()
     assert waits(lambda: view.device_refresh(rig.rows, CAPACITY)) == []
-    assert waits(lambda: view.device_before_draft(rig.rows)) == []
+    assert waits(lambda: view.device_before_draft(rig.rows, TO_CAPTURE)) == []
     in_view = span(cache, CAPACITY)
     assert waits(lambda: draft_step(rig.model, token, token.clone(), cache.k, cache.v, in_view, make, args)) == []
     mass = torch.zeros(*cache_shape(rig), CAPACITY // 64, device=cache.seq_len.device)
@@ -68,13 +72,12 @@ def cache_shape(rig: Rig) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("sampled", "filtered"), [(False, False), (True, False), (True, True)])
 def test_choosing_and_judging_do_not_wait(rig: Rig, sampled: bool, filtered: bool) -> None:
-    rows = rig.rows
-    rows.sampled, rows.filtered = sampled, filtered
+    rows, kind = rig.rows, Kind(sampled, filtered)
     logits, tokens, q, cap = drafts(rig)
     pos = rig.tokens(GAMMA + 1)
-    assert waits(lambda: rows.choose(logits[:, 0], pos[:, 0], 1)) == []
-    assert waits(lambda: rows.judge(logits, pos, tokens, q if sampled else None, cap, accept=2, own=0)) == []
-    assert waits(lambda: rows.judge(logits, pos, tokens, None, cap, accept=2, own=0)) == []
+    assert waits(lambda: rows.choose(logits[:, 0], pos[:, 0], kind, 1)) == []
+    assert waits(lambda: rows.judge(logits, pos, kind, tokens, q if sampled else None, cap, accept=2, own=0)) == []
+    assert waits(lambda: rows.judge(logits, pos, kind, tokens, None, cap, accept=2, own=0)) == []
 
 
 def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
@@ -94,9 +97,8 @@ def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool
     policy = build_policy(config, target, fake_rig().model if config.draft_model else None)
     rounds = Rounds(target, rig.rows, policy, config)
     rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
-    rig.rows.sampled, rig.rows.filtered = kind
-    with rig.rows.capturing(CAPACITY - GAMMA):
-        assert waits(lambda: rounds.device_round(GAMMA)) == []
+    plan = replace(TO_CAPTURE, kind=Kind(*kind))
+    assert waits(lambda: rounds.device_round(plan)) == []
 
 
 BAD: dict[str, Callable[[Rig, GuidedView], Any]] = {

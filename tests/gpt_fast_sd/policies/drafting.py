@@ -23,6 +23,7 @@ from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.requests import Completion
+from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import probabilities
 from tests.helpers import chi_square, random_ids, table_of, tiny_config, tiny_model, whole_text_logits
 
@@ -34,6 +35,8 @@ EOS_IDS = (31, 70, 79, 149, 186)  # five of the prompts come upon one of these, 
 TOY = tiny_config(vocab_size=5, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
 TOY_PROMPT = random_ids(40, vocab_size=5)
 N_JOINT = 3  # tokens whose joint distribution is tested
+
+Plant = Callable[[Engine, RoundPlan, Draft], Draft]
 
 
 def drafting(
@@ -166,9 +169,7 @@ def exact_joint(model: Transformer, prompt: Sequence[int], params: SamplingParam
 
 
 @torch.inference_mode()
-def first_tokens(
-    one: Engine, gamma: int, params: SamplingParams, repeats: int, plant: Callable[[Engine, Draft], Draft] | None = None
-) -> Tensor:
+def first_tokens(one: Engine, gamma: int, params: SamplingParams, repeats: int, plant: Plant | None = None) -> Tensor:
     """The first N_JOINT tokens that rounds of gamma emit after TOY_PROMPT, of B * repeats seeds: int64 [_, N_JOINT].
 
     The rounds are the engine's own steps; only that all slots begin again, with new seeds, is done here.
@@ -195,19 +196,29 @@ def first_tokens(
         for view, tail in zip(views, tails, strict=True):
             view.tail_start.copy_(tail)
         while int(rows.seq_len.min()) < start + N_JOINT:
-            rows.look(dict(enumerate(rows.seq_len.tolist())), [params])
-            draft = policy.propose(rows, gamma)
-            draft = plant(one, draft) if plant else draft
-            logits, mass = one.rounds.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), rows.n_keys + gamma)
-            one.rounds.judge(rows, logits, draft, None)
+            plan = RoundPlan.of(dict(enumerate(rows.seq_len.tolist())), [params], gamma=gamma)
+            draft = policy.propose(rows, plan)
+            draft = plant(one, plan, draft) if plant else draft
+            logits, mass = one.rounds.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), plan.n_keys + gamma)
+            one.rounds.judge(rows, plan.kind, logits, draft, None)
             policy.device_after_verify(rows, mass)
         emitted.append(rows.history[:, start + 1 : start + 1 + N_JOINT].clone())
     return torch.cat(emitted)
 
 
-def misfit(
-    one: Engine, gamma: int, params: SamplingParams, plant: Callable[[Engine, Draft], Draft] | None = None
-) -> float:
+def plans_of(one: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RoundPlan]:
+    """The plan of each round that is launched from now on."""
+    plans, launch = list[RoundPlan](), one.rounds.launch
+
+    def noted(plan: RoundPlan, *args: Any, **kwargs: Any) -> Any:
+        plans.append(plan)
+        return launch(plan, *args, **kwargs)
+
+    monkeypatch.setattr(one.rounds, "launch", noted)
+    return plans
+
+
+def misfit(one: Engine, gamma: int, params: SamplingParams, plant: Plant | None = None) -> float:
     """How far the emitted tokens are from the target's exact distribution: above 1 is no chance, see chi_square."""
     vocab = one.model.config.vocab_size
     tokens = first_tokens(one, gamma, params, 4096 // one.config.batch_size, plant)
@@ -225,13 +236,13 @@ def toy_engine(policy: str, *, n_layers: int = 1, **draft: Any) -> Engine:
 # Bugs that a test of losslessness must find.
 
 
-def told_the_targets_own(one: Engine, draft: Draft) -> Draft:
+def told_the_targets_own(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
     """q is what the target thinks, not what the tokens were drawn from: nothing is ever rejected."""
-    gamma = draft.tokens.shape[1]
-    logits, _ = one.rounds.feed(torch.cat([one.rows.pending[:, None], draft.tokens], 1), one.rows.n_keys + gamma)
-    return Draft(draft.tokens, one.rows.probabilities(logits)[:, :gamma], draft.count, draft.proposer)
+    fed = torch.cat([one.rows.pending[:, None], draft.tokens], 1)
+    logits, _ = one.rounds.feed(fed, plan.n_keys + plan.gamma)
+    return Draft(draft.tokens, one.rows.probabilities(logits, plan.kind)[:, : plan.gamma], draft.count, draft.proposer)
 
 
-def choosing_what_to_show(one: Engine, draft: Draft) -> Draft:
+def choosing_what_to_show(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
     """A draft is withheld because of what it is."""
     return Draft(draft.tokens, draft.q, draft.count * (draft.tokens[:, 0] % 2), draft.proposer)

@@ -10,6 +10,7 @@ import torch
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import ModelDraft
+from gpt_fast_sd.rows import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     changes_no_greedy_token,
@@ -67,8 +68,7 @@ def test_its_draft_is_what_the_first_layers_would_say_of_the_whole_text() -> Non
     text = one.rows.history[0, : int(one.rows.seq_len[0]) + 1].tolist()
     assert one.policy is not None
     with torch.inference_mode():
-        one.rows.look({0: len(text) - 1}, [SamplingParams()])
-        drafted = one.policy.propose(one.rows, 4).tokens[0].tolist()
+        drafted = one.policy.propose(one.rows, RoundPlan.of({0: len(text) - 1}, gamma=4)).tokens[0].tolist()
     for token in drafted:
         assert token == int(whole_text_logits(short, text)[-1].argmax())
         text.append(token)

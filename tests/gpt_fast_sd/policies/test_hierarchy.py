@@ -12,9 +12,9 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, HierarchyDraft, n_middle_steps
+from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, HierarchyDraft, cheap_plan, n_middle_steps
 from gpt_fast_sd.policies.standalone import StandaloneDraft
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.sampling import ACCEPT_STREAM, CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM, TARGET_STREAM
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
@@ -26,6 +26,7 @@ from tests.gpt_fast_sd.policies.drafting import (
     holds_what_a_prefill_gives,
     misfit,
     nearly,
+    plans_of,
     tokens_of,
     told_the_targets_own,
     toy_engine,
@@ -79,14 +80,15 @@ def test_gamma_auto_counts_what_drafting_costs_by_middle_steps() -> None:
     assert costs[2] == pytest.approx(2 * costs[0]) and costs[0] > 0
 
 
-def test_a_middle_step_has_all_that_it_feeds_in_view_and_hardly_more() -> None:
+def test_a_middle_step_has_all_that_it_feeds_in_view_and_hardly_more(monkeypatch: pytest.MonkeyPatch) -> None:
     one = drafting("hierarchy", view="full", gamma=8, **ALIKE)
     one.warm_up()
+    plans = plans_of(one, monkeypatch)
     policy, spare = middle(one), []
     feed = policy._feed
 
     def noted(tokens: torch.Tensor, pos: torch.Tensor, n_keys: int) -> torch.Tensor:
-        spare.append(n_keys - 1 - int(pos[list(one.rows.lengths)].max()))
+        spare.append(n_keys - 1 - int(pos[list(plans[-1].lengths)].max()))
         return feed(tokens, pos, n_keys)
 
     policy._feed = noted  # type: ignore[method-assign]
@@ -101,8 +103,7 @@ def test_a_view_has_room_for_the_last_token_that_a_middle_step_feeds(view: str) 
     for event in one.stream([random_ids(300)], SamplingParams(max_tokens=40)):
         committed = int(one.cache.seq_len[0])
         with torch.inference_mode():
-            one.rows.look({0: committed}, [SamplingParams()])
-            middle(one).view.device_before_draft(one.rows)
+            middle(one).view.device_before_draft(one.rows, RoundPlan.of({0: committed}))
         for pos in range(committed, committed + gamma + CHEAP_GAMMA + 1):
             assert event.completion or middle(one).positions_read(torch.full((4,), pos))[:, 0, :, pos].all()
 
@@ -119,10 +120,9 @@ def test_filtered_tokens_follow_the_target_exactly() -> None:
     assert misfit(toy("lookup"), 5, SamplingParams(temperature=1.3, top_p=0.8)) < 1
 
 
-def told_the_cheap_ones(one: Engine, draft: Draft) -> Draft:
+def told_the_cheap_ones(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
     """q is what the cheap level drew from: right for no token, as the middle level had its say about each."""
-    policy, rows = middle(one), one.rows
-    drawn = policy.cheap.propose(rows, CHEAP_GAMMA)
+    drawn = middle(one).cheap.propose(one.rows, cheap_plan(plan, 0))
     assert draft.q is not None and drawn.q is not None
     return Draft(draft.tokens, torch.cat([drawn.q, draft.q[:, CHEAP_GAMMA:]], 1), draft.count, draft.proposer)
 
@@ -153,7 +153,8 @@ def scripted(one: Engine, n_right: list[list[int]], text: list[list[int]]) -> No
     calls = iter(n_right)
     start = one.cache.seq_len.clone()
 
-    def propose(rows: Rows, gamma: int) -> Draft:
+    def propose(rows: Rows, plan: RoundPlan) -> Draft:
+        gamma = plan.gamma
         tokens = torch.zeros(len(text), gamma, dtype=torch.int64)
         for row, n in enumerate(next(calls)):
             place = int(rows.seq_len[row] - start[row])  # tokens drafted so far
@@ -177,9 +178,9 @@ def test_each_row_advances_by_what_the_middle_level_kept() -> None:
     for slot, prompt in enumerate(PROMPTS[:4]):
         n = int(one.cache.seq_len[slot]) - len(prompt) + 1
         text[slot] = text[slot][n:]
-    one.rows.look(dict(enumerate(one.cache.seq_len.tolist())), [SamplingParams()] * 4)
+    plan = RoundPlan.of(dict(enumerate(one.cache.seq_len.tolist())), gamma=6)
     scripted(one, [[0, 1, 3, 2], [0, 1, 3, 3], [0, 1, 0, 0]], text)
-    draft = middle(one).propose(one.rows, 6)
+    draft = middle(one).propose(one.rows, plan)
     assert draft.q is None and draft.proposer is not None
     assert draft.count.tolist() == [3, 6, 6, 6]
     assert [draft.tokens[row, :n].tolist() for row, n in enumerate((3, 6, 6, 6))] == [
@@ -229,10 +230,10 @@ def test_a_standalone_cheap_level_may_be_two_tokens_behind() -> None:
     cheap: Any = middle(one).cheap
     propose, calls = cheap.propose, 0
 
-    def right_in_every_fourth_step(rows: Rows, gamma: int) -> Draft:
+    def right_in_every_fourth_step(rows: Rows, plan: RoundPlan) -> Draft:
         nonlocal calls
         calls += 1
-        draft: Draft = propose(rows, gamma)
+        draft: Draft = propose(rows, plan)
         return Draft(draft.tokens if calls % 4 == 0 else (draft.tokens + 1) % 258, draft.q, draft.count)
 
     cheap.propose = right_in_every_fourth_step
@@ -279,13 +280,12 @@ def test_a_guided_middle_level_is_shown_the_mass_of_the_verification() -> None:
 
 def test_bytes_and_positions_are_those_of_the_middle_level_and_of_the_drafts_for_it() -> None:
     lookup = drafting("hierarchy", view="streaming", budget=32, gamma=6)
-    lookup.rows.look({0: 400}, [SamplingParams()])
     policy: Any = middle(lookup)
     one_step = 4 * policy.view.entries_read(401) * lookup.cache.bytes_per_token
-    assert policy.kv_bytes(lookup.rows, 6) == 3 * one_step and policy.kv_bytes(lookup.rows, 1) == one_step
+    six, one = (RoundPlan.of({0: 400}, gamma=gamma) for gamma in (6, 1))
+    assert policy.kv_bytes(six) == 3 * one_step and policy.kv_bytes(one) == one_step
     over = drafting("hierarchy", view="streaming", budget=32, gamma=6, **ALIKE)
-    over.rows.look({0: 400}, [SamplingParams()])
-    assert middle(over).kv_bytes(over.rows, 6) == 3 * one_step * (1 + CHEAP_GAMMA)  # same shape, same view
+    assert middle(over).kv_bytes(six) == 3 * one_step * (1 + CHEAP_GAMMA)  # same shape, same view
     pos = torch.tensor([400, 0, 0, 0])
     assert torch.equal(policy.positions_read(pos), policy.view.positions_read(pos))
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies.lookup import look_up
+from gpt_fast_sd.rows import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     changes_no_greedy_token,
@@ -120,7 +121,7 @@ def test_an_idle_slot_may_hold_more_text_than_is_in_view() -> None:
 def test_it_reads_no_keys() -> None:
     one = drafting("lookup", gamma=4)
     assert one.policy is not None
-    assert one.policy.kv_bytes(one.rows, 4) == 0
+    assert one.policy.kv_bytes(RoundPlan.of({0: 9}, gamma=4)) == 0
     read = one.policy.positions_read(one.cache.seq_len)
     assert read.shape == (2, 4, 2, one.cache.k[0].shape[2]) and not read.any()
     one.generate(PROMPTS[:4], SamplingParams(max_tokens=5))

@@ -13,7 +13,7 @@ from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.requests import Request
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     TOY,
@@ -101,11 +101,11 @@ def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
     drafting_now_and_then(one, pattern)
     propose, rounds = policy.propose, 0
 
-    def checked(rows: Rows, gamma: int) -> Draft:
+    def checked(rows: Rows, plan: RoundPlan) -> Draft:
         nonlocal rounds
         rounds += 1
-        draft = propose(rows, gamma)
-        assert_holds(policy, rows, {slot: length + 1 for slot, length in rows.lengths.items()})
+        draft = propose(rows, plan)
+        assert_holds(policy, rows, {slot: length + 1 for slot, length in plan.lengths.items()})
         return draft
 
     policy.propose = checked  # type: ignore[method-assign]
@@ -122,10 +122,10 @@ def test_a_view_is_shown_no_token_that_is_not_in_the_cache(pattern: list[int]) -
     drafting_now_and_then(one, pattern)
     shown: list[int] = []
 
-    def begin(rows: Rows) -> None:
-        assert all(int(rows.seq_len[slot]) == length for slot, length in rows.lengths.items())
-        assert_holds(policy, rows, rows.lengths)
-        shown.extend(rows.lengths.values())
+    def begin(rows: Rows, plan: RoundPlan) -> None:
+        assert all(int(rows.seq_len[slot]) == length for slot, length in plan.lengths.items())
+        assert_holds(policy, rows, plan.lengths)
+        shown.extend(plan.lengths.values())
 
     policy.view.device_before_draft = begin  # type: ignore[method-assign]
     one.generate(PROMPTS[:5], SamplingParams(max_tokens=20))

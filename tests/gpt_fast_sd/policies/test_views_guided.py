@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, attend_with_mass
-from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.target import decode_step
 from tests.gpt_fast_sd.policies.views_rig import Rig
 
 GROUPS = [1, 2, 4, 5, 7, 8]
@@ -58,7 +58,6 @@ def test_verification_notes_the_mass_of_every_layer_and_gives_the_same_logits() 
 
 def select(rig: Rig, mass: Tensor) -> None:
     """Let the view select from this mass, in the lengths as they are."""
-    rig.rows.look(rig.lengths, [])
     rig.view.device_after_verify(rig.rows, mass)
 
 

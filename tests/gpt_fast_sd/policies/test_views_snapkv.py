@@ -24,7 +24,7 @@ from gpt_fast_sd.policies import snapkv
 from gpt_fast_sd.policies.snapkv import WINDOW, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpuless.recorder import capture
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -76,15 +76,14 @@ def slow_scores(q: Tensor, k: Tensor, n: int, window: int, scale: float) -> Tens
 
 
 def rows_of(model: Transformer, cache: KVCache) -> Rows:
-    return Rows(cache.seq_len, cache.capacity + SPLIT, model.config.vocab_size, ())
+    return Rows.idle(cache.seq_len, cache.capacity + SPLIT, model.config.vocab_size, ())
 
 
 def admit(view: SnapKVView, rows: Rows, slot: int, prompt: list[int]) -> None:
     """Put a prompt into a slot, whose keys are there, and let a round begin."""
     rows.put(slot, prompt, SamplingParams(), 0)
     view.host_admit(slot, prompt)
-    rows.look({slot: len(prompt) - 1}, [])
-    for n_keys in view.host_refreshes(rows):
+    for n_keys in view.host_refreshes(RoundPlan.of({slot: len(prompt) - 1})):
         view.device_refresh(rows, n_keys)
 
 
@@ -171,19 +170,23 @@ class Watched(SnapKVView):
         self.passes = 0
         self.selected_to = [0] * reader.shape[1]
 
+    def host_refreshes(self, plan: RoundPlan) -> list[int]:
+        self.lengths = plan.lengths
+        return super().host_refreshes(plan)
+
     def device_refresh(self, rows: Rows, n_keys: int) -> None:
         before, self.passes = self.tail_start.tolist(), self.passes + 1
         super().device_refresh(rows, n_keys)
         for slot, (was, start) in enumerate(zip(before, self.tail_start.tolist(), strict=True)):
             if start != was:
-                self.selections.append((slot, rows.lengths[slot]))
-                self.selected_to[slot] = rows.lengths[slot] - self.window
+                self.selections.append((slot, self.lengths[slot]))
+                self.selected_to[slot] = self.lengths[slot] - self.window
                 assert start == self.selected_to[slot]
 
-    def device_before_draft(self, rows: Rows) -> None:
-        super().device_before_draft(rows)
-        self._learn(rows)
-        for slot, length in rows.lengths.items():
+    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
+        super().device_before_draft(rows, plan)
+        self._learn(plan)
+        for slot, length in plan.lengths.items():
             start = int(self.tail_start[slot])
             assert self._bounds[slot] == (start, start) or length <= self.budget
             assert length - start <= self.tail
@@ -322,9 +325,9 @@ def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pyt
     view = policy.view = SnapKVView(policy.reader, budget=160, refresh=20, room=6)
     asked, starts, refresh = [], [], one.rounds.refresh
 
-    def noted() -> int:
+    def noted(plan: RoundPlan) -> int:
         before = int(view.tail_start[0])
-        passes = refresh()
+        passes = refresh(plan)
         asked.append(passes)
         starts.append(int(view.tail_start[0]) != before)
         return passes
@@ -347,11 +350,13 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
         view: Any = one.policy.view  # type: ignore[union-attr]
         refresh = one.rounds.refresh
 
-        def checked(view: Any = view, refresh: Any = refresh, rows: Rows = one.rows, name: str = name) -> int:
-            passes: int = refresh()
+        def checked(
+            plan: RoundPlan, view: Any = view, refresh: Any = refresh, rows: Rows = one.rows, name: str = name
+        ) -> int:
+            passes: int = refresh(plan)
             seq_len = (rows.seq_len - int(name == "standalone")).tolist()
             starts = view.tail_start.tolist()
-            for slot in rows.lengths:
+            for slot in plan.lengths:
                 assert not view._full(seq_len[slot], starts[slot]) or not rows.active[slot]
                 low, high = view._bounds[slot]
                 if view._full(seq_len[slot], 0) and slot not in view._asked:

@@ -20,8 +20,8 @@ from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import ModelDraft, build_view
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.round import decode_step
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.target import decode_step
 from tests.drafts import VIEWS
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -52,28 +52,29 @@ class Rig:
         self.cache = new_cache(self.model.config)
         for buffer in (*self.cache.k, *self.cache.v):
             buffer.normal_(generator=torch.Generator().manual_seed(1))
-        self.rows = Rows(self.cache.seq_len, self.cache.capacity + SPLIT, self.model.config.vocab_size, ())
+        self.rows = Rows.idle(self.cache.seq_len, self.cache.capacity + SPLIT, self.model.config.vocab_size, ())
         self.draft = DraftConfig(**({"policy": name, "gamma": 4} | draft))
         self.reader = Reader(self.model, self.cache, compiled=False)
         self.view: Any = build_view(self.draft, name, self.reader)
         self.policy = ModelDraft(self.reader, self.view, name)
-        self.lengths = dict(enumerate(lengths))
+        self.lengths, self.drafted_at = dict(enumerate(lengths)), dict[int, int]()
         for slot, length in self.lengths.items():
             self.admit(slot, length)
 
     def admit(self, slot: int, length: int) -> None:
         """Put the first `length` tokens of the slot's prompt into it, and the next one is pending."""
-        self.lengths[slot] = length
+        self.lengths[slot] = self.drafted_at[slot] = length
         self._reveal(slot, 0, length)
         self.rows.put(slot, self.prompts[slot][: length + 1], SamplingParams(), 0)
         self.policy.host_admit(slot, self.prompts[slot][: length + 1])
 
     def begin(self) -> None:
-        self.rows.look(self.lengths, [SamplingParams()] * len(self.lengths))
-        self.policy.host_before_round(self.rows)
-        for n_keys in self.policy.host_refreshes(self.rows):
+        self.plan = RoundPlan.of(self.lengths, drafted_at=self.drafted_at, gamma=self.draft.max_gamma)
+        self.policy.host_before_round(self.rows, self.plan)
+        for n_keys in self.policy.host_refreshes(self.plan):
             self.policy.device_refresh(self.rows, n_keys)
-        self.policy.device_before_draft(self.rows)
+        self.policy.device_before_draft(self.rows, self.plan)
+        self.drafted_at = dict(self.lengths)
 
     def grow(self, by: Sequence[int], *, observed: bool = True) -> None:
         """Commit `by` more tokens a row, in a round that drafted, or in several that did not."""
@@ -96,7 +97,7 @@ class Rig:
 
     def step(self) -> Tensor:
         """The first draft step of a round: logits [B, V]."""
-        return self.policy.first(self.rows)
+        return self.policy.first(self.rows, self.plan)
 
     def reads(self) -> Tensor:
         """What that step reads: bool [L, B, K, S]."""

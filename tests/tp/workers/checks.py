@@ -551,7 +551,7 @@ def other_tokens_on_a_rank_are_noticed_in_that_round(parallel: Parallel, folder:
     def go_astray(engine: Engine) -> None:
         stream = engine.stream([[1, 2, 3]], dataclasses.replace(GREEDY, max_tokens=60))
         next(stream)
-        engine.rows.active &= parallel.tp_rank == 0
+        engine.rows.active.logical_and_(torch.tensor(parallel.tp_rank == 0))
         list(stream)
 
     _noticed(parallel, go_astray, "tokens of round ")

@@ -1,0 +1,69 @@
+"""Who may call an engine when: one call at a time, and none once it is closed or its device has failed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from .devices import require_current
+from .scheduling import Schedule
+
+
+class Access:
+    """Whether an engine on a device is idle, at work, closed or broken; RuntimeError where a call must not be made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.running = self.closed = False
+        self.failure: str | None = None  # what the device failed with
+
+    def require_open(self) -> None:
+        """RuntimeError for an engine that is closed or broken."""
+        if self.failure:
+            raise RuntimeError(self._broken)
+        if self.closed:
+            raise RuntimeError("the engine is closed: build a new one")
+
+    def require_idle(self) -> None:
+        """The same, and for one that is at work; ValueError where another device is the current one."""
+        self.require_open()
+        if self.running:
+            raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
+        require_current(self.device)
+
+    @contextlib.contextmanager
+    def at_work(self, schedule: Schedule) -> Iterator[None]:
+        """No other call may be made meanwhile; afterwards every slot is free, whatever happened.
+
+        Where the device itself failed, the engine is of no more use and says so.
+        """
+        self.require_idle()
+        self.running, ended_well = True, False
+        try:
+            yield
+            ended_well = True
+        except GeneratorExit:
+            ended_well = True
+            raise
+        except torch.AcceleratorError as error:
+            self.failure = _first_line(error)
+            raise
+        finally:
+            self.running = False
+            try:
+                schedule.clear(everything=not ended_well)  # it may have failed while a slot was being taken
+            except Exception as error:
+                self.failure = self.failure or _first_line(error)
+                if ended_well:  # else the first error says more
+                    raise RuntimeError(self._broken) from error
+
+    @property
+    def _broken(self) -> str:
+        return f"the device failed ({self.failure}): build a new engine"
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without the advice that follows."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
