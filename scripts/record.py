@@ -30,6 +30,7 @@ COLORS = {31: "#ff7b72", 32: "#56d364", 33: "#e3b341", 34: "#79c0ff", 35: "#d2a8
 INK, DIM, PAPER, EDGE = "#e6edf3", "#9198a1", "#0d1117", "#3d444d"
 FRAME = 0.1  # played seconds that a screen stands at least
 SEQUENCE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b[()][A-Z0-9]|\x1b[=>78]|\x1b\][^\x07]*\x07")
+BEGUN = re.compile(r"\x1b(\[[0-9;?]*|[()]|\][^\x07]*)?$")
 
 Cell = tuple[str, int]  # a character and ANSI's number of its colour, 0 for none
 Event = tuple[float, str]  # seconds since the start, what was written then
@@ -39,11 +40,15 @@ class Screen:
     """A terminal of so many columns that forgets nothing: all lines since the start, as far as programs here need."""
 
     def __init__(self, columns: int) -> None:
-        self.columns, self.lines, self.row, self.column, self.color = columns, [[]], 0, 0, 0
-        self.lines: list[list[Cell]]
+        self.columns, self.row, self.column, self.color, self._rest = columns, 0, 0, 0, ""
+        self.lines: list[list[Cell]] = [[]]
 
     def write(self, text: str) -> None:
         """Take text with its control sequences; those of no effect on characters or colours are left out."""
+        text = self._rest + text
+        begun = BEGUN.search(text)  # the end of a sequence comes with the next text
+        self._rest = begun[0] if begun else ""
+        text = text[: len(text) - len(self._rest)]
         at = 0
         for found in SEQUENCE.finditer(text):
             self._print(text[at : found.start()])

@@ -1,4 +1,4 @@
-"""What README and docs/ say: links resolve, code runs, commands have the flags they name, figures are those of a run."""
+"""What README and docs/ say: links resolve, code runs, commands have the flags they name, figures are of a run."""
 
 from __future__ import annotations
 
@@ -72,13 +72,14 @@ def test_the_policy_that_a_page_adds_changes_nothing_that_is_said(monkeypatch: p
 
 @pytest.mark.parametrize("page", ["README.md", "docs/use.md"])
 def test_python_that_a_page_shows_names_what_there_is(page: str) -> None:
-    given: dict[str, Any] = {}
-    shown = [code for code in re.findall(r"```python\n(.*?)```", text_of(page), re.S) if "gpt_fast_sd import" in code]
-    for code in shown:
+    classes: dict[str, Any] = {one.__name__: one for one in (EngineConfig, DraftConfig, SamplingParams)}
+    found = set()
+    for code in re.findall(r"```python\n(.*?)```", text_of(page), re.S):
         compile(code, page, "exec")
-        for name, arguments in re.findall(r"(EngineConfig|DraftConfig|SamplingParams)\(([^()]*)\)", code):
-            given[name] = eval(f"{name}({arguments})", {c.__name__: c for c in (EngineConfig, DraftConfig, SamplingParams)})
-    assert {*given} == {"EngineConfig", "DraftConfig", "SamplingParams"}
+        for name, arguments in re.findall(rf"({'|'.join(classes)})\(([^()]*)\)", code):
+            eval(f"{name}({arguments})", dict(classes))
+            found.add(name)
+    assert found == {*classes}
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -130,13 +131,30 @@ def test_the_acceptance_in_readme_is_that_of_the_runs() -> None:
         {(r["policy"], r["budget"]): r["acceptance_rate"] for r in json.loads(text_of(page))["results"]}
         for page in (f"benchmarks/cpu/smollm2/acceptance_7900_t{temperature}.json" for temperature in ("0", "0.8"))
     ]
-    rows = {name: cells for name, cells in re.findall(r"^\| `(\w+)` \|(.*)\|$", text_of("README.md"), re.M)}
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text_of("README.md"), re.M))
     shown = {name: cells.split("|")[2].strip() for name, cells in rows.items()}
     measured = {policy for policy, _ in runs[0]}
     assert measured == {name for name, cell in shown.items() if cell}
     for name in measured:
         budget = 256 if (name, 256) in runs[0] else None
         assert shown[name] == " / ".join(f"{100 * run[name, budget]:.0f}" for run in runs), name
+
+
+def test_the_speeds_in_readme_are_those_of_the_runs() -> None:
+    older = {
+        p["policy"]: p["speedup"]["steady"]["median"]
+        for p in json.loads(text_of("benchmarks/cpu/sweep/sweep.json"))["points"]
+        if (p["batch"], p["context"], p["gamma"]) == (16, 16000, "auto")
+    }
+    newer = {
+        p["policy"]: p["speedup"]["steady"]["median"]
+        for p in json.loads(text_of(SWEEP))["points"]
+        if (p["batch"], p["context"], p["temperature"]) == (16, 7500, 0.8)
+    }
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text_of("README.md"), re.M))
+    shown = {name: re.findall(r"[\d.]+x", cells.split("|")[3]) for name, cells in rows.items()}
+    for name, speeds in shown.items():
+        assert speeds == [f"{run[name]:.2f}x" for run in (newer, older) if name in run], name
 
 
 def test_what_a_cpu_recorded_is_what_readme_says_of_it() -> None:

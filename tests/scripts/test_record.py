@@ -48,6 +48,18 @@ def test_colours_belong_to_characters() -> None:
     assert screen.lines[0] == [("a", 0), ("b", GREEN), ("c", GREEN), ("d", 0), ("e", 31)]
 
 
+def test_text_that_comes_in_pieces_is_the_same_text() -> None:
+    text = "\x1b[1;32mgreen\x1b[0m\x1b(B\x1b]0;title\x07\r\n\x1b[?25lend\x1b[K\r\x1b[35mE"
+    whole = record.Screen(columns=20)
+    whole.write(text)
+    for cut in range(len(text)):
+        pieces = record.Screen(columns=20)
+        pieces.write(text[:cut])
+        pieces.write(text[cut:])
+        assert pieces.lines == whole.lines, cut
+    assert lines_of(whole) == ["green", "End"]
+
+
 def test_time_is_played_faster_and_long_pauses_are_cut() -> None:
     film = played((0.0, "one\r\n"), (1.0, "two\r\n"), (61.0, "three"))
     assert [(shown.cells[0][0], round(shown.start, 1)) for shown in film.lines] == [("o", 0.0), ("t", 0.5), ("t", 1.5)]
