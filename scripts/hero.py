@@ -89,10 +89,14 @@ def palette(colors: Sequence[str], n: int) -> str:
 
 def points_of(path: Path, draft: str, temperature: float) -> list[dict[str, Any]]:
     """The measured points of one draft and temperature of a sweep; ValueError or OSError in one sentence."""
-    points = json.loads(path.read_text(encoding="utf-8"))["points"]
-    found = [
-        p for p in points if p["policy"] == draft and p["temperature"] == temperature and p["status"] == "measured"
-    ]
+    try:
+        points = json.loads(path.read_text(encoding="utf-8"))["points"]
+        found = [
+            point for point in points
+            if (point["policy"], point["temperature"], point["status"]) == (draft, temperature, "measured")
+        ]  # fmt: skip
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no sweep of benchmark.py: {error!r}") from None
     if len({point["context"] for point in found}) < 2:
         raise ValueError(f"{path} has fewer than two contexts of {draft} at temperature {temperature:g}")
     return found
@@ -108,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         args.svg.write_text(hero(points_of(args.sweep, args.draft, args.temperature)), encoding="utf-8")
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
