@@ -79,9 +79,13 @@ class Engine:
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         self.rows = Rows.idle(
-            self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._intake.eos_ids,
-            self.vocabulary, kernel=self.compiled,
-        )  # fmt: skip
+            self.cache.seq_len,
+            self.cache.capacity + SPLIT,
+            model.config.vocab_size,
+            self._intake.eos_ids,
+            self.vocabulary,
+            kernel=self.compiled,
+        )
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
         self._access = Access(self.device)
