@@ -23,9 +23,9 @@ COLORS = ("#1f77b4", "#8250df", "#1a7f37", "#bc4c00"), ("#6cb6ff", "#b083f0", "#
 
 def hero(points: Sequence[dict[str, Any]]) -> str:
     """The SVG of measured points of one draft and temperature, of several contexts and at most four batches."""
-    contexts = sorted({point["context"] for point in points})
+    contexts: list[int] = sorted({point["context"] for point in points})
     batches = sorted({point["batch"] for point in points})
-    ends = [point["speedup"]["steady"][end] for point in points for end in ("min", "max")]
+    ends: list[float] = [point["speedup"]["steady"][end] for point in points for end in ("min", "max")]
     low, high = math.floor(min(ends) * 5) / 5, math.ceil(max(ends) * 5) / 5
 
     def x_of(context: float) -> float:

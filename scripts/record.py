@@ -118,12 +118,12 @@ def film(events: Sequence[Event], columns: int, rows: int, speed: float, pause: 
     for real, text in events:
         played += min((real - last) / speed, pause)
         last = real
-        for line in text.splitlines(keepends=True):
+        for piece in text.splitlines(keepends=True):
             if frames and played - frames[-1][0] < FRAME:
-                frames[-1] = (frames[-1][0], real, frames[-1][2] + line)
+                frames[-1] = (frames[-1][0], real, frames[-1][2] + piece)
             else:
-                frames.append((played, real, line))
-            played += line.endswith("\n") / most
+                frames.append((played, real, piece))
+            played += piece.endswith("\n") / most
     lines: list[Shown] = []
     since: dict[int, tuple[float, tuple[Cell, ...]]] = {}  # row -> when it was last changed, and to what
     tops, clock = [(0.0, 0)], [(0.0, 0.0)]
