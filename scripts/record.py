@@ -12,6 +12,7 @@ motion is not wanted, it shows the last screen.
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import itertools
 import json
@@ -231,16 +232,16 @@ def record(command: Sequence[str], columns: int, rows: int) -> tuple[list[Event]
     began, events = time.perf_counter(), []
     process, terminal = pty.fork()
     if process == 0:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
         try:
             os.execvpe(command[0], [*command], {**environment, "TERM": "xterm-256color"})
         except OSError as error:
-            print(f"cannot run {command[0]}: {error.strerror}")
+            os.write(1, f"cannot run {command[0]}: {error.strerror}\n".encode())
         os._exit(127)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    rest = b""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for chunk in chunks(terminal):
-        text, rest = whole_characters(rest + chunk)
+        text = decoder.decode(chunk)
         events.append((round(time.perf_counter() - began, 3), text))
         print(text, end="", flush=True)
     return events, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -258,16 +259,6 @@ def chunks(terminal: int) -> Iterator[bytes]:
         if not chunk:
             return
         yield chunk
-
-
-def whole_characters(raw: bytes) -> tuple[str, bytes]:
-    """The UTF-8 text that is whole, and the bytes of a character that is not yet."""
-    for n in range(min(4, len(raw)) + 1):
-        try:
-            return raw[: len(raw) - n].decode(), raw[len(raw) - n :]
-        except UnicodeDecodeError:
-            continue
-    return raw.decode(errors="replace"), b""
 
 
 def read_cast(path: Path) -> tuple[str, int, int, list[Event]]:

@@ -93,15 +93,15 @@ def test_a_picture_is_well_formed_whatever_was_written_and_stands_at_the_last_sc
 def test_a_program_is_recorded_on_a_terminal_and_drawn_anew_from_its_recording(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = "import sys; print('\\033[32mé\\033[0m', sys.stdout.isatty(), file=sys.stderr); print(open(0).isatty())"
+    code = "import os, sys; print('\\033[32mé\\033[0m', sys.stdin.isatty()); print(*os.get_terminal_size())"
     out = tmp_path / "run.svg"
     assert record.main([str(out), "--columns", "30", "--rows", "4", "--", sys.executable, "-c", code]) == 0
     header, *events = [json.loads(line) for line in out.with_suffix(".cast").read_text().splitlines()]
     assert (header["version"], header["width"], header["height"]) == (2, 30, 4)
-    assert "".join(text for _, _, text in events).split() == ["\x1b[32mé\x1b[0m", "True", "True"]
-    assert capsys.readouterr().out.count("True") == 2  # one sees it run
+    assert "".join(text for _, _, text in events).split() == ["\x1b[32mé\x1b[0m", "True", "30", "4"]
+    assert "True" in capsys.readouterr().out  # one sees it run
     first = out.read_text()
-    assert last_screen(first)[-2:] == ["é True", "True"]
+    assert last_screen(first)[-2:] == ["é True", "30 4"]
     out.unlink()
     assert record.main([str(out)]) == 0 and out.read_text() == first
 
@@ -110,6 +110,9 @@ def test_a_program_that_fails_is_not_drawn(tmp_path: Path, capsys: pytest.Captur
     out = tmp_path / "run.svg"
     assert record.main([str(out), "--", sys.executable, "-c", "raise SystemExit(3)"]) == 1
     assert "ended with 3" in capsys.readouterr().err and not out.exists()
+    assert record.main([str(out), "--", "no-such-program"]) == 1
+    told = capsys.readouterr()
+    assert "cannot run no-such-program: No such file" in told.out and "ended with 127" in told.err and not out.exists()
 
 
 @pytest.mark.parametrize(
