@@ -1,0 +1,58 @@
+"""README's plot shows what a sweep measured, with labels that do not lie over each other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts import hero
+
+
+def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:
+    spread = {"min": speedup - 0.1, "median": speedup, "max": speedup + 0.1}
+    shared = {"policy": "streaming", "temperature": 0.0, "status": "measured", "speedup": {"steady": spread}}
+    return {"batch": batch, "context": context} | shared | changes
+
+
+SWEEP = [point(batch, context, 1.0 + batch / 100) for batch in (1, 2, 4, 16) for context in (1000, 4000)]
+
+
+def test_lines_end_with_labels_that_stand_apart_and_in_their_order() -> None:
+    svg = hero.hero(SWEEP)
+    ElementTree.fromstring(svg)
+    labels = re.findall(r'y="([\d.]+)" class="l\d"><tspan class="b">([\d.]+)x</tspan> (\d+ rows?)', svg)
+    assert [label[1:] for label in labels] == [
+        ("1.16", "16 rows"), ("1.04", "4 rows"), ("1.02", "2 rows"), ("1.01", "1 row"),
+    ]  # fmt: skip
+    heights = [float(label[0]) for label in labels]
+    assert all(below - above >= hero.LABEL for above, below in itertools.pairwise(heights))
+    assert svg.count("<circle") == svg.count('class="whisker"') == len(SWEEP) and svg.count("<polyline") == 4
+
+
+def test_only_what_was_asked_for_is_drawn(tmp_path: Path) -> None:
+    others = [point(8, 1000, 2.0, temperature=0.8), point(8, 1000, 3.0, policy="guided"), point(8, 1, 4.0, status="x")]
+    (tmp_path / "sweep.json").write_text(json.dumps({"points": [*SWEEP, *others]}))
+    hero.main([str(tmp_path / "sweep.json"), str(tmp_path / "hero.svg")])
+    assert (tmp_path / "hero.svg").read_text() == hero.hero(SWEEP)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "sweep.json is no sweep of benchmark.py: KeyError('points')"),
+        ("[]", "sweep.json is no sweep of benchmark.py: TypeError"),
+        ("no", "sweep.json is no sweep of benchmark.py: JSONDecodeError"),
+        (json.dumps({"points": SWEEP[:1]}), "fewer than two contexts of streaming at temperature 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(SystemExit) as refusal:
+        hero.main([str(tmp_path / "sweep.json"), str(tmp_path / "hero.svg")])
+    assert refusal.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]

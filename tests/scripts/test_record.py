@@ -1,0 +1,151 @@
+"""A recording is what a program wrote, when and in which colours; its picture plays it and ends where it ended."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from scripts import record
+
+ROOT = Path(__file__).resolve().parents[2]
+GREEN = 32
+
+
+def lines_of(screen: record.Screen) -> list[str]:
+    return ["".join(character for character, _ in line).rstrip() for line in screen.lines]
+
+
+def played(*events: record.Event, rows: int = 5) -> record.Film:
+    return record.film(events, columns=20, rows=rows, speed=2.0, pause=1.0, most=1000.0)
+
+
+def last_screen(svg: str) -> list[str]:
+    """The texts of the lines that stand without an animation, in order."""
+    root = ElementTree.fromstring(svg)
+    name = "{http://www.w3.org/2000/svg}"
+    style = root.findtext(f"{name}style") or ""
+    hidden = re.findall(r"\.(t\d+)", style.split("visibility:hidden}")[0])
+    lines = root.find(f"{name}svg/{name}g")
+    assert lines is not None
+    return ["".join(text.itertext()) for text in lines if text.get("class") not in hidden]
+
+
+def test_a_line_is_written_over_erased_and_wrapped_as_a_terminal_does() -> None:
+    screen = record.Screen(columns=6)
+    screen.write("abc\rX\r\n12345678\r\nlong\r\x1b[Kno\r\n\x1b[Aon\x1b[?25l")
+    assert lines_of(screen) == ["Xbc", "123456", "78", "on", ""]
+
+
+def test_colours_belong_to_characters() -> None:
+    screen = record.Screen(columns=20)
+    screen.write("a\x1b[32mb")
+    screen.write("c\x1b[0md\x1b[1;31me")
+    assert screen.lines[0] == [("a", 0), ("b", GREEN), ("c", GREEN), ("d", 0), ("e", 31)]
+
+
+def test_text_that_comes_in_pieces_is_the_same_text() -> None:
+    text = "\x1b[1;32mgreen\x1b[0m\x1b(B\x1b]0;title\x07\r\n\x1b[?25lend\x1b[K\r\x1b[35mE"
+    whole = record.Screen(columns=20)
+    whole.write(text)
+    for cut in range(len(text)):
+        pieces = record.Screen(columns=20)
+        pieces.write(text[:cut])
+        pieces.write(text[cut:])
+        assert pieces.lines == whole.lines, cut
+    assert lines_of(whole) == ["green", "End"]
+
+
+def test_time_is_played_faster_and_long_pauses_are_cut() -> None:
+    film = played((0.0, "one\r\n"), (1.0, "two\r\n"), (61.0, "three"))
+    assert [(shown.cells[0][0], round(shown.start, 1)) for shown in film.lines] == [("o", 0.0), ("t", 0.5), ("t", 1.5)]
+    assert [round(real) for _, real in film.clock] == [0, 0, 1, 61] and round(film.seconds, 1) == 1.5
+
+
+def test_lines_that_come_at_once_are_played_one_by_one() -> None:
+    film = record.film([(0.0, "a\r\nb\r\nc\r\n")], 20, 5, speed=2.0, pause=1.0, most=4.0)
+    assert [shown.start for shown in film.lines] == [0.0, 0.25, 0.5]
+
+
+def test_what_is_written_over_is_shown_until_then() -> None:
+    film = played((0.0, "10%"), (1.0, "\r99%"), (2.0, "\r   \rdone"))
+    assert [("".join(c for c, _ in s.cells), s.start, s.end) for s in film.lines] == [
+        ("10%", 0.0, 0.5), ("99%", 0.5, 1.0), ("done", 1.0, None),
+    ]  # fmt: skip
+
+
+def test_the_screen_scrolls_and_never_back() -> None:
+    film = played(*((float(i), f"{i}\r\n") for i in range(8)), (9.0, "\x1b[A\x1b[Kend"), rows=5)
+    assert [top for _, top in film.tops] == [0, 1, 2, 3] and film.lines[-1].row == 7
+
+
+def test_a_picture_is_well_formed_whatever_was_written_and_stands_at_the_last_screen() -> None:
+    film = played((0.0, "10% <b>&\r"), (1.0, "\x1b[32mif a < b & c:\x1b[0m ]]>\r\n"), (2.0, "\x1b[35mend\x1b[0m"))
+    svg = record.draw(film, 20, 5, 'a "title" & <more>', hold=1.0)
+    assert last_screen(svg) == ["if a < b & c: ]]>", "end"]
+    assert f'<tspan class="c{GREEN}">if a &lt; b &amp; c:</tspan>' in svg
+
+
+def test_a_program_is_recorded_on_a_terminal_and_drawn_anew_from_its_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import os, sys; print('\\033[32mé\\033[0m', sys.stdin.isatty()); print(*os.get_terminal_size())"
+    out = tmp_path / "run.svg"
+    assert record.main([str(out), "--columns", "30", "--rows", "4", "--", sys.executable, "-c", code]) == 0
+    header, *events = [json.loads(line) for line in out.with_suffix(".cast").read_text().splitlines()]
+    assert (header["version"], header["width"], header["height"]) == (2, 30, 4)
+    assert "".join(text for _, _, text in events).split() == ["\x1b[32mé\x1b[0m", "True", "30", "4"]
+    assert "True" in capsys.readouterr().out  # one sees it run
+    first = out.read_text()
+    assert last_screen(first)[-2:] == ["é True", "30 4"]
+    out.unlink()
+    assert record.main([str(out)]) == 0 and out.read_text() == first
+
+
+def test_a_program_that_fails_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run.svg"
+    assert record.main([str(out), "--", sys.executable, "-c", "raise SystemExit(3)"]) == 1
+    assert "ended with 3" in capsys.readouterr().err and not out.exists()
+    assert record.main([str(out), "--", "no-such-program"]) == 1
+    told = capsys.readouterr()
+    assert "cannot run no-such-program: No such file" in told.out and "ended with 127" in told.err and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["run.png"], "ending in .svg"),
+        (["nowhere/run.svg"], "a folder that is there"),
+        (["run.svg"], "run.cast"),
+        (["run.svg", "--speed", "0"], "--speed must be greater than 0, got 0.0"),
+        (["run.svg", "--columns", "-1", "--", "true"], "--columns must be greater than 0, got -1"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as refusal:
+        record.main(flags)
+    assert refusal.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("", "{}\nno\n", '{"version": 2}\n["a", "o", "b"]\n', '{"version": 2}\n[1.0, "o", "b"]\n'):
+        (tmp_path / "run.cast").write_text(text)
+        with pytest.raises(SystemExit) as refusal:
+            record.main([str(tmp_path / "run.svg")])
+        assert refusal.value.code == 2 and "is no recording" in capsys.readouterr().err
+
+
+def test_the_picture_in_docs_is_that_of_the_recording_beside_it(tmp_path: Path) -> None:
+    docs = ROOT / "docs"
+    (tmp_path / "terminal.cast").write_bytes((docs / "terminal.cast").read_bytes())
+    assert record.main([str(tmp_path / "terminal.svg")]) == 0
+    assert (tmp_path / "terminal.svg").read_text(encoding="utf-8") == (docs / "terminal.svg").read_text(
+        encoding="utf-8"
+    )

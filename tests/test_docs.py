@@ -1,0 +1,171 @@
+"""What README and docs/ say: links resolve, code runs, commands have the flags they name, figures are of a run."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams, registry
+from gpt_fast_sd.round import Round
+from scripts import hero
+from tests.gpt_fast_sd.test_speculation import speculation_changes_nothing
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "benchmarks/**/*.md", "gpt_fast_sd/**/*.md", "tests/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def block_after(mark: str, page: str) -> str:
+    found = re.search(rf"^<!-- {re.escape(mark)} -->\n```\w+\n(.*?)\n```$", text_of(page), re.S | re.M)
+    assert found, f"{page} has no block after <!-- {mark} -->"
+    return found[1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+    for match in LINK.finditer(without_code(text_of(page))):
+        target, _, anchor = (match[1] or match[2]).partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        there = (ROOT / page).parent / target if target else ROOT / page
+        assert there.resolve().is_relative_to(ROOT) and there.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(there.read_text(encoding="utf-8")), f"{page}: {target}#{anchor}"
+
+
+def test_readme_shows_the_round_as_it_is() -> None:
+    assert block_after("round.py", "README.md") == textwrap.dedent(inspect.getsource(Round.device_round)).rstrip("\n")
+
+
+def test_the_policy_that_a_page_adds_changes_nothing_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "DRAFTERS", dict(registry.DRAFTERS))
+    exec(compile(block_after("test: a policy", "docs/adding_a_policy.md"), "docs/adding_a_policy.md", "exec"), {})
+    assert registry.policies()[-1] == "stutter"
+    assert speculation_changes_nothing("stutter", 3, 2)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/use.md"])
+def test_python_that_a_page_shows_names_what_there_is(page: str) -> None:
+    classes: dict[str, Any] = {one.__name__: one for one in (EngineConfig, DraftConfig, SamplingParams)}
+    found = set()
+    for code in re.findall(r"```python\n(.*?)```", text_of(page), re.S):
+        compile(code, page, "exec")
+        for name, arguments in re.findall(rf"({'|'.join(classes)})\(([^()]*)\)", code):
+            eval(f"{name}({arguments})", dict(classes))
+            found.add(name)
+    assert found == {*classes}
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Each command of the pages that runs a program of ours: the page, and its words."""
+    for page in PAGES:
+        if page == "CHANGELOG.md":
+            continue
+        blocks = re.findall(r"```bash\n(.*?)```|((?:^    .*\n)+)", text_of(page), re.S | re.M)
+        for block in ("".join(pair) for pair in blocks):
+            for line in block.replace("\\\n", " ").splitlines():
+                if found := re.match(r" *(?:python|torchrun) .*?\b(scripts/\w+\.py[^`]*)$", line):
+                    yield page, shlex.split(found[1], comments=True)
+
+
+@pytest.mark.parametrize("program", sorted({words[0] for _, words in commands()}))
+def test_a_command_of_a_page_has_the_flags_that_it_names(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
+    with pytest.raises(SystemExit):
+        (module.parse if hasattr(module, "parse") else module.main)(["--help"])
+    known = {*re.findall(r"(?<![\w-])--[a-z][\w-]*", capsys.readouterr().out)}
+    for page, words in commands():
+        if words[0] == program:
+            named = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+            assert named <= known, f"{page}: {' '.join(words)}"
+
+
+SWEEP = "benchmarks/cpu/smollm2/sweep.json"
+
+
+def test_the_plot_in_docs_is_that_of_the_sweep() -> None:
+    assert hero.hero(hero.points_of(ROOT / SWEEP, "streaming", 0.8)) == text_of("docs/hero.svg")
+
+
+def test_the_numbers_beside_the_plot_are_those_of_the_sweep() -> None:
+    points = {(p["batch"], p["context"], p["temperature"]): p for p in json.loads(text_of(SWEEP))["points"]}
+    sampled, greedy = (points[16, 7500, temperature] for temperature in (0.8, 0.0))
+    first = text_of("README.md").split("## Run it")[0]
+    assert f"**{sampled['speedup']['steady']['median']:.2f}x**" in first
+    assert f"greedy {greedy['speedup']['steady']['median']:.2f}x" in first
+    share = sampled["speculative"]["kv_bytes_per_token"] / sampled["plain"]["kv_bytes_per_token"]
+    assert f"**{share:.0%}**".replace("%", " %") in first
+    compared = [p["lossless"] for p in points.values() if p["temperature"] == 0]
+    assert f"**{sum(c['equal'] for c in compared)} of {sum(c['rows'] for c in compared)}**" in first
+    assert min(p["speedup"]["steady"]["median"] for p in points.values()) >= 0.94 and "up to 6 %" in first
+
+
+def test_the_acceptance_in_readme_is_that_of_the_runs() -> None:
+    runs = [
+        {(r["policy"], r["budget"]): r["acceptance_rate"] for r in json.loads(text_of(page))["results"]}
+        for page in (f"benchmarks/cpu/smollm2/acceptance_7900_t{temperature}.json" for temperature in ("0", "0.8"))
+    ]
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text_of("README.md"), re.M))
+    shown = {name: cells.split("|")[2].strip() for name, cells in rows.items()}
+    measured = {policy for policy, _ in runs[0]}
+    assert measured == {name for name, cell in shown.items() if cell}
+    for name in measured:
+        budget = 256 if (name, 256) in runs[0] else None
+        assert shown[name] == " / ".join(f"{100 * run[name, budget]:.0f}" for run in runs), name
+
+
+def test_the_speeds_in_readme_are_those_of_the_runs() -> None:
+    older = {
+        p["policy"]: p["speedup"]["steady"]["median"]
+        for p in json.loads(text_of("benchmarks/cpu/sweep/sweep.json"))["points"]
+        if (p["batch"], p["context"], p["gamma"]) == (16, 16000, "auto")
+    }
+    newer = {
+        p["policy"]: p["speedup"]["steady"]["median"]
+        for p in json.loads(text_of(SWEEP))["points"]
+        if (p["batch"], p["context"], p["temperature"]) == (16, 7500, 0.8)
+    }
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", text_of("README.md"), re.M))
+    shown = {name: re.findall(r"[\d.]+x", cells.split("|")[3]) for name, cells in rows.items()}
+    for name, speeds in shown.items():
+        assert speeds == [f"{run[name]:.2f}x" for run in (newer, older) if name in run], name
+
+
+def test_what_a_cpu_recorded_is_what_readme_says_of_it() -> None:
+    events = "".join(json.loads(line)[2] for line in text_of("docs/terminal.cast").splitlines()[1:])
+    found = re.search(r"tokens/s +([\d.]+) +([\d.]+) +([\d.]+) x", events)
+    assert found
+    said = re.search(r"docs/terminal\.svg\" alt=\"([^\"]*)\"", text_of("README.md"))
+    assert said and all(number in said[1] for number in found.groups())
+    assert all(number in text_of("benchmarks/README.md") for number in found.groups())
+
+
+def test_what_readme_says_of_gpus_is_true() -> None:
+    assert "No GPU has run this yet" in text_of("README.md").split("## Run it")[0]
+    assert not list((ROOT / "benchmarks").glob("h[12]00/**/*.json")), "a GPU has run it: say so in README"
