@@ -32,7 +32,7 @@ def gamma_tiers(group: int) -> tuple[int, ...]:
     return (*GAMMA_TIERS[:-1], 7) if group % 8 == 0 else GAMMA_TIERS
 
 
-def _setting(
+def _flag(
     default: T,
     text: str,
     *,
@@ -41,13 +41,13 @@ def _setting(
     flag: str = "",
     metavar: str = "",
 ) -> T:
-    """A field that says what it is, so that programs need not.
+    """A field of which programs make a flag; text: what it is, or of one that is on what switching it off does.
 
-    allowed: the values there are, or what gives them. unset: what its default None means. flag: what programs call it,
-    if not by its name. metavar: what stands for its value in their help.
+    allowed: the values there are, or what gives them. unset: what its default None means. flag: its name, if it is not
+    the field's. metavar: what stands for its value in a program's help.
     """
-    said = {"help": text, "allowed": allowed, "unset": unset, "flag": flag, "metavar": metavar}
-    return field(default=default, metadata=said)
+    metadata = {"help": text, "allowed": allowed, "unset": unset, "flag": flag, "metavar": metavar}
+    return field(default=default, metadata=metadata)
 
 
 def allowed_values(field: Field[Any]) -> tuple[object, ...]:
@@ -71,27 +71,25 @@ def _at_least_one(name: str, value: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How the target model runs; dtype "auto" is fp32 on a CPU without bf16 instructions, int8 is torchao's."""
+    """How the target model runs.
 
-    batch_size: int = _setting(8, "static slots; more prompts wait in a queue", metavar="B")
-    max_seq_len: int = _setting(8192, "tokens that a slot can hold, prompt and output together")
-    device: str = _setting("auto", "where the model runs", allowed=DEVICES)
-    dtype: str = _setting(
-        "auto", "of weights and activations; auto: as stored, if the device is fast at it", allowed=DTYPES
+    dtype "auto" is fp32 on a CPU without bf16 instructions; int8 is torchao's. cuda_graphs "round" captures a round
+    (draft, verify, judge, commit) as one graph and reads its result while the next one runs; "off" launches every
+    kernel from the host.
+    """
+
+    batch_size: int = _flag(8, "slots; more prompts wait in a queue", metavar="B")
+    max_seq_len: int = _flag(8192, "tokens that a slot can hold, prompt and output together")
+    device: str = _flag("auto", "where the model runs", allowed=DEVICES)
+    dtype: str = _flag("auto", "of weights and activations; auto: as stored, where that is fast", allowed=DTYPES)
+    compile: bool = _flag(True, "run eagerly: starts at once, decodes slower")
+    exact: bool = _flag(
+        False, "plain and speculative decoding give the same bits in any dtype; slower, needs a draft policy"
     )
-    compile: bool = _setting(True, "run eagerly: starts at once, decodes slower")
-    exact: bool = _setting(
-        False, "plain and speculative decoding give the same bits in any dtype; slower, and it needs a draft policy"
-    )
-    quantize: str | None = _setting(None, "weights only, a scale for each output channel", allowed=QUANTIZATIONS)
-    kv_dtype: str | None = _setting(None, "dtype of the KV cache", allowed=KV_DTYPES, unset="as --dtype")
-    cuda_graphs: str = _setting(
-        "round",
-        "on CUDA, what is one graph: a round (draft, verify, judge, commit), whose result is read while the next one "
-        "runs, or nothing",
-        allowed=CUDA_GRAPHS,
-    )
-    max_autotune: bool = _setting(False, "on CUDA: time choices of kernels for matrix products; minutes at the start")
+    quantize: str | None = _flag(None, "weights only, a scale for each output channel", allowed=QUANTIZATIONS)
+    kv_dtype: str | None = _flag(None, "dtype of the KV cache", allowed=KV_DTYPES, unset="as --dtype")
+    cuda_graphs: str = _flag("round", "on CUDA: what is captured as one graph", allowed=CUDA_GRAPHS)
+    max_autotune: bool = _flag(False, "on CUDA: time choices of kernels for matrix products; minutes at the start")
 
     def __post_init__(self) -> None:
         _at_least_one("batch_size", self.batch_size)
@@ -114,28 +112,26 @@ class DraftConfig:
     such part of them has a copy of draft_model, and the first one's tokens count.
     """
 
-    policy: str = _setting("off", "who drafts", allowed=registry.policies, flag="draft", metavar="POLICY")
-    budget: int = _setting(
-        256, "committed cache entries that a draft step may read in every layer and kv head", metavar="K"
-    )
-    gamma: int | str = _setting(
+    policy: str = _flag("off", "who drafts", allowed=registry.policies, flag="draft", metavar="POLICY")
+    budget: int = _flag(256, "cache entries that a draft step may read in each layer and kv head", metavar="K")
+    gamma: int | str = _flag(
         "auto", f"tokens drafted a round, 1 to {MAX_GAMMA}, or auto: what pays best", metavar="N|auto"
     )
-    draft_model: str | Path | None = _setting(  # noqa: RUF009  its default is None
+    draft_model: str | Path | None = _flag(  # noqa: RUF009  its default is None
         None, "folder, GGUF file or hub id of a standalone draft model", metavar="M"
     )
-    view: str | None = _setting(
+    view: str | None = _flag(
         None, "which entries of a cache are read", allowed=registry.VIEWS, unset="streaming", metavar="VIEW"
     )
-    cheap: str = _setting("lookup", "who drafts for the middle level", allowed=CHEAP, metavar="WHO")
-    exit_layers: int | None = _setting(None, "the first layers of the target that draft", unset="half of them")
-    ngram: int = _setting(3, "tokens of the longest n-gram that is looked up")
-    n_sink: int = _setting(4, "first tokens that are always read")
-    refresh: int | None = _setting(
+    cheap: str = _flag("lookup", "who drafts for the middle level", allowed=CHEAP, metavar="WHO")
+    exit_layers: int | None = _flag(None, "the first layers of the target that draft", unset="half of them")
+    ngram: int = _flag(3, "tokens of the longest n-gram that is looked up")
+    n_sink: int = _flag(4, "first tokens that are always read")
+    refresh: int | None = _flag(
         None, "tokens after which entries are selected anew", unset="64 for snapkv, every round for guided"
     )
-    page: int = _setting(16, "entries that are selected together", allowed=PAGES)
-    draft_tp: int | None = _setting(
+    page: int = _flag(16, "entries that are selected together", allowed=PAGES)
+    draft_tp: int | None = _flag(
         None, "processes that hold the draft model together, a divisor of --tp", unset="all", metavar="M"
     )
 
@@ -203,18 +199,18 @@ class SamplingParams:
     greedy rows only); None draws a fresh one.
     """
 
-    max_tokens: int = _setting(128, "tokens to add to each prompt", flag="max_new_tokens")
-    temperature: float = _setting(0.0, "0 is greedy", metavar="T")
-    top_k: int | None = _setting(None, "keep the K likeliest tokens", metavar="K")
-    top_p: float | None = _setting(None, "keep the likeliest tokens that hold P of the mass", metavar="P")
-    min_p: float | None = _setting(None, "keep tokens at least P times as likely as the best", metavar="P")
-    seed: int | None = _setting(
+    max_tokens: int = _flag(128, "tokens to add to each prompt", flag="max_new_tokens")
+    temperature: float = _flag(0.0, "0 is greedy", metavar="T")
+    top_k: int | None = _flag(None, "keep the K likeliest tokens", metavar="K")
+    top_p: float | None = _flag(None, "keep the likeliest tokens that hold P of the mass", metavar="P")
+    min_p: float | None = _flag(None, "keep tokens at least P times as likely as the best", metavar="P")
+    seed: int | None = _flag(
         None, "makes sampling repeatable for a fixed --gamma (auto goes by the clock)", metavar="S"
     )
-    stop: str | Sequence[str] | None = _setting(
+    stop: str | Sequence[str] | None = _flag(
         None, "end before this text, which is cut off; may be given several times", metavar="TEXT"
     )
-    ignore_eos: bool = _setting(False, "go on past the end-of-sequence token")
+    ignore_eos: bool = _flag(False, "go on past the end-of-sequence token")
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:

@@ -15,11 +15,11 @@ reason, and the others go on. Without a seed of its own a sampled line draws wit
 that was interrupted writes what another would have written (in 16 bits up to rounding, with --exact bit for bit; with
 --gamma auto, which goes by the clock, for greedy lines).
 
-What is written is kept: a line goes out in one piece, and one that a crash tore is cut off at the next start; a lock,
-OUT.jsonl.lock, keeps a second process from writing the same. Goes on
-only with the input, the model and the flags of OUT.state.json; --fresh begins anew. Under torchrun every replica of the
-model takes its share of the lines and writes a part; the parts are merged when all are done. On several machines the
-files lie in a folder that all of them see.
+What is written is kept: a line goes out in one piece, and one that a crash tore is cut off at the next start; while a
+process writes OUT.jsonl it holds OUT.jsonl.lock, and no other one can. Goes on only with the input, the model and the
+flags of OUT.state.json; --fresh begins anew. Under torchrun every replica of the model takes its share of the lines and
+writes a part; the parts are merged when all are done. On several machines the files lie in a folder that all of them
+see.
 
 Exit code: 0 all is done, 4 all is done and some lines were rejected (0 under torchrun, which takes any other code for a
 crash and says so at length), 2 the command made no sense, 1 it could not go on.
