@@ -23,7 +23,7 @@ from ..devices import free_memory, ways_of
 from ..loading import TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
-from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, rates_here
+from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
 from .grid import Setting, draft_fields, up_to_date
 from .ledger import read_document
 from .replay import PROFILES
@@ -167,12 +167,13 @@ class System:
             select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
         )  # fmt: skip
 
-    def mean_round(self, draft: DraftConfig, batch: int, context: float, rounds_by_gamma: Mapping[int, int]) -> float:
-        """Seconds of a round on average, where so many drafted each gamma."""
-        spent = (
-            n * self.forecast(draft, 0.0, batch, context, gamma).round_seconds for gamma, n in rounds_by_gamma.items()
-        )
-        return sum(spent) / sum(rounds_by_gamma.values())
+    def mean_round(
+        self, draft: DraftConfig, chance: float, batch: int, context: float, rounds_by_gamma: Mapping[int, int]
+    ) -> float:
+        """Seconds of a round on average, where so many drafted each gamma and drafts were kept with this chance."""
+        rounds = {gamma: self.forecast(draft, chance, batch, context, gamma) for gamma in rounds_by_gamma}
+        spent = sum(n * rounds[gamma].round_seconds for gamma, n in rounds_by_gamma.items())
+        return spent / sum(rounds_by_gamma.values())
 
     def best(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
@@ -230,6 +231,16 @@ class System:
         return high
 
 
+def budget_of(draft: DraftConfig) -> int | None:
+    """The budget of a draft, None where its policy heeds none."""
+    return draft.budget if "budget" in registry.heeds(draft.policy) else None
+
+
+def label(one: Record) -> str:
+    """Who drafted, as "streaming 512"."""
+    return Setting(policy=one["policy"], budget=one["budget"]).label
+
+
 # ---------------------------------------------------------------- how many drafts are kept
 
 
@@ -260,8 +271,9 @@ class Kept:
                 )
         return Kept(said=said, measured=measured)
 
-    def chances(self, policy: str, budget: int, context: int) -> tuple[Chances, str]:
+    def chances(self, draft: DraftConfig, context: int) -> tuple[Chances, str]:
         """The chances of a draft, and where they come from; ValueError where nobody has told any."""
+        policy, budget = draft.policy, budget_of(draft)
         if (rate := self.said.get(policy, self.said.get(""))) is not None:
             return (rate,), "given"
         ours = [one for one in self.measured if (one["policy"], one["budget"]) == (policy, budget)]
@@ -269,8 +281,10 @@ class Kept:
             one = min(ours, key=lambda one: (abs(one["context"] - context), one["temperature"]))
             return one["chances"], f"measured: {one['file']}, context {one['context']:,}, T {one['temperature']:g}"
         if self.measured:
-            there = ", ".join(sorted({f"{one['policy']} {one['budget']}" for one in self.measured}))
-            raise ValueError(f"no acceptance of {policy} with budget {budget} was measured there, only of {there}")
+            there = ", ".join(sorted({label(one) for one in self.measured}))
+            raise ValueError(
+                f"no acceptance of {label({'policy': policy, 'budget': budget})} was measured there, only of {there}"
+            )
         if policy in PROFILES:
             return PROFILES[policy].chances, f"assumed: {PROFILES[policy].source}"
         raise ValueError(f"nobody published an acceptance of {policy} to assume: give one, as in {policy}=0.5")
@@ -282,7 +296,7 @@ def _measured_acceptance(path: Path) -> list[Record]:
     for one in document.get("results") or document.get("points") or ():
         shares = one.get("acceptance_by_position")
         if shares:
-            settings = document["settings"] | one
+            settings = {"temperature": 0.0} | document["settings"] | one
             chances = [min(1.0, b / a) if a else 0.0 for a, b in zip([1.0, *shares], shares, strict=False)]
             keys = ("policy", "budget", "context", "temperature")
             found.append({key: settings[key] for key in keys} | {"chances": chances, "file": path.name})
@@ -304,13 +318,13 @@ def cell(
     system: System, draft: DraftConfig, kept: Kept, batch: int, context: int, efficiency: Efficiency
 ) -> Record:  # fmt: skip
     """One draft in one batch and context, JSON-ready; times in milliseconds."""
-    chances, source = kept.chances(draft.policy, draft.budget, context)
+    chances, source = kept.chances(draft, context)
     n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is reckoned
     one, ideal = (system.best(draft, chances, batch, context, e) for e in (efficiency, IDEAL))
     weights = system.costs["weight_bytes"]
     together = partial(collective_seconds, system.model, tp=system.tp, weight_bytes=weights)
     return {
-        "batch": batch, "context": context, "policy": draft.policy, "budget": draft.budget,
+        "batch": batch, "context": context, "policy": draft.policy, "budget": budget_of(draft),
         "acceptance": list(chances), "acceptance_source": source, "gamma": one.gamma, "tokens_per_round": one.tokens,
         "plain_ms": one.target_seconds * 1e3, "draft_ms": one.draft_seconds * 1e3,
         "verify_ms": one.verify_seconds * 1e3, "select_ms": one.select_seconds * 1e3,
@@ -330,19 +344,21 @@ def compare(path: Path) -> list[Record]:
     for point in document.get("points", ()):
         if point.get("status") != "measured":
             continue
-        chip = Chip(name=settings["machine"]["cpu"], **point["machine"])
+        machine, tp = settings["machine"], settings.get("tp", 1)
+        chip = Chip(name=machine["cpu"], **point["machine"])
+        chip = replace(chip, link=(chip_of(machine["device"]) or chip).link)
         shapes = [_shape(settings[key]) for key in ("transformer", "draft_transformer")]
         assert shapes[0]
         system = System(
             model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
-            kv_dtype=point["kv_dtype"], quantize=settings["quantize"],
+            kv_dtype=point["kv_dtype"], quantize=settings["quantize"], ranks=ranks_for(chip, tp, tp, None, None),
         )  # fmt: skip
         draft = Setting(policy=point["policy"], budget=point["budget"]).draft("auto", draft_fields(settings))
         size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
         rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
-        plain, a_round = system.plain(*size), system.mean_round(draft, *size, rounds_by_gamma)
+        plain, a_round = system.plain(*size), system.mean_round(draft, point["acceptance_rate"], *size, rounds_by_gamma)
         found.append({
-            **{key: point[key] for key in ("batch", "context", "policy", "budget", "temperature")},
+            **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")},
             "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
             "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
             "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,

@@ -11,8 +11,7 @@ from typing import Any
 from .. import registry
 from ..config import DraftConfig
 from .chips import GIB
-from .forecast import ESTIMATES, Kept, Record, System, cell, default_policies
-from .grid import Setting
+from .forecast import ESTIMATES, Kept, Record, System, budget_of, cell, default_policies, label
 from .plots import SPEED, Draw, color, draw_panels, over_log2
 from .replay import PROFILES
 from .tables import Column, Table
@@ -44,10 +43,11 @@ def plan(
     cells = [cell(system, draft, kept, n, c, e) for c in contexts for n in batches for draft in drafts]
     lengths = []
     for draft in drafts:
-        chances, _ = kept.chances(draft.policy, draft.budget, max(contexts))
+        chances, _ = kept.chances(draft, max(contexts))
         even = {str(n): system.break_even(draft, chances, n, e) for n in batches}
         critical = system.critical(draft, chances, batches, e) if len(batches) > 1 else None
-        lengths.append({"policy": draft.policy, "budget": draft.budget, "break_even": even, "critical": critical})
+        who = {"policy": draft.policy, "budget": budget_of(draft)}
+        lengths.append({**who, "break_even": even, "critical": critical})
     chip, ranks = system.chip, system.ranks
     return {
         "benchmark": "plan",
@@ -75,11 +75,6 @@ roofline: the speed-up if every kernel reached the full rates; plain/s, spec./s:
 GiB: on each device, when rows have grown by {room:,} tokens, with ! where that does not fit."""
 
 
-def label(one: Record) -> str:
-    """As "streaming 512"."""
-    return Setting(policy=one["policy"], budget=one["budget"]).label
-
-
 def _accepted(one: Record) -> str:
     """The chance of the first draft of a round, and of the last that has one of its own."""
     chances = list(dict.fromkeys(f"{chance:.2f}" for chance in one["acceptance"]))
@@ -102,7 +97,7 @@ TABLE = Table(
 )  # fmt: skip
 MEASURED = Table(
     _number("context", "context", ","), _number("batch", "batch", ","), Column("draft", label, 16, left=True),
-    _number("T", "temperature", "g", 3), _number("plain ms", "plain_ms", ".1f"),
+    _number("gamma", "gamma", ""), _number("T", "temperature", "g", 3), _number("plain ms", "plain_ms", ".1f"),
     _number("measured", "plain_ms_measured", ".1f"), _number("round ms", "round_ms", ".1f"),
     _number("measured", "round_ms_measured", ".1f"), _number("speed-up", "speedup", ".2f", unit="x"),
     _number("measured", "speedup_measured", ".2f", unit="x"),

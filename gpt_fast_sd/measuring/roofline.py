@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from gpt_fast_sd.kernels import launches
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.tp import collectives_per_step
 
-from ..kernels import launches
 from .chips import Chip
 
 MOST = 24  # drafts a round that best_gamma looks at
