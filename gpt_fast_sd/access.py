@@ -34,7 +34,7 @@ class Access:
         require_current(self.device)
 
     @contextlib.contextmanager
-    def work_of(self, schedule: Schedule) -> Iterator[None]:
+    def at_work(self, schedule: Schedule) -> Iterator[None]:
         """No other call may be made meanwhile; afterwards every slot is free, whatever happened.
 
         Where the device itself failed, the engine is of no more use and says so.

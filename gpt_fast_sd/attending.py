@@ -1,91 +1,102 @@
-"""What the engine's caches attend with: the kernel that fits the device and dtype, or the model's plain bodies.
+"""How the engine's caches are read: densely, or at listed entries and a window; all else is what is read, and when.
 
-Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, H head dim.
+Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, H head dim, C listed entries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from gpt_fast_sd.kernels import (
-    PAGE,
-    cpu_attention,
-    cpu_attention_fits,
-    cpu_attention_with_mass,
     decode_attention,
     decode_attention_with_mass,
     prefill_attention,
+    prefill_attention_of_slots,
+    sparse_attention,
     split_for,
 )
-from gpt_fast_sd.model import SPLIT, FullKV, attend, attend_with_mass, store
-
-from .devices import ways_of
+from gpt_fast_sd.model import SPLIT, CacheLayer
 
 MOST_DECODED = 32  # query tokens that flash-decoding serves; with more there are enough queries without splitting keys
 
 
-def kernel_serves(q: Tensor, k: Tensor) -> bool:
-    """Whether a compiled step attends by a kernel of ours; eager steps do not: what runs eagerly starts at once."""
-    return torch.compiler.is_compiling() and cpu_attention_fits(q, k)
+def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Attend to those of a layer's first n_keys entries that are at or before each query; at or past n_keys it gives 0.
 
-
-def on_cuda(keys: Tensor) -> bool:
-    """Whether a cache is where our Triton kernels attend and select."""
-    return ways_of(keys.device).operators
-
-
-def attend_cuda(q: Tensor, keys: Tensor, values: Tensor, pos: Tensor, n_keys: int) -> Tensor:
-    """Attend by our kernels to those of the first n_keys entries that are at or before each query.
-
-    q [B, N, T, H]; keys, values [B, K, S, H]; pos [B, T] -> [B, N, T, H], 0 for a query at or past n_keys
+    q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page the attention mass that each block of so many keys
+    received: fp32 [B, K, n_keys // page]
     """
-    if q.shape[2] <= MOST_DECODED:
-        # splits hang on the cache alone: no sum depends on the batch, nor, within tiles of one size, on the tokens fed
-        return decode_attention(q, keys, values, pos, n_keys, split_for(keys.shape[2] - SPLIT))
-    return prefill_attention(q, keys, values, pos, n_keys)
+    asked = q.to(layer.k.dtype), layer.k, layer.v, pos, n_keys
+    if page:
+        out, mass = decode_attention_with_mass(*asked, split_for(layer.capacity), page)
+        return out.to(q.dtype), mass
+    if q.shape[2] > MOST_DECODED:
+        return prefill_attention(*asked).to(q.dtype), None
+    # splits hang on the cache alone: no sum depends on the batch, nor, within tiles of one size, on the tokens fed
+    return decode_attention(*asked, split_for(layer.capacity)).to(q.dtype), None
+
+
+def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+    """dense for some slots alone, and the attention mass of every key.
+
+    q [W, N, T, H]; slots int64 [W], all different; pos [W, T] -> [W, N, T, H], fp32 [W, K, n_keys]
+    """
+    out, mass = prefill_attention_of_slots(q.to(layer.k.dtype), layer.k, layer.v, slots, pos, n_keys)
+    return out.to(q.dtype), mass
+
+
+def listed(
+    q: Tensor,
+    layer: CacheLayer,
+    kv_indices: Tensor,
+    window_start: Tensor,
+    window_width: int,
+    pos: Tensor,
+    page: int = 1,
+) -> Tensor:
+    """Attend to listed entries of a layer and to window_width from window_start on, those at or before each query.
+
+    q [B, N, T, H]; kv_indices int64 [B, K, C] below window_start, -1 is nothing, in runs of whole pages;
+    window_start int64 [B]; pos [B, T] -> [B, N, T, H]
+    """
+    asked = q.to(layer.k.dtype), layer.k, layer.v
+    return sparse_attention(*asked, kv_indices, window_start, window_width, pos, layer.capacity, page).to(q.dtype)
 
 
 @dataclass(frozen=True)
-class DenseKV(FullKV):
-    """FullKV by the best kernel: store, then attend to all at or before each query."""
+class DenseKV:
+    """Store, then attend to all at or before each query, of the splits that are in view."""
+
+    layers: Sequence[CacheLayer]
+    in_view: Tensor  # [n_splits, 0]
+    page: int = 0  # keys whose attention mass is summed, 0: of none
+    mass: list[Tensor] = field(default_factory=list)  # with a page layer by layer, fp32 [B, K, n_keys // page]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
-        keys, values = self.k[layer], self.v[layer]
-        store(keys, pos, k)
-        store(values, pos, v)
-        in_view = self.n_splits * SPLIT
-        if on_cuda(keys):
-            return attend_cuda(q.to(keys.dtype), keys, values, pos, in_view).to(q.dtype)
-        if kernel_serves(q.to(keys.dtype), keys):
-            return cpu_attention(q.to(keys.dtype), keys, values, pos, in_view).to(q.dtype)
-        return attend(q.to(keys.dtype), keys.narrow(2, 0, in_view), values.narrow(2, 0, in_view), pos).to(q.dtype)
+        self.layers[layer].store(pos, k, v)
+        out, mass = dense(q, self.layers[layer], pos, self.in_view.shape[0] * SPLIT, self.page)
+        if mass is not None:
+            self.mass.append(mass)
+        return out
 
 
 @dataclass(frozen=True)
-class MassKV(FullKV):
-    """DenseKV that also notes, layer by layer, the attention mass of each `page` keys: fp32 [B, K, S // page]."""
+class ListedKV:
+    """Store, then attend to listed entries and to [window_start, pos]; how much is in view does not matter."""
 
-    page: int
-    mass: list[Tensor] = field(default_factory=list)
+    layers: Sequence[CacheLayer]
+    in_view: Tensor  # [n_splits, 0]
+    kv_indices: Sequence[Tensor]  # L of int64 [B, K, C], each below window_start; -1 is empty
+    window_start: Tensor  # int64 [B]
+    window_width: int  # positions from window_start that may be read
+    page: int = 1  # listed entries come in runs of so many, each a page of the cache
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
-        keys, values = self.k[layer], self.v[layer]
-        store(keys, pos, k)
-        store(values, pos, v)
-        in_view = self.n_splits * SPLIT
-        if on_cuda(keys):
-            split = split_for(keys.shape[2] - SPLIT)
-            out, mass = decode_attention_with_mass(q.to(keys.dtype), keys, values, pos, in_view, split, self.page)
-        elif kernel_serves(q.to(keys.dtype), keys):
-            out, mass = cpu_attention_with_mass(q.to(keys.dtype), keys, values, pos, in_view)
-            mass = mass.unflatten(-1, (-1, self.page // PAGE)).sum(-1)
-        else:
-            seen = keys.narrow(2, 0, in_view), values.narrow(2, 0, in_view)
-            out, mass = attend_with_mass(q.to(keys.dtype), *seen, pos, self.page)
-        self.mass.append(mass)
-        return out.to(q.dtype)
+        self.layers[layer].store(pos, k, v)
+        window = self.window_start, self.window_width
+        return listed(q, self.layers[layer], self.kv_indices[layer], *window, pos, self.page)

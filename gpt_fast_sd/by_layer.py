@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpt_fast_sd.model import Block, Transformer
+from gpt_fast_sd.model import Block, CacheLayer, Transformer
 
 Layer = tuple[Tensor, ...]  # what one layer has for itself: its weights and buffers, then its entry of each list
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -44,9 +44,9 @@ class LayeredModel:
     def split(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Layer]]:
         """A step's arguments -> those of the same step over one layer, and what each layer has for itself.
 
-        Every list among the arguments, tuples in them included, must hold one tensor a layer.
+        Every list among the arguments, tuples in them included, must hold one tensor a layer, or the cache's layers.
         """
-        lists: list[list[Tensor]] = []
+        lists: list[Sequence[Tensor]] = []
 
         def first(argument: Any) -> Any:
             if argument is self.model:
@@ -54,7 +54,8 @@ class LayeredModel:
             if isinstance(argument, tuple):
                 return tuple(map(first, argument))
             if isinstance(argument, list):
-                lists.append(argument)
+                cached = isinstance(argument[0], CacheLayer)
+                lists.extend(zip(*(layer.buffers for layer in argument), strict=True) if cached else [argument])
                 return argument[:1]
             return argument
 

@@ -49,7 +49,7 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
     assert policy
     plan = RoundPlan(gamma=gamma, n_keys=n_keys - gamma)
     fed = slice(n_keys - gamma - 1, n_keys + MAX_GAMMA)
-    held = [(buffer, buffer[:, :, fed].clone()) for buffer in (*at.cache.k, *at.cache.v)]
+    held = [(buffer, buffer[:, :, fed].clone()) for buffer in at.cache.buffers]
     try:
         rows.seq_len.fill_(fed.start)
         rows.active.fill_(True)

@@ -30,24 +30,24 @@ class Ways:
     """How an engine works on one kind of device.
 
     chunks: prompt tokens of a prefill step, the largest first; each divides the ones before it, and SPLIT is the last.
-    operators: whether attention and selection go by the operators that have a Triton body, compiled or not.
     compiles_sampling: whether judging and choosing, many small operators, are compiled: each is a launch on CUDA, while
     on a CPU compiling them takes longer than it saves.
     captures: whether rounds are captured, and their results read one round late.
     windows: rows whose observation windows SnapKV feeds together.
+    window_reads: how often such a pass reads each entry of a row; a key alone is half of one.
     """
 
     chunks: tuple[int, ...]
-    operators: bool
     compiles_sampling: bool
     captures: bool
     windows: int
+    window_reads: float
 
 
 WAYS = {
-    "cpu": Ways(chunks=(SPLIT,), operators=False, compiles_sampling=False, captures=False, windows=1),
+    "cpu": Ways(chunks=(SPLIT,), compiles_sampling=False, captures=False, windows=1, window_reads=1.0),
     # a GPU needs many tokens to be busy: about as many as four windows have are multiplied while the weights are read
-    "cuda": Ways(chunks=(8 * SPLIT, SPLIT), operators=True, compiles_sampling=True, captures=True, windows=4),
+    "cuda": Ways(chunks=(8 * SPLIT, SPLIT), compiles_sampling=True, captures=True, windows=4, window_reads=1.5),
 }
 
 

@@ -79,9 +79,13 @@ class Engine:
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         self.rows = Rows.idle(
-            self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._intake.eos_ids,
-            self.vocabulary, kernel=self.compiled,
-        )  # fmt: skip
+            self.cache.seq_len,
+            self.cache.capacity + SPLIT,
+            model.config.vocab_size,
+            self._intake.eos_ids,
+            self.vocabulary,
+            kernel=self.compiled,
+        )
         self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
         self._prefill = Prefill(self.target)
         self._access = Access(self.device)
@@ -307,7 +311,7 @@ class Engine:
         """
         ids, start = self._intake.scored(tokens, last)
         rows = []
-        with self._access.work_of(self.schedule):
+        with self._access.at_work(self.schedule):
             self._warm_up()
             self._prefill.fill(0, ids[:start])
             for position, token in enumerate(ids[start:], start):
@@ -323,7 +327,7 @@ class Engine:
         """Compile all steps on the empty cache, once; later calls return at once."""
         self._access.require_open()
         if self._compile_seconds is None:
-            with self._access.work_of(self.schedule):
+            with self._access.at_work(self.schedule):
                 self._warm_up()
 
     # ---------------------------------------------------------------- the path
@@ -331,7 +335,7 @@ class Engine:
     @torch.inference_mode()
     def _run(self, waiting: Waiting, speculate: bool) -> Iterator[TokenEvent]:
         """Keep the slots filled from the queue, and go round until every request is finished."""
-        with self._access.work_of(self.schedule):
+        with self._access.at_work(self.schedule):
             compile_seconds = self._warm_up()
             if self.rounds.capture:  # a capture may build nothing, so all that may come is called once before
                 kinds = Kind.of([request.params for request in waiting.known]).to_come()

@@ -31,7 +31,6 @@ from .rows import RoundPlan, Rows
 from .sampling import Kind
 
 Result = TypeVar("Result")
-Lap = Callable[[], None]
 Wait = Callable[[Landing], None]
 
 

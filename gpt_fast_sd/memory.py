@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from gpt_fast_sd.model import QUERY_BLOCK, SPLIT, KVCache, ModelConfig
+from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
 
 from . import registry
 from .config import DraftConfig, EngineConfig
 from .devices import ways_of
 from .graphs import steps_held
-from .kernels import prefill_splits, split_for
+from .kernels import QUERY_BLOCK, prefill_splits, split_for, triton_serves
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -216,11 +216,11 @@ class _Work:
         logits = judged * row  # fp32 [B, T, V]
         # what drafts were drawn from, fp32 [B, gamma, V] and more
         drafted = (width + cheap) * row if draft.max_gamma else 0
-        wide = FILTERING if ways_of(self.device).operators else FILTERING_BY_SORT
+        wide = FILTERING if triton_serves(self.device) else FILTERING_BY_SORT
         # p of every place; q, too, one-hot where drafts are certain
         judging = logits + max(wide * judged, 2 * (judged - 1) + DRAWING if judged > 1 else DRAWING_ALONE) * row
         attending, mass = self._scores(b, judged), 0
-        if ways_of(self.device).operators:  # what splits hand on of one layer, fp32
+        if triton_serves(self.device):  # what splits hand on of one layer, fp32
             split = split_for(self.capacity)
             attending = b * model.n_heads * judged * (model.head_dim + 2) * 4 * -(-self.capacity // split)
         if draft.view_name and registry.view_class(draft.view_name).wants_mass:
@@ -244,7 +244,7 @@ class _Work:
         chosen = 3 * model.n_layers * w * k * self.draft.budget * 8  # those before, those now, and what stays of both
         # fp32 [W, K, S]: the mass, of it what is before the window, and its averages
         scores = 3 * w * k * self.capacity * 4
-        if ways_of(self.device).operators:  # of one layer, whose queries are widened to all slots
+        if triton_serves(self.device):  # of one layer, whose queries are widened to all slots
             attending = 3 * b * n * window * (h + 1) * 4 + self._parts(b, window) + b * k * self.capacity * 4
         else:  # of one layer a copy of the keys and values, scores, and places to sort
             attending = w * self.capacity * (2 * k * h * 4 + 2 * k * 8) + self._scores(w, window)
@@ -253,12 +253,12 @@ class _Work:
     def _parts(self, n_rows: int, n_tokens: int) -> int:
         """Of the attention of chunks or windows over all keys where CUDA splits these."""
         model = self.model
-        splits = prefill_splits(model.group_size * n_tokens, self.capacity) if ways_of(self.device).operators else 0
+        splits = prefill_splits(model.group_size * n_tokens, self.capacity) if triton_serves(self.device) else 0
         return n_rows * model.n_heads * n_tokens * (model.head_dim + 1) * 4 * splits
 
     def _scores(self, n_rows: int, n_tokens: int) -> int:
         """Of attention in plain PyTorch, which few queries at a time have with all keys: fp32 [B, N, T, S]."""
-        if ways_of(self.device).operators:
+        if triton_serves(self.device):
             return 0
         return SCORES * n_rows * self.model.n_heads * min(n_tokens, QUERY_BLOCK) * self.capacity * 4
 

@@ -1,6 +1,6 @@
 """Prompts into the cache, chunk by chunk; what a slot already holds of a prompt is not computed again.
 
-Shapes: T tokens of a chunk, K kv heads, S cache capacity, H head dim.
+Shapes: T tokens of a chunk, L layers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT, Transformer
+from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
 from .attending import DenseKV
 from .compiling import CompiledStep, span
@@ -20,11 +20,9 @@ from .reader import Reader
 CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays below it
 
 
-def prefill_step(
-    model: Transformer, tokens: Tensor, pos: Tensor, k: list[Tensor], v: list[Tensor], in_view: Tensor
-) -> None:
-    """Store the keys and values of one chunk of one slot: tokens, pos [1, T]; k, v L of [1, K, S, H]. No logits."""
-    model.hidden(tokens, pos, DenseKV(k, v, in_view.shape[0]))
+def prefill_step(model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], in_view: Tensor) -> None:
+    """Store the keys and values of one chunk of one slot: tokens, pos [1, T]; L layers of one slot. No logits."""
+    model.hidden(tokens, pos, DenseKV(layers, in_view))
 
 
 class Filling:
@@ -146,5 +144,4 @@ class Prefill:
         """Write the keys and values of tokens int64 [T], on the device, from position start on; T is one of sizes."""
         cache = self.reader.cache
         pos = torch.arange(start, start + len(tokens), device=self.reader.device)[None]  # [1, T]
-        k, v = cache.row(slot)
-        self._step(self.reader.model, tokens[None], pos, k, v, span(cache, start + len(tokens)))
+        self._step(self.reader.model, tokens[None], pos, cache.slot(slot), span(cache, start + len(tokens)))

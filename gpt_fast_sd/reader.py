@@ -24,7 +24,7 @@ class Reader:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(L, B, K) of the cache."""
-        return len(self.cache.k), self.cache.k[0].shape[0], self.cache.k[0].shape[1]
+        return self.cache.shape
 
     @property
     def device(self) -> torch.device:

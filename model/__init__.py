@@ -1,13 +1,12 @@
 """A Llama that knows nothing of ranks, quantization or speculation.
 
 Behind this door: `ModelConfig`, read from a config.json or found in `PRESETS`; `Transformer`, whose one forward serves
-prefill, decode, verify and draft alike, because what attends is its argument, a `KV`; `KVCache`, the static buffers,
-and `FullKV`, which attends to all of them; checkpoints read as Hugging Face or, in a GGUF file, llama.cpp stores them
+prefill, decode, verify and draft alike, because what attends is its argument, a `KV`; `KVCache`, static keys and
+values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a GGUF file, llama.cpp stores them
 (`load_model`, `save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
 """
 
-from .attention import QUERY_BLOCK, SPLIT, attend, attend_reference, attend_with_mass, visible
-from .cache import KV, CausalSelf, FullKV, KVCache, store
+from .cache import KV, SPLIT, CacheLayer, CausalSelf, KVCache
 from .checkpoint import (
     Weights,
     load_model,
@@ -25,14 +24,13 @@ from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 __all__ = [
     "KV",
     "PRESETS",
-    "QUERY_BLOCK",
     "SPLIT",
     "Attention",
     "Block",
+    "CacheLayer",
     "CausalSelf",
     "CheckpointError",
     "FeedForward",
-    "FullKV",
     "KVCache",
     "Linear",
     "ModelConfig",
@@ -41,9 +39,6 @@ __all__ = [
     "Tokenizer",
     "Transformer",
     "Weights",
-    "attend",
-    "attend_reference",
-    "attend_with_mass",
     "gguf_parts",
     "load_model",
     "load_tokenizer",
@@ -54,7 +49,5 @@ __all__ = [
     "read_stored_dtype",
     "resolve_model",
     "save_hugging_face",
-    "store",
     "stored_dtype",
-    "visible",
 ]

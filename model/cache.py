@@ -1,4 +1,4 @@
-"""The one seam: what attends is an argument. `KV` is the protocol, `KVCache` the buffers, `FullKV` the plainest reader.
+"""The one seam: what attends is an argument. `KV` is the protocol, `KVCache` hands out the layers that it reads.
 
 Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, L layers, N query heads, K kv heads,
         H head dim. S is the capacity and a spare split.
@@ -7,7 +7,6 @@ Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, L layer
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import SPLIT, attend
 from .config import ModelConfig
+
+SPLIT = 256  # capacity, and what is in view of it, are whole splits of so many positions
 
 
 class KV(Protocol):
@@ -37,28 +37,37 @@ class CausalSelf:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def store(buffer: Tensor, pos: Tensor, new: Tensor) -> None:
-    """Write new [B, K, T, H] into buffer [B, K, S, H] at each row's positions pos [B, T]."""
-    row = torch.arange(pos.shape[0], device=pos.device)[:, None]  # [B, 1]
-    buffer[row, :, pos] = new.transpose(1, 2).to(buffer.dtype)  # [B, T, K, H]
-
-
 @dataclass(frozen=True)
-class FullKV:
-    """Store, then attend to all at or before each query; only the first n_splits * SPLIT positions are in view."""
+class CacheLayer:
+    """The keys and values of one layer, B slots: how they are stored, and how many bytes they take."""
 
-    k: Sequence[Tensor]  # L of [B, K, S, H]
-    v: Sequence[Tensor]
-    n_splits: int
+    k: Tensor  # [B, K, S, H]
+    v: Tensor
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
-        keys, values = self.k[layer], self.v[layer]
-        store(keys, pos, k)
-        store(values, pos, v)
-        in_view = self.n_splits * SPLIT
-        out = attend(q.to(keys.dtype), keys.narrow(2, 0, in_view), values.narrow(2, 0, in_view), pos)
-        return out.to(q.dtype)
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """All that is held, each [B, K, S, ...]."""
+        return self.k, self.v
+
+    @property
+    def capacity(self) -> int:
+        """Positions that can ever be in view."""
+        return self.k.shape[2] - SPLIT
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one position of one slot."""
+        return sum(x.shape[1] * x[0, 0, 0].nbytes for x in self.buffers)
+
+    def slot(self, slot: int) -> CacheLayer:
+        """One slot as a batch of one, sharing memory."""
+        return CacheLayer(*(x[slot : slot + 1] for x in self.buffers))
+
+    def store(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k, v [B, K, T, H] at each row's positions pos [B, T]."""
+        row = torch.arange(pos.shape[0], device=pos.device)[:, None]  # [B, 1]
+        for buffer, new in ((self.k, k), (self.v, v)):
+            buffer[row, :, pos] = new.transpose(1, 2).to(buffer.dtype)  # [B, T, K, H]
 
 
 class KVCache:
@@ -71,37 +80,50 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, batch_size: int, max_seq_len: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.max_seq_len, self.capacity = max_seq_len, self.splits(max_seq_len) * SPLIT
+        self.dtype, self.max_seq_len, self.capacity = dtype, max_seq_len, self.splits(max_seq_len) * SPLIT
         # one spare split that is never in view: a view of the whole buffer would be another graph (it is contiguous)
         shape = (batch_size, config.n_kv_heads, self.capacity + SPLIT, config.head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+
+        def buffer() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.layers = [CacheLayer(buffer(), buffer()) for _ in range(config.n_layers)]
         self.seq_len = torch.zeros(batch_size, dtype=torch.int64, device=device)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(L, B, K)"""
+        return len(self.layers), *self.layers[0].k.shape[:2]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All that is held, layer by layer, each [B, K, S, ...]."""
+        return [buffer for layer in self.layers for buffer in layer.buffers]
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one position of one slot over all layers."""
-        return sum(2 * k.shape[1] * k.shape[3] * k.element_size() for k in self.k)
+        return sum(layer.bytes_per_token for layer in self.layers)
 
-    def row(self, slot: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The keys and values of one slot as a batch of one, sharing memory: two lists of L [1, K, S, H]."""
-        return [k[slot : slot + 1] for k in self.k], [v[slot : slot + 1] for v in self.v]
+    def slot(self, slot: int) -> list[CacheLayer]:
+        """The layers of one slot as a batch of one, sharing memory."""
+        return [layer.slot(slot) for layer in self.layers]
 
     def first_layers(self, n: int) -> KVCache:
         """The first n layers alone, sharing their buffers and seq_len."""
         first = copy.copy(self)
-        first.k, first.v = self.k[:n], self.v[:n]
+        first.layers = self.layers[:n]
         return first
 
     def vacate(self, slot: int, keep: int = 0) -> None:
         """Forget a slot but for its first `keep` entries: no value behind them (not even a NaN) can reach the next."""
         self.seq_len[slot] = 0
-        for buffer in (*self.k, *self.v):
+        for buffer in self.buffers:
             buffer[slot, :, keep:].zero_()
 
     def copy(self, source: int, slot: int, n: int) -> None:
         """Give a slot the first n entries of another one."""
-        for buffer in (*self.k, *self.v):
+        for buffer in self.buffers:
             buffer[slot, :, :n] = buffer[source, :, :n]
 
     @staticmethod

@@ -63,27 +63,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").replace("STAGES\n", f"{listing}\n"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder of results; it may hold those of earlier calls")
-    parser.add_argument("--stages", metavar="A,B", help="only these (default: all)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("out", type=Path, metavar="OUT", help="folder of results; it may hold those of earlier calls")
+    add("--stages", metavar="A,B", help="only these (default: all)")
+    add(
         "--budget-seconds",
         type=float,
         default=520.0,
         metavar="S",
-        help="begin nothing that would end later (%(default)s)",
+        help="begin nothing that ends later (default: 520)",
     )
-    parser.add_argument("--fresh", action="store_true", help="forget the results that OUT holds")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only with --tiny (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes: a dry run of the whole suite")
-    parser.add_argument("--pairs", type=int, default=6, metavar="N", help="pairs of runs for a ratio (%(default)s)")
-    parser.add_argument(
-        "--max-autotune", action="store_true", help="let Inductor time its matrix products: minutes more"
-    )
-    parser.add_argument(
-        "--texts", type=Path, nargs="+", default=[], metavar="FILE", help="what the bundled model continues"
-    )
-    parser.add_argument("--only", metavar="STAGE", help=argparse.SUPPRESS)  # this process is a stage
-    parser.add_argument("--into", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    add("--fresh", action="store_true", help="forget the results that OUT holds")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only with --tiny (default: cuda)")
+    add("--tiny", action="store_true", help="tiny shapes: a dry run of the whole suite")
+    add("--pairs", type=int, default=6, metavar="N", help="pairs of runs for a ratio (default: 6)")
+    add("--max-autotune", action="store_true", help="let Inductor time its matrix products: minutes more")
+    add("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="what the bundled model continues")
+    add("--only", metavar="STAGE", help=argparse.SUPPRESS)  # this process is a stage
+    add("--into", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -187,19 +184,14 @@ def ledger_of(args: argparse.Namespace, *, fresh: bool = False) -> Ledger:
     return Ledger(args.out / "results.json", "gpu_suite", settings_of(args), machine, fresh=fresh, results="stages")
 
 
-def launcher(args: argparse.Namespace) -> Launch:
-    """Runs a stage in a process of its own, whose output is passed on as it comes."""
+def launcher(argv: Sequence[str]) -> Launch:
+    """Runs a stage of this command line in a process of its own, whose output is passed on as it comes."""
 
     def launch(stage: Stage, timeout: float) -> Record:
         with tempfile.TemporaryDirectory() as folder:
             into = Path(folder) / "result.json"
-            texts = ["--texts", *map(str, args.texts)] if args.texts else []
-            command = [
-                sys.executable, str(Path(__file__).resolve()), str(args.out), "--only", stage.name, "--into", str(into),
-                "--device", args.device, "--pairs", str(args.pairs), *texts,
-                *(["--tiny"] if args.tiny else []), *(["--max-autotune"] if args.max_autotune else []),
-            ]  # fmt: skip
-            code, output = run_process(command, timeout)
+            program = [sys.executable, str(Path(__file__).resolve()), *argv]
+            code, output = run_process([*program, "--only", stage.name, "--into", str(into)], timeout)
             if into.exists():
                 return {"status": DONE, "result": json.loads(into.read_text(encoding="utf-8"))}
         if code is not None:
@@ -240,12 +232,6 @@ def run_process(command: Sequence[str], timeout: float) -> tuple[int | None, str
     return code, "".join(lines)
 
 
-def run_stage(args: argparse.Namespace) -> None:
-    """What the process of a stage does: run it and write what it finds."""
-    result = STAGES[args.only].run(setup_of(args, results_of(ledger_of(args))))
-    write_whole(args.into, json.dumps(result))
-
-
 # ---- all together ----------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         stages = check(args)
         if args.only:
-            run_stage(args)
+            result = STAGES[args.only].run(setup_of(args, results_of(ledger_of(args))))
+            write_whole(args.into, json.dumps(result))
             return ALL_FINE
         args.out.mkdir(parents=True, exist_ok=True)
         ledger = ledger_of(args, fresh=args.fresh)
@@ -266,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.only:
             raise
         refuse(error, PROGRAM)
-    left = conduct(stages, ledger, args.budget_seconds, launcher(args))
+    left = conduct(stages, ledger, args.budget_seconds, launcher(sys.argv[1:] if argv is None else argv))
     results = results_of(ledger)
     plots = draw(results, args.out, dry=args.tiny)
     page = summary(ledger, setup_of(args, results), list(STAGES.values()), plots)

@@ -1,16 +1,16 @@
-"""Kernels behind torch operators: what the compiled steps attend and select with where torch's own are slow.
+"""What the engine attends, selects, multiplies and samples with; each chooses the body that fits its tensors itself.
 
-For CPUs with AVX-512 bf16 dot products `cpu_attention`: flash-decoding, dense, with the attention mass of each page, or
-over listed entries; `cpu_attention_fits` says whether it can be used; `packed_linear`, `packed_swiglu`, products with
-weights that `pack` has packed; and for large vocabularies `cpu_distributions` and `cpu_draw`. `begin_building` builds
-`cpu_kernels` beside whatever comes next, with `known_isa` among Inductor's options. For CUDA, in Triton:
-`decode_attention` (and with the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`, and what
-selects: `top_pages`, `guided_select`, `page_bounds`, `quest_pages`, and of tokens `likeliest`. On CPU tensors these are
-references with the same results, most of them slow. `prepare_launches` does beforehand what Triton needs for launching
-any of them, and `launches` says how many kernels a call of one launches.
+Attention: `decode_attention` (and with the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`.
+Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages`, and of tokens `likeliest`. Where `triton_serves`
+these are operators in Triton: `prepare_launches` does beforehand what Triton needs for launching any of them, and
+`launches` says how many kernels a call of one launches. On a CPU they are C++ where `cpu_attention_fits`, else PyTorch.
+For CPUs with AVX-512 bf16 dot products also `packed_linear`, `packed_swiglu`, products with weights that `pack` has
+packed, and for large vocabularies `cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` beside
+whatever comes next, with `known_isa` among Inductor's options.
 """
 
-from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
+from .choice import triton_serves
+from .cpu import cpu_attention_fits
 from .cpu_build import begin_building, known_isa
 from .cpu_linear import cpu_kernels, pack, packable, packed_linear, packed_rows, packed_swiglu, unpack
 from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits
@@ -18,23 +18,28 @@ from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
 from .launch_counts import launches
 from .launching import prepare_launches
-from .prefill import key_mass, prefill_attention, prefill_attention_with_lse, prefill_splits
-from .select import guided_select, page_bounds, quest_pages, top_pages
+from .on_cpu import QUERY_BLOCK
+from .prefill import (
+    key_mass,
+    prefill_attention,
+    prefill_attention_of_slots,
+    prefill_attention_with_lse,
+    prefill_splits,
+)
+from .select import entries_of, guided_select, page_bounds, quest_pages, top_pages
 from .sparse import sparse_attention
 
 __all__ = [
-    "PAGE",
+    "QUERY_BLOCK",
     "begin_building",
-    "cpu_attention",
-    "cpu_attention_at",
     "cpu_attention_fits",
-    "cpu_attention_with_mass",
     "cpu_distributions",
     "cpu_draw",
     "cpu_kernels",
     "cpu_sampling_fits",
     "decode_attention",
     "decode_attention_with_mass",
+    "entries_of",
     "guided_select",
     "key_mass",
     "known_isa",
@@ -47,6 +52,7 @@ __all__ = [
     "packed_swiglu",
     "page_bounds",
     "prefill_attention",
+    "prefill_attention_of_slots",
     "prefill_attention_with_lse",
     "prefill_splits",
     "prepare_launches",
@@ -54,5 +60,6 @@ __all__ = [
     "sparse_attention",
     "split_for",
     "top_pages",
+    "triton_serves",
     "unpack",
 ]

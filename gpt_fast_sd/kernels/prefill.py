@@ -1,8 +1,9 @@
 """Attention of long chunks of queries over a cache that holds their keys already, and what such queries attend to.
 
-Three bodies an op: PyTorch, which a CPU runs; on CUDA Triton (prefill_triton.py); a fake.
+On CUDA each is an operator whose body is Triton (prefill_triton.py); elsewhere on_cpu.py attends.
 
-Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim.
+Shapes: B batch rows, W of them, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K,
+        H head dim.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .decode import attention_reference, page_sums, scores_reference
-from .sizes import FEW_ROWS, PREFILL_SPLIT
+from . import on_cpu
+from .choice import triton_serves
+from .decode import by_token
+from .sizes import FEW_ROWS, PREFILL_SPLIT, page_sums
 
 
 def prefill_splits(n_rows: int, n_keys: int) -> int:
@@ -26,16 +29,20 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int)
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
     q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; pos int64 [B, T], where queries that follow
-    each other stand near each other -> [B, N, T, H], a transposed view of [B, T, N, H]
+    each other stand near each other -> [B, N, T, H]
     """
-    out: Tensor = _prefill(q, k, v, pos, n_keys)
-    return out
+    if triton_serves(q.device):
+        out: Tensor = _prefill(q, k, v, pos, n_keys)
+        return out
+    return on_cpu.attend(q, k, v, pos, n_keys)
 
 
 def prefill_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
     """prefill_attention, and the natural log of each softmax's sum, fp32 [B, N, T]: -inf where nothing is read."""
-    out, lse = _prefill_with_lse(q, k, v, pos, n_keys)
-    return out, lse
+    if triton_serves(q.device):
+        out, lse = _prefill_with_lse(q, k, v, pos, n_keys)
+        return out, lse
+    return on_cpu.attend_with_lse(q, k, v, pos, n_keys)
 
 
 def key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
@@ -44,58 +51,60 @@ def key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: 
     Reads keys alone, once. q, k, pos, n_keys as in prefill_attention, lse as it gives it; page: a power of two
     -> fp32 [B, K, n_keys // page]
     """
-    mass: Tensor = _key_mass(q, k, lse, pos, n_keys, page)
-    return mass
+    if triton_serves(q.device):
+        mass: Tensor = _key_mass(q, k, lse, pos, n_keys, page)
+        return mass
+    scores = on_cpu.scores_of(q, k.narrow(2, 0, n_keys), pos)  # [B, K, G, T, n_keys]
+    finite = lse.clamp(min=on_cpu.LEAST).unflatten(1, (k.shape[1], -1))  # [B, K, G, T]
+    return page_sums((scores - finite[..., None]).exp().sum((2, 3)), page)
 
 
-@torch.library.custom_op("gpt_fast_sd::prefill_attention", mutates_args=())
+def prefill_attention_of_slots(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, pos: Tensor, n_keys: int
+) -> tuple[Tensor, Tensor]:
+    """prefill_attention of the queries of some slots, and the mass of every key: fp32 [W, K, n_keys].
+
+    q [W, N, T, H]; k, v [B, K, S, H]; slots int64 [W], all different; pos int64 [W, T] -> [W, N, T, H], the mass
+    """
+    if triton_serves(q.device):
+        # all slots take part, as copies of some slots' keys would cost more than queries that read nothing
+        all_q = q.new_zeros(k.shape[0], *q.shape[1:]).index_copy(0, slots, q)  # [B, N, T, H]
+        all_pos = pos.new_full((k.shape[0], pos.shape[1]), k.shape[2]).index_copy(0, slots, pos)  # [B, T]
+        out, lse = _prefill_with_lse(all_q, k, v, all_pos, n_keys)
+        return out[slots], _key_mass(all_q, k, lse, all_pos, n_keys, 1)[slots]
+    k, v = (x.narrow(2, 0, n_keys)[slots] for x in (k, v))  # [W, K, n_keys, H] each
+    return on_cpu.attend_with_mass(q, k, v, pos, n_keys, 1)
+
+
+@torch.library.custom_op("gpt_fast_sd::prefill_attention", mutates_args=(), device_types="cuda")
 def _prefill(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
-    return attention_reference(q, k, v, pos, n_keys)[0]
-
-
-@torch.library.custom_op("gpt_fast_sd::prefill_attention_with_lse", mutates_args=())
-def _prefill_with_lse(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    out, _, lse = attention_reference(q, k, v, pos, n_keys)
-    return out, lse
-
-
-@torch.library.custom_op("gpt_fast_sd::key_mass", mutates_args=())
-def _key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
-    scores, seen = scores_reference(q, k, pos, n_keys)
-    weights = (scores - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()  # [B, K, G, T, n_keys]
-    return page_sums(torch.where(seen, weights, 0.0).sum((2, 3)), page)
-
-
-@_prefill.register_kernel("cuda")
-def _prefill_cuda(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
     from . import prefill_triton, triton_common
 
     return prefill_triton.attend(q, k, v, pos, n_keys, arch=triton_common.architecture())
 
 
-@_prefill_with_lse.register_kernel("cuda")
-def _prefill_with_lse_cuda(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("gpt_fast_sd::prefill_attention_with_lse", mutates_args=(), device_types="cuda")
+def _prefill_with_lse(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
     from . import prefill_triton, triton_common
 
     return prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=triton_common.architecture())
 
 
-@_key_mass.register_kernel("cuda")
-def _key_mass_cuda(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
+@torch.library.custom_op("gpt_fast_sd::key_mass", mutates_args=(), device_types="cuda")
+def _key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
     from . import prefill_triton, triton_common
 
     return prefill_triton.key_mass(q, k, lse, pos, n_keys, page, arch=triton_common.architecture())
 
 
 @_prefill.register_fake
-def _prefill_fake(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
-    return q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
+def _prefill_fake(q: Tensor, *_: object) -> Tensor:
+    return by_token(q)
 
 
 @_prefill_with_lse.register_fake
-def _prefill_with_lse_fake(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+def _prefill_with_lse_fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_key_mass.register_fake

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import decode_triton
-from .decode import page_sums
-from .sizes import FEW_ROWS, PREFILL_SPLIT
+from .sizes import FEW_ROWS, PREFILL_SPLIT, page_sums
 from .triton_common import LOG2_E, family, row_limits, strides
 
 # (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks an SM (see

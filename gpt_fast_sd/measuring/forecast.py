@@ -20,6 +20,7 @@ from gpt_fast_sd.tp import local_config
 from .. import registry
 from ..config import DraftConfig, EngineConfig, gamma_tiers
 from ..devices import free_memory, ways_of
+from ..kernels import triton_serves
 from ..loading import TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
@@ -157,7 +158,7 @@ class System:
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once
                 ways = ways_of(torch.device(self.device))
-                reads = 1.5 if ways.operators else 1.0
+                reads = 1.5 if triton_serves(torch.device(self.device)) else 1.0
                 refresh = Refresh(every=period, window=view.window, reads=reads, at_once=ways.windows)
                 selecting += refresh_seconds(*size, int(context), tokens, refresh, **costs)
         return Forecast(

@@ -66,7 +66,7 @@ def load_average() -> float | None:
 
 def kv_bytes(engine: Engine) -> int:
     """Bytes that the engine's cache takes on this device."""
-    return sum(buffer.numel() * buffer.element_size() for buffer in (*engine.cache.k, *engine.cache.v))
+    return sum(buffer.numel() * buffer.element_size() for buffer in engine.cache.buffers)
 
 
 def let_go(device: torch.device) -> None:

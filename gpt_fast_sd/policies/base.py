@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, ModelConfig, Transformer
+from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, Vocabulary
 
 from .. import registry
@@ -37,6 +37,11 @@ class Draft:
     q: Tensor | None  # fp32 [B, gamma, V], what each token was drawn from; None: drawn without chance
     count: Tensor  # int64 [B], how many of a row's tokens count, 0..gamma
     proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
+
+    @staticmethod
+    def none(rows: Rows) -> Draft:
+        """No token for any row."""
+        return Draft(rows.pending.new_empty(len(rows.pending), 0), None, torch.zeros_like(rows.pending))
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ class View(Drafts):
         return 0
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
-        """(make, args): a compiled step calls make(k, v, span, *args); the tensors of args never move."""
+        """(make, args): a compiled step calls make(layers, span, *args); the tensors of args never move."""
         raise NotImplementedError
 
     def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
@@ -249,14 +254,13 @@ def draft_step(
     model: Transformer,
     tokens: Tensor,
     pos: Tensor,
-    k: list[Tensor],
-    v: list[Tensor],
+    layers: list[CacheLayer],
     in_view: Tensor,
     make: Callable[..., KV],
     args: tuple[Any, ...],
 ) -> Tensor:
     """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, V] after the last of them."""
-    last = model.hidden(tokens, pos, make(k, v, in_view, *args))[:, -1]  # [B, D]
+    last = model.hidden(tokens, pos, make(layers, in_view, *args))[:, -1]  # [B, D]
     logits: Tensor = model.output(last).float()
     return logits
 
@@ -343,7 +347,7 @@ class ModelDraft(DraftPolicy):
         """tokens, pos [B, T] -> fp32 logits [B, V] after the last of them; a T other than 1 brings its own step."""
         cache, (make, args) = self.reader.cache, self.view.kv()
         in_view = span(cache, n_keys)
-        out: Tensor = (step or self._step)(self.reader.model, tokens, pos, cache.k, cache.v, in_view, make, args)
+        out: Tensor = (step or self._step)(self.reader.model, tokens, pos, cache.layers, in_view, make, args)
         return out
 
     def kv_bytes(self, plan: RoundPlan) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +14,6 @@ from ..attending import DenseKV
 from ..config import DraftConfig
 from ..reader import Reader
 from .base import View
-
-
-def full_kv(k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor) -> KV:
-    """DenseKV for a compiled step."""
-    return DenseKV(k, v, in_view.shape[0])
 
 
 class FullView(View):
@@ -42,7 +37,7 @@ class FullView(View):
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """DenseKV, which takes nothing more."""
-        return full_kv, ()
+        return DenseKV, ()
 
     def entries_read(self, n_keys: int) -> int:
         """All splits in view."""
@@ -51,5 +46,5 @@ class FullView(View):
     def positions_read(self, pos: Tensor) -> Tensor:
         """All at or before pos [B] -> bool [L, B, K, S]."""
         n_layers, _, n_kv = self.reader.shape
-        place = torch.arange(self.reader.cache.k[0].shape[2], device=pos.device)  # [S]
+        place = torch.arange(self.reader.cache.capacity + SPLIT, device=pos.device)  # [S]
         return (place <= pos[:, None])[None, :, None].expand(n_layers, -1, n_kv, -1)

@@ -12,16 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.kernels import guided_select
 
-from ..attending import on_cuda
 from ..config import DraftConfig
 from ..reader import Reader
 from ..rows import Rows
-from .sparse import SlotView, entries_of
+from .sparse import SlotView
 
 
 class GuidedView(SlotView):
@@ -75,21 +73,9 @@ class GuidedView(SlotView):
         grown, full = rows.seq_len - self.selected_at, rows.seq_len - self.tail_start  # [B]
         due = (grown >= self.apart) | (full > self.tail)  # [B]
         start = self._start(rows.seq_len)  # [B]
-        if on_cuda(self.slots):
-            guided_select(mass, self.slots, due, start // self.page, self.page)
-        else:
-            slots = self._best(mass, start // self.page)
-            self.slots.copy_(torch.where(due[:, None, None], slots, self.slots))
+        guided_select(mass, self.slots, due, start // self.page, self.page)
         self.tail_start.copy_(torch.where(due, start, self.tail_start))
         self.selected_at.copy_(torch.where(due, rows.seq_len, self.selected_at))
-
-    def _best(self, mass: Tensor, end: Tensor) -> Tensor:
-        """The entries of the blocks of most mass [L, B, K, P] before block end [B] -> int64 [L, B, K, C]."""
-        block = torch.arange(mass.shape[-1], device=mass.device)  # [P]
-        in_tail = (block >= end[:, None])[:, None]  # [B, 1, P]
-        best, blocks = mass.masked_fill(in_tail, -1.0).topk(min(self.slots.shape[-1] // self.page, len(block)), -1)
-        slots = entries_of(torch.where(best >= 0, blocks, -1), self.page)  # [L, B, K, n * page]
-        return F.pad(slots, (0, self.slots.shape[-1] - slots.shape[-1]), value=-1)  # [L, B, K, C]
 
     def _start(self, length: Tensor) -> Tensor:
         """Where the tail of a row of that length begins at a selection: at a block's edge, with room to grow.

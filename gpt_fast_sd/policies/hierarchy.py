@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, ModelConfig, Transformer
+from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
 from ..compiling import CompiledStep, span
@@ -47,14 +47,13 @@ def middle_step(
     model: Transformer,
     tokens: Tensor,
     pos: Tensor,
-    k: list[Tensor],
-    v: list[Tensor],
+    layers: list[CacheLayer],
     in_view: Tensor,
     make: Callable[..., KV],
     args: tuple[Any, ...],
 ) -> Tensor:
     """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, T, V] after each of them."""
-    logits: Tensor = model(tokens, pos, make(k, v, in_view, *args)).float()
+    logits: Tensor = model(tokens, pos, make(layers, in_view, *args)).float()
     return logits
 
 
@@ -212,5 +211,5 @@ class HierarchyDraft(DraftPolicy):
         """tokens, pos [B, T] -> fp32 logits [B, T, V] of the middle level after each of them."""
         cache, (make, args) = self.target.cache, self.view.kv()
         in_view = span(cache, n_keys)
-        logits: Tensor = self._step(self.target.model, tokens, pos, cache.k, cache.v, in_view, make, args)
+        logits: Tensor = self._step(self.target.model, tokens, pos, cache.layers, in_view, make, args)
         return logits

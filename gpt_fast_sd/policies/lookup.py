@@ -74,5 +74,5 @@ class LookupDraft(DraftPolicy):
     def positions_read(self, pos: Tensor) -> Tensor:
         """It reads no keys: bool [L, B, K, S], all False."""
         n_layers, n_slots, n_kv = self.target.shape
-        n_places = self.target.cache.k[0].shape[2]
+        n_places = self.target.cache.layers[0].k.shape[2]
         return torch.zeros(n_layers, n_slots, n_kv, n_places, dtype=torch.bool, device=pos.device)

@@ -14,95 +14,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.kernels import page_bounds, quest_pages, sparse_attention
-from gpt_fast_sd.model import KV, SPLIT, store
+from gpt_fast_sd.kernels import entries_of, page_bounds, quest_pages
+from gpt_fast_sd.model import KV, SPLIT, CacheLayer
 
-from ..attending import on_cuda
-from ..compiling import CompiledStep
+from ..attending import listed
 from ..config import DraftConfig
 from ..reader import Reader
 from ..rows import RoundPlan, Rows
 from .base import View
-from .sparse import attend_at, entries_of, positions_of
-
-LEAST = torch.finfo(torch.float32).min
-
-
-def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
-    """No key of a page has a larger product with a query: q [B, N, T, H]; bounds [B, K, P, 2H] -> fp32 [B, K, R, P].
-
-    Of each dimension the product with the largest or the smallest key counts, by the query's sign.
-    """
-    rows = q.unflatten(1, (bounds.shape[1], -1)).flatten(2, 3)  # [B, K, R, H]
-    signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], -1)  # [B, K, R, 2H]
-    return (signed @ bounds.transpose(-1, -2)).float()
-
-
-def best_pages(scores: Tensor, n_closed: Tensor, n: int) -> Tensor:
-    """The n best of the first n_closed [B] pages: scores [B, K, R, P] -> int64 [B, K, n], -1 where there are fewer.
-
-    A page is as good as it is to the query row that it is best for, and a row's scores count by how far they fall short
-    of its own best: softmax knows no more of them, while plain sums or maxima would let the largest query rule.
-    """
-    closed = (torch.arange(scores.shape[-1], device=scores.device) < n_closed[:, None])[:, None]  # [B, 1, P]
-    scores = torch.where(closed[:, :, None], scores, LEAST)
-    short = (scores - scores.amax(-1, keepdim=True)).amax(2)  # [B, K, P], 0 is best
-    short = F.pad(torch.where(closed, short, float("-inf")), (0, n), value=float("-inf"))  # never fewer than n
-    best, page = short.topk(n, -1)
-    return torch.where(best > float("-inf"), page, -1)
+from .sparse import positions_of
 
 
 @dataclass(frozen=True)
 class QuestKV:
-    """Store, choose pages that are closed (all below tail_start), attend to them and to [tail_start, pos]."""
+    """Store, choose pages that are closed (all below window_start), attend to them and to [window_start, pos]."""
 
-    k: Sequence[Tensor]  # L of [B, K, S, H]
-    v: Sequence[Tensor]
-    n_splits: int
+    layers: Sequence[CacheLayer]
+    in_view: Tensor  # [n_splits, 0]
     bounds: Sequence[Tensor]  # L of [B, K, S // page, 2H], the largest and the smallest key of each dimension
     chosen: Sequence[Tensor]  # L of int64 [B, K, n], the pages read last
-    tail_start: Tensor  # int64 [B], a multiple of page
-    tail_width: int  # positions from tail_start that may be read
+    window_start: Tensor  # int64 [B], a multiple of page
+    window_width: int  # positions from window_start that may be read
     page: int
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
-        keys, values, chosen = self.k[layer], self.v[layer], self.chosen[layer]
-        store(keys, pos, k)
-        store(values, pos, v)
-        in_view = self.bounds[layer].narrow(2, 0, self.n_splits * (SPLIT // self.page))  # [B, K, P, 2H]
-        q, out_dtype, n_closed = q.to(keys.dtype), q.dtype, self.tail_start // self.page
-        if on_cuda(keys):
-            chosen.copy_(quest_pages(q, in_view, n_closed, chosen.shape[-1]))
-            listed, n_keys = entries_of(chosen, self.page), keys.shape[2] - SPLIT
-            out: Tensor = sparse_attention(
-                q, keys, values, listed, self.tail_start, self.tail_width, pos, n_keys, self.page
-            )
-            return out.to(out_dtype)
-        pages = best_pages(page_scores(q, in_view), n_closed, chosen.shape[-1])  # [B, K, n]
-        chosen.copy_(pages)
-        tail = self.tail_start[:, None] + torch.arange(self.tail_width, device=pos.device)  # [B, W]
-        index = torch.cat([entries_of(pages, self.page), tail[:, None].expand(-1, keys.shape[1], -1)], -1)  # [B, K, M]
-        return attend_at(q, keys, values, index, pos).to(out_dtype)
-
-
-def quest_kv(k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, *rest: Any) -> KV:
-    """QuestKV for a compiled step."""
-    return QuestKV(k, v, in_view.shape[0], *rest)
-
-
-def bound_step(keys: Tensor, bounds: Tensor, first: Tensor, n: int, page: int) -> None:
-    """Write a layer's bounds of n pages from page first [B] on: keys [B, K, S, H]; bounds [B, K, S // page, 2H]."""
-    if on_cuda(first):
-        page_bounds(keys, bounds, first, n, page)
-        return
-    row = torch.arange(first.shape[0], device=first.device)[:, None]  # [B, 1]
-    pages = (first[:, None] + torch.arange(n, device=first.device)).clamp(max=bounds.shape[2] - 1)  # [B, n]
-    in_pages = keys[row, :, entries_of(pages, page)].unflatten(1, (n, page))  # [B, n, page, K, H]
-    bounds[row, :, pages] = torch.cat([in_pages.amax(2), in_pages.amin(2)], -1)  # [B, n, K, 2H]
+        self.layers[layer].store(pos, k, v)
+        n_pages, chosen = self.in_view.shape[0] * (SPLIT // self.page), self.chosen[layer]
+        bounds = self.bounds[layer].narrow(2, 0, n_pages)  # [B, K, P, 2H]
+        chosen.copy_(quest_pages(q.to(bounds.dtype), bounds, self.window_start // self.page, chosen.shape[-1]))
+        window = self.window_start, self.window_width
+        return listed(q, self.layers[layer], entries_of(chosen, self.page), *window, pos, self.page)
 
 
 class QuestView(View):
@@ -140,29 +84,20 @@ class QuestView(View):
         self.reader, self.page, self.tail = reader, page, budget - n_pages * page
         self.tail_width = self.tail + room
         _, n_slots, n_kv = reader.shape
-        self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * k.shape[3]) for k in reader.cache.k]
-        self.chosen = [k.new_full((n_slots, n_kv, n_pages), -1, dtype=torch.int64) for k in reader.cache.k]
+        keys = [layer.k for layer in reader.cache.layers]
+        self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * k.shape[3]) for k in keys]
+        self.chosen = [k.new_full((n_slots, n_kv, n_pages), -1, dtype=torch.int64) for k in keys]
         self.tail_start = torch.zeros(n_slots, dtype=torch.int64, device=reader.device)
         self._stride = -(-room // page)  # pages that a round may close
-        self._step = CompiledStep(bound_step, compiled=None if on_cuda(self.tail_start) else reader.compiled)
-
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled so far."""
-        return self._step.graphs
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """QuestKV over bounds and tail; it notes which pages it chose."""
-        return quest_kv, (self.bounds, self.chosen, self.tail_start, self.tail_width, self.page)
-
-    def warm_up(self) -> None:
-        """Compile the step that keeps up bounds."""
-        self._bound(torch.zeros_like(self.tail_start))
+        return QuestKV, (self.bounds, self.chosen, self.tail_start, self.tail_width, self.page)
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Take the bounds of all pages of the slot."""
-        for keys, bound in zip(self.reader.cache.k, self.bounds, strict=True):
-            pages = keys[slot].unflatten(1, (-1, self.page))  # [K, S // page, page, H]
+        for layer, bound in zip(self.reader.cache.layers, self.bounds, strict=True):
+            pages = layer.k[slot].unflatten(1, (-1, self.page))  # [K, S // page, page, H]
             bound[slot] = torch.cat([pages.amax(2), pages.amin(2)], -1)
         self.tail_start[slot] = self._closed(len(prompt) - 1) * self.page
 
@@ -199,12 +134,12 @@ class QuestView(View):
     def positions_read(self, pos: Tensor) -> Tensor:
         """The pages chosen last, and the tail, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
         slots = entries_of(torch.stack(self.chosen), self.page)  # [L, B, K, n * page]
-        return positions_of(slots, self.tail_start, self.tail_width, pos, self.reader.cache.k[0].shape[2])
+        return positions_of(slots, self.tail_start, self.tail_width, pos, self.reader.cache.capacity + SPLIT)
 
     def _closed(self, length: int) -> int:
         """Pages of a row of that length before its tail."""
         return -(-max(0, length - self.tail) // self.page)
 
     def _bound(self, first: Tensor) -> None:
-        for keys, bounds in zip(self.reader.cache.k, self.bounds, strict=True):
-            self._step(keys, bounds, first, self._stride, self.page)
+        for layer, bounds in zip(self.reader.cache.layers, self.bounds, strict=True):
+            page_bounds(layer.k, bounds, first, self._stride, self.page)

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.kernels import key_mass, prefill_attention_with_lse, top_pages
-from gpt_fast_sd.model import SPLIT, Transformer, attend_with_mass
+from gpt_fast_sd.kernels import top_pages
+from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
-from ..attending import on_cuda
+from ..attending import dense_of_slots
 from ..compiling import CompiledStep, span
 from ..config import DraftConfig
 from ..devices import ways_of
@@ -32,7 +32,6 @@ from .sparse import SlotView
 
 WINDOW = 32  # observation window, as in the paper
 REFRESH = 64  # tokens from one selection to the next
-LAST = torch.iinfo(torch.int64).min
 KERNEL = 5  # neighbours that a score is averaged over: a selection of stretches, not of lone tokens
 
 
@@ -43,31 +42,19 @@ class ObservingKV:
     The tokens fed must be committed: their keys are in the cache, and not a bit of it changes.
     """
 
-    k: Sequence[Tensor]  # L of [B, K, capacity, H]
-    v: Sequence[Tensor]
-    n_keys: int  # in view; queries at or past it are nobody's
+    layers: Sequence[CacheLayer]
+    in_view: Tensor  # [n_splits, 0]; queries at or past what is in view are nobody's
     slots: Tensor  # int64 [W], whose windows are fed: all different
     n_listed: int
     listed: list[Tensor] = field(default_factory=list)  # int64 [W, K, C] a layer; no layer's mass outlives it
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Attend: q [W, N, T, H]; k, v [W, K, T, H] (unused: the cache holds them); pos [W, T] -> [W, N, T, H]."""
-        keys, values, q, out_dtype = self.k[layer], self.v[layer], q.to(self.k[layer].dtype), q.dtype
-        if on_cuda(keys):
-            # all slots take part, as copies of some slots' keys would cost more than queries that read nothing
-            all_q = q.new_zeros(keys.shape[0], *q.shape[1:]).index_copy(0, self.slots, q)  # [B, N, T, H]
-            all_pos = pos.new_full((keys.shape[0], pos.shape[1]), keys.shape[2]).index_copy(
-                0, self.slots, pos
-            )  # [B, T]
-            out, lse = prefill_attention_with_lse(all_q, keys, values, all_pos, self.n_keys)
-            mass = key_mass(all_q, keys, lse, all_pos, self.n_keys, page=1)[self.slots]  # [W, K, S]
-            out = out[self.slots]
-        else:
-            keys, values = (x.narrow(2, 0, self.n_keys)[self.slots] for x in (keys, values))  # [W, K, S, H] each
-            out, mass = attend_with_mass(q, keys, values, pos, page=1)
-        first = torch.where(pos[:, 0] < self.n_keys, pos[:, 0], 0)  # [W]
+        n_keys = self.in_view.shape[0] * SPLIT
+        out, mass = dense_of_slots(q, self.layers[layer], self.slots, pos, n_keys)
+        first = torch.where(pos[:, 0] < n_keys, pos[:, 0], 0)  # [W]
         self.listed.append(best_entries(mass, first, self.n_listed))
-        return out.to(out_dtype)
+        return out
 
 
 def observe_step(
@@ -75,8 +62,7 @@ def observe_step(
     tokens: Tensor,
     pos: Tensor,
     slots: Tensor,
-    k: list[Tensor],
-    v: list[Tensor],
+    layers: list[CacheLayer],
     in_view: Tensor,
     n_listed: int,
 ) -> Tensor:
@@ -84,7 +70,7 @@ def observe_step(
 
     What is listed for a window at or past all keys in view means nothing.
     """
-    kv = ObservingKV(k, v, in_view.shape[0] * SPLIT, slots, n_listed)
+    kv = ObservingKV(layers, in_view, slots, n_listed)
     model.hidden(tokens, pos, kv)
     return torch.stack(kv.listed)
 
@@ -92,19 +78,13 @@ def observe_step(
 def best_entries(mass: Tensor, end: Tensor, n: int) -> Tensor:
     """The n entries before end [W] of most mass, averaged over their neighbours before end: [W, K, S] -> [W, K, n].
 
-    Of equal ones the first: how much is in view, which hangs on other rows, decides nothing.
+    Ascending, then -1. Of equal ones the first: how much is in view, which hangs on other rows, decides nothing.
     """
     place = torch.arange(mass.shape[-1], device=mass.device)  # [S]
     valid = (place < end[:, None])[:, None]  # [W, 1, S]
     # zeros, as beyond the first entry: they count in the averages at both ends
     pooled = F.avg_pool1d(torch.where(valid, mass, 0.0), KERNEL, stride=1, padding=KERNEL // 2)  # [W, K, S]
-    if on_cuda(mass):
-        listed: Tensor = top_pages(pooled, end[:, None], n)
-        return listed
-    # the bits of numbers that are not negative are ordered as they are, and the place is a second key
-    order = (pooled.view(torch.int32).long() << 32) - place  # [W, K, S]
-    order = F.pad(torch.where(valid, order, LAST), (0, n), value=LAST)  # never fewer than n
-    return order.topk(n, -1).indices
+    return top_pages(pooled, end[:, None], n)
 
 
 def _tail(budget: int, refresh: int, window: int) -> int:
@@ -168,9 +148,9 @@ class SnapKVView(SlotView):
         self._asked.pop(slot, None)
 
     def entries_read(self, n_keys: int) -> int:
-        """The list and the tail, and a step's share of a selection, which reads all entries (on CUDA keys twice)."""
+        """The list and the tail, and a step's share of a selection, which reads all entries."""
         selecting = n_keys // self.refresh_every if n_keys > self.budget else 0
-        return super().entries_read(n_keys) + (3 * selecting // 2 if on_cuda(self.slots) else selecting)
+        return super().entries_read(n_keys) + int(selecting * ways_of(self.reader.device).window_reads)
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """A pass for every W rows that may be due; while a round is under way some passes may find fewer, or none."""
@@ -204,7 +184,7 @@ class SnapKVView(SlotView):
         """See observe_step: tokens, pos [W, T], slots [W] -> int64 [L, W, K, C]."""
         cache = self.reader.cache
         in_view, n_listed = span(cache, n_keys), self.slots.shape[-1]
-        out: Tensor = self._step(self.reader.model, tokens, pos, slots, cache.k, cache.v, in_view, n_listed)
+        out: Tensor = self._step(self.reader.model, tokens, pos, slots, cache.layers, in_view, n_listed)
         return out
 
     def _full(self, length: int, start: int) -> bool:

@@ -7,85 +7,22 @@ Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.kernels import cpu_attention_at, sparse_attention
-from gpt_fast_sd.model import KV, SPLIT, store
+from gpt_fast_sd.model import KV, SPLIT
 
-from ..attending import kernel_serves, on_cuda
+from ..attending import ListedKV
 from ..config import DraftConfig
 from ..reader import Reader
 from ..rows import RoundPlan, Rows
 from .base import View
 
 
-@dataclass(frozen=True)
-class SparseKV:
-    """Store, then attend to the listed slots and to [tail_start, pos] of the same static cache."""
-
-    k: Sequence[Tensor]  # L of [B, K, S, H]
-    v: Sequence[Tensor]
-    slots: Sequence[Tensor]  # L of int64 [B, K, C], each below tail_start; -1 is empty
-    tail_start: Tensor  # int64 [B]
-    tail_width: int  # positions from tail_start that may be read
-    page: int = 1  # listed entries come in runs of so many, each a page of the cache
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
-        keys, values = self.k[layer], self.v[layer]
-        store(keys, pos, k)
-        store(values, pos, v)
-        if on_cuda(keys):
-            listed, in_view = self.slots[layer], keys.shape[2] - SPLIT
-            out: Tensor = sparse_attention(
-                q.to(keys.dtype), keys, values, listed, self.tail_start, self.tail_width, pos, in_view, self.page
-            )
-            return out.to(q.dtype)
-        tail = self.tail_start[:, None] + torch.arange(self.tail_width, device=pos.device)  # [B, W]
-        index = torch.cat([self.slots[layer], tail[:, None].expand(-1, keys.shape[1], -1)], -1)  # [B, K, M]
-        return attend_at(q.to(keys.dtype), keys, values, index, pos).to(q.dtype)
-
-
-def attend_at(q: Tensor, keys: Tensor, values: Tensor, index: Tensor, pos: Tensor) -> Tensor:
-    """Attend to the entries named by index, those at or before each query; an index of -1 is nothing.
-
-    q [B, N, T, H]; keys, values [B, K, S, H]; index int64 [B, K, M] without repeats; pos [B, T] -> [B, N, T, H]
-    """
-    if kernel_serves(q, keys):
-        return cpu_attention_at(q, keys, values, index, pos)
-    n_kv, n_tokens, head_dim = keys.shape[1], q.shape[2], q.shape[3]
-    seen = (index[:, :, None] >= 0) & (index[:, :, None] <= pos[:, None, :, None])  # [B, K, T, M]
-    where = index.clamp(0, keys.shape[2] - 1)[..., None].expand(-1, -1, -1, head_dim)  # [B, K, M, H]
-    picked_k, picked_v = keys.gather(2, where), values.gather(2, where)  # [B, K, M, H]
-    rows = q.unflatten(1, (n_kv, -1)).flatten(2, 3)  # [B, K, R, H], R = G * T
-    scores = (rows @ picked_k.transpose(-1, -2)).float() * head_dim**-0.5  # [B, K, R, M]
-    scores = torch.where(seen[:, :, None], scores.unflatten(2, (-1, n_tokens)), float("-inf"))  # [B, K, G, T, M]
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    total = weights.sum(-1, keepdim=True)  # [B, K, G, T, 1]
-    out = (weights.to(picked_v.dtype).flatten(2, 3) @ picked_v).unflatten(2, (-1, n_tokens))  # [B, K, G, T, H]
-    mixed: Tensor = (out / total.to(out.dtype)).flatten(1, 2)
-    return mixed
-
-
-def entries_of(pages: Tensor, page: int) -> Tensor:
-    """The entries of pages [..., n], -1 for those of page -1 -> int64 [..., n * page]."""
-    entries = pages[..., None] * page + torch.arange(page, device=pages.device)  # [..., n, page]
-    return torch.where(pages[..., None] >= 0, entries, -1).flatten(-2)
-
-
-def sparse_kv(
-    k: Sequence[Tensor], v: Sequence[Tensor], in_view: Tensor, slots: Sequence[Tensor], tail_start: Tensor, *widths: int
-) -> KV:
-    """SparseKV for a compiled step; it reads by index, so how much is in view does not matter."""
-    return SparseKV(k, v, slots, tail_start, *widths)
-
-
 def positions_of(slots: Tensor, tail_start: Tensor, tail_width: int, pos: Tensor, n_positions: int) -> Tensor:
-    """What SparseKV reads for queries at pos [B]: slots [L, B, K, C], tail_start [B] -> bool [L, B, K, S]."""
+    """What ListedKV reads for queries at pos [B]: slots [L, B, K, C], tail_start [B] -> bool [L, B, K, S]."""
     place = torch.arange(n_positions, device=pos.device)  # [S]
     spare = torch.where(slots >= 0, slots, n_positions)  # an empty entry sets a place of its own
     listed = torch.zeros(*slots.shape[:3], n_positions + 1, dtype=torch.bool, device=pos.device)
@@ -120,8 +57,8 @@ class SlotView(View):
         self.tail_start = torch.full((n_slots,), first_tail, dtype=torch.int64, device=reader.device)
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
-        """SparseKV over the tensors that selections are written into."""
-        return sparse_kv, (self._slots, self.tail_start, self.tail_width, self.run)
+        """ListedKV over the tensors that selections are written into."""
+        return ListedKV, (self._slots, self.tail_start, self.tail_width, self.run)
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Begin with a tail from the first entries on: the tails of idle slots slide too."""
@@ -147,5 +84,5 @@ class SlotView(View):
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """Listed entries and the tail, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
-        n_positions = self.reader.cache.k[0].shape[2]
+        n_positions = self.reader.cache.capacity + SPLIT
         return positions_of(self.slots, self.tail_start, self.tail_width, pos, n_positions)

@@ -33,7 +33,7 @@ def beside(target: Reader, model: Transformer | None, group: Group) -> Reader:
         raise ValueError("a standalone draft needs a draft model: give one to Engine, or use Engine.from_pretrained")
     config, max_seq_len = model.config, target.cache.max_seq_len
     check_draft_model(config, target.model.config, max_seq_len)
-    n_slots, dtype = target.shape[1], target.cache.k[0].dtype
+    n_slots, dtype = target.shape[1], target.cache.dtype
     cache = KVCache(local_config(config, group.size), n_slots, max_seq_len, dtype=dtype, device=target.device)
     cache.seq_len = target.cache.seq_len
     return Reader(model, cache, target.compiled, group)

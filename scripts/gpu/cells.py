@@ -19,7 +19,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.measuring.machine import clocks
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
-from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Forecast, step_seconds
+from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, step_seconds
 from gpt_fast_sd.measuring.turns import spread
 from gpt_fast_sd.planner import GammaPlanner
 from gpt_fast_sd.rows import RoundPlan
@@ -35,7 +35,7 @@ PLENTY = 2**30  # tokens that a row may still emit, where none is to end
 
 def pretend(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     """Let the slots hold these prompts, over random keys and values: a step costs what it would after a prefill."""
-    for buffer in (*engine.cache.k, *engine.cache.v):
+    for buffer in engine.cache.buffers:
         buffer.normal_()
     for slot, prompt in enumerate(prompts):
         engine._prefill._held[slot] = list(prompt[:-1])
@@ -239,26 +239,20 @@ def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
 
     def run(setup: Setup) -> Record:
         cell = setup.cell(context)
-        plans = {profile: planned(setup.chip, cell, arm, profile) for profile in arm.profiles}
-        gammas = {profile: min(plan.gamma, 2) if setup.tiny else plan.gamma for profile, plan in plans.items()}
+        gammas = {profile: planned(setup.chip, cell, arm, profile).gamma for profile in arm.profiles}
+        if setup.tiny:
+            gammas = {profile: min(gamma, 2) for profile, gamma in gammas.items()}
         began = time.perf_counter()
         bench = Bench(setup, cell, arm, gammas)
         built = time.perf_counter() - began
         print(f"{cell.name}: built and compiled in {built:.0f} s; gamma by the cost model: {gammas}")
         steps = bench.steps()
         ceilings = ceilings_of(setup, bench)
-        for name, seconds in ceilings.items():
-            print(f"{name:>8} ms: {_ms(steps[name])}, roofline {_ms(seconds)}")
-        print(f"   judge ms: {_ms(steps['judge'])}; selecting {_ms(steps['select']) or 'nothing'}")
-        replayed = []
-        for profile, plan in plans.items():
-            row = replay_row(setup, cell, arm, bench, profile, plan)
-            replayed.append(row)
-            print(
-                f"replay of {profile}, gamma {row['gamma']}: {row['ratio']['median']:.2f}x "
-                f"({row['ratio']['min']:.2f} to {row['ratio']['max']:.2f}), "
-                f"cost model {row['predicted_practical']:.2f}x, expected {row['predicted_expected']:.2f}x"
-            )
+        print(f"plain step {steps['target']['seconds'] * 1e3:.2f} ms, roofline {ceilings['target'] * 1e3:.2f} ms")
+        replayed = [replay_row(setup, cell, arm, bench, profile) for profile in arm.profiles]
+        for row in replayed:
+            said = f"{row['ratio']['median']:.2f}x, expected {row['predicted_expected']:.2f}x"
+            print(f"replay of {row['profile']}, gamma {row['gamma']}: {said}")
         return {
             "cell": cell.name, "planned_batch": cell.batch, "arm": arm.name,
             "policy": arm.policy, "budget": bench.budget, "batch": bench.batch, "context": bench.context,
@@ -267,14 +261,6 @@ def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
         }  # fmt: skip
 
     return run
-
-
-def _ms(seconds: float | Mapping[str, Any]) -> str:
-    """One figure, or those by gamma."""
-    if isinstance(seconds, Mapping) and "seconds" not in seconds:
-        return ", ".join(f"{_ms(value)} (gamma {gamma})" for gamma, value in seconds.items())
-    value: float = seconds["seconds"] if isinstance(seconds, Mapping) else seconds
-    return f"{value * 1e3:.3f}"
 
 
 def ceilings_of(setup: Setup, bench: Bench) -> Record:
@@ -293,7 +279,7 @@ def ceilings_of(setup: Setup, bench: Bench) -> Record:
     }
 
 
-def replay_row(setup: Setup, cell: Cell, arm: Arm, bench: Bench, profile: str, plan: Forecast) -> Record:
+def replay_row(setup: Setup, cell: Cell, arm: Arm, bench: Bench, profile: str) -> Record:
     """Plain and speculative rounds in turns, A B B A, acceptance replayed; a ratio is that of a pair."""
     gamma = bench.gammas[profile]
     tokens = bench.replay(profile)
@@ -308,7 +294,7 @@ def replay_row(setup: Setup, cell: Cell, arm: Arm, bench: Bench, profile: str, p
     whole = {how: bench.run(how, new=new) for how in (False, True)}
     predicted = {
         name: predict(setup.chip, cell, arm, profile, gamma, efficiency).ratio
-        for name, efficiency in (("ideal", IDEAL), ("practical", PRACTICAL), ("expected", EXPECTED))
+        for name, efficiency in {"ideal": IDEAL, "practical": PRACTICAL, "expected": EXPECTED}.items()
     }
     drafted = {g for run in runs[True] for g in run["gammas"]}
     plain = {g for run in runs[False] for g in run["gammas"]}
@@ -316,7 +302,7 @@ def replay_row(setup: Setup, cell: Cell, arm: Arm, bench: Bench, profile: str, p
         raise RuntimeError(f"rounds drafted {drafted} tokens and plain ones {plain}, not {gamma} and 0")
     return {
         "profile": profile, "replayed": True, "gamma": gamma, "tokens_per_round_of_table": tokens,
-        **{f"predicted_{name}": ratio for name, ratio in predicted.items()}, "predicted_tokens": plan.tokens,
+        **{f"predicted_{name}": ratio for name, ratio in predicted.items()},
         "ratio": spread([s / p for s, p in zip(speeds[True], speeds[False], strict=True)]),
         "plain_tokens_per_second": statistics.median(speeds[False]),
         "replayed_tokens_per_second": statistics.median(speeds[True]),

@@ -1,4 +1,4 @@
-"""How fast are the kernels? Each beside the bytes that it must move, and beside what others have.
+"""How fast are the kernels? Each beside the bytes that it must move, and beside torch's own.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
         H head dim, C listed entries.
@@ -6,13 +6,9 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,17 +108,9 @@ class Timings:
         self.setup, self.watch, self.rows = setup, Stopwatch(setup), list[Record]()
 
     def time(
-        self,
-        op: str,
-        what: str,
-        call: Callable[[], object],
-        n_bytes: float,
-        flops: float = 0.0,
-        *,
-        does: Record,
-        beside: Tensor | None = None,
-        peer: bool = False,
-    ) -> None:
+        self, op: str, what: str, call: Callable[[], object], n_bytes: float, flops: float = 0.0, *, does: Record,
+        beside: Tensor | None = None, peer: bool = False,
+    ) -> None:  # fmt: skip
         """Time one call. What belongs to others may fail: then the row says why.
 
         does: what the call reads, see dense; RuntimeError where that, or what it gives, shows rows that idle. beside:
@@ -214,42 +202,7 @@ def peers(setup: Setup, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[
 
         flex = torch.compile(flex_attention, dynamic=False)
         found["torch FlexAttention"] = partial(flex, q, k, v, enable_gqa=True)
-    if setup.on_cuda and importlib.util.find_spec("flashinfer"):
-        found["FlashInfer"] = flashinfer_decode(q, k, v)
     return found
-
-
-def flashinfer_decode(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
-    """FlashInfer over the same keys in pages of 128; what it prepares at the first call is not timed."""
-
-    @functools.cache
-    def prepared() -> Callable[[], object]:
-        flashinfer: Any = importlib.import_module("flashinfer")
-        batch, n_kv, context, head_dim = k.shape
-        n_heads, n_tokens, page = q.shape[1], q.shape[2], 128
-        n_pages = context // page
-        paged = tuple(
-            x[:, :, : n_pages * page].unflatten(2, (n_pages, page)).permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous()
-            for x in (k, v)
-        )  # [B * pages, page, K, H] each
-        space = torch.empty(256 * 2**20, dtype=torch.uint8, device=q.device)
-        rows = q.transpose(1, 2).flatten(0, 1).contiguous()  # [B * T, N, H]
-        count = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        lists = (
-            count * n_pages,
-            torch.arange(batch * n_pages, dtype=count.dtype, device=q.device),
-            torch.full_like(count[1:], page),
-        )
-        heads = n_heads, n_kv, head_dim, page
-        if n_tokens == 1:
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
-            wrapper.plan(*lists, *heads, q_data_type=q.dtype, kv_data_type=k.dtype)
-        else:
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
-            wrapper.plan(count * n_tokens, *lists, *heads, causal=True, q_data_type=q.dtype)
-        return lambda: wrapper.run(rows, paged).unflatten(0, (batch, n_tokens)).transpose(1, 2)
-
-    return lambda: prepared()()
 
 
 def timed_sparse(setup: Setup) -> Record:

@@ -143,7 +143,7 @@ def machine(setup: Setup) -> Record:
         f"copy {rates.copy / 1e9:,.0f} GB/s, read {rates.read / 1e9:,.0f} GB/s, "
         f"matrix products {rates.matmul / 1e12:,.1f} TFLOP/s"
     )
-    found = environment(setup.device, "triton", "flashinfer-python")
+    found = environment(setup.device, "triton")
     if setup.on_cuda:
         properties = torch.cuda.get_device_properties(setup.device)
         found |= {

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +13,30 @@ from gpt_fast_sd.measuring.plots import draw_panels, whiskers
 from gpt_fast_sd.measuring.roofline import EXPECTED, PRACTICAL
 from gpt_fast_sd.measuring.tables import Column, Table
 
-from .aims import AIMS, Aim, Cell, show
+from .aims import AIMS, Cell, show
 from .setup import Record, Setup
 from .stages import Stage, results_of
 
 NO_PLOTS = 'matplotlib is not installed (pip install "gpt_fast_sd[plot]").'
+KERNEL_COLUMNS = (
+    "kernel", "shape", "us", "GB/s", "TFLOP/s", "of the roofline", "of the measured ceilings", "rows x keys",
+)  # fmt: skip
+Row = dict[str, str]  # a column's heading and what it shows
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Rows of the same columns in Markdown; nothing where there is none."""
+    return Table(*(Column(heading, itemgetter(heading)) for heading in rows[0])).markdown(rows) if rows else []
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """An aim, where the figure was or would be measured, what was, and what the cost model says; None if unknown."""
+def targets(results: Mapping[str, Record], setup: Setup) -> list[Row]:
+    """Every target beside what the stages found: a replay in the cell that was run, steps where they were worst.
 
-    aim: Aim
-    where: str
-    measured: float | None
-    good: float | None  # with what good public kernels reach
-    expected: float
-
-    @property
-    def name(self) -> str:
-        """What it is, of a replay with its cell."""
-        return f"{self.aim.name}, {self.where}" if self.aim.unit == "x" else self.aim.name
-
-    @property
-    def met(self) -> bool | None:
-        """Whether what was measured reaches the bound; None where nothing was."""
-        return None if self.measured is None else self.aim.met(self.measured)
-
-    def shown(self, dry: bool) -> str:
-        """What was measured, and where; of a dry run nothing."""
-        if self.measured is None or dry:
-            return "not measured"
-        return show(self.measured, self.aim.unit) + ("" if self.aim.unit == "x" else f" ({self.where})")
-
-
-def targets(results: Mapping[str, Record], setup: Setup) -> list[Target]:
-    """Every target beside what the stages found: a replay in the cell that was run, steps where they were worst."""
+    Of a dry run nothing counts as measured.
+    """
     steps: dict[str, list[tuple[float, str]]] = {"plain": [], "draft": [], "verify": [], "judge": []}
     for result in (result for name, result in results.items() if name.startswith("cell-")):
         where, found, floor = f"{result['cell']} {result['arm']}", result["steps"], result["roofline"]
@@ -61,20 +45,26 @@ def targets(results: Mapping[str, Record], setup: Setup) -> list[Target]:
         steps["draft"] += [(floor["draft"][g] / one["seconds"], where) for g, one in found["draft"].items()]
         steps["verify"] += [(one["seconds"] / plain, where) for g, one in found["verify"].items() if g == "5"]
         steps["judge"] += [(one["seconds"] * 1e3, where) for one in found["judge"].values()]
-    listed = []
+    rows = []
     for aim in AIMS:
         measured, ran = None, results.get(f"cell-{aim.context}-{aim.arm}")
         cell = Cell(batch=ran["planned_batch"], context=aim.context) if ran else likely_cell(setup, aim.context)
-        where = cell.name
+        name, where = aim.name, ""
         if aim.key in steps:
-            worst = (min if aim.least else max)(steps[aim.key], default=None)
-            measured, where = worst or (None, "")
-        elif ran:
-            measured = next(row["ratio"]["median"] for row in ran["replay"] if row["profile"] == aim.arm)
-        good = None if aim.key == "judge" else aim.forecast(setup.chip, cell, PRACTICAL)
-        expected = aim.forecast(setup.chip, cell, EXPECTED)
-        listed.append(Target(aim=aim, where=where, measured=measured, good=good, expected=expected))
-    return listed
+            measured, where = (min if aim.least else max)(steps[aim.key], default=(None, ""))
+        else:
+            name = f"{aim.name}, {cell.name}"
+            replayed = ran["replay"] if ran else []
+            measured = next((one["ratio"]["median"] for one in replayed if one["profile"] == aim.arm), None)
+        unknown = measured is None or setup.tiny
+        good, expected = (aim.forecast(setup.chip, cell, efficiency) for efficiency in (PRACTICAL, EXPECTED))
+        rows.append({
+            "target": name, "aim": aim.aim,
+            "measured": "not measured" if unknown else show(measured, aim.unit) + (f" ({where})" if where else ""),
+            "good public kernels": "-" if aim.key == "judge" else show(good, aim.unit),
+            "expected": show(expected, aim.unit), "met": "-" if unknown else "yes" if aim.met(measured) else "no",
+        })  # fmt: skip
+    return rows
 
 
 def likely_cell(setup: Setup, context: int) -> Cell:
@@ -83,18 +73,6 @@ def likely_cell(setup: Setup, context: int) -> Cell:
         return setup.cell(context)
     except ValueError:
         return Cell(batch=1, context=context)
-
-
-def target_table(listed: Sequence[Target], dry: bool = False) -> list[str]:
-    """Targets in Markdown."""
-    return Table(
-        Column("target", lambda one: one.name),
-        Column("aim", lambda one: one.aim.aim),
-        Column("measured", lambda one: one.shown(dry)),
-        Column("good public kernels", lambda one: "-" if one.good is None else show(one.good, one.aim.unit)),
-        Column("expected", lambda one: show(one.expected, one.aim.unit)),
-        Column("met", lambda one: "-" if dry or one.met is None else "yes" if one.met else "no"),
-    ).markdown(listed)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -130,11 +108,11 @@ def summary(ledger: Ledger, setup: Setup, stages: Sequence[Stage], plots: Sequen
     over = [record for record in records if record.get("seconds_over")]
     missing = [stage for stage in stages if not stage.is_done(ledger)]
     page = {
-        "Targets": target_table(targets(results, setup), setup.tiny),
+        "Targets": table(targets(results, setup)),
         "Is it right?": test_lines(results),
         "Rounds of the 8 B shape, acceptance replayed": replay_lines(results),
-        "The bundled model, its own acceptance (no replay)": bundled_lines(results),
-        "Kernels": kernel_lines(results, rates),
+        "The bundled model, its own acceptance (no replay)": table(bundled(results)),
+        "Kernels": table(kernels(results, rates)),
         "Longer than reckoned": [
             f"- {r['stage']}: {r['seconds']:.0f} s, reckoned {r['reckoned_seconds']} s" for r in over
         ],
@@ -162,22 +140,19 @@ def why(ledger: Ledger, stage: Stage) -> str:
 def test_lines(results: Mapping[str, Record]) -> list[str]:
     """How many tests have passed, those that have not, and what some of them saw."""
     found = {name: result["tests"] for name, result in results.items() if "tests" in result}
-    if not found:
-        return []
-    table = Table(
-        Column("stage", lambda name: name),
-        Column("tests", lambda name: str(len(found[name]))),
-        Column("passed", lambda name: str(sum(one["outcome"] == "passed" for one in found[name].values()))),
-        Column("s", lambda name: f"{sum(one.get('seconds', 0.0) for one in found[name].values()):.0f}"),
-    )
     every = [(test, one) for tests in found.values() for test, one in tests.items()]
-    wrong = [
-        f"- **{test}**: {one['outcome']}; {last(one.get('said', ''))}"
-        for test, one in every
-        if one["outcome"] != "passed"
-    ]
+    failed = [(test, one) for test, one in every if one["outcome"] != "passed"]
+    counts = [
+        {
+            "stage": name, "tests": str(len(tests)),
+            "passed": str(sum(one["outcome"] == "passed" for one in tests.values())),
+            "s": f"{sum(one.get('seconds', 0.0) for one in tests.values()):.0f}",
+        }
+        for name, tests in found.items()
+    ]  # fmt: skip
+    wrong = [f"- **{test}**: {one['outcome']}; {last(one.get('said', ''))}" for test, one in failed]
     seen = [f"- {test}: {text}" for test, one in every for text in one.get("seen", {}).values()]
-    return [*table.markdown(found), *[""] * bool(wrong), *wrong, *[""] * bool(seen), *seen]
+    return [*table(counts), *([""] if wrong or seen else []), *wrong, *seen]
 
 
 def last(said: str) -> str:
@@ -196,73 +171,67 @@ def keys_of(one: Record) -> str:
     return " to ".join(f"{n:,}" for n in one["keys_in_view"]) if "keys_in_view" in one else "-"
 
 
-Row = tuple[Record, Record]  # a result, and one of its rows
-
-
-def replays(results: Mapping[str, Record]) -> list[Row]:
-    """All replays with the results of their cells."""
+def replays(results: Mapping[str, Record]) -> list[tuple[Record, Record]]:
+    """All replays, each behind the result of its cell."""
     return [(result, row) for result in results.values() for row in result.get("replay", [])]
 
 
 def replay_lines(results: Mapping[str, Record]) -> list[str]:
     """Rounds with replayed acceptance, all profiles; then the steps that they are made of."""
-    if not replays(results):
+    rounds = [
+        {
+            "cell": result["cell"], "draft": f"{result['policy']} {result['budget']:,}",
+            "profile": f"replay of {row['profile']}", "gamma": str(row["gamma"]),
+            "tokens/round": f"{row['tokens_per_round']:.2f}", "plain tok/s": f"{row['plain_tokens_per_second']:,.0f}",
+            "replay tok/s": f"{row['replayed_tokens_per_second']:,.0f}", "replay speed": spread_of(row["ratio"]),
+            "cost model ideal, good kernels, expected": ", ".join(
+                f"{row[f'predicted_{name}']:.2f}x" for name in ("ideal", "practical", "expected")
+            ),
+            "to the end": f"{row['to_the_end_ratio']:.2f}x",
+        }
+        for result, row in replays(results)
+    ]  # fmt: skip
+    steps = [row for result in results.values() if "replay" in result for row in steps_of(result)]
+    if not rounds:
         return []
-    cell = Column("cell", lambda r: r[0]["cell"])
-    draft = Column("draft", lambda r: f"{r[0]['policy']} {r[0]['budget']:,}")
-    rounds = Table(
-        cell, draft,
-        Column("profile", lambda r: f"replay of {r[1]['profile']}"),
-        Column("gamma", lambda r: str(r[1]["gamma"])),
-        Column("tokens/round", lambda r: f"{r[1]['tokens_per_round']:.2f}"),
-        Column("plain tok/s", lambda r: f"{r[1]['plain_tokens_per_second']:,.0f}"),
-        Column("replay tok/s", lambda r: f"{r[1]['replayed_tokens_per_second']:,.0f}"),
-        Column("replay speed", lambda r: spread_of(r[1]["ratio"])),
-        Column("cost model ideal, good kernels, expected", lambda r: ", ".join(
-            f"{r[1][f'predicted_{name}']:.2f}x" for name in ("ideal", "practical", "expected"))),
-        Column("to the end", lambda r: f"{r[1]['to_the_end_ratio']:.2f}x"),
-    )  # fmt: skip
-    steps = Table(
-        cell, draft,
-        Column("step", lambda r: r[1]["step"]),
-        Column("gamma", lambda r: str(r[1]["gamma"] or "-")),
-        Column("ms", lambda r: f"{r[1]['seconds'] * 1e3:.3f}"),
-        Column("roofline ms", lambda r: "-" if r[1]["allowed"] is None else f"{r[1]['allowed'] * 1e3:.3f}"),
-        Column("rows", lambda r: str(r[1]["rows_active"])),
-        Column("keys read a row", lambda r: keys_of(r[1])),
-    )  # fmt: skip
     return [
         "Median of the ratios of pairs run in turns, with least and greatest; tokens/s of all rows, host included.", "",
-        *rounds.markdown(replays(results)), "",
+        *table(rounds), "",
         "Beside each step what the roofline allows; rows and keys are those of the calls that were timed.", "",
-        *steps.markdown((r, s) for r in results.values() if "replay" in r for s in steps_of(r)),
+        *table(steps),
     ]  # fmt: skip
 
 
-def steps_of(result: Record) -> Iterator[Record]:
-    """The steps of a cell one by one, each with its name and the seconds that the roofline allows."""
+def steps_of(result: Record) -> list[Row]:
+    """The steps of a cell, each beside the seconds that the roofline allows."""
+    rows = []
     for name, found in result["steps"].items():
         floor = result["roofline"].get(name)
-        for gamma, one in {"": found}.items() if "seconds" in found else found.items():
-            yield {**one, "step": name, "allowed": floor[gamma] if isinstance(floor, dict) else floor}
+        for gamma, one in {"-": found}.items() if "seconds" in found else found.items():
+            allowed = floor[gamma] if isinstance(floor, dict) else floor
+            rows.append({
+                "cell": result["cell"], "draft": f"{result['policy']} {result['budget']:,}", "step": name,
+                "gamma": gamma, "ms": f"{one['seconds'] * 1e3:.3f}",
+                "roofline ms": "-" if allowed is None else f"{allowed * 1e3:.3f}",
+                "rows": str(one["rows_active"]), "keys read a row": keys_of(one),
+            })  # fmt: skip
+    return rows
 
 
-def bundled_lines(results: Mapping[str, Record]) -> list[str]:
+def bundled(results: Mapping[str, Record]) -> list[Row]:
     """The bundled model, with acceptance of its own."""
-    points = [one for one in results.get("bundled", {}).get("points", []) if one["status"] == "measured"]
-    table = Table(
-        Column("rows x context", lambda one: f"{one['batch']} x {one['context']:,}"),
-        Column("draft", lambda one: f"{one['policy']} {one['budget']}"),
-        Column("acceptance", lambda one: f"{one['acceptance_rate']:.1%}"),
-        Column("tokens/round", lambda one: f"{one['speculative']['tokens_per_round']:.2f}"),
-        *(Column(f"{how} tok/s", partial(_to_the_end, how=how)) for how in ("plain", "speculative")),
-        Column("speed", lambda one: spread_of(one["speedup"]["completion"])),
-    )
-    return table.markdown(points) if points else []
-
-
-def _to_the_end(one: Record, how: str) -> str:
-    return f"{one[how]['tokens_per_second']['completion']:,.0f}"
+    return [
+        {
+            "rows x context": f"{one['batch']} x {one['context']:,}", "draft": f"{one['policy']} {one['budget']}",
+            "acceptance": f"{one['acceptance_rate']:.1%}",
+            "tokens/round": f"{one['speculative']['tokens_per_round']:.2f}",
+            "plain tok/s": f"{one['plain']['tokens_per_second']['completion']:,.0f}",
+            "speculative tok/s": f"{one['speculative']['tokens_per_second']['completion']:,.0f}",
+            "speed": spread_of(one["speedup"]["completion"]),
+        }
+        for one in results.get("bundled", {}).get("points", [])
+        if one["status"] == "measured"
+    ]  # fmt: skip
 
 
 def timed(results: Mapping[str, Record]) -> list[Record]:
@@ -270,29 +239,23 @@ def timed(results: Mapping[str, Record]) -> list[Record]:
     return [row for name, result in results.items() if name.startswith("time-") for row in result["rows"]]
 
 
-def kernel_lines(results: Mapping[str, Record], rates: Mapping[str, float]) -> list[str]:
+def kernels(results: Mapping[str, Record], rates: Mapping[str, float]) -> list[Row]:
     """Kernels by time, with their share of the roofline and of what was measured of the chip."""
-
-    def figure(show: Callable[[Record], str]) -> Callable[[Record], str]:
-        return lambda row: "" if "failed" in row else show(row)
-
-    def of_measured(row: Record) -> str:
-        if not rates:  # a kernel may have been timed before the chip was
-            return "-"
-        floor = max(row["bytes"] / max(rates["copy"], rates["read"]), row["flops"] / rates["matmul"])
-        return f"{floor / row['seconds']:.0%}"
-
-    table = Table(
-        Column("kernel", lambda row: row["op"]),
-        Column("shape", lambda row: row["what"]),
-        Column("us", lambda r: f"not run: {r['failed']}" if "failed" in r else f"{r['seconds'] * 1e6:,.1f}"),
-        Column("GB/s", figure(lambda row: f"{row['gb_per_second']:,.0f}")),
-        Column("TFLOP/s", figure(lambda row: f"{row['tflops']:.1f}")),
-        Column("of the roofline", figure(lambda row: f"{row['share']:.0%}")),
-        Column("of the measured ceilings", figure(of_measured)),
-        Column("rows x keys", figure(lambda row: f"{row['rows_active']} x {keys_of(row).split()[0]}")),
-    )
-    return table.markdown(timed(results)) if timed(results) else []
+    rows = []
+    for one in timed(results):
+        row = dict.fromkeys(KERNEL_COLUMNS, "")
+        row |= {"kernel": one["op"], "shape": one["what"], "us": f"not run: {one.get('failed')}"}
+        if "failed" not in one:
+            row |= {
+                "us": f"{one['seconds'] * 1e6:,.1f}", "GB/s": f"{one['gb_per_second']:,.0f}",
+                "TFLOP/s": f"{one['tflops']:.1f}", "of the roofline": f"{one['share']:.0%}",
+                "of the measured ceilings": "-", "rows x keys": f"{one['rows_active']} x {keys_of(one).split()[0]}",
+            }  # fmt: skip
+            if rates:  # a kernel may have been timed before the chip was
+                floor = max(one["bytes"] / max(rates["copy"], rates["read"]), one["flops"] / rates["matmul"])
+                row["of the measured ceilings"] = f"{floor / one['seconds']:.0%}"
+        rows.append(row)
+    return rows
 
 
 # ---- plots -----------------------------------------------------------------------------------------------------------
@@ -314,14 +277,14 @@ def draw(results: Mapping[str, Record], out: Path, *, dry: bool) -> list[Path]:
         drawn.append(out / name)
         draw_panels([[panel_of]], drawn[-1], title=mark + title, xlabel=xlabel, size=(9, 0.6 + 0.3 * n_bars))
 
-    kernels = [row for row in timed(results) if "share" in row]
-    if kernels:
+    rated = [row for row in timed(results) if "share" in row]
+    if rated:
         picture(
             "kernels.png", "kernels (blue) and others' (gray)",
-            "share of the roofline (bytes that must move, or operations)", len(kernels),
+            "share of the roofline (bytes that must move, or operations)", len(rated),
             lambda panel: panel.barh(
-                [f"{row['op']}, {row['what']}" for row in kernels], [row["share"] for row in kernels],
-                color=["tab:gray" if row["peer"] else "tab:blue" for row in kernels],
+                [f"{row['op']}, {row['what']}" for row in rated], [row["share"] for row in rated],
+                color=["tab:gray" if row["peer"] else "tab:blue" for row in rated],
             ),
         )  # fmt: skip
     rows = replays(results)

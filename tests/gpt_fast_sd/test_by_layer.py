@@ -22,7 +22,8 @@ from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import Reader, draft_step
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantize import quantize
-from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.target import decode_step
+from tests.gpt_fast_sd.kernels.references import as_on_cuda
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 SLOTS, CAPACITY = 2, 600
@@ -46,7 +47,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
 def filled_cache(model: Transformer) -> KVCache:
     cache = KVCache(model.config, SLOTS, CAPACITY, dtype=torch.float32, device=CPU)
     generator = torch.Generator().manual_seed(1)
-    for buffer in (*cache.k, *cache.v):
+    for buffer in cache.buffers:
         buffer.normal_(generator=generator)
     return cache
 
@@ -60,17 +61,17 @@ def arguments(name: str, model: Transformer, cache: KVCache) -> tuple[Callable[.
     """A step of the engine, with its arguments."""
     kind, _, detail = name.partition(" ")
     if kind == "prefill":
-        return prefill_step, (model, *tokens_at(256, 256, 1), *cache.row(1), span(cache, 512))
+        return prefill_step, (model, *tokens_at(256, 256, 1), cache.slot(1), span(cache, 512))
     if kind == "draft":
         policy: Any = build_policy(DraftConfig(policy=detail, budget=64, gamma=3), Reader(model, cache, None), None)
         for slot in range(SLOTS):
             policy.host_admit(slot, random_ids(400, seed=slot))
-        return draft_step, (model, *tokens_at(399, 1), cache.k, cache.v, span(cache, 400), *policy.view.kv())
+        return draft_step, (model, *tokens_at(399, 1), cache.layers, span(cache, 400), *policy.view.kv())
     n, page = (1, 0) if kind == "decode" else (4, 16 if detail else 0)
     tokens, pos = tokens_at(300, n)
     if n > 1:
         varying(tokens, pos)
-    return decode_step, (model, tokens, pos, cache.k, cache.v, span(cache, 400), page)
+    return decode_step, (model, tokens, pos, cache.layers, span(cache, 400), page)
 
 
 STEPS = ("decode", "verify", "verify mass", "prefill", "draft full", "draft streaming", "draft quest", "draft guided")
@@ -85,7 +86,7 @@ def check_equal(name: str, model: Transformer, tolerance: float = 1e-4) -> Compi
             one = CompiledStep(step, compiled=compiled)
             out = one(*args)
             outs = out if isinstance(out, tuple) else (out,)
-            results.append((*(x for x in outs if x is not None), *cache.k, *cache.v))
+            results.append((*(x for x in outs if x is not None), *cache.buffers))
     for expected, got in zip(*results, strict=True):
         assert expected.shape == got.shape
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
@@ -116,6 +117,7 @@ def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_an
     """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
     monkeypatch.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
     monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
+    as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=2, max_seq_len=300, device="cpu", dtype="fp32")
     found = []
     for n_layers in (2, 32):
@@ -177,7 +179,7 @@ def test_a_step_serves_one_model_after_another(parts: Parts) -> None:
         for seed in (0, 1):
             model = tiny_model(seed=seed)
             tokens, pos = tokens_at(300, 1)
-            args = (tokens, pos, cache.k, cache.v, span(cache, 400), 0)
+            args = (tokens, pos, cache.layers, span(cache, 400), 0)
             expected = decode_step(model, *args)[0]
             torch.testing.assert_close(step(model, *args)[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -213,7 +215,7 @@ def test_an_engine_that_is_gone_leaves_no_weights_and_no_cache_behind(
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32")
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
-    left = [weakref.ref(x) for x in (one.model.layers[0].attention.wqkv.weight, one.cache.k[0], one.policy)]
+    left = [weakref.ref(x) for x in (one.model.layers[0].attention.wqkv.weight, one.cache.layers[0].k, one.policy)]
     del one
     gc.collect()
     assert [x() is None for x in left] == [True] * 3
@@ -222,7 +224,7 @@ def test_an_engine_that_is_gone_leaves_no_weights_and_no_cache_behind(
 def test_weights_that_take_the_place_of_others_count(parts: Parts) -> None:
     model, other = tiny_model(), tiny_model(seed=1)
     step, cache = CompiledStep(decode_step, compiled=True), filled_cache(model)
-    args = (*tokens_at(300, 1), cache.k, cache.v, span(cache, 400), 0)
+    args = (*tokens_at(300, 1), cache.layers, span(cache, 400), 0)
     with torch.inference_mode():
         step(model, *args)
         expected = decode_step(other, *args)[0]
@@ -234,7 +236,7 @@ def test_timing_steps_leaves_the_prompts_alone_that_slots_hold() -> None:
     config = EngineConfig(batch_size=1, max_seq_len=900, device="cpu", dtype="fp32", compile=False)
     one, prompt = Engine(tiny_model(), None, config), random_ids(600)
     one.generate([prompt], SamplingParams(max_tokens=1))
-    before = [buffer[:, :, :599].clone() for buffer in one.cache.k]
+    before = [buffer[:, :, :599].clone() for buffer in one.cache.buffers]
     one.redraft(DraftConfig(policy="hierarchy", budget=24))  # its steps write further than it drafts
     one.warm_up()
-    assert all(torch.equal(a, b[:, :, :599]) for a, b in zip(before, one.cache.k, strict=True))
+    assert all(torch.equal(a, b[:, :, :599]) for a, b in zip(before, one.cache.buffers, strict=True))

@@ -528,7 +528,7 @@ def test_a_folder_gives_an_engine_in_the_dtype_asked_for(asked: str, dtype: torc
     save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
     config = EngineConfig(device="cpu", dtype=asked, max_seq_len=512, batch_size=2, compile=False)
     one = Engine.from_pretrained(tmp_path, config)
-    assert (one.dtype, one.cache.k[0].dtype, one.tokenizer) == (dtype, dtype, None)
+    assert (one.dtype, one.cache.layers[0].k.dtype, one.tokenizer) == (dtype, dtype, None)
     tokens = one.generate([PROMPTS[5]], SamplingParams(max_tokens=4))[0].tokens
     if dtype == torch.float32:
         assert tokens == slow_greedy(PROMPTS[5], 4)

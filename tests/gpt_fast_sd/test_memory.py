@@ -27,6 +27,7 @@ from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.tp import Parallel
 from scripts import batch
+from tests.gpt_fast_sd.kernels.references import as_on_cuda
 from tests.gpuless.live import LiveBytes
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -57,13 +58,13 @@ def test_caches_and_selections_take_what_the_plan_says(policy: str) -> None:
     def nbytes(*tensors: torch.Tensor) -> int:
         return sum(tensor.nbytes for tensor in tensors)
 
-    assert expected.kv == nbytes(*engine.cache.k, *engine.cache.v)
+    assert expected.kv == nbytes(*engine.cache.buffers)
     assert expected.text == nbytes(engine.rows.history)
     policy_bytes = 0
     view: Any = getattr(engine.policy, "view", None)
     if policy == "standalone":
         cache = view.reader.cache
-        assert expected.draft_kv == nbytes(*cache.k, *cache.v)
+        assert expected.draft_kv == nbytes(*cache.buffers)
     elif policy == "quest":
         policy_bytes += nbytes(*view.bounds, *view.chosen)
     elif policy in ("streaming", "snapkv", "guided"):
@@ -153,6 +154,7 @@ def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, 
     """
     if of == "cuda":
         monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
+        as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=3, max_seq_len=length + 100, device="cpu", dtype="fp32", compile=False)
     draft = DraftConfig(policy=policy, budget=96, gamma=4)
     engine = Engine(tiny_model(tiny_config(vocab_size=vocab)), None, config, draft)
@@ -195,6 +197,7 @@ def test_observing_windows_holds_what_the_plan_says(
 ) -> None:
     """As CUDA's operators allocate: keys of few rows are split, which 16 query heads a kv head are too many for."""
     monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False, chunks=(SPLIT,)))
+    as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=batch_size, max_seq_len=6_000, device="cpu", dtype="fp32", compile=False)
     draft = DraftConfig(policy="snapkv", budget=1_024, gamma=1)
     sizes = {"n_heads": 16, "n_kv_heads": 16 // group, "head_dim": 16, "n_layers": 3}

@@ -37,7 +37,7 @@ def prefill(n_slots: int = 3) -> Prefill:
 def keys(one: Prefill, slot: int) -> Tensor:
     """All keys and values of a slot: [2 * L, K, S, H]."""
     cache = one.reader.cache
-    return torch.stack([buffer[slot] for buffer in (*cache.k, *cache.v)])
+    return torch.stack([buffer[slot] for buffer in cache.buffers])
 
 
 def fresh(body: Sequence[int]) -> Tensor:
@@ -84,7 +84,7 @@ def test_a_reused_prefix_has_the_keys_of_a_fresh_prefill_bit_for_bit(case: str, 
     one.fill(source, held)
     one.fill(1 if source == 2 else 2, OTHER[:400])
     if poison:  # what decoding left behind a text, and what the slot's last occupant was
-        for buffer in (*one.reader.cache.k, *one.reader.cache.v):
+        for buffer in one.reader.cache.buffers:
             buffer[source, :, len(held) :] = float("nan")
             if source != 1:
                 buffer[1] = float("nan")
@@ -106,7 +106,7 @@ def test_whatever_slots_held_before_each_holds_what_it_was_last_filled_with(data
         reused = max(len(body) if body == held else _common(body, held) // CHUNK * CHUNK for held in bodies)
         assert one.fill(slot, body) == len(body) - reused
         bodies[slot] = body
-        for buffer in (*one.reader.cache.k, *one.reader.cache.v):  # decoding writes behind the text
+        for buffer in one.reader.cache.buffers:  # decoding writes behind the text
             buffer[slot, :, len(body) : len(body) + 9] = float("nan")
     for slot, body in enumerate(bodies):
         assert torch.equal(keys(one, slot)[:, :, : len(body)], fresh(body))
@@ -121,7 +121,7 @@ def test_a_slot_is_relied_on_no_further_than_it_is_kept() -> None:
     one = prefill()
     one.fill(0, TEXT[:600])
     one.keep(0, 2 * CHUNK - 1)
-    for buffer in (*one.reader.cache.k, *one.reader.cache.v):
+    for buffer in one.reader.cache.buffers:
         buffer[0, :, 2 * CHUNK - 1 :] = float("nan")
     assert one.fill(1, TEXT[:600]) == 600 - CHUNK
     assert holds(one, 1, TEXT[:600])
@@ -205,7 +205,7 @@ def test_nothing_behind_a_held_prompt_reaches_the_next_occupant(policy: str) -> 
     params = SamplingParams(max_tokens=12)
     one.generate([TEXT[:600], OTHER[:300]], params)
     for slot in range(2):
-        for buffer in (*one.cache.k, *one.cache.v):
+        for buffer in one.cache.buffers:
             buffer[slot, :, int(one.cache.seq_len[slot]) :] = float("nan")
     prompts = [[*TEXT[:520], *OTHER[:80]], TEXT[:600], OTHER[:300], OTHER[:100]]
     got = one.generate(prompts, params)

@@ -6,19 +6,20 @@ positions, with results read one round late.
 
 from __future__ import annotations
 
-import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.inflight import Flight
 from gpt_fast_sd.measuring.replay import Replay
 from gpt_fast_sd.rows import RoundPlan
 from tests.drafts import MIXTURES, POLICIES, draft_of
+from tests.gpt_fast_sd.kernels.references import as_on_cuda
 from tests.gpuless.recorder import HostRead, capture
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
@@ -221,47 +222,35 @@ def test_a_replayed_table_goes_on_inside_a_captured_round() -> None:
 
 # ---- what runs on CUDA, through the references of its operators ------------------------------------------------------
 
-OPERATORS = """decode_attention decode_attention_with_mass prefill_attention prefill_attention_with_lse key_mass
-    sparse_attention guided_select page_bounds quest_pages""".split()
-ASKED = [
-    importlib.import_module(f"gpt_fast_sd.{name}")
-    for name in ("attending", "policies.sparse", "policies.guided", "policies.quest", "policies.snapkv")
-]
 
+class Called(TorchDispatchMode):
+    """The names of the operators of ours that were called."""
 
-@pytest.fixture
-def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Steps attend and select by the operators that CUDA has; the list holds the names of those called."""
-    called: list[str] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
 
-    def noting(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            called.append(name)
-            return operator(*args, **kwargs)
-
-        return noted
-
-    for module in ASKED:
-        monkeypatch.setattr(module, "on_cuda", lambda keys: True)
-        for name in OPERATORS:
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, noting(name, getattr(module, name)))
-    yield called
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        if space == "gpt_fast_sd":
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("off", "lookup")])
-def test_the_operators_of_cuda_give_the_same_tokens_and_no_worse_drafts(name: str, as_on_cuda: list[str]) -> None:
-    with pytest.MonkeyPatch.context() as undone:
-        for module in ASKED:
-            undone.setattr(module, "on_cuda", lambda keys: False)
-        expected = engine(name).generate(PROMPTS, GREEDY)
-    got = captured(name).generate(PROMPTS, GREEDY)
+def test_the_operators_of_cuda_give_the_same_tokens_and_no_worse_drafts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = engine(name).generate(PROMPTS, GREEDY)
+    as_on_cuda(monkeypatch)
+    with Called() as called:
+        got = captured(name).generate(PROMPTS, GREEDY)
     assert [c.tokens for c in got] == [c.tokens for c in expected]
     accepted, wanted = (sum(c.stats.accepted for c in run) for run in (got, expected))
-    # sums in another order: a draft may flip where logits nearly tie; of equal pages quest takes the lower here
+    # sums in another order: a draft may flip where logits nearly tie
     assert abs(accepted - wanted) <= (0.3 if name == "quest" else 0.03) * wanted + 3
     own = {"guided": {"decode_attention_with_mass", "guided_select"}, "quest": {"quest_pages", "page_bounds"},
            "snapkv": {"key_mass", "prefill_attention_with_lse"}}  # fmt: skip
     view = draft_of(name).view_name
-    assert {"decode_attention", "prefill_attention"} | own.get(view, set()) <= set(as_on_cuda)
-    assert ("sparse_attention" in as_on_cuda) is (name != "full")
+    assert {"decode_attention", "prefill_attention"} | own.get(view, set()) <= called.names
+    assert ("sparse_attention" in called.names) is (name != "full")

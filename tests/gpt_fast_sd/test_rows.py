@@ -221,7 +221,7 @@ def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
     cache = KVCache(model.config, 4, 128, dtype=dtype, device=torch.device("cpu"))
     rows = Rows.idle(cache.seq_len, HISTORY, VOCAB, [])
     rounds = Rounds(Reader(model, cache, compiled), rows, None, DraftConfig())
-    keys = cache.k[0]
+    keys = cache.layers[0].k
     ours = compiled in (True, {}) and cpu_attention_fits(keys, keys)
     assert rounds.keys_read(RoundPlan.of({0: 19, 2: 9})) == (7 if ours else 20)
     assert not ours or (head_dim, dtype) == (64, torch.bfloat16)
@@ -231,7 +231,7 @@ def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
 def test_the_planner_chooses_by_what_it_is_taught_by(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(batch_size=3, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", gamma="auto"))
-    monkeypatch.setattr("gpt_fast_sd.round.reads_own_keys", lambda target: ours)
+    monkeypatch.setattr("gpt_fast_sd.target.reads_own_keys", lambda target: ours)
     asked, taught, plans = list[int](), list[int](), plans_of(one, monkeypatch)
 
     def choose(n_keys: int) -> int:

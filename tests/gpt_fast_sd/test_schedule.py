@@ -117,7 +117,7 @@ def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
 
 def held(reader: Reader, slot: int, n: int) -> Tensor:
     """The first n keys and values of a slot: [2 * L, K, T, H]."""
-    return torch.stack([buffer[slot, :, :n].clone() for buffer in (*reader.cache.k, *reader.cache.v)])
+    return torch.stack([buffer[slot, :, :n].clone() for buffer in reader.cache.buffers])
 
 
 def fresh(reader: Reader, body: Sequence[int]) -> Tensor:

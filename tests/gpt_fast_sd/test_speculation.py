@@ -406,7 +406,7 @@ MAX_LEN = 3 * SPLIT
 
 def committed(cache: KVCache, slot: int, n: int) -> Tensor:
     """Keys and values of a slot's first n positions: [2 * L, K, n, H]."""
-    return torch.stack([buffer[slot, :, :n] for buffer in (*cache.k, *cache.v)])
+    return torch.stack([buffer[slot, :, :n] for buffer in cache.buffers])
 
 
 def prefilled(model: Transformer, text: Sequence[int]) -> Tensor:
@@ -455,8 +455,8 @@ def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytes
 
     def watched(speculate: bool) -> bool:
         lengths = one.cache.seq_len[:, None]  # [B, 1]
-        place = torch.arange(one.cache.k[0].shape[2])  # [S]
-        before = [x.clone() for cache in caches_of(one) for x in (*cache.k, *cache.v)]
+        place = torch.arange(one.cache.layers[0].k.shape[2])  # [S]
+        before = [x.clone() for cache in caches_of(one) for x in cache.buffers]
         # a standalone draft feeds up to three tokens again
         spare = (place >= one.cache.capacity) & ~one.rows.active[:, None]  # never in view: where free slots scribble
         beyond = (place > lengths + reach) & ~spare
@@ -464,7 +464,7 @@ def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytes
         launched = launch(speculate)
         n_written.append(0)
         for i, cache in enumerate(caches_of(one)):
-            for x in (*cache.k, *cache.v):
+            for x in cache.buffers:
                 changed = (x != before.pop(0)).any(3).any(1)  # [B, S]
                 assert not (changed & untouched[i]).any()
                 n_written[-1] += int(changed.sum())
@@ -481,11 +481,11 @@ def test_a_neighbours_nan_reaches_no_other_row(name: str) -> None:
     alone = speculator(name).generate([prompt], params)[0]
     one = speculator(name)
     one.warm_up()
-    for buffer in (buffer for cache in caches_of(one) for buffer in (*cache.k, *cache.v)):
+    for buffer in (buffer for cache in caches_of(one) for buffer in cache.buffers):
         buffer[1:] = float("nan")
     got = one.generate([prompt], params)[0]
     assert (got.tokens, got.stats) == (alone.tokens, alone.stats)
-    assert one.cache.k[0][1:].isnan().any() and not one.cache.k[0][0].isnan().any()
+    assert one.cache.layers[0].k[1:].isnan().any() and not one.cache.layers[0].k[0].isnan().any()
 
 
 @pytest.mark.parametrize("name", POLICIES)

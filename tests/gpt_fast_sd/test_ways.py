@@ -23,6 +23,7 @@ from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.sampling import Kind
 from tests.drafts import POLICIES, draft_of
+from tests.gpt_fast_sd.kernels import references
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 NAMES = ["off", *POLICIES]
@@ -37,6 +38,7 @@ MIXED = [GREEDY, SAMPLED, FILTERED, GREEDY]
 def as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
+        references.as_on_cuda(patched)
         patched.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph.forward)
         patched.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
         yield

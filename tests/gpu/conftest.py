@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import importlib
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._library.custom_ops import OPDEFS
 
-from gpt_fast_sd import kernels
 from gpt_fast_sd.devices import WAYS
 from gpt_fast_sd.tp import why_no_cuda
+from tests.gpt_fast_sd.kernels import references
 from tests.gpu.place import INTERPRETED, Place
 
 if INTERPRETED:
@@ -32,24 +34,24 @@ ON_CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(NO_CUD
 
 
 @pytest.fixture(scope="module", params=["cpu", ON_CUDA])
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Where the test runs; in the interpreter the operators of a CPU run the bodies for CUDA."""
+def place(request: pytest.FixtureRequest) -> Place:
+    """Where the test runs."""
+    return Place(torch.device(request.param))
+
+
+@pytest.fixture(scope="module")
+def bodies(place: Place) -> Iterator[None]:
+    """On a CPU operators have their references for bodies, or, interpreted, those of CUDA, as for sm_90."""
     with pytest.MonkeyPatch.context() as patch:
+        if not place.on_cuda:
+            references.as_on_cuda(patch)
         if INTERPRETED:
-            interpret(patch)
-        yield Place(torch.device(request.param))
-
-
-def interpret(patch: pytest.MonkeyPatch) -> None:
-    """Let CPU tensors go the way of CUDA's through every operator that has a Triton body, as on sm_90."""
-    from torch._library.custom_ops import OPDEFS
-
-    triton_common = __import__("importlib").import_module("gpt_fast_sd.kernels.triton_common")
-    patch.setattr(triton_common, "architecture", lambda: 90)
-    assert kernels
-    for name, op in OPDEFS.items():
-        if name.startswith("gpt_fast_sd::") and "cuda" in op._backend_fns:
-            patch.setitem(op._backend_fns, None, op._backend_fns["cuda"])
+            triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
+            patch.setattr(triton_common, "architecture", lambda: 90)
+            ours = (op for name, op in OPDEFS.items() if name.startswith("gpt_fast_sd::"))
+            for bodies in (op._backend_fns for op in ours if "cuda" in op._backend_fns):
+                patch.setitem(bodies, "cpu" if "cpu" in bodies else None, bodies["cuda"])
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from tests.gpt_fast_sd.kernels.selected import best, rows_of_every_kind
 from tests.gpu.place import INTERPRETED, Place, difference, of_dtypes
 from tests.gpu.truths import TOLERANCE, miscut, shortfall
 
+pytestmark = pytest.mark.usefixtures("bodies")
+
 SHAPES = ((1, 128, 1), (4, 128, 1), (8, 128, 1), (4, 128, 5), (3, 96, 3), (8, 128, 9), (4, 64, 17), (1, 64, 5))
 CHUNKS = ((4, 128, 256), (1, 64, 63), (3, 96, 130), (8, 128, 33), (4, 64, 32))
 PAGE = 16

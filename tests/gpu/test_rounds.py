@@ -18,6 +18,8 @@ from gpt_fast_sd.sampling import GREEDY, Kind
 from tests.gpu.place import SMALL, Place, random_model
 from tests.gpuless.recorder import Recording
 
+pytestmark = pytest.mark.seconds(240)  # mostly of compiling
+
 DRAFTS = (  # of every kind that shares no code with the others
     DraftConfig(policy="streaming", budget=128, gamma=4),
     DraftConfig(policy="snapkv", budget=128, gamma=3),
@@ -75,7 +77,6 @@ def bundled(place: Place, captures: None) -> Iterator[Both]:
     yield Both(modes, prompts, 48 if place.on_cuda else 4)
 
 
-@pytest.mark.seconds(240)
 @each_draft
 def test_captured_rounds_give_the_tokens_of_rounds_that_are_launched_kernel_by_kernel(
     random: Both, draft: DraftConfig
@@ -86,7 +87,6 @@ def test_captured_rounds_give_the_tokens_of_rounds_that_are_launched_kernel_by_k
 
 
 @pytest.mark.slow
-@pytest.mark.seconds(240)
 @pytest.mark.parametrize("draft", DRAFTS[:3], ids=lambda draft: draft.policy)
 def test_captured_rounds_of_a_real_model_lose_no_token_and_compile_nothing_anew(
     bundled: Both, draft: DraftConfig, place: Place, record_property: Callable[[str, object], None]
@@ -135,7 +135,6 @@ def round_without_waiting(engine: Engine, gamma: int, kind: Kind) -> Tensor:
         rows.table.temperature.fill_(0.0)
 
 
-@pytest.mark.seconds(240)
 @pytest.mark.parametrize("kind", [GREEDY, Kind(True, True)], ids=["greedy", "sampled"])
 @each_draft
 def test_the_host_never_waits_in_a_round_and_every_row_decodes(random: Both, draft: DraftConfig, kind: Kind) -> None:

@@ -20,10 +20,11 @@ import generate
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.measuring.lossless import differences, is_near_tie, logits_after
-from gpt_fast_sd.model import load_tokenizer, read_config
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.tp import Parallel
 from tests.gpu.place import Place
+
+pytestmark = pytest.mark.seconds(240)  # mostly of compiling
 
 FEW = 128  # entries of a draft's budget: fewer than the prompts have, small ones too
 SHORT = "Once upon a time"
@@ -84,9 +85,7 @@ def made(place: Place, *flags: str) -> Made:
     new = ["--max-new-tokens", "96" if place.on_cuda else "6", "--ignore-eos"]
     eagerly = [] if place.on_cuda else ["--no-compile"]
     args = generate.parse(["--model", "bundled", *flags, *new, "--device", place.device.type, *eagerly])
-    config = read_config(BUNDLED)
-    prompts, params = generate.read_requests(args, load_tokenizer(BUNDLED, config), config)
-    return Made(generate.build(args, prompts, params, config, Parallel(place.device)), prompts, params)
+    return Made(*generate.prepare(args, Parallel(place.device)))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +126,6 @@ def test_the_configuration_is_generates_own_to_the_letter(place: Place, short: M
     assert config.max_seq_len == len(short.prompts[0]) + short.params[0].max_tokens
 
 
-@pytest.mark.seconds(240)
 def test_a_short_prompt_is_decoded_greedily(short: Made, said_first: list[list[int]], record_property: Seen) -> None:
     record_property("seen", short.both_ways())
 
@@ -137,7 +135,6 @@ def test_a_short_prompt_is_sampled(short: Made, how: dict[str, Any], record_prop
     record_property("seen", short.drawn([replace(p, **how) for p in short.greedy]))
 
 
-@pytest.mark.seconds(240)
 def test_a_second_engine_decodes_a_document(document: Made, record_property: Seen) -> None:
     record_property("seen", document.both_ways())
 
@@ -146,14 +143,12 @@ def test_greedy_sampled_and_filtered_rows_share_a_batch(document: Made, record_p
     record_property("seen", document.drawn(document.params))
 
 
-@pytest.mark.seconds(240)
 def test_an_engine_may_be_redrafted(document: Made, record_property: Seen) -> None:
     document.engine.redraft(DraftConfig(policy="guided", budget=FEW, gamma=4))
     mixed = document.drawn(document.params, drafts=True)
     record_property("seen", f"{mixed}; all greedy: {document.both_ways(drafts=True)}")
 
 
-@pytest.mark.seconds(240)
 def test_another_policy_may_be_set(document: Made, record_property: Seen) -> None:
     engine = document.engine
     engine.policy = build_policy(DraftConfig(policy="snapkv", budget=FEW, gamma=4), engine.target, None)

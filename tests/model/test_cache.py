@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT, FullKV, KVCache, ModelConfig, Transformer, load_model
+from gpt_fast_sd.attending import DenseKV
+from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_model
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
 B = 4
@@ -31,7 +32,7 @@ def prefill(model: Transformer, cache: KVCache, slot: int, ids: Sequence[int]) -
         chunk = [*ids[start : start + SPLIT]]
         tokens = torch.tensor([chunk + [0] * (SPLIT - len(chunk))])  # [1, T]
         pos = torch.arange(start, start + SPLIT)[None]  # [1, T]
-        model.hidden(tokens, pos, FullKV(*cache.row(slot), cache.splits(start + SPLIT)))
+        model.hidden(tokens, pos, DenseKV(cache.slot(slot), torch.empty(cache.splits(start + SPLIT), 0)))
     cache.seq_len[slot] = len(ids)
 
 
@@ -39,29 +40,28 @@ def prefill(model: Transformer, cache: KVCache, slot: int, ids: Sequence[int]) -
 def decode(model: Transformer, cache: KVCache, tokens: Sequence[int]) -> Tensor:
     """Feed one token a slot at its seq_len, committing nothing -> [B, V]."""
     pos = cache.seq_len[:, None]  # [B, 1]
-    kv = FullKV(cache.k, cache.v, cache.splits(int(cache.seq_len.max()) + 1))
+    kv = DenseKV(cache.layers, torch.empty(cache.splits(int(cache.seq_len.max()) + 1), 0))
     return model(torch.tensor(tokens)[:, None], pos, kv)[:, -1]
 
 
 def fill(cache: KVCache, value: float) -> None:
-    for buffer in (*cache.k, *cache.v):
+    for buffer in cache.buffers:
         buffer.fill_(value)
 
 
 def changed(cache: KVCache, before: KVCache | float) -> Tensor:
     """Whether any layer, head or component of a position differs from what it was, by its bytes: bool [B, S]."""
-    out = torch.zeros(B, cache.k[0].shape[2], dtype=torch.bool)
-    for name in ("k", "v"):
-        for layer, now in enumerate(getattr(cache, name)):
-            was = torch.full_like(now, before) if isinstance(before, float) else getattr(before, name)[layer]
-            out |= (now.view(torch.int32) != was.view(torch.int32)).any(3).any(1)
+    out = torch.zeros(B, cache.layers[0].k.shape[2], dtype=torch.bool)
+    for i, now in enumerate(cache.buffers):
+        was = torch.full_like(now, before) if isinstance(before, float) else before.buffers[i]
+        out |= (now.view(torch.int32) != was.view(torch.int32)).any(3).any(1)
     return out
 
 
 def snapshot(cache: KVCache, config: ModelConfig) -> KVCache:
     copy = cache_for(config, max_seq_len=cache.capacity)
     copy.seq_len.copy_(cache.seq_len)
-    for mine, theirs in zip((*copy.k, *copy.v), (*cache.k, *cache.v), strict=True):
+    for mine, theirs in zip(copy.buffers, cache.buffers, strict=True):
         mine.copy_(theirs)
     return copy
 
@@ -70,7 +70,7 @@ def snapshot(cache: KVCache, config: ModelConfig) -> KVCache:
 def test_capacity_is_rounded_up_to_whole_splits(asked: int, capacity: int) -> None:
     cache = cache_for(tiny_config(), max_seq_len=asked)
     assert cache.capacity == capacity
-    assert all(buffer.shape[2] >= capacity for buffer in (*cache.k, *cache.v))
+    assert all(buffer.shape[2] >= capacity for buffer in cache.buffers)
 
 
 @pytest.mark.parametrize(("n_keys", "n_splits"), [(1, 2), (256, 2), (512, 2), (513, 3), (768, 3), (769, 4)])
@@ -82,18 +82,18 @@ def test_the_view_is_of_whole_splits_that_hold_the_keys_and_of_two_at_least(n_ke
 def test_bytes_per_token_are_the_bytes_the_buffers_take(dtype: torch.dtype, size: int) -> None:
     config = tiny_config(n_layers=3, n_heads=6, n_kv_heads=3)
     cache = cache_for(config, dtype=dtype)
-    held = sum(buffer.nbytes for buffer in (*cache.k, *cache.v))
-    assert cache.bytes_per_token == held // (B * cache.k[0].shape[2]) == 3 * 2 * 3 * 8 * size
+    held = sum(buffer.nbytes for buffer in cache.buffers)
+    assert cache.bytes_per_token == held // (B * cache.layers[0].k.shape[2]) == 3 * 2 * 3 * 8 * size
     assert cache.bytes_per_token == config.kv_bytes_per_token(size)
 
 
-def test_a_row_shares_its_memory_with_the_slot() -> None:
+def test_the_layers_of_a_slot_share_its_memory() -> None:
     cache = cache_for(tiny_config())
-    k, v = cache.row(2)
-    k[1].fill_(1.0)
-    v[0].fill_(2.0)
-    assert cache.k[1][2].eq(1).all() and cache.v[0][2].eq(2).all()
-    assert sum(float(buffer.abs().sum()) for buffer in (*cache.k, *cache.v)) == 3 * cache.k[0][2].numel()
+    layers = cache.slot(2)
+    layers[1].k.fill_(1.0)
+    layers[0].v.fill_(2.0)
+    assert cache.layers[1].k[2].eq(1).all() and cache.layers[0].v[2].eq(2).all()
+    assert sum(float(buffer.abs().sum()) for buffer in cache.buffers) == 3 * cache.layers[0].k[2].numel()
 
 
 @pytest.mark.parametrize("n", [1, 255, 256, 257, 511, 600])
@@ -126,7 +126,7 @@ def test_a_call_of_several_tokens_writes_them_at_each_rows_own_positions(n_token
     start = torch.tensor([0, 254, 300, 768 - n_tokens])
     pos = start[:, None] + torch.arange(n_tokens)  # [B, T], one row across the edge of a split
     with torch.inference_mode():
-        model(torch.full((B, n_tokens), 9), pos, FullKV(cache.k, cache.v, 3))
+        model(torch.full((B, n_tokens), 9), pos, DenseKV(cache.layers, torch.empty(3, 0)))
     touched = changed(cache, CANARY)
     assert touched.gather(1, pos).all() and touched.sum() == pos.numel()
 
@@ -156,9 +156,9 @@ def test_what_lies_past_seq_len_changes_no_logit() -> None:
         prefill(model, clean, slot, random_ids(n, seed=slot))
     dirty = snapshot(clean, model.config)
     for slot, n in enumerate([300, 1, 256, 511]):
-        for k, v in zip(dirty.k, dirty.v, strict=True):
-            k[slot, :, n:] = float("nan")
-            v[slot, :, n:] = 1e30
+        for layer in dirty.layers:
+            layer.k[slot, :, n:] = float("nan")
+            layer.v[slot, :, n:] = 1e30
     assert torch.equal(decode(model, dirty, [1, 2, 3, 4]), decode(model, clean, [1, 2, 3, 4]))
 
 

@@ -14,16 +14,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from gpt_fast_sd.attending import DenseKV, MassKV
+from gpt_fast_sd.attending import DenseKV, ListedKV
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.judging import Verdict
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.model import SPLIT
-from gpt_fast_sd.policies.sparse import SparseKV, positions_of
+from gpt_fast_sd.policies.sparse import positions_of
 from gpu import cells
 from gpu.aims import ARMS, Cell
 from gpu.cells import Bench
-from gpu.setup import Stopwatch
+from gpu.setup import SMALL, Stopwatch, random_model
+from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
 from tests.scripts.gpu_rig import dry_run, dry_setup
 
 
@@ -58,28 +59,26 @@ def test_every_repeat_of_every_timed_call_finds_all_rows_in_the_middle_of_decodi
 ) -> None:
     """What calls do is counted where attention, judging and selecting happen, apart from what the records say."""
     bench, read, calls = a_bench(arm, gammas), list[tuple[str, int, int]](), list[list[Any]]()
-    for kind in (DenseKV, MassKV):
 
-        def attend(self: Any, layer: int, *args: Any, right: Any = kind.attend) -> Tensor:
-            pos, n_keys = args[-1], self.n_splits * SPLIT
-            n = torch.where(pos < n_keys, pos + 1, 0).amax(1)
-            if layer == 0:
-                read.append((f"target T {pos.shape[1]}", int(n.min()), int(n.max())))
-            out: Tensor = right(self, layer, *args)
-            return out
+    def dense(self: Any, layer: int, *args: Any, right: Any = DenseKV.attend) -> Tensor:
+        pos, n_keys = args[-1], self.in_view.shape[0] * SPLIT
+        n = torch.where(pos < n_keys, pos + 1, 0).amax(1)
+        if layer == 0:
+            read.append((f"target T {pos.shape[1]}", int(n.min()), int(n.max())))
+        out: Tensor = right(self, layer, *args)
+        return out
 
-        monkeypatch.setattr(kind, "attend", attend)
+    monkeypatch.setattr(DenseKV, "attend", dense)
 
-    def sparse(self: Any, layer: int, *args: Any, right: Any = SparseKV.attend) -> Tensor:
-        n = positions_of(
-            torch.stack(list(self.slots)), self.tail_start, self.tail_width, args[-1][:, 0], self.k[0].shape[2]
-        ).sum(-1)
+    def sparse(self: Any, layer: int, *args: Any, right: Any = ListedKV.attend) -> Tensor:
+        lists, n_positions = torch.stack(list(self.kv_indices)), self.layers[0].k.shape[2]
+        n = positions_of(lists, self.window_start, self.window_width, args[-1][:, 0], n_positions).sum(-1)
         if layer == 0:
             read.append(("draft", int(n.min()), int(n.max())))
         out: Tensor = right(self, layer, *args)
         return out
 
-    monkeypatch.setattr(SparseKV, "attend", sparse)
+    monkeypatch.setattr(ListedKV, "attend", sparse)
 
     def watch(self: Stopwatch, call: Callable[[], Any], before: Callable[[], object]) -> float:
         repeats = []
@@ -198,3 +197,13 @@ def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: pytest
     bench = a_bench("streaming", {"streaming": 2})
     bench.replay("streaming")
     assert max(bench.engine.planner.tiers) == 7 and bench.engine.planner.tiers == gamma_tiers(bench.config.group_size)
+
+
+@needs_fake_cuda
+def test_a_random_model_on_a_chip_gives_back_what_its_first_weights_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    with fake_cuda_tensors():
+        model = random_model(SMALL, torch.device("cuda"), torch.bfloat16)
+    assert given_back and {x.device.type for x in model.parameters()} == {"cuda"}
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}

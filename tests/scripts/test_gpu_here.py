@@ -28,6 +28,16 @@ def test_tests_for_a_chip_are_skipped_with_one_reason_where_there_is_none() -> N
     assert counted and int(counted[1]) > 90 and run.returncode == 0
 
 
+def test_a_test_that_takes_too_long_on_a_chip_ends_its_process_and_shows_where(tmp_path: Path) -> None:
+    marks = "@pytest.mark.gpu\n@pytest.mark.seconds(1)\n"
+    (tmp_path / "test_hangs.py").write_text(f"import time, pytest\n{marks}def test_hangs():\n    time.sleep(60)\n")
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "tests.gpu.conftest", "-c", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-m", "pytest", *options, "-m", "gpu", str(tmp_path / "test_hangs.py")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1 and "passed" not in run.stdout
+    assert "Timeout (0:00:01)!" in run.stderr and "test_hangs.py" in run.stderr
+
+
 def test_every_test_that_the_page_of_first_commands_names_is_there() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)

@@ -127,59 +127,14 @@ def test_a_kernel_that_lets_rows_idle_is_not_timed(monkeypatch: pytest.MonkeyPat
 # ---- what only a chip has, beside stand-ins --------------------------------------------------------------------------
 
 
-class FlashInfer:
-    """The part of FlashInfer that is called, by its documentation: attention over pages of a cache, in fp64."""
-
-    def __init__(self, space: Tensor, layout: str, use_tensor_cores: bool = False) -> None:
-        assert (space.dtype, layout) == (torch.uint8, "NHD")
-
-    def plan(self, *args: Any, causal: bool = False, **dtypes: torch.dtype) -> None:
-        *queries, indptr, self.indices, last, n_heads, n_kv, head_dim, self.page = args
-        assert all(x.dtype == torch.int32 for x in (*queries, indptr, self.indices, last)) and dtypes
-        self.starts, self.last = indptr.tolist(), last.tolist()
-        self.rows = queries[0].tolist() if queries else list(range(len(last) + 1))
-        self.causal, self.heads = causal, (n_heads, n_kv, head_dim)
-
-    def run(self, q: Tensor, paged: tuple[Tensor, Tensor]) -> Tensor:
-        out = torch.empty_like(q)
-        for i, last in enumerate(self.last):
-            pages = self.indices[self.starts[i] : self.starts[i + 1]].long()
-            k, v = (x[pages].flatten(0, 1)[: (len(pages) - 1) * self.page + last].double() for x in paged)  # [S, K, H]
-            assert k.shape[1:] == self.heads[1:]
-            mine = slice(self.rows[i], self.rows[i + 1])
-            k, v = (x.repeat_interleave(self.heads[0] // self.heads[1], 1).transpose(0, 1) for x in (k, v))
-            scores = q[mine].double().transpose(0, 1) @ k.mT * self.heads[2] ** -0.5  # [N, T, S]
-            if self.causal:
-                behind = torch.ones_like(scores[0], dtype=torch.bool).tril(k.shape[1] - scores.shape[1])
-                scores = scores.masked_fill(~behind, float("-inf"))
-            out[mine] = (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype)
-        return out
-
-
-@pytest.mark.parametrize("n_tokens", [1, 6])
-def test_flashinfer_is_given_the_same_keys_in_pages(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=FlashInfer, BatchPrefillWithPagedKVCacheWrapper=FlashInfer
-    )
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    heads = timings.dense_heads(dry_setup(), 57344)[0]
-    k, v = timings.buffers(dry_setup(), heads)
-    q, pos = timings.queries(dry_setup(), heads, n_tokens)
-    ours = kernels.decode_attention(q, k, v, pos, heads.context, 256)
-    call = timings.flashinfer_decode(q, k.narrow(2, 0, heads.context), v.narrow(2, 0, heads.context))
-    for _ in range(2):  # what is prepared stays
-        assert timings.difference(call(), ours) < 0.01  # type: ignore[arg-type]
-
-
 @needs_fake_cuda
-def test_on_cuda_others_are_torchs_backends_and_whatever_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timings.importlib.util, "find_spec", lambda name: name == "flashinfer")
+def test_on_cuda_others_are_torchs_backends() -> None:
     with fake_cuda_tensors():
         setup = replace(dry_setup(), device=torch.device("cuda"))
         q, k = (torch.empty(2, n, t, 16, dtype=torch.bfloat16, device="cuda") for n, t in ((8, 6), (2, 28672)))
         found = timings.peers(setup, q, k, k)
     assert {name.split(",")[0] for name in found} == {
-        "torch SDPA flash", "torch SDPA efficient", "torch SDPA cuDNN", "torch FlexAttention", "FlashInfer",
+        "torch SDPA flash", "torch SDPA efficient", "torch SDPA cuDNN", "torch FlexAttention",
     }  # fmt: skip
 
 

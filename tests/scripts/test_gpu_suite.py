@@ -87,7 +87,7 @@ def test_a_stage_that_was_stopped_early_is_left_and_nothing_is_written_of_it(tmp
 
 
 def test_fresh_forgets_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_suite, "launcher", lambda args: FakeProcesses())
+    monkeypatch.setattr(gpu_suite, "launcher", lambda argv: FakeProcesses())
     argv = [str(tmp_path), *DRY, "--stages", "bundled"]
     (tmp_path / "tests.json").write_text("{}")
     assert gpu_suite.main(argv) == 0 and (tmp_path / "tests.json").exists()
@@ -132,7 +132,7 @@ def test_the_exit_code_tells_done_left_and_failed_apart(
     ends: dict[str, Record], code: int, said: str | None,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(gpu_suite, "launcher", lambda args: FakeProcesses(**ends))
+    monkeypatch.setattr(gpu_suite, "launcher", lambda argv: FakeProcesses(**ends))
     argv = [str(tmp_path), *DRY, "--stages", "bundled,test-rounds"]
     assert gpu_suite.main(argv) == code
     out = capsys.readouterr().out
@@ -191,6 +191,17 @@ def test_a_suite_that_finds_no_device_says_why(
         gpu_suite.main([str(tmp_path / "out"), "--tiny"])
     said = capsys.readouterr().err
     assert "torch sees no CUDA device here: " in said and f"{why}; run this on a GPU" in said and said.count("\n") == 1
+
+
+def test_results_are_of_a_device_and_only_a_stages_own_process_asks_for_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 * 2**30, 140 * 2**30))
+    for only, free in ([], None), (["--only", "machine"], 139 * 2**30):
+        args = gpu_suite.parse([str(tmp_path), *only])
+        assert gpu_suite.settings_of(args)["device"] == "NVIDIA H200"
+        assert gpu_suite.setup_of(args, {}).free == free
 
 
 def test_results_of_other_settings_or_of_nothing_of_ours_are_not_written_over(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from gpt_fast_sd.measuring.chips import CHIPS
-from gpt_fast_sd.measuring.roofline import EXPECTED
 from gpu.aims import AIMS, ARMS, FULL, Cell, cell_for, planned
 from gpu.stages import STAGES, results_of
-from gpu.summary import draw, summary, target_table, targets
+from gpu.summary import draw, summary, table, targets
 from tests.scripts.gpu_rig import Record, a_ledger, dry_run, dry_setup, found
 
 
@@ -102,28 +102,32 @@ MEASURED = {
 }
 
 
+def by_target(results: Record, **changes: Any) -> dict[str, dict[str, str]]:
+    setup = replace(dry_setup(), **{"tiny": False, **changes})
+    return {one["target"]: one for one in targets(results, setup)}
+
+
 def test_every_target_stands_beside_what_was_measured_and_predicted() -> None:
-    listed = {one.name: one for one in targets(MEASURED, dry_setup())}
-    met = {name.split(",")[0]: one.met for name, one in listed.items() if not name.startswith("replay")}
-    assert met == {
-        "plain step": True, "draft step": False, "T_V / T_T at gamma 5": False, "judging": True,
-    }  # fmt: skip
-    replays = [one for name, one in listed.items() if name.startswith("replay")]
-    assert [(one.aim.key, one.met) for one in replays] == [("guided", None), ("snapkv", False), ("streaming", True)]
-    assert listed["plain step, share of the roofline"].measured == pytest.approx(0.9)
-    assert all(one.good for one in listed.values() if not one.name.startswith("judging"))
-    assert all(one.expected for one in listed.values())
+    listed = by_target(MEASURED)
+    assert {name: (one["measured"], one["met"]) for name, one in listed.items()} == {
+        "plain step, share of the roofline": ("90% (16x57344 snapkv)", "yes"),
+        "draft step, share of the roofline": ("60% (16x57344 snapkv)", "no"),
+        "T_V / T_T at gamma 5": ("1.20 (32x28672 streaming)", "no"),
+        "judging, commit and sampling": ("0.05 ms (32x28672 streaming)", "yes"),
+        "replay: speed over plain decoding, guided 1024, 16x57344": ("not measured", "-"),
+        "replay: speed over plain decoding, snapkv 2048, 16x57344": ("2.20x", "no"),
+        "replay: speed over plain decoding, streaming 512, 32x28672": ("2.00x", "yes"),
+    }
+    assert all(one["good public kernels"] != "-" for name, one in listed.items() if not name.startswith("judging"))
 
 
 def test_targets_follow_the_cells_that_were_run_and_need_no_memory_where_none_was() -> None:
-    on_80_gb = {"cell-57344-guided": cell_result(8, 57344, "guided", 2.5)}
-    listed = {one.aim.key: one for one in targets(on_80_gb, dry_setup())}
-    assert listed["guided"].name == "replay: speed over plain decoding, guided 1024, 8x57344"
-    assert (listed["guided"].measured, listed["guided"].met) == (2.5, False)
-    aim = next(aim for aim in AIMS if aim.key == "guided")
-    assert listed["guided"].expected < aim.forecast(CHIPS["h200"], Cell(batch=16, context=57344), EXPECTED)
-    small = {one.aim.key: one.name for one in targets({}, replace(dry_setup(), free=16 * 2**30))}
-    assert small["guided"].endswith("guided 1024, 1x57344")
+    on_80_gb = by_target({"cell-57344-guided": cell_result(8, 57344, "guided", 2.5)})
+    found = on_80_gb["replay: speed over plain decoding, guided 1024, 8x57344"]
+    assert (found["measured"], found["met"]) == ("2.50x", "no")
+    full = by_target({})["replay: speed over plain decoding, guided 1024, 16x57344"]
+    assert float(found["expected"][:-1]) < float(full["expected"][:-1])
+    assert "replay: speed over plain decoding, guided 1024, 1x57344" in by_target({}, free=16 * 2**30)
 
 
 def test_the_summary_says_what_is_replayed_and_what_was_not_measured(tmp_path: Path) -> None:
@@ -147,8 +151,8 @@ def test_a_dry_run_claims_nothing(tmp_path: Path) -> None:
     for name, result in MEASURED.items():
         found(ledger, name, result)
     page = summary(ledger, replace(dry_setup(), known=results_of(ledger)), [], [])
-    table = page[page.index("## Targets") : page.index("## Rounds")]
-    assert table.count("not measured") == len(AIMS) == 7 and "yes" not in table
+    aims = page[page.index("## Targets") : page.index("## Rounds")]
+    assert aims.count("not measured") == len(AIMS) == 7 and "yes" not in aims
     assert page.index("cpu dry run") < page.index("## Targets")
 
 
@@ -198,4 +202,4 @@ def test_the_readme_holds_the_targets_that_the_cost_model_gives_now() -> None:
     """python scripts/gpu_suite.py OUT --device cpu --tiny --stages machine writes them into OUT/summary.md."""
     readme = Path(__file__).resolve().parents[2] / "benchmarks" / "h200" / "README.md"
     written = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    assert written == target_table(targets({}, dry_setup()))
+    assert written == table(targets({}, dry_setup()))

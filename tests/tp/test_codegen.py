@@ -13,9 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gpt_fast_sd.compiling import span
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.round import decode_step, judge_step
+from gpt_fast_sd.round import judge_step
 from gpt_fast_sd.rows import Rows
 from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.target import decode_step
 from gpt_fast_sd.tp import Parallel, Vocabulary, local_config, start
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, CUDA, EOS, LAYERS, SLOTS, fake_rig
 from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
@@ -38,7 +39,7 @@ def test_a_sharded_step_is_one_graph_with_two_sums_a_layer(two_ranks: Parallel) 
         model = two_ranks.group.shard(rig.model)
         cache = KVCache(local_config(model.config, 2), SLOTS, CAPACITY, dtype=torch.bfloat16, device=CUDA)
         tokens = rig.tokens(1)
-        step = cuda_code(decode_step, model, tokens, tokens.clone(), cache.k, cache.v, span(cache, CAPACITY), 0)
+        step = cuda_code(decode_step, model, tokens, tokens.clone(), cache.layers, span(cache, CAPACITY), 0)
     sums = 2 * LAYERS + 1
     assert Counter(step.others) == {"_c10d_functional.all_reduce_": sums, "_c10d_functional.wait_tensor": sums}
     # as on one rank, and one more: the embedding is summed before the first norm reads it

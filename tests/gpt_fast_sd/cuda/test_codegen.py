@@ -16,8 +16,9 @@ from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.snapkv import WINDOW, observe_step
 from gpt_fast_sd.prefill import CHUNK, prefill_step
-from gpt_fast_sd.round import decode_step, judge_step
+from gpt_fast_sd.round import judge_step
 from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.target import decode_step
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
 
@@ -57,12 +58,12 @@ def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     kind, _, detail = name.partition(" ")
     if kind == "prefill":
         tokens = rig.tokens(CHUNK, slots=1)
-        return prefill_step, (rig.model, tokens, tokens.clone(), *cache.row(2), in_view)
+        return prefill_step, (rig.model, tokens, tokens.clone(), cache.slot(2), in_view)
     if kind == "observe":
         tokens, slots = rig.tokens(WINDOW, slots=2), rig.tokens(1, slots=2)[:, 0]
-        return observe_step, (rig.model, tokens, tokens.clone(), slots, cache.k, cache.v, in_view, 96)
+        return observe_step, (rig.model, tokens, tokens.clone(), slots, cache.layers, in_view, 96)
     tokens = rig.tokens(6 if kind == "verify" else 1)
-    common = (rig.model, tokens, tokens.clone(), cache.k, cache.v, in_view)
+    common = (rig.model, tokens, tokens.clone(), cache.layers, in_view)
     if kind == "draft":
         return draft_step, (*common, *rig.view(detail).kv())
     return decode_step, (*common, 64 if detail == "mass" else 0)

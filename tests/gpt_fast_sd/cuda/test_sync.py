@@ -18,9 +18,9 @@ from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
 from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.target import decode_step
 from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
@@ -50,7 +50,7 @@ def drafts(rig: Rig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_the_targets_step_does_not_wait(rig: Rig, n_tokens: int, page: int) -> None:
     tokens, cache = rig.tokens(n_tokens), rig.cache
     in_view = span(cache, CAPACITY)
-    assert waits(lambda: decode_step(rig.model, tokens, tokens.clone(), cache.k, cache.v, in_view, page)) == []
+    assert waits(lambda: decode_step(rig.model, tokens, tokens.clone(), cache.layers, in_view, page)) == []
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -60,14 +60,9 @@ def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     assert waits(lambda: view.device_refresh(rig.rows, CAPACITY)) == []
     assert waits(lambda: view.device_before_draft(rig.rows, TO_CAPTURE)) == []
     in_view = span(cache, CAPACITY)
-    assert waits(lambda: draft_step(rig.model, token, token.clone(), cache.k, cache.v, in_view, make, args)) == []
-    mass = torch.zeros(*cache_shape(rig), CAPACITY // 64, device=cache.seq_len.device)
+    assert waits(lambda: draft_step(rig.model, token, token.clone(), cache.layers, in_view, make, args)) == []
+    mass = torch.zeros(*cache.shape, CAPACITY // 64, device=cache.seq_len.device)
     assert waits(lambda: view.device_after_verify(rig.rows, mass if view.wants_mass else None)) == []
-
-
-def cache_shape(rig: Rig) -> tuple[int, int, int]:
-    """(L, B, K)"""
-    return len(rig.cache.k), *rig.cache.k[0].shape[:2]
 
 
 @pytest.mark.parametrize(("sampled", "filtered"), [(False, False), (True, False), (True, True)])
@@ -102,7 +97,7 @@ def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool
 
 
 BAD: dict[str, Callable[[Rig, GuidedView], Any]] = {
-    "a view as long as the longest row": lambda rig, view: rig.cache.k[0][:, :, : int(rig.rows.seq_len.max())],
+    "a view as long as the longest row": lambda rig, view: rig.cache.layers[0].k[:, :, : int(rig.rows.seq_len.max())],
     "a commit of active rows alone": lambda rig, view: rig.rows.seq_len[rig.rows.active],
     "a round that ends early": lambda rig, view: bool(rig.rows.active.any()),
     "a list of ids made each step": lambda rig, view: torch.isin(

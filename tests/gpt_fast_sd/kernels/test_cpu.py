@@ -18,14 +18,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.attending import DenseKV, MassKV
+from gpt_fast_sd.attending import DenseKV, listed
 from gpt_fast_sd.compiling import own_code
-from gpt_fast_sd.kernels import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
-from gpt_fast_sd.model import SPLIT, attend_reference
-from gpt_fast_sd.policies.sparse import attend_at
+from gpt_fast_sd.kernels import cpu_attention_fits
+from gpt_fast_sd.model import SPLIT, CacheLayer
+from tests.gpt_fast_sd.kernels.references import attend_reference
 
 cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")  # what is tested lies behind the door
+cpu_attention, cpu_attention_at, cpu_attention_with_mass = (
+    cpu.cpu_attention,
+    cpu.cpu_attention_at,
+    cpu.cpu_attention_with_mass,
+)
 cpu_build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")
+PAGE = cpu.PAGE
 GROUPS = (1, 2, 3, 4, 5, 7, 8)
 HEAD_DIMS = (64, 128)
 KEY_SPLIT = 4096  # of the kernel: SPLIT in cpu_attention.cpp
@@ -400,12 +406,12 @@ def attend_all_ways(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, in_view: Tensor, page: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense attention, attention with mass, the mass, and attention to listed entries, as the engine's caches do it."""
-    new = k[:, :, : q.shape[2]] * 0.5
-    kv = MassKV([k], [v], in_view.shape[0], page)
-    index = torch.arange(300).expand(k.shape[0], k.shape[1], -1)
+    new, layer = k[:, :, : q.shape[2]] * 0.5, CacheLayer(k, v)
+    kv = DenseKV([layer], in_view, page)
+    kv_indices, window_start = torch.arange(200).expand(k.shape[0], k.shape[1], -1), pos.new_full((len(pos),), 200)
     with_mass = kv.attend(0, q, new, new, pos)
-    dense = DenseKV([k], [v], in_view.shape[0]).attend(0, q, new, new, pos)
-    return dense, with_mass, kv.mass[0], attend_at(q, k, v, index, pos)
+    dense = DenseKV([layer], in_view).attend(0, q, new, new, pos)
+    return dense, with_mass, kv.mass[0], listed(q, layer, kv_indices, window_start, 100, pos)
 
 
 def a_step(n_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -424,8 +430,8 @@ def test_one_graph_serves_every_number_of_keys_in_view() -> None:
         torch._dynamo.mark_dynamic(in_view, 0, min=2, max=6)
         results.append(step(*args[0], in_view, 64))
     assert len(graphs) == 1 and n_kernels(graphs[0]) == 3
-    for n, (dense, with_mass, mass, listed) in zip((2, 3, 6, 4), results, strict=True):
-        assert torch.equal(dense, results[0][0]) and torch.equal(with_mass, dense) and torch.equal(listed, dense)
+    for n, (dense, with_mass, mass, at_listed) in zip((2, 3, 6, 4), results, strict=True):
+        assert torch.equal(dense, results[0][0]) and torch.equal(with_mass, dense) and torch.equal(at_listed, dense)
         assert mass.shape == (3, 2, n * SPLIT // 64)
         assert torch.equal(mass[..., : 2 * SPLIT // 64], results[0][2])
 

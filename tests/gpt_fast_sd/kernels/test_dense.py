@@ -1,4 +1,4 @@
-"""The dense attention operators on a CPU: their reference beside fp64, and what torch asks of an operator.
+"""The dense attention operators: their references beside fp64, and what torch asks of an operator.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, Case, assert_close
 
 decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # what is tested lies behind the door
-prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")
 
 SPLIT = 64
 
@@ -40,15 +40,15 @@ def test_the_references_are_fp64_attention(n_tokens: int, group: int, head_dim: 
     case = Case([40, 191, 500, 193], n_tokens=n_tokens, group=group, n_kv=2, head_dim=head_dim, dtype=dtype)
     arguments = calls(case)
     near = {"rtol": 1e-5, "atol": 1e-5}
-    assert_close(decode.decode_attention(*arguments["decode_attention"]), case.expected())
-    out, mass = decode.decode_attention_with_mass(*arguments["decode_attention_with_mass"])
+    assert_close(references.decode_attention(*arguments["decode_attention"]), case.expected())
+    out, mass = references.decode_attention_with_mass(*arguments["decode_attention_with_mass"])
     assert_close(out, case.expected())
     torch.testing.assert_close(mass, case.expected_mass(16), **near)
-    out, lse = prefill.prefill_attention_with_lse(*arguments["prefill_attention_with_lse"])
+    out, lse = references.prefill_attention_with_lse(*arguments["prefill_attention_with_lse"])
     assert_close(out, case.expected())
     torch.testing.assert_close(lse, case.scores().logsumexp(-1).float(), **near)
-    assert prefill.prefill_attention(*arguments["prefill_attention"]).equal(out)
-    torch.testing.assert_close(prefill.key_mass(*arguments["key_mass"]), case.expected_mass(1), **near)
+    assert references.prefill_attention(*arguments["prefill_attention"]).equal(out)
+    torch.testing.assert_close(references.key_mass(*arguments["key_mass"]), case.expected_mass(1), **near)
 
 
 @pytest.mark.parametrize("op", calls(Case([3])))
@@ -61,7 +61,7 @@ def test_torch_finds_nothing_wrong_with_the_operators(op: str, n_tokens: int) ->
 
 @pytest.mark.parametrize("op", calls(Case([3])))
 def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(op: str) -> None:
-    function = getattr(decode if hasattr(decode, op) else prefill, op)
+    function = getattr(torch.ops.gpt_fast_sd, op).default
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -88,7 +88,7 @@ def test_splits_are_sixteen_to_a_cache_but_neither_short_nor_long(capacity: int,
     assert decode.split_for(capacity) == split
 
 
-def test_the_operators_need_no_triton_on_a_cpu() -> None:
+def test_attention_needs_no_triton_on_a_cpu() -> None:
     code = """if True:
         import sys
         sys.modules["triton"] = None  # importing it fails

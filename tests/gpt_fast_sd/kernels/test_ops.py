@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import kernels
+from tests.gpt_fast_sd.kernels import references  # noqa: F401  what operators run on a CPU
 
 B, T, S, N, K, H = 2, 3, 320, 4, 2, 64
 

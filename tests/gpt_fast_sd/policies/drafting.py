@@ -125,7 +125,7 @@ def prefilled(reader: Reader, text: Sequence[int]) -> list[Tensor]:
     """Keys and values of a text, prefilled into a cache of its own: 2 * L of [K, T, H]."""
     cache = KVCache(reader.model.config, 1, reader.cache.max_seq_len, dtype=torch.float32, device=reader.device)
     Prefill(Reader(reader.model, cache, compiled=False)).fill(0, text)
-    return [x[0, :, : len(text)] for x in (*cache.k, *cache.v)]
+    return [x[0, :, : len(text)] for x in cache.buffers]
 
 
 def holds_what_a_prefill_gives(one: Engine, reader: Reader, prompts: Sequence[Sequence[int]], unfed: int) -> list[int]:
@@ -150,7 +150,7 @@ def holds_what_a_prefill_gives(one: Engine, reader: Reader, prompts: Sequence[Se
 
 def entries(cache: KVCache, slot: int, n: int) -> list[Tensor]:
     """The first n keys and values of a slot: 2 * L of [K, n, H]."""
-    return [x[slot, :, :n] for x in (*cache.k, *cache.v)]
+    return [x[slot, :, :n] for x in cache.buffers]
 
 
 # ---- losslessness --------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def first_tokens(one: Engine, gamma: int, params: SamplingParams, repeats: int, 
     policy.host_admit(0, TOY_PROMPT)
     levels: list[Any] = [policy, getattr(policy, "cheap", None)]
     caches = [one.cache, *[level.reader.cache for level in levels if hasattr(level, "reader")]]
-    for buffer in (buffer for cache in caches for buffer in (*cache.k, *cache.v)):
+    for buffer in (buffer for cache in caches for buffer in cache.buffers):
         buffer[1:] = buffer[:1]  # all slots hold the prompt
     views = [level.view for level in levels if hasattr(level, "view")]
     tails = [view.tail_start.clone() for view in views]

@@ -53,10 +53,9 @@ def test_it_reads_the_first_layers_of_the_targets_own_cache() -> None:
     one = drafting("early_exit", model=tiny_model(DEEP), exit_layers=3, view="full", gamma=2)
     assert isinstance(one.policy, ModelDraft)
     cache = one.policy.reader.cache
-    assert [k.data_ptr() for k in cache.k] == [k.data_ptr() for k in one.cache.k[:3]]
-    assert [v.data_ptr() for v in cache.v] == [v.data_ptr() for v in one.cache.v[:3]]
+    assert [id(layer) for layer in cache.layers] == [id(layer) for layer in one.cache.layers[:3]]
     assert cache.seq_len is one.cache.seq_len and cache.capacity == one.cache.capacity
-    assert len(one.cache.k) == 4 and cache.bytes_per_token * 4 == one.cache.bytes_per_token * 3
+    assert len(one.cache.layers) == 4 and cache.bytes_per_token * 4 == one.cache.bytes_per_token * 3
 
 
 def test_its_draft_is_what_the_first_layers_would_say_of_the_whole_text() -> None:

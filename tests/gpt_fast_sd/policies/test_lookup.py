@@ -123,7 +123,7 @@ def test_it_reads_no_keys() -> None:
     assert one.policy is not None
     assert one.policy.kv_bytes(RoundPlan.of({0: 9}, gamma=4)) == 0
     read = one.policy.positions_read(one.cache.seq_len)
-    assert read.shape == (2, 4, 2, one.cache.k[0].shape[2]) and not read.any()
+    assert read.shape == (2, 4, 2, one.cache.layers[0].k.shape[2]) and not read.any()
     one.generate(PROMPTS[:4], SamplingParams(max_tokens=5))
     assert one.policy.graphs == 0
 

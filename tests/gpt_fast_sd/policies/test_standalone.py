@@ -254,7 +254,7 @@ def test_both_caches_share_one_record_of_what_is_committed() -> None:
     one, policy = standalone(tiny_model(SMALLER))
     assert policy.reader.cache.seq_len is one.cache.seq_len
     assert policy.reader.cache.capacity == one.cache.capacity and policy.reader.shape == (1, 4, 3)
-    assert policy.positions_read(one.cache.seq_len).shape == (1, 4, 3, one.cache.k[0].shape[2])
+    assert policy.positions_read(one.cache.seq_len).shape == (1, 4, 3, one.cache.layers[0].k.shape[2])
 
 
 @pytest.mark.slow

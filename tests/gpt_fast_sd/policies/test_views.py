@@ -36,8 +36,8 @@ def clean_reads(rig: Rig) -> Tensor:
 
 def poison(rig: Rig, spare: Tensor) -> None:
     """Fill every committed entry but those of spare [L, B, K, S] with huge numbers."""
-    for buffers in (rig.cache.k, rig.cache.v):
-        for buffer, keep in zip(buffers, spare, strict=True):
+    for layer, keep in zip(rig.cache.layers, spare, strict=True):
+        for buffer in layer.buffers:
             buffer[rig.committed & ~keep] = 1e30
 
 
@@ -60,10 +60,10 @@ def check_reads(rig: Rig, *, budget: int) -> None:
         assert (slots < torch.maximum(rig.cache.seq_len, torch.tensor(rig.view.first_tail))[:, None, None]).all()
         named = torch.where(slots >= 0, slots, -1 - torch.arange(slots.shape[-1]))
         assert (named.sort(-1).values.diff(dim=-1) > 0).all(), "an entry is listed twice"
-    kept = [x.clone() for x in (*rig.cache.k, *rig.cache.v)]
+    kept = [x.clone() for x in rig.cache.buffers]
     poison(rig, reads)
     assert torch.equal(rig.step(), logits)
-    for buffer, before in zip((*rig.cache.k, *rig.cache.v), kept, strict=True):
+    for buffer, before in zip(rig.cache.buffers, kept, strict=True):
         buffer.copy_(before)
 
 
@@ -89,11 +89,11 @@ def test_each_entry_that_positions_read_names_is_read(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     for i in torch.randperm(len(named), generator=generator)[:60].tolist():
         row, head, place = named[i]
-        before = rig.cache.v[0][row, head, place].clone()
-        rig.cache.v[0][row, head, place] = 1e15  # so that no weight is too small to show
+        before = rig.cache.layers[0].v[row, head, place].clone()
+        rig.cache.layers[0].v[row, head, place] = 1e15  # so that no weight is too small to show
         changed = (rig.step() != logits).any(-1)
         assert changed.tolist() == [other == row for other in range(N_ROWS)]
-        rig.cache.v[0][row, head, place] = before
+        rig.cache.layers[0].v[row, head, place] = before
     assert torch.equal(rig.step(), logits)
 
 

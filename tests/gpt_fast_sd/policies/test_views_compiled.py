@@ -10,12 +10,12 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.prefill import prefill_step
-from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.target import decode_step
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 PROMPTS = [random_ids(n, seed=n) for n in (1, 40, 200, 290, 600, 1100)]
 PARAMS = [SamplingParams(max_tokens=n) for n in (60, 10, 150, 30, 40, 25)]
-GRAPHS = {"snapkv": 2, "quest": 2, "guided": 1}  # the draft step, and what selecting needs
+GRAPHS = {"snapkv": 2, "quest": 1, "guided": 1}  # the draft step, and what selecting needs
 
 
 @pytest.fixture(scope="module", autouse=True)

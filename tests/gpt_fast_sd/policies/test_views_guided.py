@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT, attend_with_mass
-from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.kernels import decode_attention_with_mass
+from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.target import decode_step
 from tests.gpt_fast_sd.policies.views_rig import Rig
 
 GROUPS = [1, 2, 4, 5, 7, 8]
@@ -38,7 +39,7 @@ def slow_mass(q: Tensor, k: Tensor, pos: Tensor, page: int) -> Tensor:
 def test_mass_is_the_attention_that_loops_add_up(group: int, n_tokens: int) -> None:
     q, k, v = torch.randn(8, 2 * group, n_tokens, 8), torch.randn(8, 2, 2 * SPLIT, 8), torch.randn(8, 2, 2 * SPLIT, 8)
     pos = torch.tensor(RAGGED)[:, None] + torch.arange(n_tokens)  # [B, T]
-    out, mass = attend_with_mass(2 * q, k, v, pos, 16)
+    out, mass = decode_attention_with_mass(2 * q, k, v, pos, 2 * SPLIT, SPLIT, 16)
     assert out.shape == q.shape and mass.dtype == torch.float32
     torch.testing.assert_close(mass.double(), slow_mass(2 * q, k, pos, 16), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(mass.sum(-1), torch.full((8, 2), float(group * n_tokens)), atol=1e-4, rtol=0)
@@ -52,7 +53,7 @@ def test_verification_notes_the_mass_of_every_layer_and_gives_the_same_logits() 
     torch.testing.assert_close(mass.sum(-1), torch.full((2, 4, 2), 2.0 * 5), atol=1e-4, rtol=0)  # G * T
     tokens = torch.tensor([p[n : n + 5] for p, n in zip(rig.prompts, rig.lengths.values(), strict=True)])
     pos = rig.cache.seq_len[:, None] + torch.arange(5)
-    without, none = decode_step(rig.model, tokens, pos, rig.cache.k, rig.cache.v, torch.empty(3, 0), 0)
+    without, none = decode_step(rig.model, tokens, pos, rig.cache.layers, torch.empty(3, 0), 0)
     assert none is None and torch.equal(logits, without)
 
 

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, N query heads, K kv heads, G = N // K, R = G * T, H he
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -14,10 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt_fast_sd.policies.quest import QuestKV, best_pages, page_scores
+from gpt_fast_sd.kernels import page_bounds, quest_pages
+from gpt_fast_sd.policies import quest
+from gpt_fast_sd.policies.quest import QuestKV
 from tests.gpt_fast_sd.policies.views_rig import N_ROWS, Rig
 from tests.helpers import tiny_config
 
+select = importlib.import_module("gpt_fast_sd.kernels.select")  # what is tested lies behind the door
 GROUPS = [1, 2, 4, 5, 7, 8]
 
 
@@ -30,8 +34,8 @@ def corners(keys: Tensor, page: int) -> Tensor:
 def check_bounds(rig: Rig) -> None:
     """The tail begins at the edge of a page, and all pages before it have the bounds of their keys."""
     page, view = rig.draft.page, rig.view
-    for keys, bound in zip(rig.cache.k, view.bounds, strict=True):
-        truth = corners(keys, page)
+    for layer, bound in zip(rig.cache.layers, view.bounds, strict=True):
+        truth = corners(layer.k, page)
         for row, length in rig.lengths.items():
             start = int(view.tail_start[row])
             assert start == math.ceil(max(0, length - view.tail) / page) * page
@@ -58,11 +62,10 @@ def test_bounds_are_the_smallest_and_largest_keys_however_rows_grow(data: st.Dat
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 16])
-def test_a_round_that_drafted_is_caught_up_with_in_one_step(gamma: int) -> None:
+def test_a_round_that_drafted_is_caught_up_with_in_one_step(gamma: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig("quest", [40, 90, 300, 700], budget=100, gamma=gamma)
     calls: list[int] = []
-    step = rig.view._step
-    rig.view._step = lambda *args: calls.append(1) or step(*args)
+    monkeypatch.setattr(quest, "page_bounds", lambda *args: calls.append(1) or page_bounds(*args))
     for _ in range(20):
         rig.begin()
         assert len(calls) <= len(rig.view.bounds)  # one a layer
@@ -74,7 +77,7 @@ def test_a_round_that_drafted_is_caught_up_with_in_one_step(gamma: int) -> None:
 @pytest.mark.parametrize("n_tokens", [1, 2, 4])
 def test_a_page_score_is_at_least_the_product_with_every_key_of_the_page(group: int, n_tokens: int) -> None:
     q, keys = torch.randn(3, 2 * group, n_tokens, 8), torch.randn(3, 2, 64, 8)
-    scores = page_scores(q, corners(keys, 16))  # [B, K, R, P]
+    scores = select.page_scores(q, corners(keys, 16))  # [B, K, R, P]
     assert scores.shape == (3, 2, group * n_tokens, 4)
     products = q.unflatten(1, (2, group)).flatten(2, 3) @ keys.transpose(-1, -2)  # [B, K, R, S]
     best = products.unflatten(-1, (4, 16)).amax(-1)  # [B, K, R, P]
@@ -85,7 +88,7 @@ def test_a_page_score_is_at_least_the_product_with_every_key_of_the_page(group: 
 def test_the_score_of_a_page_of_one_key_is_its_product() -> None:
     q, keys = torch.randn(2, 6, 1, 8), torch.randn(2, 2, 10, 8)
     products = q.unflatten(1, (2, 3)).flatten(2, 3) @ keys.transpose(-1, -2)
-    assert torch.allclose(page_scores(q, corners(keys, 1)), products, atol=1e-5)
+    assert torch.allclose(select.page_scores(q, corners(keys, 1)), products, atol=1e-5)
 
 
 def slow_score(q: Tensor, bound: Tensor) -> float:
@@ -117,7 +120,7 @@ def test_pages_are_those_that_loops_find(group: int, n_tokens: int) -> None:
     q = torch.randn(4, 2 * group, n_tokens, 8) * (1 + 5 * torch.rand(2 * group, 1, 1))  # heads differ in size
     bounds = corners(torch.randn(4, 2, 20 * 16, 8), 16)
     closed = torch.tensor([0, 3, 7, 20])
-    chosen = best_pages(page_scores(q, bounds), closed, 6)  # [B, K, n]
+    chosen = quest_pages(q, bounds, closed, 6)  # [B, K, n]
     assert chosen.shape == (4, 2, 6)
     for row in range(4):
         for head in range(2):
@@ -127,13 +130,14 @@ def test_pages_are_those_that_loops_find(group: int, n_tokens: int) -> None:
 
 def test_a_head_with_large_queries_does_not_take_all_pages_for_itself() -> None:
     """Page scores 0, 1, .. for one head and 100 times as much, the other way round, for another."""
-    scores = torch.stack([torch.arange(10.0), 100 * torch.arange(9.0, -1, -1)])[None, None]  # [1, 1, 2, P]
-    assert best_pages(scores, torch.tensor([10]), 4).flatten().sort().values.tolist() == [0, 7, 8, 9]
+    keys = torch.stack([torch.arange(10.0), torch.arange(9.0, -1, -1)], -1)[None, None]  # [1, 1, P, H], one a page
+    q = torch.tensor([[1.0, 0.0], [0.0, 100.0]])[None, :, None]  # [1, N, 1, H]
+    assert quest_pages(q, corners(keys, 1), torch.tensor([10]), 4).flatten().tolist() == [0, 7, 8, 9]
 
 
 def test_what_bounds_of_unfinished_pages_hold_does_not_matter() -> None:
-    scores = torch.tensor([1.0, 2.0, float("nan"), float("inf")])[None, None, None]
-    assert best_pages(scores, torch.tensor([2]), 3).flatten().tolist() == [1, 0, -1]
+    keys = torch.tensor([1.0, 2.0, float("nan"), float("inf")])[None, None, :, None]
+    assert quest_pages(torch.ones(1, 1, 1, 1), corners(keys, 1), torch.tensor([2]), 3).flatten().tolist() == [0, 1, -1]
 
 
 class Recording(QuestKV):
@@ -159,7 +163,7 @@ def test_every_layer_of_a_draft_step_chooses_for_its_own_queries(group: int, n_t
     _, args = rig.view.kv()
     tokens: Any = torch.randint(256, (4, n_tokens))
     pos = rig.cache.seq_len[:, None] + torch.arange(n_tokens)
-    rig.model.hidden(tokens, pos, Recording(rig.cache.k, rig.cache.v, rig.cache.splits(905), *args))
+    rig.model.hidden(tokens, pos, Recording(rig.cache.layers, torch.empty(rig.cache.splits(905), 0), *args))
     for q, bounds, chosen in zip(seen, rig.view.bounds, rig.view.chosen, strict=True):
         for row in range(4):
             for head in range(2):

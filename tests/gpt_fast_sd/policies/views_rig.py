@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, SamplingParams
-from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import SPLIT, CacheLayer, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import ModelDraft, build_view
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.target import decode_step
 from tests.drafts import VIEWS
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -50,7 +50,7 @@ class Rig:
     def __init__(self, name: str, lengths: Sequence[int], config: ModelConfig | None = None, **draft: Any) -> None:
         self.model, self.prompts, self.source = prefilled(config or tiny_config())
         self.cache = new_cache(self.model.config)
-        for buffer in (*self.cache.k, *self.cache.v):
+        for buffer in self.cache.buffers:
             buffer.normal_(generator=torch.Generator().manual_seed(1))
         self.rows = Rows.idle(self.cache.seq_len, self.cache.capacity + SPLIT, self.model.config.vocab_size, ())
         self.draft = DraftConfig(**({"policy": name, "gamma": 4} | draft))
@@ -91,9 +91,9 @@ class Rig:
         """Logits [B, T, V] and mass of the next T = gamma + 1 tokens of every row; the cache stays as it is."""
         tokens = torch.tensor([[*p[n : n + 5]] for p, n in zip(self.prompts, self.cache.seq_len.tolist(), strict=True)])
         pos = self.cache.seq_len[:, None] + torch.arange(5)  # [B, T]
-        k, v = ([x.clone() for x in buffers] for buffers in (self.cache.k, self.cache.v))
+        layers = [CacheLayer(*(x.clone() for x in layer.buffers)) for layer in self.cache.layers]
         in_view = torch.empty(self.cache.splits(int(pos.max()) + 1), 0)
-        return decode_step(self.model, tokens, pos, k, v, in_view, self.draft.page if self.view.wants_mass else 0)
+        return decode_step(self.model, tokens, pos, layers, in_view, self.draft.page if self.view.wants_mass else 0)
 
     def step(self) -> Tensor:
         """The first draft step of a round: logits [B, V]."""
@@ -106,9 +106,9 @@ class Rig:
     @property
     def committed(self) -> Tensor:
         """bool [B, 1, S]"""
-        return (torch.arange(self.cache.k[0].shape[2]) < self.cache.seq_len[:, None])[:, None]
+        return (torch.arange(self.cache.layers[0].k.shape[2]) < self.cache.seq_len[:, None])[:, None]
 
     def _reveal(self, slot: int, start: int, end: int) -> None:
-        both = zip((*self.cache.k, *self.cache.v), (*self.source.k, *self.source.v), strict=True)
+        both = zip(self.cache.buffers, self.source.buffers, strict=True)
         for buffer, source in both:
             buffer[slot, :, start:end] = source[slot, :, start:end]

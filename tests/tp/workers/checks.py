@@ -348,10 +348,10 @@ def a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was(parallel: Parallel,
         draft = DraftConfig(policy="standalone", budget=40, gamma=3, draft_tp=draft_tp, **SMALL)
         engine = engine_of(parallel, draft)
         assert engine.model.output.weight.shape[0] == 260 // parallel.tp
-        assert engine.cache.k[0].shape[1] == 4 // parallel.tp
+        assert engine.cache.layers[0].k.shape[1] == 4 // parallel.tp
         assert engine.policy is not None
         assert engine.policy.reader.model.output.weight.shape[0] == 260 // draft_tp
-        assert engine.policy.reader.cache.k[0].shape[1] == 4 // draft_tp
+        assert engine.policy.reader.cache.layers[0].k.shape[1] == 4 // draft_tp
         with Collectives() as seen:
             engine.generate(PROMPTS[2:], SamplingParams(max_tokens=4, ignore_eos=True))
         assert ("broadcast" in seen.names) == (draft_tp < parallel.tp), seen.names

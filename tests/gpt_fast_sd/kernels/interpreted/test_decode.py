@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, TOLERANCE, Case, assert_close
 
 decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # what is tested lies behind the door
@@ -176,13 +177,13 @@ def test_a_page_that_is_not_whole_has_no_entry() -> None:
     torch.testing.assert_close(mass, case.expected_mass(32))
 
 
-def test_the_operators_on_a_cpu_equal_the_kernels() -> None:
+def test_the_references_equal_the_kernels() -> None:
     case = Case([37, 500, 130], n_tokens=3, group=3, n_kv=2)
     arguments = case.q, case.k, case.v, case.pos, case.n_keys, SPLIT
     near = {"rtol": 2e-5, "atol": 1e-5}
-    torch.testing.assert_close(decode.decode_attention(*arguments), attend(case), **near)
+    torch.testing.assert_close(references.decode_attention(*arguments), attend(case), **near)
     for got, expected in zip(
-        decode.decode_attention_with_mass(*arguments, 16), attend_with_mass(case, 16), strict=True
+        references.decode_attention_with_mass(*arguments, 16), attend_with_mass(case, 16), strict=True
     ):
         torch.testing.assert_close(got, expected, **near)
         assert got.stride() == expected.stride()

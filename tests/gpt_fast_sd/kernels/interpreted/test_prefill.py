@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, TOLERANCE, Case, assert_close
 
 prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")  # what is tested lies behind the door
@@ -146,16 +147,16 @@ def test_mass_is_right_for_any_head_dim_and_half_a_page_has_no_entry(head_dim: i
         torch.testing.assert_close(key_mass(case, page), case.expected_mass(page), rtol=1e-5, atol=1e-5)
 
 
-def test_the_operators_on_a_cpu_equal_the_kernels() -> None:
+def test_the_references_equal_the_kernels() -> None:
     case = Case([37, 500, 210], n_tokens=33, group=3)
     arguments = case.q, case.k, case.v, case.pos, case.n_keys
     near = {"rtol": 2e-5, "atol": 1e-5}
     out, lse = attend(case)
-    torch.testing.assert_close(prefill.prefill_attention(*arguments), out, **near)
-    for got, expected in zip(prefill.prefill_attention_with_lse(*arguments), (out, lse), strict=True):
+    torch.testing.assert_close(references.prefill_attention(*arguments), out, **near)
+    for got, expected in zip(references.prefill_attention_with_lse(*arguments), (out, lse), strict=True):
         torch.testing.assert_close(got, expected, **near)
         assert got.stride() == expected.stride()
-    mass = prefill.key_mass(case.q, case.k, lse, case.pos, case.n_keys, 16)
+    mass = references.key_mass(case.q, case.k, lse, case.pos, case.n_keys, 16)
     torch.testing.assert_close(mass, key_mass(case, 16), **near)
 
 

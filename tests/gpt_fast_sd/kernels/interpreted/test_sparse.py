@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpt_fast_sd.kernels import listed
+from tests.gpt_fast_sd.kernels import listed, references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, assert_close
 
-sparse = importlib.import_module("gpt_fast_sd.kernels.sparse")  # what is tested lies behind the door
-sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")
+sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")  # what is tested lies behind the door
 
 ARCH = 90
 
@@ -48,7 +47,7 @@ def interpreted(*args: object) -> Tensor:
 
 def check(case: Case) -> None:
     """The kernel and the reference give what fp64 gives."""
-    for body in (interpreted, sparse.sparse_attention):
+    for body in (interpreted, references.sparse_attention):
         assert_close(case.attend(body=body), case.expected())
 
 
@@ -102,7 +101,7 @@ def test_a_query_that_reads_nothing_gives_0(n_listed: int, width: int) -> None:
     case.pos[0, 1] = case.n_keys  # its neighbour still reads
     case.tail_start[2] = 12
     check(case)
-    for body in (interpreted, sparse.sparse_attention):
+    for body in (interpreted, references.sparse_attention):
         out = case.attend(body=body)
         assert out[0, :, 0].ne(0).all() and out[0, :, 1].eq(0).all() and out[1:].eq(0).all()
 
@@ -129,10 +128,10 @@ def test_a_page_that_reaches_into_the_tail_is_read_as_far_as_the_tail_begins(pag
 
 def test_the_first_entry_of_a_page_stands_for_all_of_it() -> None:
     case = Case([192, 96], [215, 127])
-    whole = [case.attend(body=body) for body in (interpreted, sparse.sparse_attention)]
+    whole = [case.attend(body=body) for body in (interpreted, references.sparse_attention)]
     case.slots[..., torch.arange(case.slots.shape[-1]) % case.page > 0] = -1
     assert case.attend(body=interpreted).equal(whole[0])
-    assert case.attend(body=sparse.sparse_attention).equal(whole[1])
+    assert case.attend(body=references.sparse_attention).equal(whole[1])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -1,0 +1,113 @@
+"""The target's steps over all slots: one token a slot or several, compiled once, whoever drafts.
+
+Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import CacheLayer, Transformer
+
+from .attending import DenseKV
+from .compiling import CompiledStep, span, varying
+from .kernels import cpu_attention_fits, triton_serves
+from .packing import all_packed
+from .reader import Reader
+from .rows import RoundPlan, Rows
+
+
+class TargetSteps:
+    """What feeds tokens to the target: every slot's own, from its seq_len on."""
+
+    def __init__(self, target: Reader, rows: Rows, *, width: int = 0) -> None:
+        """width: tokens that every step feeds (0: as many as needed).
+
+        A width also fixes the view to all of the cache: then no sum hangs on what else is in the batch.
+        """
+        self.target, self.rows, self.width = target, rows, width
+        self.any_threads = width > 0 and sums_by_row(target)
+        compiled = target.compiled
+        if self.any_threads and isinstance(compiled, dict):
+            compiled = {**compiled, "cpp.threads": 1}  # of generated loops, which may share a long sum among threads
+        self.decode = CompiledStep(decode_step, compiled=compiled)  # one token a slot
+        self.verify = CompiledStep(decode_step, compiled=compiled)  # several
+
+    @property
+    def page(self) -> int:
+        """Keys whose attention mass a step of several tokens sums, 0: of none."""
+        return 0
+
+    def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        """Feed tokens [B, T] from each slot's seq_len on, at least n_keys keys in view -> logits [B, T, V], mass."""
+        cache, wanted = self.target.cache, self.width or tokens.shape[1]
+        tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
+        # a slot without a request scribbles behind what can ever be in view, and so costs no reading of keys
+        start = torch.where(self.rows.active, cache.seq_len, cache.capacity)  # [B]
+        pos = start[:, None] + torch.arange(wanted, device=tokens.device)  # [B, T]
+        step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
+        if step is self.verify and not self.width:
+            varying(tokens, pos)
+        in_view = span(cache, self.in_view(n_keys))
+        # with several threads a library may sum one row of a product otherwise than the next
+        with one_thread() if self.width and not self.any_threads else contextlib.nullcontext():
+            out: tuple[Tensor, Tensor | None] = step(
+                self.target.model, tokens, pos, cache.layers, in_view, page, variant=page
+            )
+        return out
+
+    def in_view(self, n_keys: int) -> int:
+        """Keys to have in view: with a fixed width all of the cache, so that sums never change their order."""
+        return self.target.cache.capacity if self.width else n_keys
+
+    def keys_read(self, plan: RoundPlan) -> int:
+        """Keys that each slot reads in a step, on average: what the step takes hangs on them."""
+        return plan.mean_keys(self.target.shape[1]) if reads_own_keys(self.target) else plan.n_keys
+
+
+def decode_step(
+    model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], in_view: Tensor, page: int
+) -> tuple[Tensor, Tensor | None]:
+    """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
+
+    in_view [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in view. With a
+    page, the attention mass that each block of so many keys received comes too: fp32 [L, B, K, n_keys // page].
+    """
+    kv = DenseKV(layers, in_view, page)
+    logits = model(tokens, pos, kv).float()  # [B, T, V]
+    return logits, torch.stack(kv.mass) if page else None
+
+
+def reads_own_keys(target: Reader) -> bool:
+    """Whether the target's steps attend by kernels of ours: these read each row's own keys and no others.
+
+    What attends otherwise reads for every row, idle ones too, as many keys as the longest one has in view.
+    """
+    keys, compiled = target.cache.layers[0].k, target.compiled is not None and target.compiled is not False
+    return triton_serves(target.device) or (compiled and cpu_attention_fits(keys, keys))
+
+
+def sums_by_row(target: Reader) -> bool:
+    """Whether compiled steps of a model on a CPU multiply and attend by our kernels alone.
+
+    A row's sums are each made in one place there, so that its bits do not depend on threads. Of several processes it is
+    not said: what adds their parts is a library's.
+    """
+    keys = target.cache.layers[0].k
+    ours = isinstance(target.compiled, dict) and target.group.size == 1 and cpu_attention_fits(keys, keys)
+    return ours and all_packed(target.model)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """torch's CPU operators run on one thread meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
