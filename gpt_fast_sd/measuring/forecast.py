@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ..loading import TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
+from .grid import Setting, draft_fields, up_to_date
 from .ledger import read_document
 from .replay import PROFILES
 from .roofline import (
@@ -238,7 +239,7 @@ def budget_of(draft: DraftConfig) -> int | None:
 
 def label(one: Record) -> str:
     """Who drafted, as "streaming 512"."""
-    return one["policy"] if one["budget"] is None else f"{one['policy']} {one['budget']:,}"
+    return Setting(policy=one["policy"], budget=one["budget"]).label
 
 
 # ---------------------------------------------------------------- how many drafts are kept
@@ -339,6 +340,7 @@ def cell(
 def compare(path: Path) -> list[Record]:
     """What was measured in a sweep beside what is predicted for that machine's own rates, at the acceptance it had."""
     document, found = read_document(path, "batch"), []
+    up_to_date(document)
     settings = document["settings"]
     for point in document.get("points", ()):
         if point.get("status") != "measured":
@@ -350,19 +352,14 @@ def compare(path: Path) -> list[Record]:
         assert shapes[0]
         system = System(
             model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
-            kv_dtype=point["kv_dtype"], quantize=settings.get("quantize"),
-            ranks=ranks_for(chip, tp, tp, None, None),
+            kv_dtype=point["kv_dtype"], quantize=settings["quantize"], ranks=ranks_for(chip, tp, tp, None, None),
         )  # fmt: skip
-        names = [f.name for f in fields(DraftConfig) if f.name != "gamma" and point.get(f.name) is not None]
-        own = registry.policy_class(point["policy"]).own_cache
-        more = {"draft_model": settings["draft_model"]} if own else {}
-        draft = DraftConfig(**{name: point[name] for name in names}, **more)
+        draft = Setting(policy=point["policy"], budget=point["budget"]).draft("auto", draft_fields(settings))
         size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
         rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
         plain, a_round = system.plain(*size), system.mean_round(draft, point["acceptance_rate"], *size, rounds_by_gamma)
         found.append({
-            **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma")},
-            "temperature": point.get("temperature", 0.0),
+            **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")},
             "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
             "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
             "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,
