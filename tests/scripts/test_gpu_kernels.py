@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from gpt_fast_sd import kernels
 from gpt_fast_sd.measuring.chips import Rates
 from gpu import kernels as timings
-from gpu import setup as setup_module
+from gpu import setup as shared
 from gpu.setup import Stopwatch
 from tests.gpuless import pools
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
@@ -154,8 +154,8 @@ def test_the_machine_of_a_chip_is_described(monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    monkeypatch.setattr(setup_module, "measure", lambda *args, **kwargs: Rates(copy=4e12, read=4.1e12, matmul=7e14))
-    found = setup_module.machine(replace(dry_setup(), device=torch.device("cuda"), tiny=False, free=139 * 2**30))
+    monkeypatch.setattr(shared, "measure", lambda *args, **kwargs: Rates(copy=4e12, read=4.1e12, matmul=7e14))
+    found = shared.machine(replace(dry_setup(), device=torch.device("cuda"), tiny=False, free=139 * 2**30))
     json.dumps(found)
     assert found["data_sheet"]["name"] == "H200 SXM" and found["rates"]["read"] == 4.1e12
     assert found["environment"]["capability"] == [9, 0] and found["environment"]["free_bytes"] == 139 * 2**30
