@@ -118,7 +118,9 @@ def test_a_kernel_that_lets_rows_idle_is_not_timed(monkeypatch: pytest.MonkeyPat
         dry_run("time-decode-57344")
     monkeypatch.undo()
     monkeypatch.setattr(
-        timings, "queries", lambda setup, heads, n: (torch.randn(2, 4, n, 16), torch.full((2, n), heads.context))
+        timings,
+        "queries",
+        lambda setup, heads, n: (torch.randn(2, 4, n, 16).bfloat16(), torch.full((2, n), heads.context)),
     )
     with pytest.raises(RuntimeError, match=r"rows idle: {'rows_active': 0, 'tokens_fed': 1, 'keys_in_view': \[0, 0\]}"):
         dry_run("time-decode-57344")
@@ -139,7 +141,8 @@ def test_on_cuda_others_are_torchs_backends() -> None:
 
 
 @needs_fake_cuda
-def test_the_causal_peer_on_cuda_reads_the_keys_of_a_head_once() -> None:
+def test_the_causal_peer_on_cuda_reads_the_keys_of_a_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "causal_lower_right", lambda *size: None)  # no fake tensor can be of its class
     heads = timings.Heads(batch=1, context=512, group=2, n_kv=2, head_dim=16)
     with fake_cuda_tensors():
         q, k = (torch.empty(1, n, t, 16, dtype=torch.bfloat16, device="cuda") for n, t in ((4, 32), (2, 768)))
