@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+from gpt_fast_sd.model import Tokenizer
 
 Ids = NDArray[np.int64]
+DIGITS = 5  # of an answer
 
 FIRST = (
     "Agnes Albert Alice Ambrose Anna Arthur Beatrice Benjamin Bertha Caleb Caroline Charles Clara Cyril Daniel Dora "
@@ -137,6 +142,36 @@ def fact(name: str, value: str) -> str:
 def question(name: str) -> str:
     """The text whose continuation is the needle's value."""
     return f"Recall {name} "
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A prompt whose continuation is known."""
+
+    prompt: list[int]
+    answer: str
+    cell: tuple[float, ...]
+
+
+def needle(tokenizer: Tokenizer, rng: np.random.Generator, books: Sequence[Tensor], length: int, depth: float) -> Probe:
+    """Prose with one fact at depth, then its question: prompt and answer together take at most length tokens."""
+    name = (person if rng.random() < 0.5 else thing)(rng)
+    value = number(rng)
+    ids = books[int(rng.integers(len(books)))]
+    start = int(rng.integers(0, max(1, len(ids) - length)))
+    room = length
+    while True:
+        place = start + round(depth * room)
+        before, after = (
+            tokenizer.decode(part.tolist()).strip("\ufffd") for part in (ids[start:place], ids[place : start + room])
+        )
+        prompt = tokenizer.encode(f"{before}\n{fact(name, value)}\n{after}\n{question(name)}")
+        excess = len(prompt) + DIGITS - length
+        if excess <= 0:
+            return Probe(prompt, value, (length, depth))
+        if room <= excess:
+            raise ValueError(f"a needle does not fit into {length} tokens")
+        room -= excess
 
 
 def lookup_document(rng: np.random.Generator, n: int, books: Books, encoder: Encoder) -> Ids:

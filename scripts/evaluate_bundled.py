@@ -18,9 +18,8 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -31,14 +30,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from bundled_data import MIXTURES, book_document, book_paths, distinct, fact, number, person, question, thing
+from bundled_data import (
+    DIGITS,
+    MIXTURES,
+    Probe,
+    book_document,
+    book_paths,
+    distinct,
+    fact,
+    needle,
+    number,
+    person,
+    question,
+    thing,
+)
+from common import refuse
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, read_config
 
 END = 512  # tokens at the end of a window that are averaged on their own
 LOGITS_BLOCK = 1024  # positions whose logits are in memory at once
-DIGITS = 5  # of an answer
 PROMPTS = (  # our own
     "The road to the harbour was steep, and before we had gone half a mile",
     '"You have kept me waiting," said the old clockmaker, "and I should like to know',
@@ -136,36 +148,6 @@ def with_bos(tokenizer: Tokenizer, ids: Tensor) -> Tensor:
 
 
 # ---- needles and look-ups ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A prompt whose continuation is known."""
-
-    prompt: list[int]
-    answer: str
-    cell: tuple[float, ...]
-
-
-def needle(tokenizer: Tokenizer, rng: np.random.Generator, books: Sequence[Tensor], length: int, depth: float) -> Probe:
-    """Prose with one fact at depth, then its question: prompt and answer together take at most length tokens."""
-    name = (person if rng.random() < 0.5 else thing)(rng)
-    value = number(rng)
-    ids = books[int(rng.integers(len(books)))]
-    start = int(rng.integers(0, max(1, len(ids) - length)))
-    room = length
-    while True:
-        place = start + round(depth * room)
-        before, after = (
-            tokenizer.decode(part.tolist()).strip("\ufffd") for part in (ids[start:place], ids[place : start + room])
-        )
-        prompt = tokenizer.encode(f"{before}\n{fact(name, value)}\n{after}\n{question(name)}")
-        excess = len(prompt) + DIGITS - length
-        if excess <= 0:
-            return Probe(prompt, value, (length, depth))
-        if room <= excess:
-            raise ValueError(f"a needle does not fit into {length} tokens")
-        room -= excess
 
 
 def lookup(tokenizer: Tokenizer, rng: np.random.Generator, entries: int) -> Probe:
@@ -451,19 +433,12 @@ def run(args: argparse.Namespace) -> None:
         args.card.write_text(card(result, training, args.note), encoding="utf-8")
 
 
-def refuse(error: Exception) -> NoReturn:
-    """One sentence on stderr and exit code 2."""
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    print(f"evaluate_bundled.py: {text}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     try:
         run(args)
     except (ValueError, OSError) as error:
-        refuse(error)
+        refuse(error, "evaluate_bundled.py")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.config import allowed_values
+from gpt_fast_sd.measuring.grid import known_drafters
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.registry import heeds, policies
 from gpt_fast_sd.tp import Parallel, start
@@ -40,6 +41,11 @@ def positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number, or 0."""
+    return 0 if text.strip() == "0" else positive(text)
 
 
 def number_or_auto(text: str) -> int | str:
@@ -65,6 +71,14 @@ def gammas(text: str) -> list[int | str]:
     """Whole numbers and auto: "4,6,auto"."""
     parts = [part.strip() for part in text.split(",")]
     return list(dict.fromkeys(part if part == "auto" else positive(part) for part in parts))
+
+
+def drafters(text: str) -> list[str]:
+    """Names of those that may draft: "streaming,guided"."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in known_drafters()]:
+        raise argparse.ArgumentTypeError(f"there is no policy {unknown[0]!r}; there are {', '.join(known_drafters())}")
+    return list(dict.fromkeys(names))
 
 
 # ---- flags and configurations ----------------------------------------------------------------------------------------

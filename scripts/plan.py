@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gamma", metavar="N", type=positive, help="tokens drafted a round (default: the best of gamma auto's)")
     add(
         "--acceptance", metavar="A", action="append", default=[],
-        help="0.8, streaming=0.8, or a .json of frontier.py or benchmark.py; may come again (default: as published)",
+        help="0.8, streaming=0.8, or a .json of benchmark.py; may come again (default: as published)",
     )  # fmt: skip
     add("--dtype", default="bf16", choices=list(TORCH_DTYPES), help="of weights (default: bf16)")
     add("--kv-dtype", choices=list(TORCH_DTYPES), help="of the KV cache (default: as --dtype)")
@@ -62,18 +62,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--estimate", choices=list(forecast.ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
         "public ones; expected, as ours were reckoned to (default: that, but for measured or given rates roofline)",
     )  # fmt: skip
-    add(
-        "--measured",
-        metavar="FILE",
-        type=Path,
-        help="a sweep of benchmark.py: what it measured beside what is predicted",
-    )
+    add("--measured", metavar="FILE", type=Path, help="a sweep of benchmark.py, beside what is predicted for it")
     add("--json", metavar="FILE", type=Path, help="write everything there")
     add("--plot", metavar="FILE", type=Path, help="draw the speed-up over context there")
     args = parser.parse_args(argv)
     if not (args.model or args.measured):
         parser.error("of what? --model says, or --measured")
-    if args.model and not (args.device or (args.bandwidth and args.flops)):
+    if args.model and not (args.device or None not in (args.bandwidth, args.flops)):
         parser.error("on what? --device says, or --bandwidth and --flops")
     return args
 
@@ -98,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         document: dict[str, Any] = {"benchmark": "plan"}
         if args.model:
             system, kept = system_of(args), forecast.Kept.of(args.acceptance)
-            policies = args.policy.split(",") if args.policy else None
+            policies = [name.strip() for name in args.policy.split(",")] if args.policy else None
             drafts = planning.drafts_of(system, policies, args.budget, args.gamma, args.draft_model)
             estimate = args.estimate or ("roofline" if args.device in (None, "this") else "expected")
             document = planning.plan(system, drafts, kept, args.batch, args.context, estimate)

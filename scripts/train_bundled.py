@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout ru
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bundled_data import Books, book_paths, skipped_positions, training_document
+from common import refuse
 from gpt_fast_sd.model import ModelConfig, Transformer, load_model, save_hugging_face
 
 QUERY_BLOCK = 256
@@ -534,19 +535,12 @@ def run(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def refuse(error: Exception) -> NoReturn:
-    """One sentence on stderr and exit code 2."""
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    print(f"train_bundled.py: {text}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     try:
         run(args)
     except (ValueError, OSError) as error:
-        refuse(error)
+        refuse(error, "train_bundled.py")
 
 
 if __name__ == "__main__":

@@ -30,20 +30,26 @@ class Room:
     @property
     def is_open(self) -> bool:
         """Whether others may name the modules inside; gpt_fast_sd's own door holds only the public names."""
-        return self.door.count(".") == 0
+        return self.door.count(".") == 0 or self.folder == "gpt_fast_sd/measuring"
 
 
 BASE = frozenset({"torch", "numpy"})
+PROGRAM = 'if __name__ == "__main__":'
 LOADERS = frozenset({"safetensors", "gguf", "sentencepiece", "tokenizers", "huggingface_hub", "tiktoken", "jinja2"})
 PACKAGES = ("model", "tp", "gpt_fast_sd/kernels", "gpt_fast_sd")
 ROOMS = (  # a room stands before the room around it
     Room(folder="model", door="gpt_fast_sd.model", libraries=BASE | LOADERS),
     Room(folder="tp", door="gpt_fast_sd.tp", below=("model",), libraries=BASE),
     Room(folder="gpt_fast_sd/kernels", door="gpt_fast_sd.kernels", libraries=frozenset({"torch", "triton"})),
+    Room(  # above the engine, which knows nothing of it
+        folder="gpt_fast_sd/measuring",
+        door="gpt_fast_sd.measuring",
+        below=PACKAGES,
+        libraries=BASE | {"matplotlib", "safetensors", "gguf", "transformers", "llama_cpp"},
+    ),
     Room(folder="gpt_fast_sd", door="gpt_fast_sd", below=PACKAGES, libraries=BASE | {"torchao", "tqdm"}),
-    Room(folder="scripts", door="scripts", below=PACKAGES),
-    Room(folder="benchmarks", door="benchmarks", below=PACKAGES),
-    Room(folder="tests", door="tests", below=(*PACKAGES, "scripts", "benchmarks")),
+    Room(folder="scripts", door="scripts", below=(*PACKAGES, "gpt_fast_sd/measuring")),
+    Room(folder="tests", door="tests", below=(*PACKAGES, "gpt_fast_sd/measuring", "scripts")),
 )
 
 
@@ -83,7 +89,7 @@ def complaint(here: Room, is_relative: bool, module: str, name: str) -> str | No
         return "absolute inside its own room" if not is_relative and here.folder in PACKAGES else None
     if there.folder not in here.below:
         return f"looks uphill, from {here.folder}/ to {there.folder}/"
-    if is_relative and not there.folder.startswith(f"{here.folder}/"):
+    if is_relative and there.folder.split("/")[0] != here.folder.split("/")[0]:
         return f"enters {there.folder}/ relatively"
     inside = (ROOT / there.folder / f"{name}.py").is_file() and module == there.door
     if not there.is_open and (inside or module.startswith(f"{there.door}.")):
@@ -126,6 +132,14 @@ def circle(sources: Mapping[str, str]) -> list[str]:
     return []
 
 
+def programs_imported(path: str, source: str) -> list[str]:
+    """One line for every program that a program imports as if it were a library."""
+    siblings = ((module, one) for _, _, module, one in imports(path, source) if not module.startswith("gpt_fast_sd"))
+    named = {name.rpartition(".")[2] for both in siblings for name in both}
+    found = [other for other in files_of("scripts") if Path(other).stem in named and other != path]
+    return [f"{path}: imports the program {other}" for other in found if PROGRAM in (ROOT / other).read_text("utf-8")]
+
+
 def undescribed(path: str, source: str) -> list[str]:
     """One line for every public module, class, function or method in source that has no docstring."""
 
@@ -148,8 +162,14 @@ def test_every_import_looks_downhill_through_a_door() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Not even for types alone, nor inside functions: whoever opens a file can read what it stands on first."""
-    paths = files_of(*PACKAGES)
+    paths = files_of(*PACKAGES, "scripts")
     assert circle({path: (ROOT / path).read_text(encoding="utf-8") for path in paths}) == []
+
+
+def test_programs_import_the_package_and_never_each_other() -> None:
+    wrong = [line for path in files_of("scripts") for line in programs_imported(path, (ROOT / path).read_text("utf-8"))]
+    assert not wrong, "\n".join(wrong)
+    assert programs_imported("scripts/plan.py", "def f():\n    from generate import parse")
 
 
 ASKS_FOR_A_DEVICE = re.compile(r"\.is_cuda|device\.type|triton_serves|cpu_attention|is_compiling")
@@ -197,6 +217,8 @@ def test_circles_are_seen_wherever_the_import_stands() -> None:
         ("gpt_fast_sd/engine.py", "from .kernels.reference import sparse", "past the door of gpt_fast_sd/kernels/"),
         ("gpt_fast_sd/engine.py", "import scripts.generate", "uphill"),
         ("gpt_fast_sd/policies/snapkv.py", "from tests.conftest import torch_seed", "uphill"),
+        ("gpt_fast_sd/engine.py", "from .measuring.turns import Run", "uphill"),
+        ("gpt_fast_sd/measuring/turns.py", "from gpt_fast_sd.kernels.sparse import attend", "past the door"),
         ("scripts/generate.py", "import gpt_fast_sd.model.llama", "past the door of model/"),
         ("scripts/generate.py", "from model import Transformer", "only has in a checkout"),
         ("scripts/generate.py", "import tests.conftest", "uphill"),
@@ -220,6 +242,8 @@ def test_the_checker_sees_a_planted_violation(path: str, source: str, wrong: str
         ),
         ("gpt_fast_sd/engine.py", "from gpt_fast_sd import tp\nfrom . import kernels\nfrom .policies import snapkv"),
         ("gpt_fast_sd/policies/snapkv.py", "from ..config import DraftConfig\nfrom ..kernels import sparse_attention"),
+        ("gpt_fast_sd/measuring/turns.py", "from ..engine import Engine\nfrom .lossless import first_difference"),
+        ("scripts/generate.py", "from gpt_fast_sd.measuring.turns import run"),
         ("scripts/generate.py", "import rich\nfrom gpt_fast_sd import Engine\nfrom gpt_fast_sd.planner import plan"),
         ("tests/test_llama.py", "import gpt_fast_sd.model\nfrom gpt_fast_sd.model import Transformer"),
     ],

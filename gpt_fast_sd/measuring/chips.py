@@ -184,6 +184,12 @@ class Rates:
         return Chip(name=name, bandwidth=max(self.copy, self.read), peak=self.matmul, memory=memory)
 
 
+def rates_here(device: torch.device, dtype: torch.dtype) -> Rates:
+    """The rates of the machine at hand, over half a GiB (on a GPU four); a few seconds."""
+    on_cuda = device.type == "cuda"
+    return measure(device, n_bytes=2**32 if on_cuda else 2**29, size=8192 if on_cuda else 1024, dtype=dtype)
+
+
 @torch.inference_mode()
 def measure(device: torch.device, *, n_bytes: int, size: int, dtype: torch.dtype, repeats: int = 20) -> Rates:
     """Measure the ceilings: a copy and a sum of n_bytes, far more than any cache holds, and a product of size**3.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from ..kernels import triton_serves
 from ..loading import TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
-from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, measure
+from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
+from .grid import Setting, draft_fields, up_to_date
 from .ledger import read_document
 from .replay import PROFILES
 from .roofline import (
@@ -65,7 +66,7 @@ def chip_for(
     for name, (value, _, unit) in units.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive number of {unit}, got {value:g}")
-    given = {name: value * unit for name, (value, unit, _) in units.items() if value is not None}
+    given: Record = {name: value * unit for name, (value, unit, _) in units.items() if value is not None}
     if device is None:
         return Chip(name="a device of given rates", **given), "cuda"
     if device != "this":
@@ -73,9 +74,8 @@ def chip_for(
         named = f", {' and '.join(given)} as given" if given else ""
         return replace(chip, **given, name=f"{chip.name}{named}"), "cuda"
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_cuda = here.type == "cuda"
-    found = measure(here, n_bytes=2**32 if on_cuda else 2**29, size=8192 if on_cuda else 1024, dtype=dtype)
-    name = torch.cuda.get_device_name(here) if on_cuda else f"this CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(here) if here.type == "cuda" else f"this CPU, {torch.get_num_threads()} threads"
+    found = rates_here(here, dtype)
     return replace(found.chip(f"{name}, as measured now", memory=free_memory(here) or math.inf), **given), here.type
 
 
@@ -168,6 +168,14 @@ class System:
             select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
         )  # fmt: skip
 
+    def mean_round(
+        self, draft: DraftConfig, chance: float, batch: int, context: float, rounds_by_gamma: Mapping[int, int]
+    ) -> float:
+        """Seconds of a round on average, where so many drafted each gamma and drafts were kept with this chance."""
+        rounds = {gamma: self.forecast(draft, chance, batch, context, gamma) for gamma in rounds_by_gamma}
+        spent = sum(n * rounds[gamma].round_seconds for gamma, n in rounds_by_gamma.items())
+        return spent / sum(rounds_by_gamma.values())
+
     def best(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
     ) -> Forecast:
@@ -224,6 +232,16 @@ class System:
         return high
 
 
+def budget_of(draft: DraftConfig) -> int | None:
+    """The budget of a draft, None where its policy heeds none."""
+    return draft.budget if "budget" in registry.heeds(draft.policy) else None
+
+
+def label(one: Record) -> str:
+    """Who drafted, as "streaming 512"."""
+    return Setting(policy=one["policy"], budget=one["budget"]).label
+
+
 # ---------------------------------------------------------------- how many drafts are kept
 
 
@@ -254,8 +272,9 @@ class Kept:
                 )
         return Kept(said=said, measured=measured)
 
-    def chances(self, policy: str, budget: int, context: int) -> tuple[Chances, str]:
+    def chances(self, draft: DraftConfig, context: int) -> tuple[Chances, str]:
         """The chances of a draft, and where they come from; ValueError where nobody has told any."""
+        policy, budget = draft.policy, budget_of(draft)
         if (rate := self.said.get(policy, self.said.get(""))) is not None:
             return (rate,), "given"
         ours = [one for one in self.measured if (one["policy"], one["budget"]) == (policy, budget)]
@@ -263,8 +282,10 @@ class Kept:
             one = min(ours, key=lambda one: (abs(one["context"] - context), one["temperature"]))
             return one["chances"], f"measured: {one['file']}, context {one['context']:,}, T {one['temperature']:g}"
         if self.measured:
-            there = ", ".join(sorted({f"{one['policy']} {one['budget']}" for one in self.measured}))
-            raise ValueError(f"no acceptance of {policy} with budget {budget} was measured there, only of {there}")
+            there = ", ".join(sorted({label(one) for one in self.measured}))
+            raise ValueError(
+                f"no acceptance of {label({'policy': policy, 'budget': budget})} was measured there, only of {there}"
+            )
         if policy in PROFILES:
             return PROFILES[policy].chances, f"assumed: {PROFILES[policy].source}"
         raise ValueError(f"nobody published an acceptance of {policy} to assume: give one, as in {policy}=0.5")
@@ -276,7 +297,7 @@ def _measured_acceptance(path: Path) -> list[Record]:
     for one in document.get("results") or document.get("points") or ():
         shares = one.get("acceptance_by_position")
         if shares:
-            settings = document["settings"] | one
+            settings = {"temperature": 0.0} | document["settings"] | one
             chances = [min(1.0, b / a) if a else 0.0 for a, b in zip([1.0, *shares], shares, strict=False)]
             keys = ("policy", "budget", "context", "temperature")
             found.append({key: settings[key] for key in keys} | {"chances": chances, "file": path.name})
@@ -298,13 +319,13 @@ def cell(
     system: System, draft: DraftConfig, kept: Kept, batch: int, context: int, efficiency: Efficiency
 ) -> Record:  # fmt: skip
     """One draft in one batch and context, JSON-ready; times in milliseconds."""
-    chances, source = kept.chances(draft.policy, draft.budget, context)
+    chances, source = kept.chances(draft, context)
     n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is reckoned
     one, ideal = (system.best(draft, chances, batch, context, e) for e in (efficiency, IDEAL))
     weights = system.costs["weight_bytes"]
     together = partial(collective_seconds, system.model, tp=system.tp, weight_bytes=weights)
     return {
-        "batch": batch, "context": context, "policy": draft.policy, "budget": draft.budget,
+        "batch": batch, "context": context, "policy": draft.policy, "budget": budget_of(draft),
         "acceptance": list(chances), "acceptance_source": source, "gamma": one.gamma, "tokens_per_round": one.tokens,
         "plain_ms": one.target_seconds * 1e3, "draft_ms": one.draft_seconds * 1e3,
         "verify_ms": one.verify_seconds * 1e3, "select_ms": one.select_seconds * 1e3,
@@ -319,31 +340,29 @@ def cell(
 def compare(path: Path) -> list[Record]:
     """What was measured in a sweep beside what is predicted for that machine's own rates, at the acceptance it had."""
     document, found = read_document(path, "batch"), []
+    up_to_date(document)
     settings = document["settings"]
     for point in document.get("points", ()):
         if point.get("status") != "measured":
             continue
-        chip = Chip(name=settings["machine"]["cpu"], **point["machine"])
+        machine, tp = settings["machine"], settings.get("tp", 1)
+        chip = Chip(name=machine["cpu"], **point["machine"])
+        chip = replace(chip, link=(chip_of(machine["device"]) or chip).link)
         shapes = [_shape(settings[key]) for key in ("transformer", "draft_transformer")]
         assert shapes[0]
         system = System(
             model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
-            kv_dtype=point["kv_dtype"], quantize=settings["quantize"],
+            kv_dtype=point["kv_dtype"], quantize=settings["quantize"], ranks=ranks_for(chip, tp, tp, None, None),
         )  # fmt: skip
-        known = {f.name: point[f.name] for f in fields(DraftConfig) if f.name in point and f.name != "gamma"}
-        if registry.policy_class(point["policy"]).own_cache:
-            known["draft_model"] = settings["draft_model"]
-        draft = DraftConfig(**known)
+        draft = Setting(policy=point["policy"], budget=point["budget"]).draft("auto", draft_fields(settings))
         size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
-        plain, spent, rounds = system.plain(*size), 0.0, 0
-        for gamma, n in ((int(gamma), n) for gamma, n in point["rounds_by_gamma"].items()):
-            spent, rounds = spent + n * system.forecast(draft, 0.0, *size, gamma).round_seconds, rounds + n
-        tokens = point["speculative"]["tokens_per_round"]
+        rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
+        plain, a_round = system.plain(*size), system.mean_round(draft, point["acceptance_rate"], *size, rounds_by_gamma)
         found.append({
-            **{key: point[key] for key in ("batch", "context", "policy", "budget", "temperature")},
+            **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")},
             "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
-            "round_ms": spent / rounds * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
-            "speedup": tokens * plain * rounds / spent,
+            "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
+            "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,
             "speedup_measured": (point["speedup"]["steady"] or point["speedup"]["completion"])["median"],
         })  # fmt: skip
     if not found:

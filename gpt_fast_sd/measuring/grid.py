@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from gpt_fast_sd.tp import Parallel
 
-from ..config import DraftConfig
+from ..config import DraftConfig, EngineConfig, SamplingParams
 from ..engine import Engine
 from ..registry import heeds, policies
 from .machine import let_go
@@ -84,6 +84,38 @@ def buildable(
         if not any(other.budget == setting.budget for other in fine):
             raise ValueError(skipped[setting.label])
     return fine, skipped
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+COMMON: Record = {  # fields that all points of a file have in common, and what a file means that does not name them
+    f.name: f.default
+    for config, names in (
+        (EngineConfig, ("exact", "quantize", "kv_dtype", "cuda_graphs", "max_autotune")),
+        (DraftConfig, ("view", "exit_layers", "ngram", "n_sink", "refresh", "page", "draft_tp")),
+        (SamplingParams, ("top_k", "top_p", "min_p")),
+    )
+    for f in fields(config)
+    if f.name in names
+}
+
+
+def in_common(given: Mapping[str, Any]) -> Record:
+    """Of what was asked for, field by field, what results that may stand in one file have in common."""
+    return {name: given.get(name, default) for name, default in COMMON.items()}
+
+
+def draft_fields(given: Mapping[str, Any]) -> Record:
+    """Of what was asked for, the fields of DraftConfig that every draft has if it heeds them."""
+    names = {f.name for f in fields(DraftConfig)} & {*COMMON, "draft_model"}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def up_to_date(document: Record) -> None:
+    """Let a file of an earlier version name what it did not name then."""
+    document["settings"] = {**COMMON, **document["settings"]}
+    for record in document.get("points", ()):
+        record.setdefault("temperature", document["settings"].get("temperature", 0.0))
 
 
 # ---- the points ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except (OSError, ValueError):
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
@@ -84,6 +84,8 @@ class Ledger:
     ) -> None:
         """results: what the document calls its list of them. adapt: brings a file of an earlier version up to date.
 
+        path None: nothing is read or written.
+
         ValueError where the file holds something else, or was measured with other settings.
         """
         self.path, self._results = path, results
@@ -99,12 +101,13 @@ class Ledger:
             raise ValueError(f"{path} exists and is not JSON: {advice}") from None
         if not isinstance(old, dict) or old.get("benchmark") != benchmark:
             raise ValueError(f"{path} exists and holds no results of this benchmark: {advice}")
+        old = {"settings": {}, results: [], **old}
+        adapt(old)
         for name, value in self.document["settings"].items():
-            before = old.get("settings", {}).get(name)
+            before = old["settings"].get(name)
             if before != value:
                 raise ValueError(f"{path} was measured with {name} {before}, not {value}: {advice}")
-        adapt(old)
-        self.document = {results: [], **old}
+        self.document = old
 
     @property
     def records(self) -> list[Record]:

@@ -74,4 +74,5 @@ def logits_after(model: Transformer, ids: Sequence[int]) -> Tensor:
     """
     tokens = torch.tensor([list(ids)], device=model.embedding.weight.device)
     hidden = model.hidden(tokens, torch.arange(len(ids), device=tokens.device)[None], CausalSelf())[0, -1:]  # [1, D]
-    return model.output(hidden)[0].float()
+    logits: Tensor = model.output(hidden)[0].float()
+    return logits

@@ -11,7 +11,7 @@ from typing import Any
 from .. import registry
 from ..config import DraftConfig
 from .chips import GIB
-from .forecast import ESTIMATES, Kept, Record, System, cell, default_policies
+from .forecast import ESTIMATES, Kept, Record, System, budget_of, cell, default_policies, label
 from .plots import SPEED, Draw, color, draw_panels, over_log2
 from .replay import PROFILES
 from .tables import Column, Table
@@ -43,10 +43,11 @@ def plan(
     cells = [cell(system, draft, kept, n, c, e) for c in contexts for n in batches for draft in drafts]
     lengths = []
     for draft in drafts:
-        chances, _ = kept.chances(draft.policy, draft.budget, max(contexts))
+        chances, _ = kept.chances(draft, max(contexts))
         even = {str(n): system.break_even(draft, chances, n, e) for n in batches}
         critical = system.critical(draft, chances, batches, e) if len(batches) > 1 else None
-        lengths.append({"policy": draft.policy, "budget": draft.budget, "break_even": even, "critical": critical})
+        who = {"policy": draft.policy, "budget": budget_of(draft)}
+        lengths.append({**who, "break_even": even, "critical": critical})
     chip, ranks = system.chip, system.ranks
     return {
         "benchmark": "plan",
@@ -74,11 +75,6 @@ roofline: the speed-up if every kernel reached the full rates; plain/s, spec./s:
 GiB: on each device, when rows have grown by {room:,} tokens, with ! where that does not fit."""
 
 
-def label(one: Record) -> str:
-    """As "streaming 512"."""
-    return f"{one['policy']} {one['budget']:,}"
-
-
 def _accepted(one: Record) -> str:
     """The chance of the first draft of a round, and of the last that has one of its own."""
     chances = list(dict.fromkeys(f"{chance:.2f}" for chance in one["acceptance"]))
@@ -101,7 +97,7 @@ TABLE = Table(
 )  # fmt: skip
 MEASURED = Table(
     _number("context", "context", ","), _number("batch", "batch", ","), Column("draft", label, 16, left=True),
-    _number("T", "temperature", "g", 3), _number("plain ms", "plain_ms", ".1f"),
+    _number("gamma", "gamma", ""), _number("T", "temperature", "g", 3), _number("plain ms", "plain_ms", ".1f"),
     _number("measured", "plain_ms_measured", ".1f"), _number("round ms", "round_ms", ".1f"),
     _number("measured", "round_ms_measured", ".1f"), _number("speed-up", "speedup", ".2f", unit="x"),
     _number("measured", "speedup_measured", ".2f", unit="x"),
@@ -144,10 +140,13 @@ def _lengths(document: Record) -> list[str]:
     def shown(context: int | None) -> str:
         return "never" if context is None else "any" if context == 1 else f"{context:,}"
 
+    def even(batch: str) -> Column:
+        return Column(f"break-even, batch {batch}", lambda one: shown(one["break_even"][batch]))
+
     lengths, positions = document["lengths"], document["settings"]["positions"]
     batches, legend = list(lengths[0]["break_even"]), "drafting is faster than plain decoding (break-even)"
     columns = [Column("draft", label, 16, left=True)]
-    columns += [Column(f"break-even, batch {n}", lambda one, n=n: shown(one["break_even"][n])) for n in batches]
+    columns += [even(n) for n in batches]
     if len(batches) > 1:
         legend += f",\nand batch {batches[-1]} gains as much as batch {batches[0]} (critical)"
         columns.append(Column("critical", lambda one: shown(one["critical"])))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .grid import draft_label
+from .lengths import shown_speedup
 
 Record = dict[str, Any]
 Draw = Callable[[Any], None]
@@ -98,12 +99,6 @@ def whiskers(values: Sequence[Record]) -> list[list[float]]:
 
 
 # ---- over batch and context ------------------------------------------------------------------------------------------
-
-
-def shown_speedup(record: Record) -> Record:
-    """The steady speed-up, or where runs were too short for one, that to completion."""
-    found: Record = record["speedup"]["steady"] or record["speedup"]["completion"]
-    return found
 
 
 def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, folder: Path) -> list[Path]:
@@ -275,8 +270,11 @@ def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
         over_budget("tokens per round", results, lambda r: r["tokens_per_round"], policies),
     ]
     if timed:
-        spreads = {"level": 1.0, "ends": lambda r: (r["ratio"]["min"], r["ratio"]["max"])}
-        panels.append(over_budget(SPEED, timed, lambda r: r["ratio"]["median"], policies, **spreads))
+
+        def ends(r: Record) -> tuple[float, float]:
+            return r["ratio"]["min"], r["ratio"]["max"]
+
+        panels.append(over_budget(SPEED, timed, lambda r: r["ratio"]["median"], policies, level=1.0, ends=ends))
     draw_panels([panels], path, title=title, legend=True)
 
 

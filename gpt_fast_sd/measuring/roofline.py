@@ -19,9 +19,9 @@ Shapes: B batch rows, T tokens of each in this step, L layers, D width, F feed-f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
+from gpt_fast_sd.kernels import launches
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.tp import collectives_per_step
 
@@ -71,26 +71,22 @@ EXPECTED = Efficiency(
     linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.72, attention_peak=0.40, kernel_seconds=2e-6,
     attention_seconds=10e-6, judge_seconds=0.27e-3, split=2048,
 )  # fmt: skip
-SLOWER = replace(
-    EXPECTED, linear_bandwidth=0.75, attention_bandwidth=0.68, kernel_seconds=2.5e-6, attention_seconds=13e-6,
-    judge_seconds=0.40e-3,
-)  # fmt: skip
-FASTER = replace(
-    EXPECTED, linear_bandwidth=0.80, attention_bandwidth=0.76, kernel_seconds=1.5e-6, attention_seconds=7e-6,
-    judge_seconds=0.15e-3,
-)  # fmt: skip
 
 # Kernels that a step launches. Beside its attention a layer has nine: the products wqkv, wo, w_in and w_out, two norms,
-# rope of the queries, rope of the keys with the cache writes, SwiGLU. Flash-decoding is two, splits and their merge;
-# with the mass of pages three; over a list two; before that quest scores, weighs and cuts pages, notes and lists them.
+# rope of the queries, rope of the keys with the cache writes, SwiGLU. Before it reads its list, quest scores, weighs
+# and cuts pages, notes and lists them.
 BESIDE_ATTENTION = 9
-ATTENTION_KERNELS = {"dense": 2, "mass": 3, "sparse": 2, "quest": 2 + 3 + 2}
+OVER_A_LIST = launches("sparse_attention", n_entries=10**6)
+ATTENTION_KERNELS = {
+    "dense": launches("decode_attention"), "mass": launches("decode_attention_with_mass"), "sparse": OVER_A_LIST,
+    "quest": launches("quest_pages") + 2 + OVER_A_LIST,
+}  # fmt: skip
 HEAD_KERNELS = 3  # the last norm, the product with the vocabulary, logits to fp32
 
 
 def kernels(config: ModelConfig, attention: str = "dense") -> int:
     """Kernels of one step, attention being one of ATTENTION_KERNELS; a view that is none of them reads a list."""
-    own = ATTENTION_KERNELS.get(attention, ATTENTION_KERNELS["sparse"])
+    own = ATTENTION_KERNELS.get(attention, OVER_A_LIST)
     return config.n_layers * (BESIDE_ATTENTION + own) + HEAD_KERNELS
 
 
@@ -265,17 +261,6 @@ def omega(gamma: int, alpha: float | Sequence[float]) -> float:
     return total
 
 
-def alpha_of(tokens: float, gamma: int) -> float:
-    """The one alpha that gives so many tokens a round of gamma drafts: omega turned round, by bisection."""
-    if not 1.0 <= tokens <= gamma + 1:
-        raise ValueError(f"a round of {gamma} drafts emits from 1 to {gamma + 1} tokens, got {tokens}")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if omega(gamma, middle) < tokens else (low, middle)
-    return (low + high) / 2
-
-
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """What rounds of gamma drafts cost and gain."""
@@ -296,47 +281,6 @@ class Forecast:
     def ratio(self) -> float:
         """Speed over plain decoding: omega T_T / (gamma T_D + T_V + T_select)."""
         return self.tokens * self.target_seconds / self.round_seconds
-
-
-def speedup(
-    config: ModelConfig,
-    chip: Chip,
-    batch: int,
-    context: int,
-    gamma: int,
-    alpha: float | Sequence[float],
-    *,
-    budget: int,
-    weight_bytes: float = 2.0,
-    kv_bytes: float = 2.0,
-    draft: ModelConfig | None = None,
-    draft_weight_bytes: float | None = None,
-    draft_kv_bytes: float | None = None,
-    select_seconds: float = 0.0,
-    mass_page: int = 0,
-    tp: int = 1,
-    all_reduce: AllReduce = free,
-    efficiency: Efficiency = IDEAL,
-) -> Forecast:
-    """Forecast rounds of gamma drafts that read `budget` entries each, gamma 0 being plain decoding.
-
-    draft: another model's shape, None for a self-draft; draft_weight_bytes, draft_kv_bytes: None for the target's.
-    select_seconds: what choosing what to read costs a round, beside its judging. mass_page: see step_seconds, of the
-    verification.
-    """
-    shared: dict[str, Any] = {"tp": tp, "all_reduce": all_reduce, "efficiency": efficiency}
-    own: dict[str, Any] = {"weight_bytes": weight_bytes, "kv_bytes": kv_bytes, **shared}
-    target = step_seconds(config, chip, batch, 1, context, **own)
-    drafting = step_seconds(
-        draft or config, chip, batch, 1, min(budget, context),
-        weight_bytes=weight_bytes if draft_weight_bytes is None else draft_weight_bytes,
-        kv_bytes=kv_bytes if draft_kv_bytes is None else draft_kv_bytes, **shared,
-    )  # fmt: skip
-    verifying = step_seconds(config, chip, batch, gamma + 1, context, mass_page=mass_page if gamma else 0, **own)
-    return Forecast(
-        gamma=gamma, tokens=omega(gamma, alpha), target_seconds=target, draft_seconds=drafting,
-        verify_seconds=verifying, select_seconds=select_seconds + efficiency.judge_seconds if gamma else 0.0,
-    )  # fmt: skip
 
 
 def best_gamma(forecast: Callable[[int], Forecast], gammas: Iterable[int] = range(MOST + 1)) -> Forecast:

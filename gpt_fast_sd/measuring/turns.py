@@ -11,9 +11,9 @@ from typing import Any
 
 from ..config import SamplingParams
 from ..engine import Engine
-from ..roofline import omega
 from ..stats import EngineStats
 from .lossless import first_difference
+from .roofline import omega
 
 SHORT = 16  # new tokens of the untimed runs: every step has run once, and all slots are prefilled
 WAYS = ("plain", "speculative")
@@ -227,3 +227,21 @@ def tokens_by_alpha(stats: EngineStats, alpha: float) -> float:
         return 1.0
     share = min(1.0, stats.drafted_by_position[0] / (stats.row_rounds * drafting / rounds))
     return sum(n * (1 + share * (omega(g, alpha) - 1)) for g, n in stats.rounds_by_gamma.items()) / rounds
+
+
+def way_of(runs: Sequence[Run], batch: int) -> Record:
+    """One way of decoding, JSON-ready: medians over its runs.
+
+    ms_per_token is what one row waits for a token on average.
+    """
+    speeds = {name: [getattr(one, name) for one in runs] for name in ("steady", "completion")}
+    middle = {name: statistics.median(found) if None not in found else None for name, found in speeds.items()}
+    total = totals(runs)
+    return {
+        "tokens_per_second": middle,
+        "ms_per_token": {name: 1e3 * batch / speed if speed else None for name, speed in middle.items()},
+        "round_ms": round_ms(runs),
+        "tokens_per_round": total.tokens_per_round,
+        "kv_bytes_per_token": total.kv_bytes_per_token,
+        "runs": speeds,
+    }

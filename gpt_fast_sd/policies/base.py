@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,7 +44,8 @@ class Draft:
         return Draft(rows.pending.new_empty(len(rows.pending), 0), None, torch.zeros_like(rows.pending))
 
 
-class ModelSteps(NamedTuple):
+@dataclass(frozen=True)
+class ModelSteps:
     """Equal steps of one model: what a cost model has to know of drafting, told before anything is built."""
 
     model: ModelConfig
@@ -297,7 +298,7 @@ class ModelDraft(DraftPolicy):
         cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
     ) -> list[ModelSteps]:
         """A step of the target for each token."""
-        return [ModelSteps(target, gamma, *cls.views(config))]
+        return [ModelSteps(target, gamma, cls.views(config)[0])]
 
     def __init__(self, reader: Reader, view: View, name: str) -> None:
         self.reader, self.view = reader, view

@@ -57,7 +57,7 @@ class EarlyExitDraft(ModelDraft):
     ) -> list[ModelSteps]:
         """A step of the first layers for each token."""
         exits = replace(target, n_layers=exit_after(config.exit_layers, target.n_layers))
-        return [ModelSteps(exits, gamma, *cls.views(config))]
+        return [ModelSteps(exits, gamma, cls.views(config)[0])]
 
     def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw in these layers: mass fp32 [L, B, K, S // page]."""

@@ -86,7 +86,7 @@ class StandaloneDraft(ModelDraft):
         cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
     ) -> list[ModelSteps]:
         """A step of the draft model for each token."""
-        return [ModelSteps(draft_model, gamma, *cls.views(config))] if draft_model else []
+        return [ModelSteps(draft_model, gamma, cls.views(config)[0])] if draft_model else []
 
     def __init__(self, reader: Reader, view: View, listeners: Group, *, unfed: int = 2) -> None:
         """listeners: the ranks that verify, all of which need the same draft.

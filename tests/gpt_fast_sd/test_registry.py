@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, EngineConfig, registry
+from gpt_fast_sd.measuring import grid
 from gpt_fast_sd.memory import MemoryPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
 from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.tp import Group
-from scripts import frontier, generate
+from scripts import generate
 from tests.drafts import POLICIES, VIEWS
 from tests.gpt_fast_sd.test_rounds import GREEDY, PROMPTS, captured, engine
 from tests.gpt_fast_sd.test_speculation import speculation_changes_nothing
@@ -71,11 +72,11 @@ def test_what_is_no_policy_is_not_registered(name: Any, made: Any, said: str) ->
 
 
 def test_a_registered_policy_without_a_budget_is_measured_once(toy: str) -> None:
-    assert [setting.label for setting in frontier.settings_of([toy, "streaming"], [64, 128])] == [
+    assert [setting.label for setting in grid.settings_of([toy, "streaming"], [64, 128])] == [
         toy, "streaming 64", "streaming 128",
     ]  # fmt: skip
-    assert not frontier.has_a_model(toy) and frontier.has_a_model("hierarchy/standalone")
-    assert not frontier.has_a_model("hierarchy") and toy in frontier.known_drafters()
+    assert not grid.has_a_model(toy) and grid.has_a_model("hierarchy/standalone")
+    assert not grid.has_a_model("hierarchy") and toy in grid.known_drafters()
 
 
 def test_a_registered_policy_drafts_without_a_change_of_what_is_said(toy: str) -> None:

@@ -1,36 +1,37 @@
-"""scripts/benchmark.py as a user types it, and its arithmetic: packed prompts, steady speed, critical lengths."""
+"""scripts/benchmark.py as a user types it: a sweep, the draft budget, whether it is lossless, and pictures of files."""
 
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import benchmark
-from benchmark import Ceiling, Crossing, Mark, Point, crossing, lengths_of, pack, slope, steady_speed
-from common import distinct_4grams
 from flags import gammas, sizes
-from frontier import Setting
-from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import DraftConfig, EngineConfig
+from gpt_fast_sd.measuring import points, turns
 from gpt_fast_sd.measuring.chips import Chip, Rates
+from gpt_fast_sd.measuring.forecast import System
+from gpt_fast_sd.measuring.grid import Point, Setting
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.stats import EngineStats
-from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
+from tests.helpers import tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "cpu"
 Record = dict[str, Any]
-FLAGS = ["--no-compile", "--synthetic", "--max-new-tokens", "8", "--pairs", "2", "--budget", "16", "--gamma", "2"]
+SHORT = ["--no-compile", "--max-new-tokens", "8", "--pairs", "2", "--budget", "16", "--gamma", "2"]
+FLAGS = [*SHORT, "--synthetic"]
+BUDGET = ["--sweep", "budget", "--no-compile", "--batch", "2", "--context", "96", "--max-new-tokens", "6"]
+LOSSLESS = ["--lossless", "--no-compile", "--prompts", "3", "--longest", "90", "--max-new-tokens", "5", "--batch", "2"]
 CHIP = Rates(copy=2e9, read=1e9, matmul=4e9)
 
 
@@ -44,20 +45,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine's rates are not measured: that takes seconds."""
-    monkeypatch.setattr(benchmark, "measure", lambda *_, **__: CHIP)
+    monkeypatch.setattr(points, "rates_here", lambda *_: CHIP)
 
 
-def run(model: Path, *flags: str) -> int:
-    """The exit code of a run in this process."""
+def run(model: Path | None, *flags: str) -> int:
+    """The exit code of a run in this process; without a model the flags are all there are."""
     try:
-        benchmark.main(["--model", str(model), *FLAGS, *flags])
+        benchmark.main([*(["--model", str(model), *FLAGS] if model else []), *flags])
     except SystemExit as stopped:
         assert isinstance(stopped.code, int)
         return stopped.code
     return 0
 
 
-def refusal(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> str:
+def refusal(capsys: pytest.CaptureFixture[str], model: Path | None, *flags: str) -> str:
     """The one line on stderr of a run that must exit with 2 and print nothing else."""
     assert run(model, *flags) == 2
     out, err = capsys.readouterr()
@@ -124,9 +125,9 @@ def test_every_point_is_in_the_file_and_in_the_table(
 def test_seconds_of_captures_are_told_apart_from_speeds(
     model: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done, results = benchmark.run, tmp_path / "out.json"
+    done, results = turns.run, tmp_path / "out.json"
 
-    def capturing(*args: Any, **kwargs: Any) -> benchmark.Run:
+    def capturing(*args: Any, **kwargs: Any) -> turns.Run:
         one = done(*args, **kwargs)
         one.stats.capture_seconds = 1.5
         return one
@@ -134,7 +135,7 @@ def test_seconds_of_captures_are_told_apart_from_speeds(
     flags = ["--batch", "1", "--context", "40", "--draft", "streaming", "--json", str(results)]
     assert run(model, *flags) == 0
     assert "capturing" not in capsys.readouterr().out
-    monkeypatch.setattr(benchmark, "run", capturing)
+    monkeypatch.setattr(turns, "run", capturing)
     results.unlink()
     assert run(model, *flags) == 0
     (point,) = json.loads(results.read_text(encoding="utf-8"))["points"]
@@ -142,6 +143,7 @@ def test_seconds_of_captures_are_told_apart_from_speeds(
     assert "capturing rounds as CUDA graphs took 9.0 s" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_smaller_model_and_an_early_exit_draft_beside_the_others(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,8 +152,7 @@ def test_a_smaller_model_and_an_early_exit_draft_beside_the_others(
     assert run(model, *argv) == 0
     points = {r["policy"]: r for r in json.loads(file.read_text())["points"]}
     assert all(r["status"] == "measured" and r["lossless"]["equal"] == 2 for r in points.values())
-    predicted = {policy: r["predicted"]["speedup"] for policy, r in points.items()}
-    assert predicted.pop("hierarchy") is None and all(predicted.values())
+    assert all(r["predicted"]["speedup"] > 0 for r in points.values())
     assert "standalone 16, gamma 2" in capsys.readouterr().out
 
 
@@ -160,15 +161,15 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_ended(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, sweep = tmp_path / "sweep.json", ["--batch", "1,2", "--context", "40,60"]
-    original, measured = benchmark.measure_point, []
+    original, measured = benchmark.BySize.measure, []
 
-    def interrupted(job: Any, point: Point, *others: Any) -> Record:
+    def interrupted(mode: Any, point: Point, *others: Any) -> Record:
         if len(measured) == 3:
             raise KeyboardInterrupt
         measured.append((point.batch, point.context))
-        return original(job, point, *others)
+        return original(mode, point, *others)
 
-    monkeypatch.setattr(benchmark, "measure_point", interrupted)
+    monkeypatch.setattr(benchmark.BySize, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(model, *sweep, "--json", str(file))
     before: Record = json.loads(file.read_text())
@@ -224,14 +225,14 @@ def test_a_file_with_one_temperature_for_all_points_is_gone_on_with(model: Path,
 def test_a_point_that_does_not_fit_or_fails_is_recorded_and_the_others_go_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original, broken = benchmark.measure_point, [60]
+    original, broken = benchmark.BySize.measure, [60]
 
-    def sometimes(job: Any, point: Point, *others: Any) -> Record:
+    def sometimes(mode: Any, point: Point, *others: Any) -> Record:
         if point.context in broken:
             raise torch.OutOfMemoryError("out of memory: tried to allocate 2 GiB")
-        return original(job, point, *others)
+        return original(mode, point, *others)
 
-    monkeypatch.setattr(benchmark, "measure_point", sometimes)
+    monkeypatch.setattr(benchmark.BySize, "measure", sometimes)
     file = tmp_path / "sweep.json"
     argv = ["--batch", "1", "--context", "40,60,80,4090", "--json", str(file)]
     assert run(model, *argv) == 0
@@ -252,15 +253,15 @@ def test_a_point_that_does_not_fit_or_fails_is_recorded_and_the_others_go_on(
 def test_output_that_is_not_plain_decodings_is_an_error_in_fp32(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = benchmark.run
+    original = turns.run
 
-    def lossy(engine: Engine, *others: Any, speculate: bool) -> benchmark.Run:
+    def lossy(engine: Any, *others: Any, speculate: bool) -> turns.Run:
         done = original(engine, *others, speculate=speculate)
         if speculate:
             done.outputs[1][3] += 1
         return done
 
-    monkeypatch.setattr(benchmark, "run", lossy)
+    monkeypatch.setattr(turns, "run", lossy)
     argv = ["--batch", "2", "--context", "40"]
     assert run(model, *argv) == 1
     out, err = capsys.readouterr()
@@ -286,7 +287,7 @@ def test_output_that_is_not_plain_decodings_is_an_error_in_fp32(
         (["--gamma", "few"], "'few'"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or a positive number"),
         (["--temperature", "0,hot"], "expected numbers, as in 0,0.8; got '0,hot'"),
-        (["--pairs", "0"], "expected a whole number of at least 1, got '0'"),
+        (["--pairs", "0"], "--pairs 0 counts acceptance, which is for --sweep budget"),
         (["--dtype", "fp8"], "'fp8'"),
         (["--device", "tpu"], "'tpu'"),
         (["--tp", "3"], "tp must divide the number of processes"),
@@ -303,18 +304,6 @@ def test_a_mistake_is_one_sentence_before_any_work(
     assert said in refusal(capsys, model, *flags)
 
 
-def test_a_file_of_something_else_is_left_alone(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for content, said in (
-        ("my notes", "is not JSON"),
-        ('{"benchmark": "peers"}', "holds no results of this benchmark"),
-    ):
-        (tmp_path / "notes").write_text(content)
-        assert said in refusal(capsys, model, "--json", str(tmp_path / "notes"))
-        assert (tmp_path / "notes").read_text() == content
-
-
 def test_as_a_program_it_measures_a_text_and_the_machine(tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "--no-compile", "--batch", "1,2", "--gamma", "2"]
@@ -329,63 +318,168 @@ def test_as_a_program_it_measures_a_text_and_the_machine(tmp_path: Path) -> None
     assert [r["batch"] for r in points] == [1, 2] and all(r["machine"]["bandwidth"] > 1e8 for r in points)
 
 
-# ---- what was said ---------------------------------------------------------------------------------------------------
+# ---- over the draft budget -------------------------------------------------------------------------------------------
 
 
-def test_text_that_repeats_itself_has_few_distinct_4grams() -> None:
-    assert distinct_4grams([[1, 2, 3, 4, 5, 6]]) == 1.0
-    assert distinct_4grams([[7] * 13]) == pytest.approx(0.1)  # ten times the same four
-    assert distinct_4grams([[1, 2, 1, 2, 1, 2, 1]]) == pytest.approx(0.5)
-    assert distinct_4grams([[7] * 13, [1, 2, 3, 4]]) == pytest.approx(0.55)  # every row counts alike
-    assert distinct_4grams([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == 1.0  # rows are not compared with each other
-    assert distinct_4grams([[1, 2, 3], [1, 2, 3, 4]]) == 1.0  # nor do short ones count
-    assert distinct_4grams([[1, 2, 3], []]) is None
+def test_every_policy_and_budget_is_a_point_and_what_cannot_be_built_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    file, policies = tmp_path / "frontier.json", "streaming,snapkv,lookup,standalone"
+    argv = ["--draft", policies, "--budget", "16,64", "--pairs", "1", "--dtype", "fp32"]
+    assert run(None, *BUDGET, *argv, "--json", str(file), "--plots", str(tmp_path)) == 0
+    document: Record = json.loads(file.read_text())
+    points = [(r["policy"], r["budget"]) for r in document["results"]]
+    assert points == [("streaming", 16), ("streaming", 64), ("snapkv", 64), ("lookup", None)]
+    assert set(document["skipped"]) == {"snapkv 16", "standalone 16", "standalone 64"}
+    for result in document["results"]:
+        assert 0 <= result["acceptance_rate"] <= 1 <= result["tokens_per_round"] <= 5
+        assert 0 < result["distinct_4grams"]["plain"] <= 1
+        assert result["distinct_4grams"]["speculative"] == result["distinct_4grams"]["plain"]  # greedy, in fp32
+        assert result["ratio"]["min"] <= result["ratio"]["median"] <= result["ratio"]["max"]
+        assert set(result["speculative_ms"]) == {"round", "draft", "verify", "host"}
+        assert result["kv_bytes_per_token"]["plain"] > 0
+    assert document["benchmark"] == "frontier" and document["transformer"]["n_layers"] == 6
+    assert document["settings"]["context"] == 96 and not document["settings"]["compiled"]
+    assert (tmp_path / "budgets.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "skipped snapkv 16: budget must be at least 64 for snapkv, got 16" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.startswith(("streaming", "snapkv", "lookup"))] == [
+        ["streaming", "16"], ["streaming", "64"], ["snapkv", "64"], ["lookup", "-"],
+    ]  # fmt: skip
 
 
-# ---- the prompts -----------------------------------------------------------------------------------------------------
+def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, original = [], turns.run
+
+    def noting(*args: Any, speculate: bool = True, **others: Any) -> Any:
+        runs.append("PS"[speculate])
+        return original(*args, speculate=speculate, **others)
+
+    monkeypatch.setattr(turns, "run", noting)
+    monkeypatch.setattr(benchmark, "run", noting)
+    found = []
+    for pairs in ("1", "0"):
+        file = tmp_path / f"{pairs}.json"
+        argv = ["--draft", "streaming,lookup", "--budget", "64", "--pairs", pairs, "--json", str(file)]
+        assert run(None, *BUDGET, *argv, "--temperature", "0.8") == 0
+        found.append(json.loads(file.read_text())["results"])
+    assert "".join(runs) == 2 * "SPPS" + "P" + "SS"
+    for timed, counted in zip(*found, strict=True):
+        assert timed["ratio"] and counted["ratio"] is counted["plain_ms"] is counted["speculative_ms"] is None
+        for name in ("acceptance_rate", "acceptance_by_position", "tokens_per_round", "distinct_4grams"):
+            assert timed[name] == counted[name]
+    assert "nothing was timed" in capsys.readouterr().out
+    file = tmp_path / "0.json"
+    argv = ["--draft", "streaming,lookup", "--pairs", "0", "--temperature", "0.8", "--json", str(file)]
+    runs.clear()
+    assert run(None, *BUDGET, *argv, "--budget", "32,64") == 0  # more may be asked for
+    assert "".join(runs) == "PS" and len(json.loads(file.read_text())["results"]) == 3
+    assert "2 of 3 points are in" in capsys.readouterr().out
+    assert "was measured with page 16, not 32" in refusal(capsys, None, *BUDGET, *argv, "--page", "32")
 
 
-@given(st.integers(1, 60), st.integers(1, 8), st.integers(2, 40), st.booleans())
-def test_rows_begin_at_places_of_their_own_and_run_round_the_text(n_ids: int, n: int, length: int, bos: bool) -> None:
-    ids = list(range(100, 100 + n_ids))
-    prompts, note = pack(ids, n, length, 7 if bos else None)
-    assert [len(prompt) for prompt in prompts] == [length] * n
-    bodies = [prompt[1:] if bos else prompt for prompt in prompts]
-    assert all(prompt[0] == 7 for prompt in prompts) or not bos
-    for i, body in enumerate(bodies):
-        start = body[0] - 100
-        assert start == i * n_ids // n and body == [ids[(start + j) % n_ids] for j in range(len(body))]
-    n_taken = sum(map(len, bodies))
-    if n_taken <= n_ids:
-        assert note is None and len({token for body in bodies for token in body}) == n_taken
-    elif len(bodies[0]) <= n_ids:
-        assert note is not None and "overlap" in note
-    else:
-        assert note is not None and "repeat it" in note
+def test_several_texts_share_the_rows(tmp_path: Path) -> None:
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for path, sentence in zip(texts, ("The captain wrote. ", "Rain fell on the hills. "), strict=True):
+        path.write_text(sentence * 60, encoding="utf-8")
+    file = tmp_path / "x.json"
+    argv = ["--text", *map(str, texts), "--pairs", "0", "--draft", "lookup", "--json", str(file)]
+    assert run(None, *BUDGET, *argv) == 0
+    assert json.loads(file.read_text())["settings"]["text"] == "a.txt, b.txt"
 
 
-def test_shorter_prompts_are_the_beginnings_of_longer_ones_so_that_prefill_is_shared() -> None:
-    ids = random_ids(900)
-    short, long = pack(ids, 3, 80, 1)[0], pack(ids, 3, 600, 1)[0]
-    assert [prompt[:80] for prompt in long] == short
-    engine = Engine(tiny_model(), None, EngineConfig(batch_size=3, max_seq_len=620, compile=False))
-    for prompts in (pack(ids, 3, 300, 1)[0], long):
-        engine.generate(prompts, SamplingParams(max_tokens=2))
-    assert engine.stats.prefill_tokens == 3 * (599 - 256)
+# ---- lossless --------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_shares_an_engine_but_for_draft_models_and_exact_mode() -> None:
-    points = [
-        Point(batch=batch, context=context, setting=Setting(policy=policy, budget=64), gamma=gamma)
-        for batch in (1, 2)
-        for policy in ("streaming", "standalone")
-        for gamma in (4, 6)
-        for context in (100, 200)
-    ]
-    shared = [*benchmark.groups(points, exact=False)]
-    assert [len(group) for group in shared] == [4, 2, 2, 4, 2, 2]
-    assert [point for group in shared for point in group] == points
-    assert [len(group) for group in benchmark.groups(points, exact=True)] == [2, 2, 1, 1, 1, 1] * 2
+def test_every_policy_says_what_plain_decoding_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lossless.json"
+    assert run(None, *LOSSLESS, "--draft", "streaming,hierarchy/standalone", "--json", str(file)) == 0
+    document: Record = json.loads(file.read_text())
+    plain, *policies = document["results"]
+    assert plain["policy"] == "off" and [len(tokens) for tokens in plain["outputs"]] == [5, 5, 5]
+    assert [r["policy"] for r in policies] == ["streaming", "hierarchy/standalone"]
+    assert all(r["equal"] == r["prompts"] == 3 and r["differences"] == [] for r in policies)
+    assert document["settings"]["dtype"] == "fp32" and document["benchmark"] == "speculation lossless"
+    assert "draft_weights" in policies[1] and "draft_weights" not in policies[0]
+    assert "3/3" in capsys.readouterr().out
+
+
+def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, decode = tmp_path / "lossless.json", benchmark.Lossless.decode
+
+    def astray(mode: Any, engine: Any, what: str, *, speculate: bool) -> turns.Run:
+        one = decode(mode, engine, what, speculate=speculate)
+        one.outputs[1][2] += speculate
+        return one
+
+    monkeypatch.setattr(benchmark.Lossless, "decode", astray)
+    argv = [*LOSSLESS, "--draft", "lookup", "--json", str(file)]
+    assert run(None, *argv) == 1
+    out, err = capsys.readouterr()
+    assert "not token-identical to plain decoding: lookup" in err
+    assert "prompt 1 from token 2 on (logits" in out and "2/3" in out
+    (difference,) = json.loads(file.read_text())["results"][1]["differences"]
+    assert difference["speculative"] == difference["plain"] + 1 and difference["gap"] > 0
+    monkeypatch.setattr(benchmark.Lossless, "decode", None)  # all of it is in the file
+    assert run(None, *argv) == 1
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([*BUDGET, "--text", "nowhere.txt"], "nowhere.txt: No such file"),
+        ([*BUDGET, "--context", "5000"], "tokens, but 2 prompts of 5,000 need 9,998"),
+        ([*BUDGET, "--context", "1"], "a context of 1 does not fit: from 2 to 16,378"),
+        ([*BUDGET, "--context", "100,200"], "--sweep budget measures with one --context, got 2"),
+        ([*BUDGET, "--gamma", "2,3"], "--sweep budget measures with one --gamma, got 2"),
+        ([*BUDGET, "--budget", "8,64"], "budget must be at least 12 for streaming, got 8"),
+        ([*BUDGET, "--synthetic"], "--sweep budget is about texts: leave --synthetic out"),
+        ([*LOSSLESS, "--budget", "64,128"], "--lossless measures with one --budget, got 2"),
+        ([*LOSSLESS, "--shortest", "99"], "prompts of 99 to 90 tokens"),
+        ([*LOSSLESS, "--longest", "20000"], "tokens, too few for prompts of up to 20,000"),
+        ([*LOSSLESS, "--temperature", "0.8"], "--lossless compares greedy outputs"),
+        ([*LOSSLESS, "--draft", "standalone", "--draft-model", "nowhere"], "no folder nowhere"),
+        (["--draw", "README.md", "--plots", "x"], "README.md holds no results of this program"),
+        (["--draw", "x.json"], "--draw needs --plots DIR to draw into"),
+        (["--text", "README.md", "README.md"], "two texts have one name"),
+    ],
+)
+def test_a_mistake_in_another_mode_is_one_sentence_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert said in refusal(capsys, None, *flags)
+
+
+def test_an_empty_text_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    assert "empty.txt is empty" in refusal(capsys, None, "--text", str(tmp_path / "empty.txt"))
+
+
+# ---- the pieces ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "picture"),
+    [
+        (["sweep/sweep.json"], "hero.png"),
+        (["smollm2/acceptance_2000_t0.json", "smollm2/acceptance_4000_t0.json"], "acceptance.png"),
+        (["speculation/speed_8000x1.json", "speculation/speed_16000x8.json"], "ratios.png"),
+        (["speculation/auto_512.json"], "ratios.png"),
+    ],
+)
+def test_files_in_the_repository_are_drawn(tmp_path: Path, files: list[str], picture: str) -> None:
+    pytest.importorskip("matplotlib")
+    assert run(None, "--draw", *(str(RESULTS / file) for file in files), "--plots", str(tmp_path)) == 0
+    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:
@@ -393,127 +487,34 @@ def test_sizes_and_gammas_are_read_as_they_are_written() -> None:
     assert gammas("auto,6,4,6") == ["auto", 6, 4]
 
 
-# ---- steady speed ----------------------------------------------------------------------------------------------------
+def test_every_field_of_an_engine_and_a_draft_has_its_flag_or_follows_from_another() -> None:
+    args = benchmark.parse([])
+    here = {*vars(args), "compile", "max_seq_len", "policy", "cheap", "batch_size"}  # --no-compile, --context, --draft
+    assert {f.name for config in (EngineConfig, DraftConfig) for f in fields(config) if f.init} <= here
+    draft = ["--draft", "quest", "--page", "32", "--n-sink", "8", "--ngram", "5", "--refresh", "9"]
+    given = benchmark.draft_fields(vars(benchmark.parse(draft)))
+    assert (given["page"], given["n_sink"], given["ngram"], given["refresh"]) == (32, 8, 5, 9)
 
 
-def stream_of(rounds: list[list[tuple[int, int, bool]]]) -> list[Mark]:
-    """Marks of rounds a second apart, each a list of (row, tokens, is_last), its events a millisecond apart."""
-    return [
-        Mark(10.0 + i + 1e-3 * j, *event) for i, events in enumerate(rounds) for j, event in enumerate(events)
-    ]  # fmt: skip
-
-
-def test_steady_speed_leaves_out_the_first_round_and_whatever_comes_when_a_row_ends() -> None:
-    rounds = [
-        [(0, 9, False), (1, 9, False)],
-        [(0, 2, False), (1, 3, False)],
-        [(0, 4, False), (1, 1, False)],
-        [(0, 1, False), (1, 1, True)],
-        [(0, 5, False)],
-        [(0, 5, True)],
-    ]
-    assert steady_speed(stream_of(rounds)) == pytest.approx((2 + 3 + 4 + 1) / 2.0)
-
-
-def test_runs_of_a_round_or_two_have_no_steady_speed() -> None:
-    assert steady_speed([]) is None
-    assert steady_speed(stream_of([[(0, 3, True)]])) is None
-    assert steady_speed(stream_of([[(0, 3, False)], [(0, 3, True)]])) is None
-
-
-def test_what_is_timed_is_what_the_engine_streams() -> None:
-    engine = Engine(tiny_model(), ByteTokenizer(), EngineConfig(batch_size=2, max_seq_len=64, compile=False))
-    prompts, params = [random_ids(9), random_ids(5, seed=1)], [SamplingParams(max_tokens=12, ignore_eos=True)] * 2
-    done = benchmark.run(engine, prompts, params, speculate=True)
-    assert done.outputs == [c.tokens for c in engine.generate(prompts, params)]
-    assert done.steady is not None and done.steady > 0
-    assert done.completion == done.stats.decode_tokens_per_second
-
-
-# ---- where it begins to pay ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([1.1, 1.2, 1.3], Crossing(None, "below")),
-        ([0.7, 0.8, 0.9], Crossing(None, "none")),
-        ([0.9, 1.1, 1.2], Crossing(math.sqrt(1000 * 4000), "between")),
-        ([0.9, 1.0, 1.2], Crossing(4000.0, "between")),
-        ([0.5, 0.75, 1.25], Crossing(math.sqrt(4000 * 16000), "between")),
-        ([1.2, 0.9, 1.1], Crossing(math.sqrt(4000 * 16000), "between")),  # from there on it stays above
-        ([1.2, 1.1, 1.0], Crossing(None, "none")),
-    ],
-)
-def test_a_crossing_is_where_the_line_stays_above_over_log2_of_the_context(
-    values: list[float], expected: Crossing
-) -> None:
-    found = crossing([1000, 4000, 16000], values, 1.0)
-    assert found.of_measured == expected.of_measured
-    assert found.context == (pytest.approx(expected.context) if expected.context else None)
-
-
-def test_a_crossing_says_so_where_there_is_none() -> None:
-    assert Crossing(None, "below").phrase([1000, 4000]) == "below 1,000"
-    assert Crossing(None, "none").phrase([1000, 4000]) == "none up to 4,000"
-    assert Crossing(2345.6, "between").phrase([1000, 4000]) == "2,346"
-
-
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=6))
-def test_the_slope_is_that_of_the_least_squares_line(ys: list[float]) -> None:
-    xs = [float(i * i) for i in range(len(ys))]
-    line = torch.linalg.lstsq(
-        torch.tensor([[x, 1.0] for x in xs], dtype=torch.float64), torch.tensor(ys, dtype=torch.float64)[:, None]
-    ).solution
-    assert slope(xs, ys) == pytest.approx(float(line[0]), abs=1e-9)
-
-
-def measured(batch: int, context: int, steady: float) -> Record:
-    """As much of a point as the lengths are read from."""
-    return {
-        "batch": batch, "context": context, "policy": "streaming", "budget": 256, "gamma": 6,
-        "speedup": {"steady": {"median": steady}, "completion": {"median": 0.0}},
-    }  # fmt: skip
-
-
-def test_the_critical_length_is_where_the_speedup_begins_to_grow_with_the_batch() -> None:
-    """As MagicDec's figure: it falls with the batch at 1K, does not change at 2K, and rises at 8K."""
-    table = {1000: [0.8, 0.7, 0.6], 2000: [0.9, 0.9, 0.9], 8000: [1.0, 1.4, 1.8]}
-    points = [
-        measured(batch, context, value)
-        for context, row in table.items()
-        for batch, value in zip((1, 4, 16), row, strict=True)
-    ]
-    *evens, critical = lengths_of(points)
-    assert (critical["kind"], critical["context"], critical["of_measured"]) == ("critical length", 2000.0, "between")
-    assert critical["slopes"] == pytest.approx([-0.05, 0.0, 0.2])
-    assert [(r["kind"], r["batch"]) for r in evens] == [("break-even", batch) for batch in (1, 4, 16)]
-    assert [r["phrase"] for r in evens] == ["none up to 8,000", "2,639", "2,333"]
-    (alone,) = lengths_of(points[::3])  # one batch: it has no slope
-    assert alone["kind"] == "break-even"
-
-
-# ---- what it had to cost ---------------------------------------------------------------------------------------------
+def test_without_a_text_the_bundled_document_is_shared_out_over_the_rows() -> None:
+    args = benchmark.parse(["--sweep", "budget", "--no-compile"])
+    mode = benchmark.ByBudget(benchmark.prepare(args))
+    assert len(mode.prompts) == 4 and len({tuple(prompt) for prompt in mode.prompts}) == 4
+    assert {len(prompt) for prompt in mode.prompts} == {len(mode.prompts[0])}
+    assert 1000 <= len(mode.prompts[0]) <= 4096
+    assert {point.setting.policy for point in mode.points} >= {"streaming", "snapkv", "quest", "guided", "lookup"}
+    assert not mode.job.skipped
 
 
 def test_the_prediction_is_the_rooflines_at_the_gammas_and_tokens_that_were_seen() -> None:
-    config = tiny_config()
     chip = Chip(name="test", bandwidth=1e6, peak=1e15)
-    ceiling = Ceiling(config=config, draft_config=None, chip=chip, weight_bytes=4.0, kv_bytes=4.0, tp=1)
+    system = System(model=tiny_config(), chip=chip, device="cpu", dtype="fp32", room=16)
     point = Point(batch=2, context=1000, setting=Setting(policy="streaming", budget=100), gamma=3)
     stats = EngineStats(decode_tokens=60, row_rounds=20, rounds=10, rounds_by_gamma={0: 2, 3: 8})
     weights = 4 * (2 * (2 * 32 * 8 * 6 + 3 * 32 * 48) + 258 * 32)
     entry = 2 * 2 * 2 * 2 * 8 * 4  # of both rows
     plain, drafting = (weights + entry * 1008) / 1e3, (weights + entry * 100) / 1e3
-    found = ceiling.predict(point, 16, stats)
+    found = points.predict(point, system, point.setting.draft(3, {}), stats)
     assert found["plain_ms"] == pytest.approx(plain)
     assert found["round_ms"] == pytest.approx(plain + 0.8 * 3 * drafting)
     assert found["speedup"] == pytest.approx(3.0 * plain / (plain + 0.8 * 3 * drafting))
-
-    def draft_ms(policy: str, budget: int | None = 100) -> float | None:
-        return ceiling.draft_ms(replace(point, setting=Setting(policy=policy, budget=budget)), 1008.0)
-
-    assert draft_ms("lookup", None) == 0.0 and draft_ms("hierarchy") is None
-    assert draft_ms("full", None) == pytest.approx(plain)
-    half = weights - 4 * (2 * 32 * 8 * 6 + 3 * 32 * 48)
-    assert draft_ms("early_exit") == pytest.approx((half + entry / 2 * 100) / 1e3)

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import batch
+import benchmark
 import flags
 import generate
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
@@ -114,3 +115,32 @@ def test_a_program_may_say_a_field_otherwise_or_leave_it_out(capsys: pytest.Capt
     assert "(default: 64,256)" in capsys.readouterr().out
     with pytest.raises(AssertionError, match="DraftConfig has no field budgets"):
         flags.add_flags(argparse.ArgumentParser(), DraftConfig, budgets={})
+
+
+# fields that benchmark.py has no flag for: --draft names who is cheap, --context says how long, and no row ends early
+ELSEWHERE = {"cheap", "max_seq_len", "stop", "ignore_eos"}
+SEVERAL = {
+    "batch_size": "--batch",
+    "policy": "--draft",
+    "budget": "--budget",
+    "gamma": "--gamma",
+    "temperature": "--temperature",
+}
+
+
+def test_every_field_but_those_that_others_say_is_a_flag_of_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.parse(["--help"])
+    assert stopped.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    fields = [field for config in CONFIGS for field in flags.public(config)]
+    assert {f.name for f in fields if f" {SEVERAL.get(f.name, flags.flag_of(f))} " not in shown} == ELSEWHERE
+
+
+@pytest.mark.parametrize("name", [name for _, name in FIELDS if name not in ELSEWHERE | SEVERAL.keys()])
+def test_what_is_typed_reaches_benchmark(name: str) -> None:
+    typed, value = GIVEN[name]
+    (config,) = (config for config, field in FIELDS if field == name)
+    (field,) = (field for field in flags.public(config) if field.name == name)
+    given = getattr(benchmark.parse(typed), flags.flag_of(field).removeprefix("--").replace("-", "_"))
+    assert given == (not value if name == "compile" else value)

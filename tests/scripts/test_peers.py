@@ -1,4 +1,4 @@
-"""benchmarks/peers.py: what it reads of a GGUF file, and of what llama.cpp says."""
+"""scripts/peers.py: what it reads of a GGUF file, and of what llama.cpp says."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import peers
+from gpt_fast_sd.measuring.peers import Entry, LlamaCpp, entries
 from gpt_fast_sd.model import read_config
-from peers import Entry, LlamaCpp, Reference, Timing, cell_report, entries
+from peers import Reference, Timing, cell_report
 
 NEEDS = {"weight_bytes": 4_000, "kv_bytes": 1_000, "roofline_ms": 5.0, "file_roofline_ms": 2.0}
 
@@ -72,20 +73,31 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
             pass
 
     monkeypatch.setattr(peers, "Worker", Quick)
-    monkeypatch.setattr(peers, "read_bandwidth", lambda: {"sum": 10.0})
+    monkeypatch.setattr(peers, "read_bandwidth", lambda: 10.0)
     file = tmp_path / "peers.json"
-    argv = ["peers.py", "--model", str(source), "--peers", "ours,transformers", "--batches", "1", "--steps", "2"]
+    argv = ["--model", str(source), "--peers", "ours,transformers", "--batches", "1", "--steps", "2"]
     argv += ["--repeats", "1", "--without", "eager", "--agree", "0", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", [*argv, "--contexts", "20"])
-    peers.main()
+    peers.main([*argv, "--contexts", "20"])
     assert [entry.peer for entry, _ in seen] == ["ours", "transformers"] and seen[1][0].mode == "sdpa"
     assert f"the file has {source.stat().st_size / 1e6:.1f} MB, dequantized to bf16" in capsys.readouterr().out
     first = json.loads(file.read_text())["cells"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--contexts", "20,30"])
-    peers.main()
+    peers.main([*argv, "--contexts", "20,30"])
     cells = json.loads(file.read_text())["cells"]
     assert cells[:1] == first and [cell["context"] for cell in cells] == [20, 30]
     assert "1 of 2 cells are in" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*argv, "--contexts", "20", "--threads", "99"])
-    with pytest.raises(SystemExit, match="was measured with threads"):
-        peers.main()
+    for flags, said in (
+        (["--contexts", "20", "--steps", "3"], "was measured with steps 2, not 3"),
+        (["--contexts", "1"], "a context has at least 2 tokens, got 1"),
+        (["--contexts", "20", "--json", "nowhere/x.json"], "there is no folder"),
+        (["--contexts", "20", "--plot", "x.txt"], "its name must end in .png"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            peers.main([*argv, *flags])
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_cells_in_the_repository_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = json.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "cpu" / "peers.json").read_text())["cells"]
+    peers.plot(cells, "peers", tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")

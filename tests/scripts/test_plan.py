@@ -56,6 +56,7 @@ def test_what_was_measured_is_shown_beside_what_is_predicted(capsys: pytest.Capt
         ("--device H200 --memory nan", "memory must be a positive number of GiB, got nan"),
         ("--device H200 --tp 2 --link 0", "bandwidth of a link must be positive, got 0.0"),
         ("--bandwidth -3 --flops 4", "bandwidth must be a positive number of GB/s, got -3"),
+        ("--bandwidth 0 --flops 4", "bandwidth must be a positive number of GB/s, got 0"),
         ("--bandwidth 4 --flops nan", "peak must be a positive number of TFLOP/s, got nan"),
         ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
         ("--device H200 --measured README.md", "README.md holds no results"),

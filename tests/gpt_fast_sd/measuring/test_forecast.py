@@ -12,7 +12,7 @@ import torch
 from gpt_fast_sd import DraftConfig, registry
 from gpt_fast_sd.measuring.chips import CHIPS, PCIE_5, Chip, Link, Ranks, chip_named, chip_of, nvlink
 from gpt_fast_sd.measuring.forecast import Kept, System, compare, default_policies, shape_of
-from gpt_fast_sd.measuring.planning import drafts_of, plan, text
+from gpt_fast_sd.measuring.planning import comparison, drafts_of, plan, text
 from gpt_fast_sd.measuring.replay import PROFILES
 from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, MOST, Efficiency, best_gamma
 from gpt_fast_sd.model import preset
@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[3]
 LLAMA, SMALL = preset("meta-llama/Llama-3.1-8B"), preset("meta-llama/Llama-3.2-1B")
 H200 = CHIPS["h200"]
 STREAMING = DraftConfig(policy="streaming", budget=512)
-SWEEP = ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json"
 
 
 def on_h200(**more: object) -> System:
@@ -276,9 +275,9 @@ def test_rates_that_are_none_make_no_chip_and_no_link(rate: float) -> None:
 
 def test_acceptance_is_what_is_said_else_what_was_measured_else_what_was_published() -> None:
     file = str(ROOT / "benchmarks" / "cpu" / "smollm2" / "acceptance_7900_t0.json")
-    kept = Kept.of(["snapkv=0.5", file])
-    assert kept.chances("snapkv", 999, 8000) == ((0.5,), "given")
-    chances, source = kept.chances("streaming", 256, 8000)
+    kept, few = Kept.of(["snapkv=0.5", file]), DraftConfig(policy="streaming", budget=256)
+    assert kept.chances(DraftConfig(policy="snapkv", budget=999), 8000) == ((0.5,), "given")
+    chances, source = kept.chances(few, 8000)
     shares = next(
         one["acceptance_by_position"]
         for one in json.loads(Path(file).read_text())["results"]
@@ -286,19 +285,21 @@ def test_acceptance_is_what_is_said_else_what_was_measured_else_what_was_publish
     )
     assert math.prod(chances) == pytest.approx(shares[-1]) and chances[0] == shares[0]
     assert source == "measured: acceptance_7900_t0.json, context 7,900, T 0"
-    with pytest.raises(ValueError, match="no acceptance of streaming with budget 999 was measured there, only of"):
-        kept.chances("streaming", 999, 8000)
-    chances, source = Kept.of([]).chances("streaming", 512, 8000)
+    with pytest.raises(ValueError, match=r"no acceptance of streaming 999 was measured there, only of .*streaming 128"):
+        kept.chances(replace(few, budget=999), 8000)
+    assert "measured" in kept.chances(DraftConfig(policy="lookup"), 8000)[1]  # which has no budget
+    chances, source = Kept.of([]).chances(STREAMING, 8000)
     assert chances == PROFILES["streaming"].chances and source.startswith("assumed: StreamingLLM 512")
     with pytest.raises(ValueError, match="nobody published an acceptance of lookup to assume"):
-        Kept.of([]).chances("lookup", 256, 8000)
+        Kept.of([]).chances(DraftConfig(policy="lookup"), 8000)
 
 
 def test_measured_acceptance_is_that_of_the_nearest_context_and_the_lowest_temperature() -> None:
     folder = ROOT / "benchmarks" / "cpu" / "smollm2"
-    files = [str(path) for path in sorted(folder.glob("acceptance_*.json"))]
-    assert "context 2,000, T 0" in Kept.of(files).chances("streaming", 256, 1500)[1]
-    assert "context 4,000, T 0" in Kept.of(files).chances("streaming", 256, 5000)[1]
+    kept = Kept.of([str(path) for path in sorted(folder.glob("acceptance_*.json"))])
+    draft = DraftConfig(policy="streaming", budget=256)
+    assert "context 2,000, T 0" in kept.chances(draft, 1500)[1]
+    assert "context 4,000, T 0" in kept.chances(draft, 5000)[1]
 
 
 @pytest.mark.parametrize("said", ["1.5", "nan", "-0.1", "x", "foo=0.5", "streaming=", "="])
@@ -330,9 +331,11 @@ def test_columns_of_a_plan_line_up_and_its_json_is_json() -> None:
     assert any(line.startswith("! 64 x 120,000 does not fit") for line in lines)
 
 
-def test_what_was_measured_stands_beside_what_the_sweep_itself_predicted() -> None:
-    stored = [one for one in json.loads(SWEEP.read_text())["points"] if one["status"] == "measured"]
-    found = compare(SWEEP)
+@pytest.mark.parametrize("sweep", ["sweep", "smollm2"])
+def test_what_was_measured_stands_beside_what_the_sweep_itself_predicted(sweep: str) -> None:
+    path = ROOT / "benchmarks" / "cpu" / sweep / "sweep.json"
+    stored = [one for one in json.loads(path.read_text())["points"] if one["status"] == "measured"]
+    found = compare(path)
     assert len(found) == len(stored) > 0
     for ours, theirs in zip(found, stored, strict=True):
         assert ours["plain_ms"] == pytest.approx(theirs["predicted"]["plain_ms"])
@@ -345,3 +348,17 @@ def test_shapes_are_those_of_presets_folders_and_the_bundled_model() -> None:
     assert shape_of("bundled").n_layers > 0
     with pytest.raises(ValueError, match="no preset is called 'nobody/nothing'"):
         shape_of("nobody/nothing")
+
+
+def test_drafts_without_a_budget_and_over_a_draft_model_are_compared(tmp_path: Path) -> None:
+    document = json.loads((ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json").read_text())
+    shape = document["settings"]["transformer"]
+    document["settings"] |= {"draft_model": "small", "draft_transformer": {**shape, "n_layers": 2}}
+    names = (("lookup", None), ("hierarchy/standalone", 64), ("early_exit", 64), ("quest", 256))
+    document["points"] = [{**document["points"][-1], "policy": policy, "budget": budget} for policy, budget in names]
+    file = tmp_path / "sweep.json"
+    file.write_text(json.dumps(document))
+    points = compare(file)
+    found = {one["policy"]: one for one in points}
+    assert list(found) == [policy for policy, _ in names] and all(one["speedup"] > 0 for one in points)
+    assert "hierarchy/standalone 64" in comparison(points, "a sweep")

@@ -13,15 +13,12 @@ from gpt_fast_sd.measuring.roofline import (
     ATTENTION_KERNELS,
     BESIDE_ATTENTION,
     EXPECTED,
-    FASTER,
     HEAD_KERNELS,
     IDEAL,
     PRACTICAL,
-    SLOWER,
     Efficiency,
     Forecast,
     Refresh,
-    alpha_of,
     best_gamma,
     kernels,
     linear_params,
@@ -129,10 +126,6 @@ def test_omega_is_the_closed_form_and_takes_a_chance_for_each_draft() -> None:
     assert omega(0, 0.8) == 1.0
     assert omega(4, 1.0) == 5.0
     assert omega(3, [0.5, 0.4]) == pytest.approx(1 + 0.5 + 0.5 * 0.4 + 0.5 * 0.4 * 0.4)
-    assert alpha_of(omega(6, 0.87), 6) == pytest.approx(0.87)
-    assert alpha_of(3.41, 3) == pytest.approx(0.894, abs=0.002)  # tokens a round of SnapKV drafts on PG-19
-    with pytest.raises(ValueError, match=r"a round of 3 drafts emits from 1 to 4 tokens, got 4\.5"):
-        alpha_of(4.5, 3)
 
 
 def test_judging_costs_a_round_of_drafts_and_no_round_without() -> None:
@@ -157,14 +150,12 @@ def test_expected_steps_of_a_full_h200_lie_where_their_parts_were_reckoned_to() 
         e: System(model=LLAMA, chip=H200).forecast(
             DraftConfig(policy="guided", budget=1024, page=16), 0.9, 16, 57344, 8, e
         )
-        for e in (IDEAL, PRACTICAL, SLOWER, EXPECTED, FASTER)
+        for e in (IDEAL, PRACTICAL, EXPECTED)
     }
     for name, low, high in (("target_seconds", 36, 43), ("draft_seconds", 5.2, 6.2), ("verify_seconds", 38, 46)):
-        inside = [getattr(steps[e], name) * 1e3 for e in (FASTER, EXPECTED, SLOWER)]
-        assert inside == sorted(inside) and low < inside[0] and inside[-1] < high
+        assert low < getattr(steps[EXPECTED], name) * 1e3 < high
         assert getattr(steps[IDEAL], name) < getattr(steps[PRACTICAL], name) < getattr(steps[EXPECTED], name)
-    judging = [steps[e].select_seconds for e in (FASTER, EXPECTED, SLOWER)]
-    assert 0.15e-3 <= judging[0] <= judging[1] <= judging[2] <= 0.4e-3
+    assert 0.15e-3 <= steps[EXPECTED].select_seconds <= 0.4e-3
     assert steps[PRACTICAL].select_seconds == 0.0
 
 

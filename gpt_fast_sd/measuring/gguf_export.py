@@ -1,7 +1,5 @@
 """Write a Hugging Face style Llama folder as one GGUF file, so that llama.cpp can be timed on the same weights.
 
-    python benchmarks/gguf_export.py MODEL_FOLDER OUT.gguf [--dtype f16|bf16|f32]
-
 Needs the `gguf` package. Matrices are written in --dtype, norms and rotary factors in fp32, as llama.cpp reads them.
 
 Shapes: N heads, H head dim, D model width.
@@ -9,8 +7,6 @@ Shapes: N heads, H head dim, D model width.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +14,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gpt_fast_sd.model import ModelConfig, load_model, read_config
 
@@ -137,23 +131,3 @@ def export_gguf(folder: Path, out: Path, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def main() -> None:
-    """Export one folder, or exit with one sentence."""
-    parser = argparse.ArgumentParser(description="Write a Hugging Face style Llama folder as a GGUF file.")
-    parser.add_argument("folder", type=Path, help="folder with config.json and *.safetensors")
-    parser.add_argument("out", type=Path, help="file to write")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="f16", help="dtype of the matrices (default f16)")
-    args = parser.parse_args()
-    try:
-        export_gguf(args.folder, args.out, args.dtype)
-    except ImportError as error:
-        sys.exit(f"gguf_export.py: {error}; install it with: pip install gguf")
-    except (ValueError, OSError) as error:
-        sys.exit(f"gguf_export.py: {error}")
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {args.dtype}")
-
-
-if __name__ == "__main__":
-    main()

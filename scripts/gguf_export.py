@@ -1,0 +1,37 @@
+"""Write a Hugging Face style Llama folder as one GGUF file, so that llama.cpp can be timed on the same weights.
+
+    python scripts/gguf_export.py MODEL_FOLDER OUT.gguf [--dtype f16|bf16|f32]
+
+Needs the `gguf` package; gpt_fast_sd/measuring/gguf_export.py says what is written how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
+
+from common import refuse
+from gpt_fast_sd.measuring.gguf_export import DTYPES, export_gguf
+
+PROGRAM = "gguf_export.py"
+
+
+def main() -> None:
+    """Export one folder, or exit with one sentence."""
+    parser = argparse.ArgumentParser(description="Write a Hugging Face style Llama folder as a GGUF file.")
+    parser.add_argument("folder", type=Path, help="folder with config.json and *.safetensors")
+    parser.add_argument("out", type=Path, help="file to write")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="f16", help="dtype of the matrices (default f16)")
+    args = parser.parse_args()
+    try:
+        export_gguf(args.folder, args.out, args.dtype)
+    except (ValueError, OSError) as error:
+        refuse(error, PROGRAM)
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {args.dtype}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,396 @@
+"""Measure acceptance where the continuation has to be copied from far back, beside prose of the same length.
+
+    python scripts/needles.py --text books/*.txt --json needles.json --plot needles.png
+
+needle    prose with one fact far back, asked for at the end
+lookup    a register of facts, one of which is asked for
+copy      a passage, the prose behind it, and the first half of the passage again: its second half should follow
+prose     a stretch of a book
+
+Every policy and budget drafts on the same prompts, whose slots keep their keys meanwhile. Texts should be unknown to
+the model. --json FILE is whole after every kind and length: started again with the same settings it goes on where it
+ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from bundled_data import DIGITS, distinct, fact, needle, number, person, question, thing
+from common import refuse
+from flags import add_engine_flags, add_flags, config_of, drafters, join, positive, sizes
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.loading import locate
+from gpt_fast_sd.measuring import machine, plots, prompts
+from gpt_fast_sd.measuring.grid import Setting, buildable, draft_fields, in_common, settings_of, up_to_date
+from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint
+from gpt_fast_sd.measuring.tables import Column, Table, shown
+from gpt_fast_sd.model import Tokenizer, load_tokenizer, read_config
+
+PROGRAM = "needles.py"
+KINDS = ("needle", "lookup", "copy", "prose")
+COPIED = 20  # tokens of a passage read again, or of prose, that are generated
+DEPTHS = (0.05, 0.4)  # of the facts that are asked for: far from both ends
+RESAMPLES = 2000  # of a bootstrap interval
+ENOUGH = 10  # prompts answered right, for a picture of them alone
+Record = dict[str, Any]
+
+
+# ---- the prompts -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A prompt, how many tokens follow it, and what they should be: a text, tokens, or (prose) anything."""
+
+    prompt: list[int]
+    new_tokens: int
+    answer: str | list[int] | None
+
+    def is_right(self, completion: Completion) -> bool | None:
+        """Whether this is the answer; None where there is none."""
+        if isinstance(self.answer, str):
+            return completion.text.startswith(self.answer)
+        return None if self.answer is None else completion.tokens == self.answer
+
+
+class Cases:
+    """Makes cases of a kind and length, prompt and answer together, out of held-out prose."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Mapping[str, list[int]], seed: int) -> None:
+        self.tokenizer, self.seed = tokenizer, seed
+        self.books = [torch.tensor(ids) for ids in texts.values()]
+
+    def make(self, kind: str, length: int, n: int) -> list[Case]:
+        """n cases; the same for the same seed, kind and length, whatever else was asked for."""
+        rng = np.random.default_rng([self.seed, KINDS.index(kind), length])
+        made: dict[str, Callable[[np.random.Generator, int], Case]] = {
+            "needle": self.needle, "lookup": self.lookup, "copy": self.copy, "prose": self.prose,
+        }  # fmt: skip
+        return [made[kind](rng, length) for _ in range(n)]
+
+    def needle(self, rng: np.random.Generator, length: int) -> Case:
+        """Prose with one fact far back, asked for at the end."""
+        probe = needle(self.tokenizer, rng, self.books, length, rng.uniform(*DEPTHS))
+        return Case(prompt=probe.prompt, new_tokens=DIGITS, answer=probe.answer)
+
+    def lookup(self, rng: np.random.Generator, length: int) -> Case:
+        """A register of facts that fills the length; one from its first part is asked for."""
+        make, entries = (person if rng.random() < 0.5 else thing), max(2, length // 14)
+        names = distinct(make, rng, min(entries, 2000))
+        values = [number(rng) for _ in names]
+        place = rng.uniform(*DEPTHS)
+        while True:
+            asked = int(place * len(names))
+            lines = [fact(name, value) for name, value in zip(names, values, strict=False)]
+            prompt = self.tokenizer.encode("\n".join([*lines, question(names[asked])]))
+            excess = len(prompt) + DIGITS - length
+            if excess <= 0:
+                return Case(prompt=prompt, new_tokens=DIGITS, answer=values[asked])
+            if len(names) <= 2:
+                raise ValueError(f"a register of two facts does not fit into {length} tokens")
+            del names[max(2, len(names) - 1 - excess // 20) :]
+
+    def copy(self, rng: np.random.Generator, length: int) -> Case:
+        """A passage, the prose behind it, and the first half of the passage again: its second half should follow."""
+        cue = self.tokenizer.encode("\nRead it once more, word for word:\n", bos=False)
+        half = max(COPIED, length // 10)
+        between = length - 3 * half - len(cue) - COPIED - 1
+        if between < 0:
+            raise ValueError(f"a passage read twice does not fit into {length} tokens")
+        text = self.stretch(rng, 2 * half + between)  # in one piece: the answer does not come again by chance
+        prompt = [*self.bos, *text, *cue, *text[:half]]
+        return Case(prompt=prompt, new_tokens=COPIED, answer=text[half : half + COPIED])
+
+    def prose(self, rng: np.random.Generator, length: int) -> Case:
+        """A stretch of a book."""
+        if length <= COPIED + 1:
+            raise ValueError(f"prose needs more than {COPIED + 1} tokens, got {length}")
+        prompt = [*self.bos, *self.stretch(rng, length - COPIED - len(self.bos))]
+        return Case(prompt=prompt, new_tokens=COPIED, answer=None)
+
+    @property
+    def bos(self) -> list[int]:
+        """What a text begins with."""
+        return [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
+
+    def stretch(self, rng: np.random.Generator, n: int) -> list[int]:
+        """n tokens from anywhere in one of the books."""
+        book = self.books[int(rng.integers(len(self.books)))]
+        start = int(rng.integers(0, len(book) - n + 1))
+        ids: list[int] = book[start : start + n].tolist()
+        return ids
+
+
+# ---- the measurement -------------------------------------------------------------------------------------------------
+
+
+def measure_cell(engine: Engine, cases: Sequence[Case], drafts: Sequence[DraftConfig]) -> tuple[list[Any], list[Any]]:
+    """Decode the cases plainly, then with every draft, a batch at a time: its slots keep their keys meanwhile.
+
+    Whether each was answered right (None: there is no answer), and of every draft (accepted, drafted, emitted, rounds)
+    of each case.
+    """
+    right: list[bool | None] = []
+    counts: list[list[list[int]]] = [[] for _ in drafts]
+    for start in range(0, len(cases), engine.config.batch_size):
+        wave = cases[start : start + engine.config.batch_size]
+        rows = [case.prompt for case in wave]
+        params = [SamplingParams(max_tokens=case.new_tokens, ignore_eos=True) for case in wave]
+        plainly = engine.generate(rows, params, speculate=False)
+        right += [case.is_right(completion) for case, completion in zip(wave, plainly, strict=True)]
+        for draft, found in zip(drafts, counts, strict=True):
+            engine.redraft(draft)
+            told = [completion.stats for completion in engine.generate(rows, params)]
+            found += [[stats.accepted, stats.drafted, stats.emitted, stats.rounds] for stats in told]
+    return right, counts
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """The middle 95 %."""
+    return [float(end) for end in np.percentile(values, [2.5, 97.5])]
+
+
+def summarize(results: Sequence[Record], seed: int = 0) -> list[Record]:
+    """Per kind, prompts (all, or those answered right), budget and policy: ratios of sums and bootstrap intervals.
+
+    Prompts are resampled, the same ones for every policy, so that the lead over streaming is that of pairs.
+    """
+    summary = []
+    for kind in [k for k in KINDS if any(r["kind"] == k for r in results)]:
+        cells = [r for r in results if r["kind"] == kind]
+        right = [bool(x) for r in cells for x in r["right"]]
+        for subset in ("all",) if kind == "prose" else ("all", "right"):
+            keep = np.array([subset == "all" or x for x in right])
+            if not keep.any():
+                continue
+            counts = {  # of every policy and budget: [prompts, 4]
+                (t["policy"], t["budget"]): np.array(
+                    [row for r in cells for s in r["settings"] if same_setting(s, t) for row in s["prompts"]],
+                    dtype=float,
+                )[keep]
+                for t in cells[0]["settings"]
+            }
+            drawn = np.random.default_rng(seed).integers(0, keep.sum(), (RESAMPLES, keep.sum()))
+            resampled = {key: rows[drawn].sum(1) for key, rows in counts.items()}  # [resamples, 4]
+            for (policy, budget), rows in counts.items():
+                accepted, drafted, emitted, rounds = rows.sum(0)
+                again = resampled[policy, budget]
+                record = {
+                    "kind": kind, "prompts": subset, "n": int(keep.sum()), "policy": policy, "budget": budget,
+                    "drafted": int(drafted),
+                    "acceptance_rate": accepted / max(1, drafted),
+                    "acceptance_interval": interval(again[:, 0] / np.maximum(1, again[:, 1])),
+                    "tokens_per_round": emitted / rounds,
+                    "tokens_per_round_interval": interval(again[:, 2] / again[:, 3]),
+                }  # fmt: skip
+                if policy != "streaming" and ("streaming", budget) in counts:
+                    record |= lead(rows, counts["streaming", budget], again, resampled["streaming", budget])
+                summary.append(record)
+    return summary
+
+
+def same_setting(a: Record, b: Record) -> bool:
+    """Whether both are of one policy and budget."""
+    return bool(a["policy"] == b["policy"] and a["budget"] == b["budget"])
+
+
+def lead(rows: Any, others: Any, again: Any, others_again: Any) -> Record:
+    """By how much acceptance is above that of others on the same prompts, and on how many it is above and below."""
+    shares, other_shares = (x[:, 0] / np.maximum(1, x[:, 1]) for x in (rows, others))
+    totals, other_totals = (x.sum(0) for x in (rows, others))
+    resampled = again[:, 0] / np.maximum(1, again[:, 1]) - others_again[:, 0] / np.maximum(1, others_again[:, 1])
+    return {
+        "over_streaming": totals[0] / max(1, totals[1]) - other_totals[0] / max(1, other_totals[1]),
+        "over_streaming_interval": interval(resampled),
+        "prompts_above_streaming": int((shares > other_shares).sum()),
+        "prompts_below_streaming": int((shares < other_shares).sum()),
+    }
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def share(name: str, how: str) -> Callable[[Record], str]:
+    """A figure and its interval."""
+
+    def text(r: Record) -> str:
+        if name not in r:
+            return ""
+        low, high = r[f"{name.removesuffix('_rate')}_interval"]
+        return f"{r[name]:{how}} ({low:{how}} to {high:{how}})"
+
+    return text
+
+
+SUMMARY = Table(
+    Column("policy", lambda r: r["policy"], 12, left=True),
+    Column("budget", lambda r: shown(r["budget"], ",")),
+    Column("acceptance, 95 %", share("acceptance_rate", ".1%"), 24),
+    Column("tokens/round, 95 %", share("tokens_per_round", ".2f"), 20),
+    Column("over streaming, 95 %", share("over_streaming", "+.1%"), 26),
+    Column("above/below", lambda r: f"{r['prompts_above_streaming']}/{r['prompts_below_streaming']}"
+           if "over_streaming" in r else ""),
+)  # fmt: skip
+
+
+def print_summary(summary: Sequence[Record]) -> None:
+    """Acceptance with its interval, tokens per round, and the lead over streaming on the same prompts."""
+    for kind, subset in dict.fromkeys((r["kind"], r["prompts"]) for r in summary):
+        rows = [r for r in summary if (r["kind"], r["prompts"]) == (kind, subset)]
+        which = "" if kind == "prose" else " answered right" if subset == "right" else ", all of them"
+        print(f"\n{kind}, {rows[0]['n']} prompts{which}")
+        rows.sort(key=lambda r: (r["budget"] or 0, r["policy"] != "streaming"))
+        print(*SUMMARY.lines(rows), sep="\n")
+
+
+def draw(summary: Sequence[Record], title: str, path: Path) -> None:
+    """One panel a kind: acceptance over the budget with its interval, on prompts answered right if these are enough."""
+    policies, panels = [*dict.fromkeys(r["policy"] for r in summary)], []
+    for kind in dict.fromkeys(r["kind"] for r in summary):
+        enough = any(r["kind"] == kind and r["prompts"] == "right" and r["n"] >= ENOUGH for r in summary)
+        rows = [r for r in summary if (r["kind"], r["prompts"]) == (kind, "right" if enough else "all")]
+        panels.append(
+            plots.over_budget(
+                f"{kind}, {rows[0]['n']} prompts{' answered right' if enough else ''}", rows,
+                lambda r: r["acceptance_rate"], policies, ends=lambda r: tuple(r["acceptance_interval"]), percent=True,
+            )
+        )  # fmt: skip
+    plots.draw_panels(
+        [panels], path, title=title, ylabel="accepted drafts, 95 % interval", share="y", size=(3.4, 3.4), legend=True
+    )
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def kinds_of(text: str) -> list[str]:
+    """Names of KINDS: "needle,prose"."""
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in KINDS]:
+        raise argparse.ArgumentTypeError(f"there is no kind {unknown[0]!r}; there are {', '.join(KINDS)}")
+    return list(dict.fromkeys(names))
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; argparse itself refuses unknown flags."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--text", metavar="FILE", type=Path, nargs="+", required=True, help="UTF-8 texts unknown to the model")
+    add("--kinds", metavar="K,K", type=kinds_of, default=list(KINDS), help=f"default: {','.join(KINDS)}")
+    add("--lengths", metavar="N,N", type=sizes, default=[512, 1024, 2048], help="default: 512,1024,2048")
+    add("--n", metavar="N", type=positive, default=40, help="prompts of each kind and length (default: 40)")
+    add("--seed", metavar="S", type=positive, default=1, help="of the prompts (default: 1)")
+    add("--compile", action="store_true", help="compile the steps: pays off from some thousands of prompts on")
+    add("--json", metavar="FILE", type=Path, help="keep every result here; go on from what it holds")
+    add("--fresh", action="store_true", help="forget what --json holds")
+    add("--plot", metavar="FILE.png", type=Path, help="draw acceptance over the budget")
+    add_flags(
+        parser.add_argument_group("who drafts"), DraftConfig,
+        policy={"metavar": "P,P", "type": drafters, "default": ["streaming", "snapkv", "quest", "guided"]},
+        budget={"metavar": "K,K", "type": sizes, "default": [64, 96, 128, 256]}, gamma={"default": 4},
+        draft_model=None, draft_tp=None, cheap=None,
+    )  # fmt: skip
+    add_engine_flags(parser, batch_size={"default": 4}, max_seq_len=None, compile=None)
+    return parser.parse_args(argv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything that a run needs, checked."""
+
+    engine: Engine
+    cells: dict[tuple[str, int], list[Case]]  # of a kind and length
+    settings: list[Setting]
+    drafts: list[DraftConfig]
+    skipped: dict[str, str]
+    ledger: Ledger
+
+
+def prepare(args: argparse.Namespace) -> Job:
+    """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
+    check_writable(args.json, args.plot)
+    if args.plot:
+        plots.check_drawable("--plot", args.plot)
+    common = draft_fields(vars(args))
+    settings, skipped = buildable(settings_of(args.draft, args.budget), [args.gamma], common)
+    drafts, longest = [setting.draft(args.gamma, common) for setting in settings], max(args.lengths)
+    folder = locate(args.model)
+    config = read_config(folder)
+    if longest > config.n_positions:
+        raise ValueError(f"prompts of {longest:,} tokens are over the model's {config.n_positions:,} positions")
+    tokenizer = load_tokenizer(folder, config)
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer to read the texts with")
+    texts = {path.name: prompts.tokens_of(path, tokenizer) for path in args.text}
+    for name, ids in texts.items():
+        if len(ids) < longest:
+            raise ValueError(f"{name} has {len(ids):,} tokens, too few for prompts of {longest:,}")
+    maker = Cases(tokenizer, texts, args.seed)
+    cells = {(kind, length): maker.make(kind, length, args.n) for kind in args.kinds for length in args.lengths}
+    parallel = join(args)
+    if parallel.dp * parallel.tp > 1:
+        raise ValueError("needles.py runs in one process")
+    engine_config = config_of(EngineConfig, args, max_seq_len=longest, compile=args.compile)
+    engine = Engine.from_pretrained(args.model, engine_config, drafts[0], parallel=parallel)
+    common_settings = {
+        "model": str(args.model), "weights": fingerprint(engine.model), "dtype": engine.dtype_name,
+        "compiled": engine.compiled, "threads": torch.get_num_threads(),
+        "texts": {name: digest(ids) for name, ids in texts.items()}, "n": args.n, "gamma": args.gamma,
+        "seed": args.seed, "drafts": [[setting.policy, setting.budget] for setting in settings],
+    }  # fmt: skip
+    ledger = Ledger(
+        args.json, "speculation needles", common_settings | in_common(vars(args)), machine.environment(engine.device),
+        fresh=args.fresh, adapt=up_to_date,
+    )  # fmt: skip
+    return Job(engine=engine, cells=cells, settings=settings, drafts=drafts, skipped=skipped, ledger=ledger)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure every kind and length that is not in the file yet, then sum up."""
+    args = parse(argv)
+    try:
+        job = prepare(args)
+    except (ValueError, OSError) as error:
+        refuse(error, PROGRAM)
+    what = f"{args.model}, {job.engine.dtype_name}, gamma {args.gamma}"
+    print(f"{what}: {args.n} prompts of each kind and length")
+    for label, reason in job.skipped.items():
+        print(f"skipped {label}: {reason}")
+    todo = [cell for cell in job.cells if job.ledger.find({"kind": cell[0], "length": cell[1]}) is None]
+    for kind, length in tqdm(todo, desc="needles", unit="cell", leave=False):
+        right, counts = measure_cell(job.engine, job.cells[kind, length], job.drafts)
+        key = {"kind": kind, "length": length}
+        told = [
+            {"policy": setting.policy, "budget": setting.budget, "prompts": found}
+            for setting, found in zip(job.settings, counts, strict=True)
+        ]
+        job.ledger.put(key, key | {"right": right, "settings": told})
+        job.ledger.write()
+        answered = "" if kind == "prose" else f", {sum(map(bool, right))} of {len(right)} answered right"
+        tqdm.write(f"{kind:<8}{length:>7,} tokens{answered}")
+    summary = summarize([r for r in job.ledger.records if (r["kind"], r["length"]) in job.cells])
+    job.ledger.write(summary=summary, skipped=job.skipped)
+    print_summary(summary)
+    if args.plot:
+        draw(summary, what, args.plot)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,144 @@
+"""scripts/needles.py on a small scale: what it writes, that it goes on, its sums, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import needles
+from gpt_fast_sd import Engine
+from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.model import load_tokenizer, read_config
+from needles import KINDS, Cases, summarize
+from tests.helpers import random_ids
+
+NEEDLES = [
+    "--text",
+    str(BUNDLED / "document.txt"),
+    "--lengths",
+    "192",
+    "--n",
+    "3",
+    "--budget",
+    "64",
+    "--batch-size",
+    "2",
+]
+NEEDLES += ["--draft", "streaming,guided", "--kinds", "needle,prose"]
+
+
+def read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def test_needles_writes_counts_and_spread_of_every_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file, picture = tmp_path / "needles.json", tmp_path / "needles.png"
+    needles.main([*NEEDLES, "--json", str(file), "--plot", str(picture)])
+    document = read(file)
+    assert [(r["kind"], r["length"], len(r["right"])) for r in document["results"]] == [
+        ("needle", 192, 3), ("prose", 192, 3),
+    ]  # fmt: skip
+    assert [len(s["prompts"]) for r in document["results"] for s in r["settings"]] == [3, 3, 3, 3]
+    overall = [r for r in document["summary"] if r["prompts"] == "all"]
+    assert [(r["kind"], r["policy"]) for r in overall] == [
+        ("needle", "streaming"), ("needle", "guided"), ("prose", "streaming"), ("prose", "guided"),
+    ]  # fmt: skip
+    for r in overall:
+        low, high = r["acceptance_interval"]
+        assert r["n"] == 3 and low <= r["acceptance_rate"] <= high
+        assert ("over_streaming" in r) == (r["policy"] == "guided")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    first = capsys.readouterr().out
+    assert "of 3 answered right" in first
+    needles.main([*NEEDLES, "--json", str(file)])  # nothing is left to measure, the sums are the same
+    assert capsys.readouterr().out.split("\n\n")[1:] == first.split("\n\n")[1:]
+    document["results"].pop()
+    file.write_text(json.dumps(document))
+    needles.main([*NEEDLES, "--json", str(file)])  # what is not there is measured again
+    assert len(read(file)["results"]) == 2 and "prose" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        needles.main([*NEEDLES, "--json", str(file), "--gamma", "2"])
+    assert "was measured with gamma 4, not 2" in capsys.readouterr().err
+
+
+def test_the_slots_keep_their_keys_from_policy_to_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefilled: list[tuple[str, int]] = []
+    generate = Engine.generate
+
+    def noting(engine: Engine, *args: Any, speculate: bool = True, **others: Any) -> Any:
+        found = generate(engine, *args, speculate=speculate, **others)
+        prefilled.append((engine.draft.policy if speculate else "off", engine.stats.prefill_tokens))
+        return found
+
+    monkeypatch.setattr(Engine, "generate", noting)
+    needles.main([*NEEDLES, "--kinds", "needle"])
+    assert [policy for policy, _ in prefilled] == ["off", "streaming", "guided"] * 2
+    assert all(n == 0 for policy, n in prefilled if policy != "off")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [200, 512])
+def test_a_case_fits_its_length_and_its_answer_stands_far_back(kind: str, length: int) -> None:
+    tokenizer = load_tokenizer(BUNDLED, read_config(BUNDLED))
+    assert tokenizer is not None
+    maker = Cases(tokenizer, {"words": random_ids(4000, vocab_size=tokenizer.vocab_size)}, seed=3)
+    cases = maker.make(kind, length, 6)
+    assert cases == maker.make(kind, length, 6)
+    for case in cases:
+        assert length - 40 <= len(case.prompt) + case.new_tokens <= length
+        text = tokenizer.decode(case.prompt)
+        if isinstance(case.answer, str):
+            place = text.index(case.answer)
+            assert text.count(case.answer) == 1 and place < 0.6 * len(text)
+        elif case.answer is not None:
+            n = len(case.answer)
+            places = [i for i in range(len(case.prompt)) if case.prompt[i : i + n] == case.answer]
+            assert len(places) == 1 and places[0] < length / 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--kinds", "riddle"], "there is no kind 'riddle'"),
+        (["--lengths", "20000"], "prompts of 20,000 tokens are over the model's 16,384 positions"),
+        (["--lengths", "16000"], "tokens, too few for prompts of 16,000"),
+        (["--lengths", "30"], "does not fit into 30 tokens"),
+        (["--draft", "standalone"], "needs draft_model"),
+        (["--budget", "8"], "budget must be at least 12"),
+        (["--json", "nowhere/x.json"], "there is no folder"),
+        (["--plot", "x.txt"], "its name must end in .png"),
+        (["--model", "nowhere"], "no folder nowhere"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        needles.main([*NEEDLES, *argv])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and out == "" and "Traceback" not in err
+    assert said in err.strip().splitlines()[-1]
+
+
+def test_the_lead_over_streaming_is_that_of_the_same_prompts() -> None:
+    streaming = {"policy": "streaming", "budget": 64, "prompts": [[0, 4, 1, 1], [4, 4, 5, 1]]}
+    guided = {"policy": "guided", "budget": 64, "prompts": [[4, 4, 5, 1], [4, 4, 5, 1]]}
+    result = {"kind": "needle", "length": 9, "right": [True, False], "settings": [streaming, guided]}
+    summary = {(r["prompts"], r["policy"]): r for r in summarize([result, result])}
+    assert summary["all", "streaming"]["acceptance_rate"] == 0.5 and summary["all", "streaming"]["n"] == 4
+    assert summary["all", "streaming"]["tokens_per_round"] == 3.0
+    lead = summary["all", "guided"]
+    assert lead["over_streaming"] == 0.5 and lead["acceptance_interval"] == [1.0, 1.0]
+    assert (lead["prompts_above_streaming"], lead["prompts_below_streaming"]) == (2, 0)
+    low, high = lead["over_streaming_interval"]
+    assert 0 <= low < 0.5 < high <= 1
+    right = summary["right", "streaming"]
+    assert (right["n"], right["acceptance_rate"]) == (2, 0.0)
