@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.measuring.chips import CHIPS, Chip, chip_of, measure
+from gpt_fast_sd.measuring.chips import CHIPS, Chip, chip_of, measure, rates_here
 from gpt_fast_sd.measuring.machine import clocks, environment
 from gpt_fast_sd.model import ModelConfig, Transformer
 
@@ -134,11 +134,9 @@ def difference(out: Tensor, expected: Tensor) -> float:
 
 def machine(setup: Setup) -> Record:
     """Names, versions and clocks; and the rates that everything else is held against, measured."""
-    small = setup.tiny
-    rates = measure(
-        setup.device, n_bytes=2**22 if small else 4 * GIB, size=64 if small else 8192,
-        dtype=torch.bfloat16 if setup.on_cuda else torch.float32, repeats=3 if small else 20,
-    )  # fmt: skip
+    dtype = torch.bfloat16 if setup.on_cuda else torch.float32
+    tiny = {"n_bytes": 2**22, "size": 64, "repeats": 3}
+    rates = measure(setup.device, dtype=dtype, **tiny) if setup.tiny else rates_here(setup.device, dtype)
     print(
         f"copy {rates.copy / 1e9:,.0f} GB/s, read {rates.read / 1e9:,.0f} GB/s, "
         f"matrix products {rates.matmul / 1e12:,.1f} TFLOP/s"

@@ -157,7 +157,7 @@ def test_the_machine_of_a_chip_is_described(monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    monkeypatch.setattr(shared, "measure", lambda *args, **kwargs: Rates(copy=4e12, read=4.1e12, matmul=7e14))
+    monkeypatch.setattr(shared, "rates_here", lambda *args: Rates(copy=4e12, read=4.1e12, matmul=7e14))
     found = shared.machine(replace(dry_setup(), device=torch.device("cuda"), tiny=False, free=139 * 2**30))
     json.dumps(found)
     assert found["data_sheet"]["name"] == "H200 SXM" and found["rates"]["read"] == 4.1e12
