@@ -5,6 +5,7 @@ Shapes: B batch rows, T tokens in this call, S cache capacity.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.measuring.chips import CHIPS, Chip, chip_of, measure, rates_here
+from gpt_fast_sd.measuring.ledger import short_name
 from gpt_fast_sd.measuring.machine import clocks, environment
 from gpt_fast_sd.model import ModelConfig, Transformer
 
@@ -23,6 +25,15 @@ from .aims import Cell, cell_for
 
 Record = dict[str, Any]
 GIB = 2**30
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("gpt_fast_sd", "model", "tp", "tests")
+
+
+@functools.cache
+def tree_of() -> str:
+    """A short name that changes with the sources, those of the tests included."""
+    files = sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp"))
+    return short_name(b"".join(str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in files))
 
 
 @dataclass(frozen=True, kw_only=True)
