@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpt_fast_sd.measuring.ledger import short_name, write_whole
+from gpt_fast_sd.measuring.ledger import write_whole
 
-from .setup import Record, Setup
+from .setup import ROOT, Record, Setup, tree_of
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("gpt_fast_sd", "model", "tp", "tests")
 SAID = 2000  # characters of what a test said that failed
-
-
-@functools.cache
-def tree_of() -> str:
-    """A short name that changes with the sources, those of the tests included."""
-    files = sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp"))
-    return short_name(b"".join(str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in files))
 
 
 class Outcomes:

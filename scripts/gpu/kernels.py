@@ -186,9 +186,11 @@ def peers(setup: Setup, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[
     def sdpa(backend: SDPBackend, heads_as_tokens: bool) -> Tensor:
         with sdpa_kernel(backend):
             if not heads_as_tokens:
-                return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-            out: Tensor = F.scaled_dot_product_attention(packed, k, v)  # [B, K, G * T, H]
-        return out.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, N, T, H]
+                out: Tensor = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+                return out
+            out = F.scaled_dot_product_attention(packed, k, v)  # [B, K, G * T, H]
+        out = out.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, N, T, H]
+        return out
 
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
     backends = backends | {"cuDNN": SDPBackend.CUDNN_ATTENTION} if setup.on_cuda else {"math": SDPBackend.MATH}

@@ -5,6 +5,7 @@ Shapes: B batch rows, T tokens in this call, S cache capacity.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.measuring.chips import CHIPS, Chip, chip_of, measure
+from gpt_fast_sd.measuring.chips import CHIPS, Chip, chip_of, measure, rates_here
+from gpt_fast_sd.measuring.ledger import short_name
 from gpt_fast_sd.measuring.machine import clocks, environment
 from gpt_fast_sd.model import ModelConfig, Transformer
 
@@ -23,6 +25,15 @@ from .aims import Cell, cell_for
 
 Record = dict[str, Any]
 GIB = 2**30
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("gpt_fast_sd", "model", "tp", "tests")
+
+
+@functools.cache
+def tree_of() -> str:
+    """A short name that changes with the sources, those of the tests included."""
+    files = sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp"))
+    return short_name(b"".join(str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in files))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +145,9 @@ def difference(out: Tensor, expected: Tensor) -> float:
 
 def machine(setup: Setup) -> Record:
     """Names, versions and clocks; and the rates that everything else is held against, measured."""
-    small = setup.tiny
-    rates = measure(
-        setup.device, n_bytes=2**22 if small else 4 * GIB, size=64 if small else 8192,
-        dtype=torch.bfloat16 if setup.on_cuda else torch.float32, repeats=3 if small else 20,
-    )  # fmt: skip
+    dtype = torch.bfloat16 if setup.on_cuda else torch.float32
+    tiny = {"n_bytes": 2**22, "size": 64, "repeats": 3}
+    rates = measure(setup.device, dtype=dtype, **tiny) if setup.tiny else rates_here(setup.device, dtype)
     print(
         f"copy {rates.copy / 1e9:,.0f} GB/s, read {rates.read / 1e9:,.0f} GB/s, "
         f"matrix products {rates.matmul / 1e12:,.1f} TFLOP/s"

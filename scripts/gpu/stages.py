@@ -7,14 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gpt_fast_sd.measuring.ledger import Ledger
 
 from .aims import ARMS, FULL
 from .cells import cell_stage
 from .kernels import timed_decode, timed_headline, timed_prefill, timed_select, timed_sparse
-from .setup import Record, Setup, machine
+from .setup import ROOT, Record, Setup, machine, tree_of
 
 DONE, FAILED, LEFT = "done", "failed", "left"
 
@@ -31,19 +30,12 @@ class Stage:
     def is_done(self, ledger: Ledger) -> bool:
         """Whether there is a result; tests are done when all of them have passed on the sources as they are now."""
         result = results_of(ledger).get(self.name)
-        return result is not None and ("tests" not in result or (result["ok"] and result["tree"] == tree()))
+        return result is not None and ("tests" not in result or (result["ok"] and result["tree"] == tree_of()))
 
 
 def results_of(ledger: Ledger) -> dict[str, Record]:
     """What the stages that are done have found, by stage."""
     return {record["stage"]: record["result"] for record in ledger.records if record["status"] == DONE}
-
-
-def tree() -> str:
-    """A short name that changes with the sources."""
-    from .correct import tree_of
-
-    return tree_of()
 
 
 def _tests(name: str, seconds: int, about: str) -> Stage:
@@ -75,7 +67,7 @@ def bundled(setup: Setup) -> Record:
         size = {"--batch": "2", "--context": "160", "--max-new-tokens": "8", "--budget": "96"}
     how = {"--draft": "streaming,snapkv,guided", "--gamma": "4", "--temperature": "0.8", "--pairs": str(setup.pairs)}
     where = {"--model": "bundled", "--device": setup.device.type, "--json": str(file)}
-    command = [sys.executable, str(Path(__file__).resolve().parents[1] / "benchmark.py")]
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark.py")]
     command += [word for pair in (size | how | where).items() for word in pair]
     command += ["--text", *map(str, setup.texts)] if setup.texts else []
     command += ["--no-compile"] if setup.tiny else ["--max-autotune"] if setup.max_autotune else []

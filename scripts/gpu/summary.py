@@ -56,13 +56,15 @@ def targets(results: Mapping[str, Record], setup: Setup) -> list[Row]:
             name = f"{aim.name}, {cell.name}"
             replayed = ran["replay"] if ran else []
             measured = next((one["ratio"]["median"] for one in replayed if one["profile"] == aim.arm), None)
-        unknown = measured is None or setup.tiny
+        shown, met = "not measured", "-"
+        if measured is not None and not setup.tiny:
+            shown = show(measured, aim.unit) + (f" ({where})" if where else "")
+            met = "yes" if aim.met(measured) else "no"
         good, expected = (aim.forecast(setup.chip, cell, efficiency) for efficiency in (PRACTICAL, EXPECTED))
         rows.append({
-            "target": name, "aim": aim.aim,
-            "measured": "not measured" if unknown else show(measured, aim.unit) + (f" ({where})" if where else ""),
+            "target": name, "aim": aim.aim, "measured": shown,
             "good public kernels": "-" if aim.key == "judge" else show(good, aim.unit),
-            "expected": show(expected, aim.unit), "met": "-" if unknown else "yes" if aim.met(measured) else "no",
+            "expected": show(expected, aim.unit), "met": met,
         })  # fmt: skip
     return rows
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from gpt_fast_sd import kernels
 from gpt_fast_sd.measuring.chips import Rates
 from gpu import kernels as timings
-from gpu import setup as setup_module
+from gpu import setup as shared
 from gpu.setup import Stopwatch
 from tests.gpuless import pools
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
@@ -118,7 +118,9 @@ def test_a_kernel_that_lets_rows_idle_is_not_timed(monkeypatch: pytest.MonkeyPat
         dry_run("time-decode-57344")
     monkeypatch.undo()
     monkeypatch.setattr(
-        timings, "queries", lambda setup, heads, n: (torch.randn(2, 4, n, 16), torch.full((2, n), heads.context))
+        timings,
+        "queries",
+        lambda setup, heads, n: (torch.randn(2, 4, n, 16).bfloat16(), torch.full((2, n), heads.context)),
     )
     with pytest.raises(RuntimeError, match=r"rows idle: {'rows_active': 0, 'tokens_fed': 1, 'keys_in_view': \[0, 0\]}"):
         dry_run("time-decode-57344")
@@ -139,7 +141,8 @@ def test_on_cuda_others_are_torchs_backends() -> None:
 
 
 @needs_fake_cuda
-def test_the_causal_peer_on_cuda_reads_the_keys_of_a_head_once() -> None:
+def test_the_causal_peer_on_cuda_reads_the_keys_of_a_head_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timings, "causal_lower_right", lambda *size: None)  # no fake tensor can be of its class
     heads = timings.Heads(batch=1, context=512, group=2, n_kv=2, head_dim=16)
     with fake_cuda_tensors():
         q, k = (torch.empty(1, n, t, 16, dtype=torch.bfloat16, device="cuda") for n, t in ((4, 32), (2, 768)))
@@ -154,8 +157,8 @@ def test_the_machine_of_a_chip_is_described(monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    monkeypatch.setattr(setup_module, "measure", lambda *args, **kwargs: Rates(copy=4e12, read=4.1e12, matmul=7e14))
-    found = setup_module.machine(replace(dry_setup(), device=torch.device("cuda"), tiny=False, free=139 * 2**30))
+    monkeypatch.setattr(shared, "rates_here", lambda *args: Rates(copy=4e12, read=4.1e12, matmul=7e14))
+    found = shared.machine(replace(dry_setup(), device=torch.device("cuda"), tiny=False, free=139 * 2**30))
     json.dumps(found)
     assert found["data_sheet"]["name"] == "H200 SXM" and found["rates"]["read"] == 4.1e12
     assert found["environment"]["capability"] == [9, 0] and found["environment"]["free_bytes"] == 139 * 2**30
