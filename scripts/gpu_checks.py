@@ -237,7 +237,8 @@ def correct_select(setup: Setup) -> Record:
             findings.add("page_bounds", what, wrong(got, expected), 0.0)
             q = torch.randn(3, N_KV * group, 2, head_dim, generator=generator).to(dtype)
             n_closed = torch.tensor([40, 9, 0])
-            chosen = kernels.quest_pages(*(x.to(setup.device) for x in (q, bounds, n_closed)), 12)
+            given = q.to(setup.device), bounds.to(setup.device), n_closed.to(setup.device)
+            chosen = kernels.quest_pages(*given, 12)
             findings.add("quest_pages", what, shortfall(q, bounds, n_closed, chosen.cpu()), 1e-5)
     return findings.record()
 
