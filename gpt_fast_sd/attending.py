@@ -1,4 +1,6 @@
-"""How the engine's caches are read: densely, or at listed entries and a window; all else is what is read, and when.
+"""How a layer of the cache is read: densely, or at listed entries and a window. All attention of the engine is here.
+
+Which body attends, C++, Triton or PyTorch, is chosen by the operators in kernels/.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, H head dim, C listed entries.
 """
@@ -24,7 +26,7 @@ MOST_DECODED = 32  # query tokens that flash-decoding serves; with more there ar
 
 
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Attend to those of a layer's first n_keys entries that are at or before each query; at or past n_keys it gives 0.
+    """Attend to those of a layer's first n_keys entries that are at or before each query; one past them all gives 0.
 
     q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page the attention mass that each block of so many keys
     received: fp32 [B, K, n_keys // page]
