@@ -26,10 +26,10 @@ Shape = tuple[int, int, int]  # G, H, T
 
 
 def of_dtypes(shapes: tuple[Shape, ...]) -> list[Any]:
-    """Parameters (G, H, T, dtype): bf16 of every shape, fp32 and fp16 of every third."""
+    """Parameters (G, H, T, dtype): bf16 of every shape, fp32 and fp16 of every third; the interpreter takes two."""
     return [
         pytest.param(*shape, dtype, id=f"G{shape[0]}-H{shape[1]}-T{shape[2]}-{str(dtype).removeprefix('torch.')}")
-        for i, shape in enumerate(shapes)
+        for i, shape in enumerate(shapes[1:5:3] if INTERPRETED else shapes)
         for dtype in (dense.DTYPES if i % 3 == 0 else (dense.BF16,))
     ]
 
