@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LLAMA, SMALL = preset("meta-llama/Llama-3.1-8B"), preset("meta-llama/Llama-3.2-1B")
 H200 = CHIPS["h200"]
 STREAMING = DraftConfig(policy="streaming", budget=512)
+SWEEP = ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json"
 
 
 def on_h200(**more: object) -> System:
