@@ -64,7 +64,7 @@ def run_tests(setup: Setup, name: str) -> Record:
     device = torch.cuda.get_device_name(setup.device) if setup.on_cuda else "cpu"
     outcomes = Outcomes(setup.out / "tests.json", {"tree": tree_of(), "device": device})
     file, config = ROOT / "tests" / "gpu" / name, ROOT / "pyproject.toml"
-    marked = "gpu" if setup.on_cuda else "not gpu and not slow"
+    marked = "gpu" if setup.on_cuda else "not gpu"
     # not captured: the traceback of a test that takes too long is written as the process ends
     options = ["-s", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", str(config), "-m", marked, str(file)]
     code = pytest.main(options, plugins=[outcomes])

@@ -13,7 +13,7 @@ from torch import Tensor
 from gpt_fast_sd import kernels
 from tests.gpt_fast_sd.kernels.dense import DTYPES, FP32
 from tests.gpt_fast_sd.kernels.selected import best, rows_of_every_kind
-from tests.gpu.place import INTERPRETED, Place, difference, of_dtypes
+from tests.gpu.place import HAS_CUDA, Place, difference, of_dtypes
 from tests.gpu.truths import TOLERANCE, miscut, shortfall
 
 pytestmark = pytest.mark.usefixtures("bodies")
@@ -54,9 +54,7 @@ def test_listed_entries_and_a_tail_are_attended_to_as_in_fp64(
     assert near(got, case.expected()[0], dtype)
 
 
-@pytest.mark.parametrize(
-    ("group", "head_dim", "n_tokens", "dtype"), of_dtypes(CHUNKS[1:2] + CHUNKS[3:] if INTERPRETED else CHUNKS)
-)
+@pytest.mark.parametrize(("group", "head_dim", "n_tokens", "dtype"), of_dtypes(CHUNKS))
 def test_chunks_attend_as_in_fp64_and_keys_get_the_mass_that_was_paid_them(
     place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype
 ) -> None:
@@ -76,7 +74,7 @@ def test_chunks_attend_as_in_fp64_and_keys_get_the_mass_that_was_paid_them(
 SELECTIONS = ((7, 3), (100, 33), (1024, 64), (1792, 56), (40, 64), (28672, 1900))
 
 
-@pytest.mark.parametrize(("n_scores", "n"), SELECTIONS[:3] if INTERPRETED else SELECTIONS)
+@pytest.mark.parametrize(("n_scores", "n"), SELECTIONS if HAS_CUDA else SELECTIONS[:3])
 def test_the_places_selected_are_those_of_a_stable_sort(place: Place, n_scores: int, n: int) -> None:
     rows = rows_of_every_kind(n_scores)  # ties, NaN, infinities
     scores, n_valid = torch.stack([rows, rows.flip(0)]).view(2, 3, 3, -1), torch.tensor([n_scores, n_scores // 2, 0])
@@ -116,7 +114,7 @@ ROUNDING = 1e-12  # of the mass of a row: exp in fp64 may differ by a bit where 
 
 @pytest.mark.parametrize("kind", ["all differ", "ties", "few possible"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", (512,) if INTERPRETED else VOCABULARIES)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES if HAS_CUDA else (512,))
 def test_filters_cut_where_a_sort_of_the_whole_vocabulary_does(
     place: Place, vocabulary: int, dtype: torch.dtype, kind: str
 ) -> None:

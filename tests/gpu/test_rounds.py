@@ -29,7 +29,15 @@ DRAFTS = (  # of every kind that shares no code with the others
 )
 KINDS = {"greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 7}}
 
-each_draft = pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.policy)
+DEAR = dict.fromkeys(("snapkv", "quest", "lookup"), pytest.mark.slow)
+
+
+def name_of(draft: DraftConfig) -> str:
+    """What its tests are called."""
+    return draft.policy
+
+
+each_draft = pytest.mark.parametrize("draft", DRAFTS, ids=name_of)
 
 
 @dataclass
@@ -77,7 +85,7 @@ def bundled(place: Place, captures: None) -> Iterator[Both]:
     yield Both(modes, prompts, 48 if place.on_cuda else 4)
 
 
-@each_draft
+@pytest.mark.parametrize("draft", [pytest.param(one, marks=DEAR.get(one.policy, ())) for one in DRAFTS], ids=name_of)
 def test_captured_rounds_give_the_tokens_of_rounds_that_are_launched_kernel_by_kernel(
     random: Both, draft: DraftConfig
 ) -> None:
@@ -87,7 +95,7 @@ def test_captured_rounds_give_the_tokens_of_rounds_that_are_launched_kernel_by_k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", DRAFTS[:3], ids=lambda draft: draft.policy)
+@pytest.mark.parametrize("draft", DRAFTS[:3], ids=name_of)
 def test_captured_rounds_of_a_real_model_lose_no_token_and_compile_nothing_anew(
     bundled: Both, draft: DraftConfig, place: Place, record_property: Callable[[str, object], None]
 ) -> None:

@@ -135,20 +135,24 @@ def test_a_short_prompt_is_sampled(short: Made, how: dict[str, Any], record_prop
     record_property("seen", short.drawn([replace(p, **how) for p in short.greedy]))
 
 
+@pytest.mark.slow
 def test_a_second_engine_decodes_a_document(document: Made, record_property: Seen) -> None:
     record_property("seen", document.both_ways())
 
 
+@pytest.mark.slow
 def test_greedy_sampled_and_filtered_rows_share_a_batch(document: Made, record_property: Seen) -> None:
     record_property("seen", document.drawn(document.params))
 
 
+@pytest.mark.slow
 def test_an_engine_may_be_redrafted(document: Made, record_property: Seen) -> None:
     document.engine.redraft(DraftConfig(policy="guided", budget=FEW, gamma=4))
     mixed = document.drawn(document.params, drafts=True)
     record_property("seen", f"{mixed}; all greedy: {document.both_ways(drafts=True)}")
 
 
+@pytest.mark.slow
 def test_another_policy_may_be_set(document: Made, record_property: Seen) -> None:
     engine = document.engine
     engine.policy = build_policy(DraftConfig(policy="snapkv", budget=FEW, gamma=4), engine.target, None)
@@ -158,6 +162,7 @@ def test_another_policy_may_be_set(document: Made, record_property: Seen) -> Non
     record_property("seen", f"{mixed}; all greedy: {document.both_ways(drafts=True)}")
 
 
+@pytest.mark.slow
 def test_an_engine_that_goes_changes_nothing_for_another(
     short: Made, said_first: list[list[int]], engines: dict[str, Made], record_property: Seen
 ) -> None:

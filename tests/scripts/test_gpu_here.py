@@ -25,9 +25,10 @@ def test_tests_for_a_chip_are_skipped_with_one_reason_where_there_is_none() -> N
     reasons = {line.partition(": ")[2] for line in run.stdout.splitlines() if line.startswith("SKIPPED")}
     assert reasons == {f"torch sees no CUDA device here: {why_no_cuda()}"}
     counted = re.search(r"^(\d+) skipped, (\d+) deselected", run.stdout, re.M)
-    assert counted and int(counted[1]) > 90 and run.returncode == 0
+    assert counted and int(counted[1]) > 50 and run.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_test_that_takes_too_long_on_a_chip_ends_its_process_and_shows_where(tmp_path: Path) -> None:
     marks = "@pytest.mark.gpu\n@pytest.mark.seconds(1)\n"
     (tmp_path / "test_hangs.py").write_text(f"import time, pytest\n{marks}def test_hangs():\n    time.sleep(60)\n")
