@@ -74,7 +74,7 @@ def chip_for(
         named = f", {' and '.join(given)} as given" if given else ""
         return replace(chip, **given, name=f"{chip.name}{named}"), "cuda"
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name(here) if here.type == "cuda" else f"this CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(here) if here.type == "cuda" else f"this CPU, threads: {torch.get_num_threads()}"
     found = rates_here(here, dtype)
     return replace(found.chip(f"{name}, as measured now", memory=free_memory(here) or math.inf), **given), here.type
 

@@ -117,8 +117,8 @@ def text(document: Record, subject: str) -> str:
         "", *TABLE.lines(cells), "",
         LEGEND.format(room=settings["max_new_tokens"]),
     ]  # fmt: skip
-    told = {label(one): one["acceptance_source"] for one in cells if one["acceptance_source"] != "given"}
-    lines += [f"{'*' if why.startswith('assumed') else ' '} {name}, {why}" for name, why in told.items()]
+    told = dict.fromkeys((label(one), one["acceptance_source"]) for one in cells if one["acceptance_source"] != "given")
+    lines += [f"{'*' if why.startswith('assumed') else ' '} {name}, {why}" for name, why in told]
     for rows, context in dict.fromkeys((one["batch"], one["context"]) for one in cells if not one["fits"]):
         most = max(
             (one for one in cells if (one["batch"], one["context"]) == (rows, context)),
