@@ -251,11 +251,11 @@ class Bench:
 
         def noting(step: Callable[..., Any]) -> Callable[..., Any]:
             def noted(
-                model: Any, tokens: Tensor, pos: Tensor, k: Any, v: Any, in_view: Tensor, *rest: Any, **how: Any
+                model: Any, tokens: Tensor, pos: Tensor, layers: Any, in_view: Tensor, *rest: Any, **how: Any
             ) -> Any:
                 read = torch.where(pos < in_view.shape[0] * SPLIT, pos + 1, 0)  # [B, T]
                 notes.append((tokens.shape[1], read.amax(1)))
-                return step(model, tokens, pos, k, v, in_view, *rest, **how)
+                return step(model, tokens, pos, layers, in_view, *rest, **how)
 
             return noted
 
