@@ -154,13 +154,14 @@ class System:
     ) -> Forecast:  # fmt: skip
         """Rounds of gamma drafts, what their selection costs included; gamma 0 is plain decoding."""
         policy, costs = registry.policy_class(draft.policy), {"efficiency": efficiency, **self.costs}
-        theirs = self.draft_model and replace(self.draft_model)  # another one, even if the target has the same shape
+        theirs = self.draft_model and replace(self.draft_model)  # another one, also of the target's shape
         own = {"efficiency": efficiency, **self._costs(self.draft_ranks(draft))}
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
         tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
         for step in policy.model_steps(draft, self.model, theirs, gamma) if gamma else ():
-            view, of_step = registry.view_class(step.view), own if step.model is theirs else costs
+            view = registry.view_class(step.view)
+            of_step = own if step.model is theirs else costs
             size = (step.model, self.chip, batch)
             drafting += step.count * step_seconds(
                 *size, step.n_tokens, view.reads(draft, int(context)), attention=step.view, **of_step
@@ -303,7 +304,11 @@ class Kept:
 
 
 def _measured_acceptance(path: Path) -> list[Record]:
-    """Acceptance in the results of a frontier or a sweep, of drafts that follow accepted ones."""
+    """Acceptance in the results of a frontier or a sweep, of drafts that follow accepted ones.
+
+    By shares of position i and i - 1, which is exact where every round drafted as many: gamma "auto" drafts far where
+    that pays, so that there it is a guess.
+    """
     document, found = read_document(path, "frontier", "batch"), []
     for one in document.get("results") or document.get("points") or ():
         shares = one.get("acceptance_by_position")

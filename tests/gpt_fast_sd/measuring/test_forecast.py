@@ -291,7 +291,7 @@ def test_chips_are_known_by_what_users_and_drivers_call_them() -> None:
     assert chip_of("NVIDIA A100-SXM4-40GB") is CHIPS["a100 40gb"]
     assert chip_of("NVIDIA L40S") is CHIPS["l40s"] and chip_of("NVIDIA L4") is CHIPS["l4"]
     assert chip_of("NVIDIA GeForce GTX 1080") is None
-    with pytest.raises(ValueError, match=r"device must be this or one of a100, .* got 'H300'"):
+    with pytest.raises(ValueError, match=r"device must be 'this' or one of a100, .* got 'H300'"):
         chip_named("H300")
 
 
