@@ -87,8 +87,8 @@ def drafters(text: str) -> list[str]:
 def add_flags(parser: Parser, config: type[Config], **changes: Change) -> None:
     """A flag for every public field.
 
-    changes: by the field's name, what this program says otherwise: default, help, type, metavar, flag (its name), allowed
-    (values that help names), and unset (what the default None means). None: it has no flag here, another one says it.
+    changes: by the field's name, what this program says otherwise: default, help, type, metavar, flag (its name),
+    allowed (named by help), and unset (what the default None means). None: it has no flag here, another one says it.
     """
     hints = get_type_hints(config)
     for field in public(config):

@@ -202,9 +202,10 @@ class System:
         needed = self.draft_model if registry.policy_class(draft.policy).needs_model(draft) else None
         ranks = self.draft_ranks(draft)
         parts = [(self.model, self.tp)] + ([(needed, ranks.n if ranks else 1)] if needed else [])
-        target, *theirs = (local_config(*part) for part in parts)
+        target, theirs = [*(local_config(*part) for part in parts), None][:2]
+        assert target
         plan = MemoryPlan.of(
-            config, draft, target, theirs[0] if theirs else None, TORCH_DTYPES[self.kv_dtype or self.dtype], device=device,
+            config, draft, target, theirs, TORCH_DTYPES[self.kv_dtype or self.dtype], device=device,
             weights=sum(model.n_params // n * size for model, n in parts), groups=int(self.tp > 1),
             whole=have or 0, ranks=self.tp, packs=not on_cuda and self.dtype == "bf16" and not self.quantize,
         )  # fmt: skip
