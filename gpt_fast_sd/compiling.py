@@ -132,6 +132,7 @@ def can_compile(device: torch.device) -> bool:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        warnings.warn("compile=True needs a C++ compiler, and none was found: running eagerly, slower", stacklevel=3)
+        said = "compile=True needs a C++ compiler, and none was found: running eagerly, slower"
+        warnings.warn(said, stacklevel=4)  # the line that builds the engine, past the engine's own and target_of
         return False
     return True

@@ -100,8 +100,8 @@ def judge_step(rows: Rows, kind: Kind, logits: Tensor, draft: Draft, replay: Ove
     verdict, _ = rows.judge(logits, pos, kind, draft.tokens, draft.q, cap, accept=ACCEPT_STREAM, own=TARGET_STREAM)
     if replay is not None:
         verdict = replay.apply(verdict, draft.tokens, cap)
-    committed = rows.commit(draft.tokens, cap, verdict)  # [B, gamma + 4]
     by_whom = draft.proposer if draft.proposer is not None else torch.zeros_like(draft.tokens)  # [B, gamma]
-    # commit puts the next token in its place
+    # commit puts the next token in its place; and it writes the rows, of which the drafts may be a view
     refused = F.pad(draft.tokens, (0, 1)).gather(1, verdict.n_accepted[:, None])  # [B, 1]
+    committed = rows.commit(draft.tokens, cap, verdict)  # [B, gamma + 4]
     return torch.cat([committed, by_whom, refused], 1)

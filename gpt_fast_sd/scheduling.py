@@ -175,10 +175,11 @@ class Schedule:
             self._chosen = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
             if self.planner.fixed is None:  # each process has its own clock
                 self._chosen = self.parallel.same(self._chosen)
+        plan = replace(plan, gamma=self._chosen)
         # a policy is asked whatever is drafted, as it may have to follow every round
-        if policy and self.flights and policy.host_must_wait(plan) and self._chosen:
+        if policy and self.flights and policy.host_must_wait(plan) and plan.gamma:
             return False
-        gamma, self._chosen, self.n_rounds = self._chosen, None, plan.number
+        gamma, self._chosen, self.n_rounds = plan.gamma, None, plan.number
         if not self.rounds.capture:  # a captured round drafts as planned, and keeps what may still be emitted
             gamma = min(gamma, max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1)
         plan, self._follows_a_draft = replace(plan, gamma=gamma), policy is not None and gamma > 0

@@ -7,6 +7,7 @@ Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, L layer
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,7 +58,7 @@ class CacheLayer:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one position of one slot."""
-        return sum(x.shape[1] * x[0, 0, 0].nbytes for x in self.buffers)
+        return sum(x.shape[1] * math.prod(x.shape[3:]) * x.element_size() for x in self.buffers)
 
     def slot(self, slot: int) -> CacheLayer:
         """One slot as a batch of one, sharing memory."""

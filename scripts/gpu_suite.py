@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=520.0,
         metavar="S",
-        help="begin nothing that ends later (default: 520)",
+        help="begin nothing that ends later; no less than the longest stage takes (default: 520)",
     )
     add("--fresh", action="store_true", help="forget the results that OUT holds")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only with --tiny (default: cuda)")
@@ -90,8 +90,10 @@ def check(args: argparse.Namespace) -> list[Stage]:
     for name in names:
         if name not in STAGES:
             raise ValueError(f"--stages names {name!r}; there are {', '.join(STAGES)}")
-    if not args.budget_seconds > 0:
-        raise ValueError(f"--budget-seconds must be positive, got {args.budget_seconds:g}")
+    longest = max((STAGES[name] for name in names), key=lambda stage: stage.seconds)
+    if not args.budget_seconds >= longest.seconds + SPARE:  # it would be left by every call
+        least = f"{longest.seconds + SPARE:g} for {longest.name}"
+        raise ValueError(f"--budget-seconds must be at least {least}, got {args.budget_seconds:g}")
     if args.pairs < 1:
         raise ValueError(f"--pairs must be at least 1, got {args.pairs}")
     if args.device == "cpu" and not args.tiny:

@@ -8,11 +8,17 @@ The lines are the medians of the pairs, their whiskers the least and the greates
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
+
+from gpt_fast_sd.measuring.grid import draft_label, up_to_date
+from gpt_fast_sd.measuring.ledger import read_document
+from gpt_fast_sd.measuring.lengths import shown_speedup
 
 WIDTH, HEIGHT = 520, 330
 LEFT, RIGHT, TOP, BOTTOM = 46, 118, 44, 52  # margins of the plot
@@ -25,7 +31,7 @@ def hero(points: Sequence[dict[str, Any]]) -> str:
     """The SVG of measured points of one draft and temperature, of several contexts and at most four batches."""
     contexts: list[int] = sorted({point["context"] for point in points})
     batches = sorted({point["batch"] for point in points})
-    ends: list[float] = [point["speedup"]["steady"][end] for point in points for end in ("min", "max")]
+    ends: list[float] = [shown_speedup(point)[end] for point in points for end in ("min", "max")]
     low, high = math.floor(min(ends) * 5) / 5, math.ceil(max(ends) * 5) / 5
 
     def x_of(context: float) -> float:
@@ -50,7 +56,7 @@ def hero(points: Sequence[dict[str, Any]]) -> str:
         dots = []
         body.append(f'<g class="c{color}">')
         for point in line:
-            x, (least, median, most) = x_of(point["context"]), (point["speedup"]["steady"][k] for k in KINDS)
+            x, (least, median, most) = x_of(point["context"]), (shown_speedup(point)[k] for k in KINDS)
             body.append(f'<path d="M{x:.1f} {y_of(least):.1f}V{y_of(most):.1f}" class="whisker"/>')
             dots.append((x, y_of(median)))
         body.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in dots)}"/>')
@@ -89,16 +95,26 @@ def palette(colors: Sequence[str], n: int) -> str:
 
 def points_of(path: Path, draft: str, temperature: float) -> list[dict[str, Any]]:
     """The measured points of one draft and temperature of a sweep; ValueError or OSError in one sentence."""
+    document = read_document(path, "batch")
     try:
-        points = json.loads(path.read_text(encoding="utf-8"))["points"]
+        up_to_date(document)
         found = [
-            point for point in points
-            if (point["policy"], point["temperature"], point["status"]) == (draft, temperature, "measured")
+            point for point in document["points"]
+            if point["status"] == "measured" and (point["policy"], point["temperature"]) == (draft, temperature)
         ]  # fmt: skip
-    except (ValueError, TypeError, KeyError) as error:
+        drafts = [*dict.fromkeys(map(draft_label, found))]
+        sizes = [{point[name] for point in found} for name in ("context", "batch")]
+    except (TypeError, KeyError) as error:
         raise ValueError(f"{path} is no sweep of benchmark.py: {error!r}") from None
-    if len({point["context"] for point in found}) < 2:
+    if len(sizes[0]) < 2:
         raise ValueError(f"{path} has fewer than two contexts of {draft} at temperature {temperature:g}")
+    if len(drafts) > 1:
+        raise ValueError(f"{path} has several drafts of {draft}, and one can be drawn: {'; '.join(drafts)}")
+    if len(sizes[1]) > len(COLORS[0]):
+        raise ValueError(
+            f"{path} has {len(sizes[1])} batches of {draft} at temperature {temperature:g}, and at most "
+            f"{len(COLORS[0])} can be told apart"
+        )
     return found
 
 

@@ -16,6 +16,7 @@ import codecs
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -294,14 +295,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("columns", "rows", "speed", "pause", "lines"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name} must be greater than 0, got {getattr(args, name)}")
+    if args.hold < 1:
+        parser.error(f"--hold must be at least 1, got {args.hold}")
+    for name in ("speed", "pause", "lines", "hold"):
+        if not math.isfinite(getattr(args, name)):
+            parser.error(f"--{name} must be finite, got {getattr(args, name)}")
     cast = args.svg.with_suffix(".cast")
     if command:
         events, code = record(command, args.columns, args.rows)
-        header = {"version": 2, "width": args.columns, "height": args.rows, "command": shlex.join(command)}
-        cast.write_text("".join(f"{json.dumps(line)}\n" for line in [header, *([t, "o", s] for t, s in events)]))
-        if code:
+        if code:  # the recording of an earlier run stays
             print(f"the command ended with {code}: nothing was drawn", file=sys.stderr)
             return 1
+        header = {"version": 2, "width": args.columns, "height": args.rows, "command": shlex.join(command)}
+        cast.write_text("".join(f"{json.dumps(line)}\n" for line in [header, *([t, "o", s] for t, s in events)]))
     try:
         title, columns, rows, events = read_cast(cast)
     except (ValueError, OSError) as error:

@@ -26,7 +26,7 @@ from .aims import Cell, cell_for
 Record = dict[str, Any]
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("gpt_fast_sd", "model", "tp", "tests")
+SOURCES = ("gpt_fast_sd", "model", "tp", "scripts", "tests")
 
 
 @functools.cache

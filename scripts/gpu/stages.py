@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gpt_fast_sd.measuring.grid import draft_label
 from gpt_fast_sd.measuring.ledger import Ledger
 
 from .aims import ARMS, FULL
@@ -60,9 +61,13 @@ def _cell(context: int, name: str) -> Stage:
 
 
 def bundled(setup: Setup) -> Record:
-    """The points of a sweep by benchmark.py, which goes on where an earlier call was stopped."""
+    """The points of a sweep by benchmark.py, which goes on where an earlier call was stopped.
+
+    RuntimeError where a point could not be measured: benchmark.py is content with one that could.
+    """
     file = setup.out / "bundled.json"
-    size = {"--batch": "8,32", "--context": "8k,16k", "--max-new-tokens": "128", "--budget": "512"}
+    contexts = "8k,16k" if setup.texts else "4k,7k"  # of the bundled document, which text repeated would flatter
+    size = {"--batch": "8,32", "--context": contexts, "--max-new-tokens": "128", "--budget": "512"}
     if setup.tiny:
         size = {"--batch": "2", "--context": "160", "--max-new-tokens": "8", "--budget": "96"}
     how = {"--draft": "streaming,snapkv,guided", "--gamma": "4", "--temperature": "0.8", "--pairs": str(setup.pairs)}
@@ -72,7 +77,12 @@ def bundled(setup: Setup) -> Record:
     command += ["--text", *map(str, setup.texts)] if setup.texts else []
     command += ["--no-compile"] if setup.tiny else ["--max-autotune"] if setup.max_autotune else []
     subprocess.run(command, check=True)
-    return {"points": json.loads(file.read_text(encoding="utf-8"))["points"]}
+    points = json.loads(file.read_text(encoding="utf-8"))["points"]
+    failed = [one for one in points if one["status"] != "measured"]
+    if failed:
+        labels = (f"{one['batch']} x {one['context']:,}, {draft_label(one)}: {one['reason']}" for one in failed)
+        raise RuntimeError("; ".join(labels))
+    return {"points": points}
 
 
 HEADLINES = ((57344, "guided"), (57344, "snapkv"), (28672, "streaming"))  # what targets are about

@@ -113,7 +113,7 @@ def summary(ledger: Ledger, setup: Setup, stages: Sequence[Stage], plots: Sequen
         "Targets": table(targets(results, setup)),
         "Is it right?": test_lines(results),
         "Rounds of the 8 B shape, acceptance replayed": replay_lines(results),
-        "The bundled model, its own acceptance (no replay)": table(bundled(results)),
+        "The bundled model, its own acceptance (no replay)": bundled_lines(results),
         "Kernels": table(kernels(results, rates)),
         "Longer than reckoned": [
             f"- {r['stage']}: {r['seconds']:.0f} s, reckoned {r['reckoned_seconds']} s" for r in over
@@ -220,9 +220,10 @@ def steps_of(result: Record) -> list[Row]:
     return rows
 
 
-def bundled(results: Mapping[str, Record]) -> list[Row]:
-    """The bundled model, with acceptance of its own."""
-    return [
+def bundled_lines(results: Mapping[str, Record]) -> list[str]:
+    """The bundled model, with acceptance of its own, and what is to be said about the prompts."""
+    points = results.get("bundled", {}).get("points", [])
+    rows = [
         {
             "rows x context": f"{one['batch']} x {one['context']:,}", "draft": f"{one['policy']} {one['budget']}",
             "acceptance": f"{one['acceptance_rate']:.1%}",
@@ -231,9 +232,10 @@ def bundled(results: Mapping[str, Record]) -> list[Row]:
             "speculative tok/s": f"{one['speculative']['tokens_per_second']['completion']:,.0f}",
             "speed": spread_of(one["speedup"]["completion"]),
         }
-        for one in results.get("bundled", {}).get("points", [])
-        if one["status"] == "measured"
+        for one in points
     ]  # fmt: skip
+    notes = [f"- {note}" for note in dict.fromkeys(one["note"] for one in points) if note]
+    return [*table(rows), *([""] if notes else []), *notes]
 
 
 def timed(results: Mapping[str, Record]) -> list[Record]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
@@ -45,6 +47,17 @@ def a_compiler() -> None:
     with warnings.catch_warnings(record=True):
         if not can_compile(torch.device("cpu")):
             pytest.skip("there is no C++ compiler")
+
+
+def test_without_a_compiler_the_warning_names_the_line_that_builds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", no_compiler)
+    config = EngineConfig(batch_size=2, max_seq_len=300, device="cpu", dtype="fp32", compile=True)
+    with pytest.warns(UserWarning, match="needs a C\\+\\+ compiler") as warned:
+        Engine(tiny_model(SMALL), None, config)
+    assert [one.filename for one in warned] == [__file__]
 
 
 @pytest.fixture(scope="module")

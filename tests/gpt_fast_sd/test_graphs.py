@@ -26,7 +26,7 @@ from gpt_fast_sd.graphs import GraphPool, steps_of
 from gpt_fast_sd.inflight import Rounds
 from gpt_fast_sd.measuring.replay import Replay
 from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
-from gpt_fast_sd.model import SPLIT, save_hugging_face
+from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.tp import Parallel
@@ -180,7 +180,7 @@ def test_the_graphs_that_are_held_are_those_that_were_planned_for(cuda: Cuda) ->
     planned = one._plan.of_config(dataclasses.replace(one.config, max_seq_len=100_000)).graphs
     steps = planned // (NODE * (LAYER_NODES * one.model.config.n_layers + STEP_NODES))
     for i in range(steps):
-        one.rounds._graph(("another", i), steps_of(one.draft, 3), 2 * SPLIT, lambda: torch.ones(1))()
+        one.rounds._graph(("another", i), steps_of(one.draft, 3), lambda: torch.ones(1))()
         assert one.rounds.captured * (1 + 3) <= steps
 
 

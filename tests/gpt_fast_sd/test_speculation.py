@@ -141,6 +141,16 @@ def test_rounds_and_drafts_are_as_many_as_a_walk_by_hand_has(
     assert (one.stats.rounds, one.stats.drafted, one.stats.accepted) == (rounds, sum(drafted), sum(accepted))
 
 
+def test_drafts_that_are_a_view_of_what_the_round_writes_are_told_as_they_were_proposed() -> None:
+    script = Script([0])
+    script.propose = lambda rows, plan: Draft(  # type: ignore[method-assign]
+        rows.pending[:, None].expand(-1, plan.gamma), None, torch.full_like(rows.pending, plan.gamma)
+    )
+    events = list(counting(script, gamma=3).stream([[10]], SamplingParams(max_tokens=6)))
+    assert [event.tokens for event in events] == [[11], [12], [13], [14], [15], [16]]
+    assert [event.refused for event in events] == [[10] * 3, [11] * 3, [12] * 3, [13] * 2, [14], []]
+
+
 def test_rows_of_a_batch_advance_each_by_its_own_drafts() -> None:
     one = counting(Script([3, 2, 1, 0]), gamma=3, slots=4)
     completions = one.generate([[10], [60, 20], [30], [40]], SamplingParams(max_tokens=12))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import gpu_suite
+from flags import sizes
+from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.measuring.prompts import tokens_of
+from gpt_fast_sd.model import load_tokenizer, read_config
 from gpu import correct
+from gpu import setup as shared
+from gpu import stages as all_stages
 from gpu.aims import ARMS, FULL
 from gpu.stages import DONE, FAILED, LEFT, STAGES, Stage, results_of
 from gpu.summary import summary
@@ -149,7 +156,12 @@ def test_the_exit_code_tells_done_left_and_failed_apart(
         (["--tiny"], "; run this on a GPU, or dry with --device cpu --tiny"),
         (["--device", "cpu"], "--device cpu is for a dry run: give --tiny too"),
         ([*DRY, "--stages", "machine,lunch"], "--stages names 'lunch'; there are test-smoke,"),
-        ([*DRY, "--budget-seconds", "0"], "--budget-seconds must be positive, got 0"),
+        ([*DRY, "--budget-seconds", "0"], "--budget-seconds must be at least 405 for test-rounds, got 0"),
+        ([*DRY, "--budget-seconds", "nan"], "--budget-seconds must be at least 405 for test-rounds, got nan"),
+        (
+            [*DRY, "--stages", "machine,test-kernels", "--budget-seconds", "100"],
+            "at least 245 for test-kernels, got 100",
+        ),
         (["--device", "cpu", "--tiny", "--pairs", "0"], "--pairs must be at least 1, got 0"),
         ([*DRY, "--texts", "nowhere.txt"], "there is no text file nowhere.txt"),
     ],
@@ -240,6 +252,46 @@ def test_the_whole_suite_runs_dry(tmp_path: Path) -> None:
     assert gpu_suite.main([str(out), *DRY, "--budget-seconds", "3000"]) == 0
     assert {one["stage"] for one in json.loads((out / "results.json").read_text())["stages"]} == set(STAGES)
     assert len(list(out.iterdir())) <= 8
+
+
+def swept(monkeypatch: pytest.MonkeyPatch, points: list[Record]) -> list[list[str]]:
+    """A sweep that comes to these points; the commands that asked for it."""
+    asked: list[list[str]] = []
+
+    def run(command: list[str], *, check: bool) -> None:
+        asked.append(command)
+        Path(command[command.index("--json") + 1]).write_text(json.dumps({"points": points}))
+
+    monkeypatch.setattr(all_stages.subprocess, "run", run)
+    return asked
+
+
+POINT = {"batch": 8, "context": 4000, "policy": "guided", "budget": 512, "gamma": 4, "temperature": 0.8}
+
+
+def test_a_policy_that_fails_on_a_chip_fails_the_sweep_of_the_bundled_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine = POINT | {"policy": "streaming", "status": "measured"}
+    swept(monkeypatch, [fine, POINT | {"status": "failed", "reason": "RuntimeError: no kernel"}])
+    failure = "8 x 4,000, guided 512, gamma 4, T 0.8: RuntimeError: no kernel"
+    with pytest.raises(RuntimeError, match=f"^{failure}$"):
+        STAGES["bundled"].run(dry_setup(tmp_path))
+    swept(monkeypatch, [fine])
+    assert STAGES["bundled"].run(dry_setup(tmp_path)) == {"points": [fine]}
+
+
+def test_the_bundled_document_is_not_repeated_for_longer_rows_than_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = swept(monkeypatch, [])
+    tokenizer = load_tokenizer(BUNDLED, read_config(BUNDLED))
+    assert tokenizer
+    document = len(tokens_of(BUNDLED / "document.txt", tokenizer))
+    for texts in (), (Path("book.txt"),):
+        STAGES["bundled"].run(replace(dry_setup(tmp_path), tiny=False, texts=texts))
+        longest = max(sizes(asked[-1][asked[-1].index("--context") + 1]))
+        assert (longest <= document) == (not texts)
 
 
 @pytest.mark.slow
@@ -353,6 +405,19 @@ def test_a_file_that_cannot_be_collected_is_no_success(tried: Path, tmp_path: Pa
     (tried / "test_tried.py").write_text("")
     with pytest.raises(RuntimeError, match=r"test_tried.py holds no tests for cpu"):
         correct.run_tests(dry_setup(tmp_path), "test_tried.py")
+
+
+@pytest.mark.parametrize("folder", ["gpt_fast_sd", "model", "tp", "scripts", "scripts/gpu", "tests"])
+def test_a_change_of_anything_that_tests_are_made_of_makes_them_run_again(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "ROOT", tmp_path)
+    (tmp_path / folder).mkdir(parents=True)
+    trees = set()
+    for text in ("a = 1", "a = 2"):
+        (tmp_path / folder / "flags.py").write_text(text)
+        trees.add(shared.tree_of.__wrapped__())
+    assert len(trees) == 2
 
 
 def test_tests_are_done_when_all_have_passed_on_the_sources_as_they_are(tmp_path: Path) -> None:

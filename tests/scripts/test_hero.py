@@ -16,7 +16,8 @@ from scripts import hero
 
 def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:
     spread = {"min": speedup - 0.1, "median": speedup, "max": speedup + 0.1}
-    shared = {"policy": "streaming", "temperature": 0.0, "status": "measured", "speedup": {"steady": spread}}
+    shared = {"policy": "streaming", "budget": 256, "gamma": "auto", "temperature": 0.0, "status": "measured"}
+    shared |= {"speedup": {"steady": spread}}
     return {"batch": batch, "context": context} | shared | changes
 
 
@@ -35,9 +36,26 @@ def test_lines_end_with_labels_that_stand_apart_and_in_their_order() -> None:
     assert svg.count("<circle") == svg.count('class="whisker"') == len(SWEEP) and svg.count("<polyline") == 4
 
 
+def written(points: list[dict[str, Any]], **settings: Any) -> str:
+    """The text of a sweep's file."""
+    return json.dumps({"benchmark": "batch", "settings": settings, "points": points})
+
+
+def test_runs_too_short_for_a_steady_speed_are_drawn_by_the_one_to_the_end() -> None:
+    short = [one | {"speedup": {"steady": None, "completion": one["speedup"]["steady"]}} for one in SWEEP]
+    assert hero.hero(short) == hero.hero(SWEEP)
+
+
+def test_a_sweep_that_names_its_temperature_once_is_drawn_as_any_other(tmp_path: Path) -> None:
+    older = [{name: value for name, value in one.items() if name != "temperature"} for one in SWEEP]
+    (tmp_path / "sweep.json").write_text(written(older, temperature=0.0))
+    hero.main([str(tmp_path / "sweep.json"), str(tmp_path / "hero.svg")])
+    assert (tmp_path / "hero.svg").read_text() == hero.hero(SWEEP)
+
+
 def test_only_what_was_asked_for_is_drawn(tmp_path: Path) -> None:
     others = [point(8, 1000, 2.0, temperature=0.8), point(8, 1000, 3.0, policy="guided"), point(8, 1, 4.0, status="x")]
-    (tmp_path / "sweep.json").write_text(json.dumps({"points": [*SWEEP, *others]}))
+    (tmp_path / "sweep.json").write_text(written([*SWEEP, *others]))
     hero.main([str(tmp_path / "sweep.json"), str(tmp_path / "hero.svg")])
     assert (tmp_path / "hero.svg").read_text() == hero.hero(SWEEP)
 
@@ -45,10 +63,20 @@ def test_only_what_was_asked_for_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "sweep.json is no sweep of benchmark.py: KeyError('points')"),
-        ("[]", "sweep.json is no sweep of benchmark.py: TypeError"),
-        ("no", "sweep.json is no sweep of benchmark.py: JSONDecodeError"),
-        (json.dumps({"points": SWEEP[:1]}), "fewer than two contexts of streaming at temperature 0"),
+        ("{}", "sweep.json holds no results of this program"),
+        ("[]", "sweep.json holds no results of this program"),
+        ("no", "sweep.json holds no results of this program"),
+        (written([{"batch": 1}]), "sweep.json is no sweep of benchmark.py: KeyError('status')"),
+        (written(SWEEP[:1]), "fewer than two contexts of streaming at temperature 0"),
+        (
+            written([*SWEEP, *(one | {"gamma": 6} for one in SWEEP), point(1, 1000, 1.0, budget=64)]),
+            "sweep.json has several drafts of streaming, and one can be drawn: streaming 256, gamma auto; streaming "
+            "256, gamma 6; streaming 64, gamma auto",
+        ),
+        (
+            written([*SWEEP, point(32, 1000, 1.0)]),
+            "sweep.json has 5 batches of streaming at temperature 0, and at most 4 can be told apart",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

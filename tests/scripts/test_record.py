@@ -109,7 +109,13 @@ def test_a_program_is_recorded_on_a_terminal_and_drawn_anew_from_its_recording(
 def test_a_program_that_fails_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.svg"
     assert record.main([str(out), "--", sys.executable, "-c", "raise SystemExit(3)"]) == 1
-    assert "ended with 3" in capsys.readouterr().err and not out.exists()
+    assert "ended with 3" in capsys.readouterr().err and not out.exists() and not out.with_suffix(".cast").exists()
+    assert record.main([str(out), "--", sys.executable, "-c", "print('right')"]) == 0
+    kept = out.read_text(), out.with_suffix(".cast").read_text()
+    assert record.main([str(out), "--", sys.executable, "-c", "print('wrong'); raise SystemExit(3)"]) == 1
+    assert (out.read_text(), out.with_suffix(".cast").read_text()) == kept
+    out.unlink()
+    capsys.readouterr()
     assert record.main([str(out), "--", "no-such-program"]) == 1
     told = capsys.readouterr()
     assert "cannot run no-such-program: No such file" in told.out and "ended with 127" in told.err and not out.exists()
@@ -123,6 +129,9 @@ def test_a_program_that_fails_is_not_drawn(tmp_path: Path, capsys: pytest.Captur
         (["run.svg"], "run.cast"),
         (["run.svg", "--speed", "0"], "--speed must be greater than 0, got 0.0"),
         (["run.svg", "--columns", "-1", "--", "true"], "--columns must be greater than 0, got -1"),
+        (["run.svg", "--hold", "0.5", "--", "true"], "--hold must be at least 1, got 0.5"),
+        (["run.svg", "--hold", "inf", "--", "true"], "--hold must be finite, got inf"),
+        (["run.svg", "--pause", "nan", "--", "true"], "--pause must be finite, got nan"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -18,6 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.inflight import Flight
+from gpt_fast_sd.measuring.machine import peak_bytes
+from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.tp import TIMEOUT, Agreement, Parallel, start
 from tests.helpers import random_ids, tiny_model
 from tests.tp.spawn import ROOT, WORKERS, run, torchrun
@@ -56,7 +58,8 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parallel]:
 
 def flight(landed: Round) -> Flight:
     """A round of one row under way."""
-    return Flight(0, 1, [], False, 0.0, torch.tensor([[1, 0, 0, 7]]), landed)  # type: ignore[arg-type]
+    plan, result = RoundPlan(gamma=0, n_keys=1), torch.tensor([[1, 0, 0, 7]])
+    return Flight(plan, [], False, 0.0, result, landed)  # type: ignore[arg-type]
 
 
 def test_a_round_that_a_lost_rank_never_ends_ends_the_process_with_one_sentence(
@@ -94,15 +97,12 @@ def test_ranks_meet_on_the_host_and_never_by_the_default_group(
     two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CUDA the default group is NCCL's: its first use would take device memory that nothing else needs."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import common
-
     met: list[Any] = []
     monkeypatch.setattr(dist, "barrier", lambda group=None, **kwargs: met.append(group))
-    common.meet(two_ranks)
+    two_ranks.meet()
     assert set(met) == {two_ranks.host, two_ranks.peers} and None not in met
     met.clear()
-    common.meet(Parallel(torch.device("cpu")))
+    Parallel(torch.device("cpu")).meet()
     assert met == []
 
 
@@ -206,9 +206,8 @@ def test_a_refusal_is_heard_once_whoever_refuses(who: str, said: str) -> None:
     assert lines == [said], done.stderr
 
 
-def test_scripts_begin_where_the_system_counts_no_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_0_where_the_system_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows there is no module resource."""
     monkeypatch.setitem(sys.modules, "resource", None)
-    common = common_anew()
     monkeypatch.setattr(Path, "is_file", lambda self: False)  # nor /proc
-    assert common.peak_bytes(torch.device("cpu")) == 0
+    assert peak_bytes(torch.device("cpu")) == 0

@@ -1,4 +1,4 @@
-"""Interpreted selection equals its references and plain Python: ties, NaN, infinities, rows of any length.
+"""Selection, interpreted and on a CPU, equals references and plain Python: ties, NaN, infinities, rows of any length.
 
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K, H head dim,
         P pages, n pages chosen, C listed entries.
@@ -17,7 +17,11 @@ from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN
 from tests.gpt_fast_sd.kernels.selected import INF, best, rows_of_every_kind
 
-select_triton = importlib.import_module("gpt_fast_sd.kernels.select_triton")  # what is tested lies behind the door
+select, select_triton = (
+    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # what is tested lies behind the door
+    for name in ("select", "select_triton")
+)
+ROOMS = select, select_triton, references  # what a CPU runs, what CUDA does, and what is obvious
 
 
 @pytest.fixture(autouse=True)
@@ -38,37 +42,40 @@ def test_the_best_pages_are_those_of_a_stable_sort(n_pages: int) -> None:
     n_valid = torch.tensor([n_pages, n_pages * 2 // 3, n_pages]).repeat(3)
     for n in {1, min(7, n_pages), n_pages, n_pages + 3}:
         expected = [best(row, valid, n) for row, valid in zip(scores.tolist(), n_valid.tolist(), strict=True)]
-        for body in (select_triton.top_pages, references.top_pages):
-            assert body(scores, n_valid, n).tolist() == expected
+        for room in ROOMS:
+            assert room.top_pages(scores, n_valid, n).tolist() == expected
 
 
 def test_a_bisection_that_meets_a_score_itself_takes_it() -> None:
     scores = (1.0 + torch.tensor([5, 0, 7, 2, 6, 1, 4, 3]) * 2.0**-23) * torch.tensor([[1.0], [-1.0]])  # neighbours
     for n in range(1, 9):
         expected = [best(row, 8, n) for row in scores.tolist()]
-        assert select_triton.top_pages(scores, torch.tensor(8), n).tolist() == expected
+        for room in ROOMS:
+            assert room.top_pages(scores, torch.tensor(8), n).tolist() == expected
 
 
 def test_a_bisection_that_ends_at_0_takes_zeros_of_both_signs() -> None:
     for zeros in ([0.0], [-0.0], [-0.0, 0.0], [0.0, -0.0]):
         scores = [-1.0, *zeros, 1.0]  # symmetric: 0 is the first middle
         for n in range(1, len(scores) + 1):
-            got = select_triton.top_pages(torch.tensor([scores]), torch.tensor(9), n)
-            assert got.tolist() == [best(scores, 9, n)]
+            for room in ROOMS:
+                got = room.top_pages(torch.tensor([scores]), torch.tensor(9), n)
+                assert got.tolist() == [best(scores, 9, n)]
 
 
 def test_rows_may_be_longer_than_what_is_looked_at_together() -> None:
     scores = rows_of_every_kind(2 * select_triton.BLOCK + 100)
     n_valid = torch.tensor([10**6, select_triton.BLOCK, 3000]).repeat(3)
     for n in (64, 2500):
-        assert select_triton.top_pages(scores, n_valid, n).equal(references.top_pages(scores, n_valid, n))
+        for room in (select, select_triton):
+            assert room.top_pages(scores, n_valid, n).equal(references.top_pages(scores, n_valid, n))
 
 
 def test_how_many_are_valid_is_broadcast_and_may_be_none() -> None:
     scores = torch.randn(2, 3, 2, 50)
     for n_valid in (torch.tensor(20), torch.tensor([[0], [50], [3]]), torch.randint(0, 51, (2, 1, 2))):
         got = select_triton.top_pages(scores, n_valid, 9)
-        assert got.equal(references.top_pages(scores, n_valid, 9))
+        assert got.equal(references.top_pages(scores, n_valid, 9)) and got.equal(select.top_pages(scores, n_valid, 9))
         each = n_valid.expand(2, 3, 2).flatten().tolist()
         rows = zip(scores.flatten(0, 2).tolist(), each, strict=True)
         assert got.flatten(0, 2).tolist() == [best(row, valid, 9) for row, valid in rows]
@@ -80,7 +87,8 @@ def test_what_is_behind_the_valid_scores_does_not_matter() -> None:
     expected = select_triton.top_pages(scores, n_valid, 8)
     for behind in (NAN, INF, 5.0):
         scores[:, 33:] = behind
-        assert select_triton.top_pages(scores, n_valid, 8).equal(expected)
+        for room in (select, select_triton):
+            assert room.top_pages(scores, n_valid, 8).equal(expected)
 
 
 @pytest.mark.parametrize(("n_pages", "n_listed", "page"), [(9, 64, 16), (3, 128, 16), (20, 96, 32), (40, 24, 8)])
@@ -95,9 +103,9 @@ def test_guided_lists_the_pages_of_most_mass_of_the_rows_that_are_due(n_pages: i
                 pages = best(mass[layer, row, head].tolist(), int(first_tail_page[row]), n_listed // page)
                 entries = [page * p + i if p >= 0 else -1 for p in pages for i in range(page)]
                 expected[layer, row, head] = torch.tensor(entries)
-    for body in (select_triton.guided_select, references.guided_select):
+    for room in ROOMS:
         slots = before.clone()
-        body(mass, slots, due, first_tail_page, page)
+        room.guided_select(mass, slots, due, first_tail_page, page)
         assert slots.equal(expected)
 
 
@@ -109,9 +117,9 @@ def test_bounds_are_the_largest_and_the_smallest_keys_of_a_page(head_dim: int, p
     first = torch.tensor([0, 3, 5])
     in_pages = k.unflatten(2, (-1, page)).double()
     every = torch.cat([in_pages.amax(3), in_pages.amin(3)], -1).to(dtype)  # [B, K, P, 2H]
-    for body in (select_triton.page_bounds, references.page_bounds):
+    for room in ROOMS:
         bounds = before.clone()
-        body(k, bounds, first, 2, page)
+        room.page_bounds(k, bounds, first, 2, page)
         for row, pages in enumerate(([0, 1], [3, 4], [5])):
             assert bounds[row, :, pages].equal(every[row, :, pages])
             bounds[row, :, pages] = NAN
@@ -149,11 +157,11 @@ def test_quest_takes_the_pages_whose_boxes_promise_most(
     for behind in (NAN, 99.0):
         for row, closed in enumerate(n_closed.tolist()):
             bounds[row, :, closed:] = behind
-        for body in (select_triton.quest_pages, references.quest_pages):
-            assert body(q, bounds, n_closed, 4).tolist() == expected
+        for room in ROOMS:
+            assert room.quest_pages(q, bounds, n_closed, 4).tolist() == expected
 
 
-@pytest.mark.parametrize("body", [select_triton.quest_pages, references.quest_pages])
+@pytest.mark.parametrize("body", [room.quest_pages for room in ROOMS])
 def test_quest_lets_no_query_rule_by_its_size(body: Callable[..., Tensor]) -> None:
     bounds = torch.zeros(1, 1, 6, 16)
     bounds[0, 0, 1, 0], bounds[0, 0, 4, 1] = 1.0, 1.0

@@ -1,0 +1,104 @@
+"""What tests of tests/gpu hold results against rejects wrong ones: of attention, of a cut, of a selection, of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd import kernels
+from gpt_fast_sd.judging import Verdict
+from gpt_fast_sd.rows import Rows
+from tests.gpt_fast_sd.kernels import references
+from tests.gpt_fast_sd.kernels.dense import BF16
+from tests.gpt_fast_sd.kernels.selected import best
+from tests.gpu import test_kernels, test_smoke
+from tests.gpu.place import Place, difference
+from tests.gpu.truths import shortfall
+
+PLACE = Place(torch.device("cpu"))
+
+
+@pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    """Operators have their references for bodies, as in tests/gpu."""
+    with pytest.MonkeyPatch.context() as patch:
+        references.as_on_cuda(patch)
+        yield patch
+
+
+def test_a_kernel_that_reads_one_key_too_few_is_found(patch: pytest.MonkeyPatch) -> None:
+    right, attend = kernels.decode_attention, (
+        test_kernels.test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
+    )  # fmt: skip
+    attend(PLACE, 4, 128, 1, BF16)
+
+    def short(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int) -> Tensor:
+        return right(q, k, v, (pos - 1).clamp(min=0), n_keys, split)
+
+    patch.setattr(kernels, "decode_attention", short)
+    with pytest.raises(AssertionError):
+        attend(PLACE, 4, 128, 1, BF16)
+
+
+def test_a_wrong_cut_is_found(patch: pytest.MonkeyPatch) -> None:
+    right = kernels.likeliest
+
+    def wrong_of(cut: Any) -> set[tuple[int | None, float]]:
+        patch.setattr(kernels, "likeliest", cut)
+        found = (test_kernels.miscuts(PLACE, 512, torch.float32, kind) for kind in ("all differ", "ties"))
+        return {which for one in found for which, error in one.items() if error > test_kernels.ROUNDING}
+
+    def one_tie_fewer(scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+        cut, last = right(scores, top_k, top_p)
+        return cut, torch.where(last == scores.shape[1] - 1, last, last - 1)
+
+    assert wrong_of(right) == set()
+    assert wrong_of(one_tie_fewer) >= {(50, 0.9), (None, 0.9), (None, 0.0)}
+    no_k = wrong_of(lambda scores, top_k, top_p: right(scores, torch.full_like(top_k, scores.shape[1]), top_p))
+    assert {(1, 1.0), (50, 1.0), (50, 0.9)} <= no_k and not any(k is None for k, _ in no_k)
+    no_p = wrong_of(lambda scores, top_k, top_p: right(scores, top_k, torch.ones_like(top_p)))
+    assert {(None, 0.0), (50, 0.9)} <= no_p and not any(p == 1 for _, p in no_p)
+
+
+def test_what_is_not_finite_or_of_another_shape_is_never_within_a_tolerance() -> None:
+    ones = torch.ones(3)
+    for out in (torch.tensor([1.0, float("nan"), 1.0]), torch.tensor([1.0, float("inf"), 1.0]), torch.ones(4)):
+        assert difference(out, ones) == float("inf") and not test_kernels.near(out, ones, BF16)
+    assert difference(ones, ones) == 0.0
+
+
+def test_the_truth_of_selections_breaks_ties_downwards_and_takes_nan_last() -> None:
+    nan = float("nan")
+    assert best([1.0, 3.0, nan, 3.0, 3.0], 5, 2) == [1, 3]
+    assert best([1.0, nan], 2, 3) == [0, 1, -1]
+    q, bounds = torch.ones(1, 1, 1, 2), torch.tensor([[1.0, 1, 0, 0], [3, 3, 0, 0], [2, 2, 0, 0]])[None, None]
+    closed = torch.tensor([3])
+    assert shortfall(q, bounds, closed, torch.tensor([[[1, 2]]])) == 0.0
+    assert shortfall(q, bounds, closed, torch.tensor([[[0, 1]]])) == pytest.approx(0.5)  # of a spread of 4, 2 too few
+    assert shortfall(q, bounds, closed, torch.tensor([[[2, 1]]])) == float("inf")  # not in order
+
+
+def test_the_smoke_test_finds_rows_that_are_short_and_text_that_drafting_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = test_smoke.made(PLACE, "--prompt", test_smoke.SHORT, "--gamma", "2")
+    completions = made.engine.generate(made.prompts, made.greedy)
+    assert made.counted(completions)
+    with pytest.raises(AssertionError):
+        made.counted([replace(one, tokens=one.tokens[:-1]) for one in completions])
+    right = Rows.judge
+
+    def sevens(self: Rows, *args: Any, **kwargs: Any) -> Any:
+        verdict, p = right(self, *args, **kwargs)
+        drafted = args[3]
+        return (Verdict(verdict.n_accepted, torch.full_like(verdict.next_token, 7)) if drafted.shape[1] else verdict), p
+
+    assert made.both_ways()
+    monkeypatch.setattr(Rows, "judge", sevens)
+    with pytest.raises(AssertionError):
+        made.both_ways()
