@@ -34,7 +34,8 @@ once and gives the same acceptance, but no speed that means anything.
 
 --lossless decodes --prompts prompts of ragged length through all slots, in fp32 and with every policy, and compares
 them with plain decoding, token for token: exit code 1 where one differs. So does the sweep in fp32, and with --exact.
-In 16 bits rows that part by rounding are counted. Of several processes it is the sweep that compares.
+In 16 bits rows that part are counted; --lossless exits with 1 there where logits are too far apart for rounding. Of
+several processes it is the sweep that compares.
 
 --json FILE is whole after every point. Started again with the same settings it goes on where it ended, and what failed
 is tried again; batches, contexts and drafts may be added. Other settings are refused; --fresh begins anew.
@@ -43,6 +44,7 @@ is tried again; batches, contexts and drafts may be added. Other settings are re
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -73,6 +75,7 @@ from gpt_fast_sd.measuring.grid import (
     in_common,
     known_drafters,
     settings_of,
+    timed_on,
     up_to_date,
 )
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint, read_document
@@ -103,20 +106,22 @@ from gpt_fast_sd.tp import Parallel
 PROGRAM = "benchmark.py"
 LOOKING = 60.0  # seconds after which the gaps of further differences of a policy are left unknown
 Record = dict[str, Any]
-DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is measured
+DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is measured; what is not here is not read there
     "size": {
         "batch": [1, 4], "context": [1000, 4000], "draft": ["streaming"], "budget": [256], "gamma": ["auto"],
-        "max_new_tokens": 96, "pairs": 3, "seed": 0, "dtype": "auto",
+        "max_new_tokens": 96, "pairs": 3, "seconds": 0.0, "seed": 0, "dtype": "auto", "plots": None,
     },
     "budget": {
-        "batch": [4], "budget": [64, 128, 256, 512], "gamma": [4], "max_new_tokens": 64, "pairs": 3, "seed": 0,
-        "dtype": "auto",
+        "batch": [4], "context": None, "draft": None, "budget": [64, 128, 256, 512], "gamma": [4],
+        "max_new_tokens": 64, "pairs": 3, "seconds": 0.0, "seed": 0, "dtype": "auto", "plots": None,
     },
     "lossless": {
-        "batch": [8], "draft": list(known_drafters()), "budget": [64], "gamma": [4], "max_new_tokens": 32, "pairs": 1,
-        "seed": 1, "dtype": "fp32",
+        "batch": [8], "draft": list(known_drafters()), "budget": [64], "gamma": [4], "max_new_tokens": 32, "seed": 1,
+        "dtype": "fp32", "prompts": 200, "shortest": 20, "longest": 1500,
     },
+    "draw": {"plots": None},
 }  # fmt: skip
+MODES = {"size": "--sweep size", "budget": "--sweep budget", "lossless": "--lossless", "draw": "--draw"}
 
 # ---- what every measurement needs ------------------------------------------------------------------------------------
 
@@ -141,6 +146,12 @@ class Job:
     def in_common(self, **more: Any) -> Record:
         """What results that may stand in one file have in common."""
         return {"model": str(self.args.model), **more, **in_common(vars(self.args))}
+
+    @property
+    def timed(self) -> Record:
+        """What else times that may stand in one file have in common."""
+        here, device = machine.environment(self.parallel.device), self.parallel.device.type
+        return timed_on(here, device, self.parallel.tp) | {"seconds": self.args.seconds}
 
     def ledger(self, benchmark: str, settings: Record, results: str = "results") -> Ledger:
         """The file of --json, which the first process has; ValueError where it holds something else."""
@@ -194,9 +205,9 @@ def prepare(args: argparse.Namespace) -> Job:
     if args.mode != "size":
         for name in ("batch", "gamma", "temperature", *(("budget",) if args.mode == "lossless" else ())):
             if len(getattr(args, name)) > 1:
-                raise ValueError(f"--{args.flag} measures with one --{name}, got {len(getattr(args, name))}")
+                raise ValueError(f"{MODES[args.mode]} measures with one --{name}, got {len(getattr(args, name))}")
         if args.synthetic:
-            raise ValueError(f"--{args.flag} is about texts: leave --synthetic out")
+            raise ValueError(f"{MODES[args.mode]} is about texts: leave --synthetic out")
     elif not args.pairs:
         raise ValueError("--pairs 0 counts acceptance, which is for --sweep budget")
     policies = args.draft or [
@@ -330,7 +341,7 @@ class BySize(Mode):
     """A sweep over batch, context, draft, budget, gamma and temperature."""
 
     def __init__(self, job: Job) -> None:
-        args, here = job.args, machine.environment(job.parallel.device)
+        args = job.args
         if args.context[0] < 2:
             raise ValueError(f"a context has at least 2 tokens, got {args.context[0]}")
         if args.plots is not None:
@@ -341,13 +352,12 @@ class BySize(Mode):
         else:
             self.ids = [token for ids in job.texts.values() for token in ids]
             text = {"files": list(job.texts), "tokens": len(self.ids), "digest": digest(self.ids)}
-        names = ("draft_model", "max_new_tokens", "pairs", "seed", "dtype", "threads")
+        names = ("draft_model", "max_new_tokens", "pairs", "seed", "dtype")
         draft_config = read_config(locate(args.draft_model)) if args.draft_model else None
         settings = job.in_common(
             transformer=asdict(job.config), text=text, compiled=not args.no_compile,
-            machine={name: here[name] for name in ("cpu", "device", "torch")}, device=job.parallel.device.type,
-            tp=job.parallel.tp, draft_transformer=asdict(draft_config) if draft_config else None,
-            **{name: getattr(args, name) for name in names},
+            draft_transformer=asdict(draft_config) if draft_config else None,
+            **{name: getattr(args, name) for name in names}, **job.timed,
         )  # fmt: skip
         super().__init__(job, job.points(args.context), job.ledger("batch", settings, "points"), SIZES)
         self.draft_config, self.chip = draft_config, None
@@ -467,7 +477,7 @@ class ByBudget(Mode):
             batch_size=batch, gamma=args.gamma[0], new_tokens=args.max_new_tokens, pairs=args.pairs,
             temperature=args.temperature[0], seed=args.seed, draft_model=args.draft_model, text=", ".join(job.texts),
             digest=digest(self.prompts), context=context, dtype=dtype_name(job),
-            compiled=not args.no_compile and can_compile(job.parallel.device),
+            compiled=not args.no_compile and can_compile(job.parallel.device), **job.timed,
         )  # fmt: skip
         super().__init__(job, job.points([context]), job.ledger("frontier", settings), BUDGETS)
 
@@ -606,7 +616,14 @@ class Lossless(Mode):
         if not found:
             refuse(ValueError("no policy could be built; the reasons are above"), PROGRAM)
         print("", self.table.head, *map(self.line, found), sep="\n")
-        if wrong := [r["policy"] for r in found if r["differences"]]:
+        engine = self.ledger.document["settings"]
+        dtypes = engine["dtype"], engine["kv_dtype"] or engine["dtype"]
+        must = engine["exact"] or dtypes == ("fp32", "fp32")
+
+        def is_wrong(one: Record) -> bool:
+            return must or (one["gap"] is not None and not lossless.is_near_tie(one["gap"], *dtypes))
+
+        if wrong := [r["policy"] for r in found if any(map(is_wrong, r["differences"]))]:
             refuse(ValueError(f"not token-identical to plain decoding: {', '.join(wrong)}"), PROGRAM, code=1)
 
 
@@ -657,21 +674,42 @@ def temperatures(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"expected numbers, as in 0,0.8; got {text!r}") from None
 
 
+def seconds(text: str) -> float:
+    """A time."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return found
+
+
 def defaults(name: str) -> str:
-    """What stands in for a flag that is not given, in each kind of measurement."""
+    """What stands in for a flag that is not given: in the first mode that reads it, then in those that differ."""
 
     def text(value: object) -> str:
         return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    found = {mode: text(values[name]) for mode, values in DEFAULTS.items() if name in values}
-    if len({*found.values()}) == 1 and len(found) == len(DEFAULTS):
-        return found["size"]
-    spelt = {"size": "", "budget": " with --sweep budget", "lossless": " with --lossless"}
-    return ", ".join(f"{value}{spelt[mode]}" for mode, value in found.items() if len(value) < 60)
+    (_, first), *others = [(mode, text(values[name])) for mode, values in DEFAULTS.items() if name in values]
+    return "; ".join([first, *(f"{value} with {MODES[mode]}" for mode, value in others if value != first)])
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Fill in what was not given; ValueError for a flag that this measurement would not read."""
+    for name in dict.fromkeys(name for values in DEFAULTS.values() for name in values):
+        if getattr(args, name) is None:
+            setattr(args, name, DEFAULTS[args.mode].get(name))
+        elif name not in DEFAULTS[args.mode]:
+            raise ValueError(f"--{name.replace('_', '-')} does nothing with {MODES[args.mode]}: leave it out")
+    if args.seconds and not args.pairs:
+        raise ValueError("--seconds goes on with pairs, and --pairs 0 times none")
+    if args.fresh and not args.json:
+        raise ValueError("--fresh forgets what --json holds, and there is no --json")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; argparse itself refuses unknown flags."""
+    """The command line; argparse itself refuses unknown flags, ValueError those that would do nothing."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -687,12 +725,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "every row, at most 4,096, with --sweep budget)")  # fmt: skip
     add("--pairs", metavar="N", type=count, help=f"pairs of timed runs for each point (default: {defaults('pairs')})")
     add(
-        "--seconds", metavar="S", type=float, default=0.0,
-        help="go on with pairs until they took so long: short runs need many (default: 0)",
+        "--seconds", metavar="S", type=seconds,
+        help="go on with pairs until they took so long: short runs need many (default: as many as --pairs says)",
     )  # fmt: skip
-    add("--prompts", metavar="N", type=positive, default=200, help="with --lossless (default: 200)")
-    add("--shortest", metavar="N", type=positive, default=20, help="tokens of its shortest prompt (default: 20)")
-    add("--longest", metavar="N", type=positive, default=1500, help="tokens of its longest prompt (default: 1500)")
+    add("--prompts", metavar="N", type=positive, help="with --lossless (default: 200)")
+    add("--shortest", metavar="N", type=positive, help="tokens of its shortest prompt (default: 20)")
+    add("--longest", metavar="N", type=positive, help="tokens of its longest prompt (default: 1500)")
     add("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts to continue (default: the bundled document)")
     add("--synthetic", action="store_true", help="prompts of random tokens: real work, acceptance without meaning")
     add("--json", metavar="FILE", type=Path, help="keep every point here; go on from what it holds")
@@ -704,7 +742,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     add_flags(
         parser.add_argument_group("who drafts"), DraftConfig,
-        policy=several("draft", drafters, "P,P") | {"flag": "--draft", "help": f"among {', '.join(known_drafters())}"},
+        policy={
+            "flag": "--draft", "metavar": "P,P", "type": drafters, "default": None, "allowed": known_drafters(),
+            "unset": "streaming; all but full with --sweep budget, all with --lossless",
+        },
         budget=several("budget", sizes, "K,K"), gamma=several("gamma", gammas, "N,N"), cheap=None,
     )  # fmt: skip
     add_flags(
@@ -716,21 +757,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     add_engine_flags(
         parser, batch_size=several("batch", sizes, "B,B") | {"flag": "--batch", "help": "rows decoded together"},
-        max_seq_len=None, dtype={"default": None, "unset": "auto, fp32 with --lossless"},
+        max_seq_len=None, dtype={"default": None, "unset": defaults("dtype")},
     )  # fmt: skip
     args = parser.parse_args(argv)
-    args.mode = "lossless" if args.lossless else args.sweep
-    args.flag = "lossless" if args.lossless else "sweep budget"
-    for name, value in DEFAULTS[args.mode].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    args.mode = "draw" if args.draw else "lossless" if args.lossless else args.sweep
+    settle(args)
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, measure, write."""
-    args = parse(argv)
     try:
+        args = parse(argv)
         if args.draw:
             draw_files(args)
             return

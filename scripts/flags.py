@@ -13,7 +13,7 @@ of DraftConfig is said by their classes. A value that makes no sense is refused 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from types import NoneType
@@ -87,8 +87,8 @@ def drafters(text: str) -> list[str]:
 def add_flags(parser: Parser, config: type[Config], **changes: Change) -> None:
     """A flag for every public field.
 
-    changes: by the field's name, what this program says otherwise: default, help, type, metavar, flag (its name), and
-    unset (what the default None means). None: it has no flag here, another one says it.
+    changes: by the field's name, what this program says otherwise: default, help, type, metavar, flag (its name),
+    allowed (named by help), and unset (what the default None means). None: it has no flag here, another one says it.
     """
     hints = get_type_hints(config)
     for field in public(config):
@@ -97,9 +97,11 @@ def add_flags(parser: Parser, config: type[Config], **changes: Change) -> None:
             continue
         change = dict(given)
         flag, unset = change.pop("flag", flag_of(field)), change.pop("unset", field.metadata["unset"])
+        allowed = change.pop("allowed", allowed_values(field))
         default = False if hints[field.name] is bool else field.default
         keywords = kind_of(field, hints[field.name]) | {"default": default, "help": field.metadata["help"]} | change
-        keywords["help"] = described(config, field, keywords["help"], keywords["default"], unset)
+        text = keywords["help"]
+        keywords["help"] = described(config, field, text, allowed, keywords["default"], unset)
         parser.add_argument(flag, **keywords)
     assert not changes, f"{config.__name__} has no field {next(iter(changes))}"
 
@@ -128,9 +130,11 @@ def kind_of(field: Field[Any], hint: Any) -> dict[str, Any]:
     return how | {"metavar": field.metadata["metavar"] or ("NAME" if kinds == {str} else "N")}
 
 
-def described(config: type[Config], field: Field[Any], text: str, default: object, unset: str) -> str:
+def described(
+    config: type[Config], field: Field[Any], text: str, allowed: Sequence[object], default: object, unset: str
+) -> str:
     """The help text with the allowed values, the policies that it is for, where they are few, and the default."""
-    if allowed := allowed_values(field):
+    if allowed:
         text += f"; {'one of ' if len(allowed) > 1 else ''}{', '.join(map(str, allowed))}"
     notes = []
     if config is DraftConfig:
@@ -159,16 +163,22 @@ def config_of(config: type[Config], args: argparse.Namespace, **values: Any) -> 
 # ---- the model and its processes -------------------------------------------------------------------------------------
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, model: Change | None = None, **changes: Change) -> None:
-    """Flags that say which model runs, on what, and how; model: changes of --model, the others: of EngineConfig's."""
+def add_engine_flags(
+    parser: argparse.ArgumentParser, model: Change | None = None, *, alone: bool = False, **changes: Change
+) -> None:
+    """Flags that say which model runs, on what, and how; model: changes of --model, the others: of EngineConfig's.
+
+    alone: the program runs in one process, so that there is no --tp.
+    """
     group, n = parser.add_argument_group("the model, and how it runs"), torch.get_num_threads()
     model = {"default": "bundled", "unset": "bundled", **(model or {})}
     text = f"'smollm2', 'bundled', a model folder, a GGUF file or a hub id (default: {model.pop('unset')})"
     group.add_argument("--model", **{"metavar": "M", "help": text, **model})
     add_flags(group, EngineConfig, **changes)
-    group.add_argument(
-        "--tp", metavar="N", type=positive, help="under torchrun: processes that hold one model together (default: all)"
-    )
+    parser.set_defaults(tp=None)
+    if not alone:
+        text = "under torchrun: processes that hold one model together (default: all)"
+        group.add_argument("--tp", metavar="N", type=positive, help=text)
     group.add_argument(
         "--threads", metavar="N", type=positive, default=n, help=f"on a CPU (default: {n}, see OMP_NUM_THREADS)"
     )

@@ -33,7 +33,16 @@ from flags import add_engine_flags, add_flags, config_of, drafters, join, positi
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.measuring import machine, plots, prompts
-from gpt_fast_sd.measuring.grid import Setting, buildable, draft_fields, in_common, settings_of, up_to_date
+from gpt_fast_sd.measuring.grid import (
+    Setting,
+    buildable,
+    draft_fields,
+    has_a_model,
+    in_common,
+    known_drafters,
+    settings_of,
+    up_to_date,
+)
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint
 from gpt_fast_sd.measuring.tables import Column, Table, shown
 from gpt_fast_sd.model import Tokenizer, load_tokenizer, read_config
@@ -300,11 +309,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--plot", metavar="FILE.png", type=Path, help="draw acceptance over the budget")
     add_flags(
         parser.add_argument_group("who drafts"), DraftConfig,
-        policy={"metavar": "P,P", "type": drafters, "default": ["streaming", "snapkv", "quest", "guided"]},
+        policy={
+            "metavar": "P,P", "type": drafters, "default": ["streaming", "snapkv", "quest", "guided"],
+            "allowed": [name for name in known_drafters() if not has_a_model(name)],
+        },
         budget={"metavar": "K,K", "type": sizes, "default": [64, 96, 128, 256]}, gamma={"default": 4},
         draft_model=None, draft_tp=None, cheap=None,
     )  # fmt: skip
-    add_engine_flags(parser, batch_size={"default": 4}, max_seq_len=None, compile=None)
+    add_engine_flags(parser, alone=True, batch_size={"default": 4}, max_seq_len=None, compile=None)
     return parser.parse_args(argv)
 
 
@@ -322,6 +334,8 @@ class Job:
 
 def prepare(args: argparse.Namespace) -> Job:
     """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
+    if args.fresh and not args.json:
+        raise ValueError("--fresh forgets what --json holds, and there is no --json")
     check_writable(args.json, args.plot)
     if args.plot:
         plots.check_drawable("--plot", args.plot)

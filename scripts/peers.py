@@ -363,24 +363,37 @@ def peer_names(text: str) -> list[str]:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be without the model."""
     parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Time plain decoding in this engine, transformers and llama.cpp.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )  # fmt: skip
+        prog=PROGRAM, description="Time plain decoding in this engine, transformers and llama.cpp."
+    )
     add = parser.add_argument
-    add("--model", default="bundled", help="'bundled', 'smollm2', a model folder, a GGUF file or a hub id of a Llama")
-    add("--text", type=Path, default=BUNDLED / "document.txt", help="text the prompt is made of, repeated or cut")
-    add("--contexts", type=sizes, default=[512, 8192, 16000], help="tokens in the cache, as 512,8192")
-    add("--batches", type=sizes, default=[1, 8], help="rows, as 1,8")
-    add("--peers", type=peer_names, default=list(INSTALL), help=f"among {','.join(INSTALL)}")
-    add("--without", metavar="MODE", nargs="+", default=[], help="modes that are not timed, as the table names them")
-    add("--steps", type=positive, default=16, help="timed steps of a block")
-    add("--repeats", type=positive, default=5, help="blocks each peer gets, in turns")
-    add("--threads", type=positive, default=torch.get_num_threads(), help="threads of every peer")
-    add("--agree", type=count, default=16, help="greedy tokens compared with fp32; 0: none")
+    add(
+        "--model",
+        default="bundled",
+        help="'bundled', 'smollm2', a model folder, a GGUF file or a hub id (default: bundled)",
+    )
+    add(
+        "--text",
+        type=Path,
+        default=BUNDLED / "document.txt",
+        help="of the prompt, repeated or cut (default: the bundled document)",
+    )
+    add("--contexts", type=sizes, default=[512, 8192, 16000], help="tokens in the cache (default: 512,8192,16000)")
+    add("--batches", type=sizes, default=[1, 8], help="rows (default: 1,8)")
+    add("--peers", type=peer_names, default=list(INSTALL), help=f"among {','.join(INSTALL)} (default: all)")
+    add("--without", metavar="MODE", nargs="+", default=[], help="not timed, as the table names them")
+    add("--steps", type=positive, default=16, help="timed steps of a block (default: 16)")
+    add("--repeats", type=positive, default=5, help="blocks each peer gets, in turns (default: 5)")
+    add("--threads", type=positive, default=torch.get_num_threads(), help="of every peer (default: %(default)s)")
+    add("--agree", type=count, default=16, help="greedy tokens compared with fp32 (default: 16; 0: none)")
     add("--json", metavar="FILE", help="keep one JSON document here, go on from it; - prints it as the last line")
     add("--fresh", action="store_true", help="forget what --json holds")
     add("--plot", type=Path, metavar="FILE", help="write a bar plot (PNG)")
     return parser.parse_args(argv)
+
+
+def up_to_date(document: dict[str, Any]) -> None:
+    """Let a file of an earlier version name what it did not name then, by the defaults."""
+    document["settings"] = {"agree": 16, "without": [], **document["settings"]}
 
 
 def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
@@ -392,13 +405,16 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     is_file = source.suffix.lower() == ".gguf"
     peers = [peer for peer in args.peers if is_file or peer != "llama.cpp-file"]
     file = Path(args.json) if args.json and args.json != "-" else None
+    if args.fresh and not file:
+        raise ValueError("--fresh forgets what the file of --json holds, and there is none")
     settings = {
         "model": source.name, "transformer": asdict(config), "text": args.text.name, "threads": args.threads,
         "steps": args.steps, "repeats": args.repeats, "warmup": WARMUP_STEPS, "peers": peers,
+        "agree": args.agree, "without": sorted(args.without),
     }  # fmt: skip
     torch.set_num_threads(args.threads)
     here = environment(torch.device("cpu"), *PACKAGES)
-    ledger = Ledger(file, "peers", settings, here, fresh=args.fresh, results="cells")
+    ledger = Ledger(file, "peers", settings, here, fresh=args.fresh, results="cells", adapt=up_to_date)
     folder = source
     if is_file:  # every peer reads the same 16-bit weights
         folder = ggufs / source.stem
@@ -440,7 +456,8 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     todo = [cell for cell in needs if not ledger.find(dict(zip(("context", "batch"), cell, strict=True)))]
     if len(todo) < len(needs):
         print(f"{len(needs) - len(todo)} of {len(needs)} cells are in {args.json} already")
-    extra: dict[str, Any] = {"read_gb_per_second": {"best": bandwidth}}
+    rates = ledger.document.get("read_gb_per_second", {"best": bandwidth})  # every cell has its own run's beside it
+    extra: dict[str, Any] = {"read_gb_per_second": rates}
     try:
         if todo and any(peer.startswith("llama.cpp") for peer in args.peers):
             try:

@@ -46,10 +46,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--link", metavar="GB/s", type=float, help="each way between devices of a machine (default: as published)")
     add("--network", metavar="GB/s", type=float, help="each way between machines, for each device")
     add("--batch", metavar="N,N", type=sizes, default=[1, 8], help="rows (default: 1,8)")
-    add("--context", metavar="N,N", type=sizes, default=[8000], help="tokens of each, k for thousands (default: 8k)")
+    add("--context", metavar="N,N", type=sizes, help="tokens of each, k for thousands (default: 8k, or what fits)")
     add("--max-new-tokens", metavar="N", type=positive, default=512, help="that a row grows by (default: 512)")
-    add("--policy", metavar="P,P", help="who drafts (default: all for whom an acceptance was published)")
-    add("--budget", metavar="N", type=positive, help="entries that a draft step reads (default: as published)")
+    add("--policy", metavar="P,P", help="who drafts (default: all for whom an acceptance is known)")
+    add("--budget", metavar="N", type=positive, help="entries that a draft step reads (default: as --policy's)")
     add("--gamma", metavar="N", type=positive, help="tokens drafted a round (default: the best of gamma auto's)")
     add(
         "--acceptance", metavar="A", action="append", default=[],
@@ -67,7 +67,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", metavar="FILE", type=Path, help="draw the speed-up over context there")
     args = parser.parse_args(argv)
     if not (args.model or args.measured):
-        parser.error("of what? --model says, or --measured")
+        parser.error("there is nothing to plan: --model M says what, or --measured FILE what to compare with")
+    if args.plot and not args.model:
+        parser.error("--plot draws a forecast, which needs --model: --measured alone has none")
     if args.model and not (args.device or None not in (args.bandwidth, args.flops)):
         parser.error("on what? --device says, or --bandwidth and --flops")
     return args
@@ -94,9 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.model:
             system, kept = system_of(args), forecast.Kept.of(args.acceptance)
             policies = [name.strip() for name in args.policy.split(",")] if args.policy else None
-            drafts = planning.drafts_of(system, policies, args.budget, args.gamma, args.draft_model)
+            drafts = planning.drafts_of(system, policies, args.budget, args.gamma, args.draft_model, kept.measured)
+            contexts = args.context or [max(1, min(8000, system.model.n_positions - system.room))]
             estimate = args.estimate or ("roofline" if args.device in (None, "this") else "expected")
-            document = planning.plan(system, drafts, kept, args.batch, args.context, estimate)
+            document = planning.plan(system, drafts, kept, args.batch, contexts, estimate)
             document["settings"]["model"] = args.model
             print(planning.text(document, args.model))
         if args.measured:

@@ -153,7 +153,7 @@ def chip_named(name: str) -> Chip:
     wanted = "".join(_words(name))
     found = next((chip for key, chip in CHIPS.items() if "".join(_words(key)) == wanted), None)
     if found is None:
-        raise ValueError(f"device must be this or one of {', '.join(CHIPS)}, got {name!r:.80}")
+        raise ValueError(f"device must be 'this' or one of {', '.join(CHIPS)}, got {name!r:.80}")
     return found
 
 

@@ -107,22 +107,30 @@ class System:
     room: int = 512
 
     def __post_init__(self) -> None:
-        for model in filter(None, (self.model, self.draft_model)):
-            local_config(model, self.tp)  # which refuses what ranks cannot share
+        local_config(self.model, self.tp)  # which refuses what ranks cannot share
 
     @property
     def tp(self) -> int:
         """Ranks that hold the model together."""
         return self.ranks.n if self.ranks else 1
 
+    def draft_ranks(self, draft: DraftConfig) -> Ranks | None:
+        """Those that hold a draft model together."""
+        n = draft.draft_tp or self.tp
+        return replace(self.ranks, n=n) if self.ranks and n > 1 else None
+
     @property
     def costs(self) -> Record:
-        """What every step of it is reckoned with."""
-        own = TORCH_DTYPES[self.dtype].itemsize
+        """What every step of the target is reckoned with: quantizing leaves the output's weights as they are."""
+        return self._costs(self.ranks) | ({"weight_bytes": 1.0} if self.quantize else {})
+
+    def _costs(self, ranks: Ranks | None) -> Record:
+        """The same of any model that these ranks hold, which nobody has quantized."""
+        own = float(TORCH_DTYPES[self.dtype].itemsize)
         return {
-            "weight_bytes": 1.0 if self.quantize else float(own),
-            "kv_bytes": float(TORCH_DTYPES[self.kv_dtype].itemsize if self.kv_dtype else own),
-            "tp": self.tp, "all_reduce": self.ranks.all_reduce if self.ranks else free,
+            "weight_bytes": own, "head_bytes": own,
+            "kv_bytes": float(TORCH_DTYPES[self.kv_dtype].itemsize) if self.kv_dtype else own,
+            "tp": ranks.n if ranks else 1, "all_reduce": ranks.all_reduce if ranks else free,
         }  # fmt: skip
 
     def config(self, batch: int, context: int) -> EngineConfig:
@@ -146,21 +154,24 @@ class System:
     ) -> Forecast:  # fmt: skip
         """Rounds of gamma drafts, what their selection costs included; gamma 0 is plain decoding."""
         policy, costs = registry.policy_class(draft.policy), {"efficiency": efficiency, **self.costs}
+        theirs = self.draft_model and replace(self.draft_model)  # another one, also of the target's shape
+        own = {"efficiency": efficiency, **self._costs(self.draft_ranks(draft))}
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
         tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
-        for step in policy.model_steps(draft, self.model, self.draft_model, gamma) if gamma else ():
+        for step in policy.model_steps(draft, self.model, theirs, gamma) if gamma else ():
             view = registry.view_class(step.view)
+            of_step = own if step.model is theirs else costs
             size = (step.model, self.chip, batch)
             drafting += step.count * step_seconds(
-                *size, step.n_tokens, view.reads(draft, int(context)), attention=step.view, **costs
+                *size, step.n_tokens, view.reads(draft, int(context)), attention=step.view, **of_step
             )
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once
                 ways = ways_of(torch.device(self.device))
                 reads = 1.5 if triton_serves(torch.device(self.device)) else 1.0
                 refresh = Refresh(every=period, window=view.window, reads=reads, at_once=ways.windows)
-                selecting += refresh_seconds(*size, int(context), tokens, refresh, **costs)
+                selecting += refresh_seconds(*size, int(context), tokens, refresh, **of_step)
         return Forecast(
             gamma=gamma, tokens=tokens, target_seconds=self.plain(batch, context, efficiency),
             draft_seconds=drafting / gamma if gamma else 0.0,
@@ -188,12 +199,14 @@ class System:
         config, device = self.config(batch, context), torch.device(self.device)
         have = None if math.isinf(self.chip.memory) else int(self.chip.memory)
         size, on_cuda = TORCH_DTYPES[self.dtype].itemsize, self.device == "cuda"
-        models = [self.model, self.draft_model if registry.policy_class(draft.policy).needs_model(draft) else None]
-        target, theirs = (local_config(model, self.tp) if model else None for model in models)
+        needed = self.draft_model if registry.policy_class(draft.policy).needs_model(draft) else None
+        ranks = self.draft_ranks(draft)
+        parts = [(self.model, self.tp)] + ([(needed, ranks.n if ranks else 1)] if needed else [])
+        target, theirs = [*(local_config(*part) for part in parts), None][:2]
         assert target
         plan = MemoryPlan.of(
             config, draft, target, theirs, TORCH_DTYPES[self.kv_dtype or self.dtype], device=device,
-            weights=sum(model.n_params // self.tp * size for model in models if model), groups=int(self.tp > 1),
+            weights=sum(model.n_params // n * size for model, n in parts), groups=int(self.tp > 1),
             whole=have or 0, ranks=self.tp, packs=not on_cuda and self.dtype == "bf16" and not self.quantize,
         )  # fmt: skip
         try:
@@ -292,7 +305,11 @@ class Kept:
 
 
 def _measured_acceptance(path: Path) -> list[Record]:
-    """Acceptance in the results of a frontier or a sweep, of drafts that follow accepted ones."""
+    """Acceptance in the results of a frontier or a sweep, of drafts that follow accepted ones.
+
+    By shares of position i and i - 1, which is exact where every round drafted as many: gamma "auto" drafts far where
+    that pays, so that there it is a guess.
+    """
     document, found = read_document(path, "frontier", "batch"), []
     for one in document.get("results") or document.get("points") or ():
         shares = one.get("acceptance_by_position")
@@ -322,8 +339,8 @@ def cell(
     chances, source = kept.chances(draft, context)
     n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is reckoned
     one, ideal = (system.best(draft, chances, batch, context, e) for e in (efficiency, IDEAL))
-    weights = system.costs["weight_bytes"]
-    together = partial(collective_seconds, system.model, tp=system.tp, weight_bytes=weights)
+    own = system.costs["head_bytes"]  # as activations have
+    together = partial(collective_seconds, system.model, tp=system.tp, weight_bytes=own)
     return {
         "batch": batch, "context": context, "policy": draft.policy, "budget": budget_of(draft),
         "acceptance": list(chances), "acceptance_source": source, "gamma": one.gamma, "tokens_per_round": one.tokens,

@@ -111,9 +111,19 @@ def draft_fields(given: Mapping[str, Any]) -> Record:
     return {name: value for name, value in given.items() if name in names}
 
 
+def timed_on(environment: Record, device: str, tp: int) -> Record:
+    """Of a machine, what times that may stand in one file have in common. device: "cuda" or "cpu"."""
+    where = {name: environment.get(name) for name in ("cpu", "device", "torch")}
+    return {"machine": where, "device": device, "tp": tp, "threads": environment.get("threads")}
+
+
 def up_to_date(document: Record) -> None:
     """Let a file of an earlier version name what it did not name then."""
-    document["settings"] = {**COMMON, **document["settings"]}
+    then = COMMON
+    if document.get("benchmark") in ("batch", "frontier"):  # whose files said on which machine, but not as a setting
+        here = document.get("environment", {})
+        then = then | timed_on(here, "cpu" if here.get("device", "cpu") == "cpu" else "cuda", 1) | {"seconds": 0.0}
+    document["settings"] = {**then, **document["settings"]}
     for record in document.get("points", ()):
         record.setdefault("temperature", document["settings"].get("temperature", 0.0))
 

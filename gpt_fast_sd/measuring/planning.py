@@ -12,15 +12,24 @@ from .. import registry
 from ..config import DraftConfig
 from .chips import GIB
 from .forecast import ESTIMATES, Kept, Record, System, budget_of, cell, default_policies, label
+from .grid import Setting
 from .plots import SPEED, Draw, color, draw_panels, over_log2
 from .replay import PROFILES
 from .tables import Column, Table
 
 
 def drafts_of(
-    system: System, policies: Sequence[str] | None, budget: int | None, gamma: int | None, draft_model: str | None
-) -> list[DraftConfig]:
-    """A configuration of each policy; None: those that have a published acceptance, and budgets as published."""
+    system: System, policies: Sequence[str] | None, budget: int | None, gamma: int | None, draft_model: str | None,
+    measured: Sequence[Record] = (),
+) -> list[DraftConfig]:  # fmt: skip
+    """A configuration of each policy; None: those that have a published acceptance, and budgets as published.
+
+    measured: results with an acceptance, whose drafts are planned where neither policies nor a budget are given.
+    """
+    if measured and not (policies or budget):
+        pairs = dict.fromkeys((one["policy"], one["budget"]) for one in measured)
+        wanted = [Setting(policy=name, budget=size) for name, size in pairs if name in registry.policies()]
+        return [one.draft(gamma or "auto", {"draft_model": draft_model}) for one in wanted]
     drafts = []
     for name in policies or default_policies(system):
         known: Record = {"policy": name, "gamma": gamma or "auto"}

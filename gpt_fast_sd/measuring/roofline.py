@@ -4,7 +4,8 @@ A step of T tokens a row reads all weights of the linear layers once, and each r
 groups run one after the other, so their times add, and inside a group reading and arithmetic overlap, so the longer
 one counts (Williams et al. 2009, "Roofline"; for speculation MagicDec, arXiv 2408.11049):
 
-    W     = weight_bytes P / tp                  P = L (2 D H (N + K) + 3 D F) + V D, the embedding table is looked up
+    W     = weight_bytes P / tp                  P = L (2 D H (N + K) + 3 D F) + V D, the embedding table is looked up;
+                                                 the head's V D have head_bytes each, which int8 leaves as they were
     KV    = 2 L K H kv_bytes context B / tp      K / tp at least 1, where some ranks hold the same head
     F_lin = 2 P B T / tp                         F_att = 4 L N H context B T / tp
     T(T, context) = max(W / bandwidth, F_lin / peak) + max(KV / bandwidth, F_att / peak) + fixed costs + collectives
@@ -113,7 +114,12 @@ class StepCost:
 def linear_params(config: ModelConfig) -> int:
     """P, the parameters that every step multiplies with: the matrices of the layers and the output's."""
     attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
-    return config.n_layers * (attention + 3 * config.dim * config.ffn_dim) + config.vocab_size * config.dim
+    return config.n_layers * (attention + 3 * config.dim * config.ffn_dim) + head_params(config)
+
+
+def head_params(config: ModelConfig) -> int:
+    """Those of P that the output has."""
+    return config.vocab_size * config.dim
 
 
 def step_cost(
@@ -123,18 +129,21 @@ def step_cost(
     context: float,
     *,
     weight_bytes: float = 2.0,
+    head_bytes: float | None = None,
     kv_bytes: float = 2.0,
     tp: int = 1,
 ) -> StepCost:
     """The cost of feeding n_tokens to each of batch rows that attend to `context` entries each.
 
-    weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16).
+    weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16). head_bytes: of one
+    weight of the output; None: as any other.
     """
-    params, positions = linear_params(config), context * batch
+    params, head, positions = linear_params(config), head_params(config), context * batch
+    of_head = weight_bytes if head_bytes is None else head_bytes
     heads = config.n_layers * config.head_dim  # a factor of both sums over heads
     n_kv_heads = max(1.0, config.n_kv_heads / tp)  # of a rank: with fewer of them than ranks some hold the same
     return StepCost(
-        weight_bytes=weight_bytes * params / tp,
+        weight_bytes=(weight_bytes * (params - head) + of_head * head) / tp,
         kv_bytes=2 * heads * n_kv_heads * kv_bytes * positions,
         linear_flops=2 * params * batch * n_tokens / tp,
         attention_flops=4 * heads * config.n_heads * positions * n_tokens / tp,
@@ -149,6 +158,7 @@ def step_seconds(
     context: float,
     *,
     weight_bytes: float = 2.0,
+    head_bytes: float | None = None,
     kv_bytes: float = 2.0,
     tp: int = 1,
     all_reduce: AllReduce = free,
@@ -160,13 +170,15 @@ def step_seconds(
 
     mass_page: keys of a page whose attention mass comes too, 0 where it does not. attention: see kernels.
     """
-    cost = step_cost(config, batch, n_tokens, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp)
+    cost = step_cost(
+        config, batch, n_tokens, context, weight_bytes=weight_bytes, head_bytes=head_bytes, kv_bytes=kv_bytes, tp=tp
+    )
     e = efficiency
     handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / tp if e.split else 0.0
     linear, attend = _seconds(cost, chip, e, handed_on)
     gaps = kernels(config, "mass" if mass_page else attention) * e.kernel_seconds
     fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
-    together = collective_seconds(config, batch * n_tokens, tp, weight_bytes, all_reduce)
+    together = collective_seconds(config, batch * n_tokens, tp, head_bytes or weight_bytes, all_reduce)
     return linear + attend + gaps + fixed + together
 
 
@@ -232,6 +244,7 @@ def refresh_seconds(
     refresh: Refresh,
     *,
     weight_bytes: float = 2.0,
+    head_bytes: float | None = None,
     kv_bytes: float = 2.0,
     tp: int = 1,
     all_reduce: AllReduce = free,
@@ -239,10 +252,13 @@ def refresh_seconds(
 ) -> float:
     """Seconds that refreshing costs a round in which each of batch rows grows by so many tokens."""
     rows, e = min(refresh.at_once, batch), efficiency
-    cost = step_cost(config, rows, refresh.window, context, weight_bytes=weight_bytes, kv_bytes=kv_bytes, tp=tp)
+    cost = step_cost(
+        config, rows, refresh.window, context, weight_bytes=weight_bytes, head_bytes=head_bytes, kv_bytes=kv_bytes,
+        tp=tp,
+    )  # fmt: skip
     linear, attention = _seconds(cost, chip, e)
     gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
-    gaps += collective_seconds(config, rows * refresh.window, tp, weight_bytes, all_reduce)
+    gaps += collective_seconds(config, rows * refresh.window, tp, head_bytes or weight_bytes, all_reduce)
     passes = batch * tokens / refresh.every / rows  # a round
     return passes * (linear + refresh.reads * attention + gaps + e.step_seconds)
 

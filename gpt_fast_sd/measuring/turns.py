@@ -156,7 +156,11 @@ def take_turns(
     prefill = run(engine, prompts, short, speculate=True).stats
     plain = run(engine, prompts, short, speculate=False).stats
     turns = Turns(prefill=prefill, capture_seconds=prefill.capture_seconds + plain.capture_seconds)
-    while len(turns.plain) < n or totals(turns.plain + turns.speculative).decode_seconds < seconds:
+
+    def wants_more() -> bool:
+        return len(turns.plain) < n or totals(turns.plain + turns.speculative).decode_seconds < seconds
+
+    while engine.parallel.same(wants_more()):  # each process has its own clock
         pair = len(turns.plain)
         progress(f"pair {pair + 1} of {max(n, pair + 1)}")
         for speculate in (False, True) if pair % 2 == 0 else (True, False):

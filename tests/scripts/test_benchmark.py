@@ -183,6 +183,9 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_ended(
     assert run(model, *sweep, "--json", str(file), "--batch", "1,3") == 0  # more may be asked for
     assert measured == [(2, 60), (3, 40), (3, 60)]
     capsys.readouterr()
+    assert "was measured with seconds 0.0, not 0.5" in refusal(
+        capsys, model, *sweep, "--json", str(file), "--seconds", "0.5"
+    )
     other = [*sweep, "--json", str(file), "--pairs", "1"]
     assert "was measured with pairs 2, not 1: name another file, or begin anew with --fresh" in refusal(
         capsys, model, *other
@@ -381,6 +384,32 @@ def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
     assert "was measured with page 16, not 32" in refusal(capsys, None, *BUDGET, *argv, "--page", "32")
 
 
+def test_times_of_another_machine_or_of_other_pairs_are_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.json"
+    argv = [*BUDGET, "--pairs", "0", "--draft", "lookup", "--json", str(file)]
+    assert run(None, *argv) == 0
+    written: Record = json.loads(file.read_text())
+    capsys.readouterr()
+    for name, value in (
+        ("threads", 64),
+        ("tp", 8),
+        ("device", "cuda"),
+        ("machine", {"cpu": "another"}),
+        ("seconds", 5.0),
+    ):
+        file.write_text(json.dumps(written | {"settings": written["settings"] | {name: value}}))
+        assert f"was measured with {name} {value}, not" in refusal(capsys, None, *argv)
+    for name in ("threads", "tp", "device", "machine", "seconds"):  # as files of before they were told
+        del written["settings"][name]
+    file.write_text(json.dumps(written))
+    assert run(None, *argv) == 0
+    assert "1 of 1 points are in" in capsys.readouterr().out
+    file.write_text(json.dumps(written | {"environment": written["environment"] | {"threads": 64}}))
+    assert "was measured with threads 64, not" in refusal(capsys, None, *argv)
+
+
 def test_several_texts_share_the_rows(tmp_path: Path) -> None:
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for path, sentence in zip(texts, ("The captain wrote. ", "Rain fell on the hills. "), strict=True):
@@ -429,6 +458,29 @@ def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(
     assert run(None, *argv) == 1
 
 
+def test_in_16_bits_a_near_tie_is_counted_and_anything_further_apart_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, decode = tmp_path / "lossless.json", benchmark.Lossless.decode
+
+    def astray(mode: Any, engine: Any, what: str, *, speculate: bool) -> turns.Run:
+        one = decode(mode, engine, what, speculate=speculate)
+        one.outputs[1][2] += speculate
+        return one
+
+    monkeypatch.setattr(benchmark.Lossless, "decode", astray)
+    argv = [*LOSSLESS, "--draft", "lookup", "--json", str(file), "--dtype", "bf16"]
+    run(None, *argv)
+    written: Record = json.loads(file.read_text())
+    for gap, code in ((0.1, 0), (0.3, 1)):
+        (difference,) = written["results"][1]["differences"]
+        difference["gap"] = gap
+        file.write_text(json.dumps(written))
+        capsys.readouterr()
+        assert run(None, *argv) == code
+        assert "2/3" in capsys.readouterr().out
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -450,6 +502,19 @@ def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(
         (["--draw", "README.md", "--plots", "x"], "README.md holds no results of this program"),
         (["--draw", "x.json"], "--draw needs --plots DIR to draw into"),
         (["--text", "README.md", "README.md"], "two texts have one name"),
+        ([*LOSSLESS, "--pairs", "9"], "benchmark.py: --pairs does nothing with --lossless: leave it out"),
+        ([*LOSSLESS, "--seconds", "9"], "--seconds does nothing with --lossless"),
+        ([*LOSSLESS, "--context", "99"], "--context does nothing with --lossless"),
+        ([*LOSSLESS, "--plots", "x"], "--plots does nothing with --lossless"),
+        ([*BUDGET, "--prompts", "9"], "--prompts does nothing with --sweep budget"),
+        ([*BUDGET, "--pairs", "0", "--seconds", "9"], "--seconds goes on with pairs, and --pairs 0 times none"),
+        (["--shortest", "9"], "--shortest does nothing with --sweep size"),
+        (["--longest", "9"], "--longest does nothing with --sweep size"),
+        (["--draw", "x.json", "--plots", "x", "--pairs", "9"], "--pairs does nothing with --draw"),
+        (["--fresh"], "--fresh forgets what --json holds, and there is no --json"),
+        (["--seconds", "inf"], "expected a positive number of seconds, got 'inf'"),
+        (["--seconds", "nan"], "expected a positive number of seconds, got 'nan'"),
+        (["--seconds", "0"], "expected a positive number of seconds, got '0'"),
     ],
 )
 def test_a_mistake_in_another_mode_is_one_sentence_too(
@@ -485,6 +550,17 @@ def test_files_in_the_repository_are_drawn(tmp_path: Path, files: list[str], pic
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:
     assert sizes("4k,1K,500,4000") == [500, 1000, 4000]
     assert gammas("auto,6,4,6") == ["auto", 6, 4]
+
+
+def test_help_names_who_may_draft_and_what_stands_in_for_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(None, "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "who drafts; one of full, streaming" in shown and "hierarchy, hierarchy/standalone (default: str" in shown
+    for said in (
+        "streaming; all but full with --sweep budget, all with --lossless", "for each point (default: 3)",
+        "256; 64,128,256,512 with --sweep budget; 64 with --lossless", "--lossless (default: 0; 1 with --lossless)",
+    ):  # fmt: skip
+        assert said in shown
 
 
 def test_every_field_of_an_engine_and_a_draft_has_its_flag_or_follows_from_another() -> None:

@@ -116,6 +116,8 @@ def test_a_case_fits_its_length_and_its_answer_stands_far_back(kind: str, length
         (["--json", "nowhere/x.json"], "there is no folder"),
         (["--plot", "x.txt"], "its name must end in .png"),
         (["--model", "nowhere"], "no folder nowhere"),
+        (["--fresh"], "--fresh forgets what --json holds"),
+        (["--tp", "2"], "unrecognized arguments: --tp 2"),
     ],
 )
 def test_what_cannot_be_made_is_refused_in_one_sentence(

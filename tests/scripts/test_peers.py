@@ -73,7 +73,8 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
             pass
 
     monkeypatch.setattr(peers, "Worker", Quick)
-    monkeypatch.setattr(peers, "read_bandwidth", lambda: 10.0)
+    rates = iter([10.0, 9.0, *[20.0] * 9])
+    monkeypatch.setattr(peers, "read_bandwidth", lambda: next(rates))
     file = tmp_path / "peers.json"
     argv = ["--model", str(source), "--peers", "ours,transformers", "--batches", "1", "--steps", "2"]
     argv += ["--repeats", "1", "--without", "eager", "--agree", "0", "--json", str(file)]
@@ -85,8 +86,13 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
     cells = json.loads(file.read_text())["cells"]
     assert cells[:1] == first and [cell["context"] for cell in cells] == [20, 30]
     assert "1 of 2 cells are in" in capsys.readouterr().out
+    assert json.loads(file.read_text())["read_gb_per_second"]["best"] == 10.0  # not of the run that went on
+    assert [cell["read_gb_per_second"] for cell in cells] == [10.0, 20.0]
     for flags, said in (
         (["--contexts", "20", "--steps", "3"], "was measured with steps 2, not 3"),
+        (["--contexts", "20", "--agree", "2"], "was measured with agree 0, not 2"),
+        (["--contexts", "20", "--without", "sdpa"], "was measured with without ['eager'], not ['sdpa']"),
+        (["--contexts", "20", "--json", "-", "--fresh"], "--fresh forgets what the file of --json holds"),
         (["--contexts", "1"], "a context has at least 2 tokens, got 1"),
         (["--contexts", "20", "--json", "nowhere/x.json"], "there is no folder"),
         (["--contexts", "20", "--plot", "x.txt"], "its name must end in .png"),
@@ -94,6 +100,13 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
         with pytest.raises(SystemExit) as stopped:
             peers.main([*argv, *flags])
         assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_help_is_the_same_on_every_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.parse(["--help"])
+    shown = capsys.readouterr().out
+    assert str(peers.BUNDLED) not in "".join(shown.split()) and "default: [" not in " ".join(shown.split())
 
 
 def test_cells_in_the_repository_are_drawn(tmp_path: Path) -> None:

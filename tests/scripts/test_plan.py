@@ -39,6 +39,32 @@ def test_what_was_measured_is_shown_beside_what_is_predicted(capsys: pytest.Capt
     assert "measured over predicted" in out and "streaming 256" in out
 
 
+def test_the_drafts_of_a_file_are_planned_with_the_acceptance_that_it_holds(tmp_path: Path) -> None:
+    sweep, file = ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json", tmp_path / "plan.json"
+    rates = ["--bandwidth", "15", "--flops", "0.5"]
+    argv = ["--model", "HuggingFaceTB/SmolLM2-135M", *rates, "--acceptance", str(sweep), "--json", str(file)]
+    assert plan.main(argv) == 0
+    held = {(one["policy"], one["budget"]) for one in json.loads(sweep.read_text())["points"]}
+    cells = json.loads(file.read_text())["cells"]
+    assert {(one["policy"], one["budget"]) for one in cells} == held
+    assert all(one["acceptance_source"].startswith("measured: sweep.json") for one in cells)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", "there is nothing to plan: --model M says what, or --measured FILE what to compare with"),
+        ("--measured sweep.json --plot x.png", "--plot draws a forecast, which needs --model"),
+    ],
+)
+def test_without_a_model_one_sentence_says_what_is_missing(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        plan.main(flags.split())
+    assert stopped.value.code == 2 and said in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -15,7 +15,7 @@ from gpt_fast_sd.measuring.forecast import Kept, System, compare, default_polici
 from gpt_fast_sd.measuring.planning import comparison, drafts_of, plan, text
 from gpt_fast_sd.measuring.replay import PROFILES
 from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, MOST, Efficiency, best_gamma
-from gpt_fast_sd.model import preset
+from gpt_fast_sd.model import ModelConfig, preset
 from gpt_fast_sd.policies.base import View
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,7 +87,8 @@ def test_sums_over_machines_wait_for_the_network() -> None:
 def test_fp32_and_int8_weights_have_their_bytes_and_fp32_its_own_rate() -> None:
     halves, fours = (on_h200(dtype=dtype).plain(1, 1) for dtype in ("bf16", "fp32"))
     assert fours == pytest.approx(2 * halves)
-    assert on_h200(quantize="int8").plain(1, 0) == pytest.approx(WEIGHTS / 4.8e12)
+    head = 128256 * 4096  # which int8 leaves in bf16
+    assert on_h200(quantize="int8").plain(1, 0) == pytest.approx((WEIGHTS + head) / 4.8e12)
     assert on_h200(kv_dtype="fp32").plain(8, 10**6) == pytest.approx(on_h200().plain(16, 10**6), rel=1e-2)
     assert H200.working_in(torch.float32).peak == 67e12
     assert H200.working_in(torch.float16).peak == 989e12
@@ -118,6 +119,37 @@ def test_each_policy_says_what_a_draft_step_reads() -> None:
     )
     # of a hierarchy two middle steps of four tokens each for four drafts: as long as of one token each
     assert drafting("hierarchy") == pytest.approx(reading(1024, 8) / 2)
+
+
+# Llama-3.2-1B: 16 layers, width 2048, 32 query and 8 kv heads of 64, 8192 wide inside
+SMALL_WEIGHTS = 16 * (2 * 2048 * 64 * (32 + 8) + 3 * 2048 * 8192) + 128256 * 2048
+SMALL_KV_BYTES = 2 * 16 * 8 * 64 * 2
+
+
+@pytest.mark.parametrize("model", [LLAMA, SMALL])
+def test_a_draft_model_is_never_quantized(model: ModelConfig) -> None:
+    """Also where it has the target's own shape."""
+    draft = DraftConfig(policy="standalone", draft_model="small", budget=1024)
+    system = System(model=model, chip=H200, draft_model=SMALL, quantize="int8")
+    step = (2 * SMALL_WEIGHTS + SMALL_KV_BYTES * 1024 * 8) / 4.8e12
+    assert system.forecast(draft, 0.8, 8, 64000, 4).draft_seconds == pytest.approx(step)
+
+
+def test_a_draft_model_is_divided_by_the_ranks_that_hold_it() -> None:
+    ranks = Ranks(n=8, link=Link(name="none", bandwidth=1e30, hop=0))
+    one, eight = (
+        DraftConfig(policy="standalone", draft_model="small", budget=1024, draft_tp=draft_tp) for draft_tp in (1, None)
+    )
+    system = on_h200(draft_model=SMALL, ranks=ranks)
+    alone, together = (system.forecast(draft, 0.8, 8, 64000, 4).draft_seconds for draft in (one, eight))
+    step = (2 * SMALL_WEIGHTS + SMALL_KV_BYTES * 1024 * 8) / 4.8e12
+    assert alone == pytest.approx(step)  # nor does it wait for any sum
+    assert together == pytest.approx(step / 8 + 34 * 6.6e-6)  # of 16 layers, an embedding and the best token
+    assert system.memory(one, 8, 64000)[0] > system.memory(eight, 8, 64000)[0] + 2 * SMALL_WEIGHTS * 7 / 8
+    odd = replace(SMALL, n_heads=20, n_kv_heads=4)  # of whose heads eight ranks have no equal share
+    assert on_h200(draft_model=odd, ranks=ranks).memory(one, 8, 64000)[1] is None
+    with pytest.raises(ValueError, match="tp 8 does not fit the model: it must divide n_heads 20"):
+        on_h200(draft_model=odd, ranks=ranks).memory(eight, 8, 64000)
 
 
 def test_drafts_of_a_text_shorter_than_the_budget_read_what_there_is() -> None:
@@ -259,7 +291,7 @@ def test_chips_are_known_by_what_users_and_drivers_call_them() -> None:
     assert chip_of("NVIDIA A100-SXM4-40GB") is CHIPS["a100 40gb"]
     assert chip_of("NVIDIA L40S") is CHIPS["l40s"] and chip_of("NVIDIA L4") is CHIPS["l4"]
     assert chip_of("NVIDIA GeForce GTX 1080") is None
-    with pytest.raises(ValueError, match=r"device must be this or one of a100, .* got 'H300'"):
+    with pytest.raises(ValueError, match=r"device must be 'this' or one of a100, .* got 'H300'"):
         chip_named("H300")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.measuring.turns import (
@@ -21,6 +22,7 @@ from gpt_fast_sd.measuring.turns import (
     tokens_by_alpha,
 )
 from gpt_fast_sd.stats import EngineStats
+from gpt_fast_sd.tp import Parallel
 from tests.helpers import ByteTokenizer, random_ids, tiny_model
 
 Streams = list[tuple[bool, int]]  # whether it speculated, and tokens asked for
@@ -31,6 +33,7 @@ class Noted:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.streams = engine, list[tuple[bool, int]]()
+        self.parallel = engine.parallel
 
     def stream(self, prompts: Any, params: Any, *, speculate: bool) -> Any:
         self.streams.append((speculate, params[0].max_tokens))
@@ -61,6 +64,7 @@ def test_short_runs_go_on_until_they_took_the_time_asked_for() -> None:
         """Decodes in a quarter of a second, it says."""
 
         stats = EngineStats(decode_seconds=0.25, decode_tokens=1, rounds=1)
+        parallel = Parallel(torch.device("cpu"))
 
         def stream(self, *args: Any, speculate: bool) -> list[Any]:
             return []
@@ -68,6 +72,29 @@ def test_short_runs_go_on_until_they_took_the_time_asked_for() -> None:
     engine: Any = Quick()
     assert len(take_turns(engine, [], [SamplingParams()], 2).plain) == 2
     assert len(take_turns(engine, [], [SamplingParams()], 2, seconds=3.0).plain) == 6
+
+
+def test_ranks_go_on_for_as_long_as_the_first_one_by_its_clock() -> None:
+    """Each has a clock of its own: one that stopped alone would leave the others in a collective of the next pair."""
+
+    class Later:
+        """A rank that is through by its own clock after one pair, and whose first rank is after three."""
+
+        stats = EngineStats(decode_seconds=9.0, decode_tokens=1, rounds=1)
+
+        def __init__(self) -> None:
+            self.parallel, self.asked, self.first = self, list[int](), [1, 1, 1, 0]
+
+        def same(self, number: int) -> int:
+            self.asked.append(number)
+            return self.first[len(self.asked) - 1]
+
+        def stream(self, *args: Any, speculate: bool) -> list[Any]:
+            return []
+
+    rank: Any = Later()
+    assert len(take_turns(rank, [], [SamplingParams()], 1, seconds=3.0).plain) == 3
+    assert rank.asked == [1, 0, 0, 0]
 
 
 def seconds(decode: float) -> Run:
