@@ -31,8 +31,8 @@ def sparse_attention(
 
     A query that sees none of them, or that is at or past n_keys, gives 0. Of the cache nothing else is read.
     kv_indices: integers [B, K, C] without repeats, -1 is nothing, and so is what is not below window_start; they come
-    in runs of `page` consecutive entries (or of as many -1), each run beginning at a multiple of page: of a run, the
-    first decides. A page of 1 is a list in any order.
+    in runs of `page` consecutive entries (or of as many -1), each run beginning at a multiple of page: of a run that
+    is only begun, the first entry decides in Triton, each for itself on a CPU. A page of 1 is a list in any order.
 
     q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; window_start int64 [B]; pos int64 [B, T]
     -> [B, N, T, H]
@@ -40,9 +40,7 @@ def sparse_attention(
     if triton_serves(q.device):
         out: Tensor = _sparse(q, k, v, kv_indices, window_start, window_width, pos, n_keys, page)
         return out
-    first = kv_indices[..., ::page, None]  # [B, K, C // page, 1]
-    listed = torch.where(first >= 0, first + torch.arange(page, device=pos.device), -1).flatten(2)  # [B, K, C]
-    listed = torch.where(listed < window_start[:, None, None], listed, -1)
+    listed = torch.where(kv_indices < window_start[:, None, None], kv_indices, -1)  # [B, K, C]
     window = window_start[:, None] + torch.arange(window_width, device=pos.device)  # [B, W]
     index = torch.cat([listed, window[:, None].expand(-1, k.shape[1], -1)], -1)  # [B, K, M]
     return on_cpu.attend_at(q, k, v, index, torch.where(pos < n_keys, pos, -1))

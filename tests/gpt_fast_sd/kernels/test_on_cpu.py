@@ -164,19 +164,6 @@ def test_few_rows_of_a_compiled_step_see_any_number_of_keys(n_keys: int) -> None
     torch.testing.assert_close(step(q, k, v, pos, n_keys, 256), expected, rtol=2e-5, atol=1e-5)
 
 
-def test_of_a_run_of_listed_entries_the_first_decides() -> None:
-    q, k, v, pos = case(2, 2, 2, torch.float32)
-    runs = torch.tensor([[0, -1, 6], [26, 7, -1], [16, 11, 15]])[:, None, :, None] * 16  # one reaches into the window
-    entries = torch.where(runs >= 0, runs + torch.arange(16), -1).flatten(2).repeat(1, K, 1)  # [B, K, C]
-    window, given = (torch.tensor([0, 420, 250]), 40), (pos, 512, 16)
-    expected = sparse.sparse_attention(q, k, v, entries, *window, *given)
-    torch.testing.assert_close(
-        expected, references.sparse_attention(q, k, v, entries, *window, *given), rtol=2e-5, atol=1e-5
-    )
-    entries[..., torch.arange(48) % 16 > 0] = -1
-    assert sparse.sparse_attention(q, k, v, entries, *window, *given).equal(expected)
-
-
 def test_some_slots_attend_as_all_do_and_every_key_has_its_mass() -> None:
     q, k, v, _ = case(2, 32, 3, torch.float32)
     slots, pos = torch.tensor([2, 0]), torch.tensor([[300], [600]]) + torch.arange(32)
