@@ -92,11 +92,6 @@ class Chip:
         if not self.memory > 0:
             raise ValueError(f"memory of {self.name} must be positive, got {self.memory}")
 
-    @property
-    def ridge(self) -> float:
-        """Operations per byte above which arithmetic takes longer than reading."""
-        return self.peak / self.bandwidth
-
     def working_in(self, dtype: torch.dtype) -> Chip:
         """The same chip with the peak that it has in this dtype."""
         return replace(self, peak=self.fp32) if dtype == torch.float32 and self.fp32 else self

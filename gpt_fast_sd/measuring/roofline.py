@@ -105,11 +105,6 @@ class StepCost:
         """Everything that has to be read."""
         return self.weight_bytes + self.kv_bytes
 
-    @property
-    def intensity(self) -> float:
-        """Operations a byte; compare it with Chip.ridge."""
-        return (self.linear_flops + self.attention_flops) / self.bytes
-
 
 def linear_params(config: ModelConfig) -> int:
     """P, the parameters that every step multiplies with: the matrices of the layers and the output's."""

@@ -436,10 +436,9 @@ def test_every_policy_says_what_plain_decoding_says(tmp_path: Path, capsys: pyte
     assert "3/3" in capsys.readouterr().out
 
 
-def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, decode = tmp_path / "lossless.json", benchmark.Lossless.decode
+def go_astray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speculation says another token than plain decoding, at one place."""
+    decode = benchmark.Lossless.decode
 
     def astray(mode: Any, engine: Any, what: str, *, speculate: bool) -> turns.Run:
         one = decode(mode, engine, what, speculate=speculate)
@@ -447,6 +446,13 @@ def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(
         return one
 
     monkeypatch.setattr(benchmark.Lossless, "decode", astray)
+
+
+def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lossless.json"
+    go_astray(monkeypatch)
     argv = [*LOSSLESS, "--draft", "lookup", "--json", str(file)]
     assert run(None, *argv) == 1
     out, err = capsys.readouterr()
@@ -461,14 +467,8 @@ def test_a_divergence_is_printed_with_its_gap_and_fails_the_run(
 def test_in_16_bits_a_near_tie_is_counted_and_anything_further_apart_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, decode = tmp_path / "lossless.json", benchmark.Lossless.decode
-
-    def astray(mode: Any, engine: Any, what: str, *, speculate: bool) -> turns.Run:
-        one = decode(mode, engine, what, speculate=speculate)
-        one.outputs[1][2] += speculate
-        return one
-
-    monkeypatch.setattr(benchmark.Lossless, "decode", astray)
+    file = tmp_path / "lossless.json"
+    go_astray(monkeypatch)
     argv = [*LOSSLESS, "--draft", "lookup", "--json", str(file), "--dtype", "bf16"]
     run(None, *argv)
     written: Record = json.loads(file.read_text())

@@ -103,9 +103,10 @@ def test_parameters_cache_and_intensity_are_the_known_ones() -> None:
     assert linear_params(LLAMA_2) / 1e9 == pytest.approx(6.61, abs=0.006)
     assert step_cost(LLAMA, 4, 1, 1000).kv_bytes == 4000 * LLAMA.kv_bytes_per_token(2)
     # where MagicDec's figure crosses the ridge of an A100, 153 operations a byte, with three queries a row
-    assert step_cost(LLAMA_2, 256, 3, 395).intensity == pytest.approx(156, abs=1)
-    assert step_cost(LLAMA, 256, 3, 1958).intensity == pytest.approx(153, abs=1)
-    assert [round(chip.ridge) for chip in (A100, H100, H200)] == [153, 295, 206]
+    for model, context, intensity in ((LLAMA_2, 395, 156), (LLAMA, 1958, 153)):
+        cost = step_cost(model, 256, 3, context)
+        assert (cost.linear_flops + cost.attention_flops) / cost.bytes == pytest.approx(intensity, abs=1)
+    assert [round(chip.peak / chip.bandwidth) for chip in (A100, H100, H200)] == [153, 295, 206]
 
 
 def test_a_step_is_bound_by_arithmetic_where_many_rows_share_a_weight() -> None:
