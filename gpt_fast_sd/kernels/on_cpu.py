@@ -153,7 +153,7 @@ def score_scale(q: Tensor, k_scale: Tensor | None) -> Tensor | float:
 
 
 def with_scale(weights: Tensor, v_scale: Tensor | None) -> Tensor:
-    """Weights [B, K, R, S] of int8 values take the scales of these [B, K, S] along; what nobody reads weighs nothing."""
+    """Weights [B, K, R, S] take the scales [B, K, S] of int8 values along; what nobody reads weighs nothing."""
     return weights if v_scale is None else torch.where(weights > 0, weights * v_scale[:, :, None].float(), 0.0)
 
 
