@@ -38,7 +38,7 @@ class CausalSelf:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+def as_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., H] as int8 with a scale for each [...], fp16: x is about int8 * scale, at most half a scale off.
 
     What is divided by is the scale as it is stored, so that its own rounding costs nothing. A vector of zeros has one,
@@ -96,7 +96,7 @@ class CacheLayer:
         for buffer, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             new = new.transpose(1, 2)  # [B, T, K, H]
             if scales is not None:
-                new, scales[row, :, pos] = quantized(new)
+                new, scales[row, :, pos] = as_int8(new)
             buffer[row, :, pos] = new.to(buffer.dtype)
 
 
