@@ -200,9 +200,26 @@ def test_no_step_holds_more_than_the_plan_s_workspace(
 
 
 @pytest.mark.parametrize("policy", ["off", "snapkv", "quest", "guided"])
-def test_keys_of_int8_are_widened_in_memory_that_is_planned_for(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_over_an_int8_cache_holds_more_than_the_plan_s_workspace(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peak, planned = held(policy, "cpu", monkeypatch, length=3_000, vocab=64, kv_dtype="int8")
-    assert 0.3 * planned <= peak <= planned + SMALL
+    assert peak <= planned + SMALL
+
+
+def test_keys_of_int8_are_widened_in_memory_that_is_planned_for() -> None:
+    """Of sixteen rows with one query each nothing else takes as much."""
+    model = tiny_model(tiny_config(n_heads=1, n_kv_heads=1, head_dim=64, vocab_size=64))
+    config = EngineConfig(
+        batch_size=16, max_seq_len=1_500, device="cpu", dtype="fp32", kv_dtype="int8", compile=False
+    )  # fmt: skip
+    engine = Engine(model, None, config)
+    for slot in range(16):
+        engine.state.put(slot, random_ids(1_400, seed=slot, vocab_size=64), GREEDY, seed=slot)
+    with torch.inference_mode(), LiveBytes("cpu") as live:
+        engine.rounds.device_round(RoundPlan.of(dict.fromkeys(range(16), 1_399)))
+    planned = MemoryPlan.of(config, DraftConfig(), model.config, None, torch.int8).workspace
+    assert 0.5 * planned <= live.peak <= planned + SMALL
 
 
 @pytest.mark.parametrize("group", [1, 2, 16])
