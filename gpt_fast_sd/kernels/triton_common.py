@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+# FORMAT, how the cache holds an entry: in the dtype of the queries; in int8, with a scale for each; in float8 (e4m3)
+SAME, INT8, FLOAT8 = 0, 1, 2
 
 
 def architecture() -> int | str:
@@ -26,8 +29,32 @@ def family(arch: int | str) -> int:
     return 90 if arch in (90, 100, 103) else 80
 
 
-def strides(x: Tensor, n: int) -> list[int]:
+def format_of(q: Tensor, *held: tuple[Tensor, Tensor | None], arch: int | str) -> int:
+    """FORMAT of keys, and of values, [B, K, S, H] each beside its scales [B, K, S], None where it has none.
+
+    ValueError for float8 on a GPU that has no such type.
+    """
+    (k, k_scale), head_dim = held[0], q.shape[3]
+    assert q.stride(3) == 1
+    for data, scale in held:
+        assert data.dtype == k.dtype and data.stride()[2:] == (head_dim, 1) and (scale is None) == (k.dtype != torch.int8)
+        if scale is not None and k_scale is not None:
+            assert scale.dtype == torch.float16 and scale.shape == data.shape[:3]
+            assert scale.stride() == k_scale.stride() and scale.stride(2) == 1
+    if k.dtype == q.dtype:
+        return SAME
+    if k.dtype == torch.int8:
+        return INT8
+    assert k.dtype == torch.float8_e4m3fn
+    if not isinstance(arch, int) or arch < 89:
+        raise ValueError(f"a float8 cache is for NVIDIA GPUs of compute capability 8.9 and later, not for {arch!r}")
+    return FLOAT8
+
+
+def strides(x: Tensor | None, n: int) -> list[int]:
     """Strides of the first n dims; 0 where a dim has one entry, whose stride is arbitrary and would build a kernel."""
+    if x is None:
+        return [0] * n
     return [stride if size > 1 else 0 for size, stride in zip(x.shape[:n], x.stride(), strict=False)]
 
 
@@ -36,3 +63,9 @@ def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
     """The last key that each row reads, -1 if it reads none."""
     b_pos = tl.load(p_pos + o_t.to(tl.int64) * stride_t, mask=m_r, other=-1)
     return tl.where(b_pos < n_keys, b_pos, -1).to(tl.int32)
+
+
+@triton.jit
+def load_scales(p_scale, m_entry):
+    """What an integer of each entry stands for, fp32."""
+    return tl.load(p_scale, mask=m_entry, other=0.0).to(tl.float32)  # what is not read may be a NaN
