@@ -19,8 +19,14 @@ HEAD_DIMS = 64, 128
 SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 
 _library = torch.library.Library("gpt_fast_sd", "DEF")
-_library.define("cpu_attention(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor? index, SymInt n_keys) -> Tensor")
-_library.define("cpu_attention_with_mass(Tensor q, Tensor k, Tensor v, Tensor pos, SymInt n_keys) -> (Tensor, Tensor)")
+_library.define(
+    "cpu_attention(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor? index, SymInt n_keys, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> Tensor"
+)
+_library.define(
+    "cpu_attention_with_mass(Tensor q, Tensor k, Tensor v, Tensor pos, SymInt n_keys, Tensor? k_scale=None, "
+    "Tensor? v_scale=None) -> (Tensor, Tensor)"
+)
 
 
 def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
@@ -35,24 +41,33 @@ def available(head_dim: int) -> bool:
     return builds(SOURCE, head_dim)
 
 
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
     bf16 q [B, N, T, H]; k, v [B, K, S, H], dense but for the first two strides; pos int64 [B, T] -> bf16 [B, N, T, H]
     """
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, None, n_keys)
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, None, n_keys, k_scale, v_scale)
     return out
 
 
-def cpu_attention_at(q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor) -> Tensor:
+def cpu_attention_at(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend to the entries named by index [B, K, M], those at or before each query; -1 is nothing. Else as above."""
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, index, 0)
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, index, 0, k_scale, v_scale)
     return out
 
 
-def cpu_attention_with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+def cpu_attention_with_mass(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """cpu_attention, and what each PAGE keys received from all rows of a kv head: fp32 [B, K, n_keys // PAGE]."""
-    out, mass = torch.ops.gpt_fast_sd.cpu_attention_with_mass(q, k, v, pos, n_keys)
+    out, mass = torch.ops.gpt_fast_sd.cpu_attention_with_mass(q, k, v, pos, n_keys, k_scale, v_scale)
     return out, mass
 
 
@@ -83,21 +98,29 @@ def _attend(
 
 
 @torch.library.impl(_library, "cpu_attention", "CPU")
-def _dense(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int) -> Tensor:
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    assert k_scale is v_scale is None, "see cpu_attention_fits"
     return _attend(q, k, v, pos, index, n_keys, None)
 
 
 @torch.library.impl(_library, "cpu_attention_with_mass", "CPU")
-def _with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+def _with_mass(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert k_scale is v_scale is None, "see cpu_attention_fits"
     mass = torch.empty(*k.shape[:2], n_keys // PAGE)
     return _attend(q, k, v, pos, None, n_keys, mass), mass
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_attention", lib=_library)  # type: ignore[untyped-decorator]
-def _dense_fake(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int) -> Tensor:
+def _dense_fake(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_attention_with_mass", lib=_library)  # type: ignore[untyped-decorator]
-def _with_mass_fake(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+def _with_mass_fake(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(*k.shape[:2], n_keys // PAGE, dtype=torch.float32)

@@ -2,6 +2,11 @@
 
 On CUDA each is an operator whose body is Triton (decode_triton.py); elsewhere on_cpu.py attends.
 
+Keys and values of int8 come with their scales, fp16 [B, K, S]: what an entry holds is its numbers times its scale.
+Scores are products with the numbers times the scale, and each weight takes the scale of its value along, so that no
+entry is ever widened to what it stands for. q has a dtype of its own then, which is the output's; else it is that of
+keys and values.
+
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim.
 """
 
@@ -26,46 +31,58 @@ def split_for(capacity: int) -> int:
     return min(max((1 << (capacity - 1).bit_length()) // 16, SMALLEST_SPLIT), LARGEST_SPLIT)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int) -> Tensor:
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
-    q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; pos int64 [B, T]; split from `split_for`
-    -> [B, N, T, H]
+    q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; pos int64 [B, T]; split from `split_for`;
+    k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone -> [B, N, T, H]
     """
     if triton_serves(q.device):
-        out: Tensor = _decode(q, k, v, pos, n_keys, split)
+        out: Tensor = _decode(q, k, v, pos, n_keys, split, k_scale, v_scale)
         return out
-    return on_cpu.attend(q, k, v, pos, n_keys)
+    return on_cpu.attend(q, k, v, pos, n_keys, k_scale, v_scale)
 
 
 def decode_attention_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """decode_attention, and the attention that each `page` keys received from the G * T queries of a kv head.
 
     The weights of a query sum to 1, so the blocks of a row and kv head sum to G * T where n_keys is whole pages.
     page: one of PAGES -> [B, N, T, H], fp32 [B, K, n_keys // page]
     """
     if triton_serves(q.device):
-        out, mass = _decode_with_mass(q, k, v, pos, n_keys, split, page)
+        out, mass = _decode_with_mass(q, k, v, pos, n_keys, split, page, k_scale, v_scale)
         return out, mass
-    return on_cpu.attend_with_mass(q, k, v, pos, n_keys, page)
+    return on_cpu.attend_with_mass(q, k, v, pos, n_keys, page, k_scale, v_scale)
 
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention", mutates_args=(), device_types="cuda")
-def _decode(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int) -> Tensor:
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     from . import decode_triton, triton_common
 
-    return decode_triton.attend(q, k, v, pos, n_keys, split, arch=triton_common.architecture())
+    arch = triton_common.architecture()
+    return decode_triton.attend(q, k, v, pos, n_keys, split, arch=arch, k_scale=k_scale, v_scale=v_scale)
 
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention_with_mass", mutates_args=(), device_types="cuda")
 def _decode_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from . import decode_triton, triton_common
 
-    return decode_triton.attend_with_mass(q, k, v, pos, n_keys, split, page, arch=triton_common.architecture())
+    arch = triton_common.architecture()
+    return decode_triton.attend_with_mass(
+        q, k, v, pos, n_keys, split, page, arch=arch, k_scale=k_scale, v_scale=v_scale
+    )
 
 
 @_decode.register_fake
@@ -75,7 +92,7 @@ def _decode_fake(q: Tensor, *_: object) -> Tensor:
 
 @_decode_with_mass.register_fake
 def _decode_with_mass_fake(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *_: object
 ) -> tuple[Tensor, Tensor]:
     return by_token(q), q.new_empty(*k.shape[:2], n_keys // page, dtype=torch.float32)
 

@@ -2,9 +2,9 @@
 
 Eager steps never call the C++ kernel, as it would be built first: what runs eagerly starts at once. All bodies give
 what decode.py, prefill.py and sparse.py promise. Those in PyTorch ask for one thing more: values in view must be
-finite, whether or not a query sees them, as their weight is an exact zero (keys may be anything). Empty keys behind a
-row's own, in view because a neighbour is longer, do not change a bit of `attend_rows`; a matrix product over more keys
-may round differently.
+finite, whether or not a query sees them, as their weight is an exact zero (keys and scales may be anything). Empty keys
+behind a row's own, in view because a neighbour is longer, do not change a bit of `attend_rows`; a matrix product over
+more keys may round differently.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, n_keys in view, N query heads, K kv heads, G = N // K,
         H head dim, R = G * T query rows that share one kv head, M entries named.
@@ -28,98 +28,142 @@ def cpp_serves(q: Tensor, k: Tensor) -> bool:
     return torch.compiler.is_compiling() and cpu_attention_fits(q, k)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """See decode.decode_attention: the fastest body for this shape."""
     if cpp_serves(q, k):
-        return cpu_attention(q, k, v, pos, n_keys)
-    k, v = k.narrow(2, 0, n_keys), v.narrow(2, 0, n_keys)
+        return cpu_attention(q, k, v, pos, n_keys, k_scale, v_scale)
+    k, k_scale = in_view(n_keys, k, k_scale)
+    v, v_scale = in_view(n_keys, v, v_scale)
     few = q.shape[1] // k.shape[1] * q.shape[2] <= 3
     if torch.compiler.is_compiling() and few and n_keys % SUMMED == 0:
-        return attend_rows(q, k, v, pos)
-    return attend_matmul(q, k, v, pos)
+        return attend_rows(q, k, v, pos, k_scale, v_scale)
+    return attend_matmul(q, k, v, pos, k_scale, v_scale)
 
 
-def attend_with_mass(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, page: int) -> tuple[Tensor, Tensor]:
+def attend_with_mass(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See decode.decode_attention_with_mass."""
     if page % PAGE == 0 and cpp_serves(q, k):
-        out, mass = cpu_attention_with_mass(q, k, v, pos, n_keys)
+        out, mass = cpu_attention_with_mass(q, k, v, pos, n_keys, k_scale, v_scale)
         return out, page_sums(mass, page // PAGE)
-    out, weights, total, _ = _attend_block(q, k.narrow(2, 0, n_keys), v.narrow(2, 0, n_keys), pos)
+    out, weights, total, _ = _attend_block(q, *in_view(n_keys, k, k_scale), *in_view(n_keys, v, v_scale), pos)
     return out, page_sums((weights / total[..., None]).sum((2, 3)), page)
 
 
-def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+def attend_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See prefill.prefill_attention_with_lse; all queries are scored at once."""
-    out, _, total, best = _attend_block(q, k.narrow(2, 0, n_keys), v.narrow(2, 0, n_keys), pos)
+    out, _, total, best = _attend_block(q, *in_view(n_keys, k, k_scale), *in_view(n_keys, v, v_scale), pos)
     lse = (best + total.log()).flatten(1, 2)  # [B, N, T]
     return out, torch.where((pos < n_keys)[:, None], lse, float("-inf"))
 
 
-def attend_at(q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor) -> Tensor:
+def attend_at(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend to the entries named by index, those at or before each query; an index of -1 is nothing.
 
-    q [B, N, T, H]; k, v [B, K, S, H]; index int64 [B, K, M] without repeats; pos [B, T] -> [B, N, T, H]
+    q [B, N, T, H]; k, v [B, K, S, H]; index int64 [B, K, M] without repeats; pos [B, T]; k_scale, v_scale fp16
+    [B, K, S] -> [B, N, T, H]
     """
     if cpp_serves(q, k):
-        return cpu_attention_at(q, k, v, index, pos)
+        return cpu_attention_at(q, k, v, index, pos, k_scale, v_scale)
     n_kv, n_tokens, head_dim = k.shape[1], q.shape[2], q.shape[3]
     seen = (index[:, :, None] >= 0) & (index[:, :, None] <= pos[:, None, :, None])  # [B, K, T, M]
-    where = index.clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, head_dim)  # [B, K, M, H]
-    picked_k, picked_v = k.gather(2, where), v.gather(2, where)  # [B, K, M, H]
+    place = index.clamp(0, k.shape[2] - 1)  # [B, K, M]
+    where = place[..., None].expand(-1, -1, -1, head_dim)  # [B, K, M, H]
+    picked_k, picked_v = k.gather(2, where).to(q.dtype), v.gather(2, where).to(q.dtype)  # [B, K, M, H]
+    k_scale, v_scale = (None if x is None else x.gather(2, place) for x in (k_scale, v_scale))  # [B, K, M]
     rows = q.unflatten(1, (n_kv, -1)).flatten(2, 3)  # [B, K, R, H]
-    scores = (rows @ picked_k.transpose(-1, -2)).float() * head_dim**-0.5  # [B, K, R, M]
+    scores = (rows @ picked_k.transpose(-1, -2)).float() * score_scale(q, k_scale)  # [B, K, R, M]
     scores = torch.where(seen[:, :, None], scores.unflatten(2, (-1, n_tokens)), float("-inf"))  # [B, K, G, T, M]
     weights = (scores - scores.amax(-1, keepdim=True).clamp(min=LEAST)).exp()
     total = weights.sum(-1, keepdim=True).clamp(min=1.0)  # [B, K, G, T, 1]; the best one's weight is 1
-    out = (weights.to(picked_v.dtype).flatten(2, 3) @ picked_v).unflatten(2, (-1, n_tokens))  # [B, K, G, T, H]
+    shares = with_scale(weights.flatten(2, 3), v_scale)  # [B, K, R, M]
+    out = (shares.to(q.dtype) @ picked_v).unflatten(2, (-1, n_tokens))  # [B, K, G, T, H]
     mixed: Tensor = (out / total.to(out.dtype)).flatten(1, 2)
     return mixed
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> Tensor:
     """Few query rows a kv head, compiled: each row is its own pair of reductions over k and v.
 
     Inductor fuses the reductions of all R rows into one loop, so keys and values are read and widened once, with no
     matrix product and no bf16 score in between. Measured on 2 AVX-512 cores it reads the cache about 1.5x faster than
     batched matrix products for R = 2, is level at R = 4 and loses beyond. Uncompiled it would write fp32 copies.
 
-    q [B, N, T, H]; k, v [B, K, n_keys, H], whole blocks of SUMMED; pos [B, T] -> [B, N, T, H]
+    q [B, N, T, H]; k, v [B, K, n_keys, H], whole blocks of SUMMED; pos [B, T]; scales [B, K, n_keys] -> [B, N, T, H]
     """
     n_kv, n_tokens, head_dim = k.shape[1], q.shape[2], q.shape[3]
     wide_k: Tensor = k.unflatten(2, (-1, SUMMED)).float()  # [B, K, n, SUMMED, H]
     wide_v: Tensor = v.unflatten(2, (-1, SUMMED)).float()  # [B, K, n, SUMMED, H]
     rows: Tensor = q.unflatten(1, (n_kv, -1)).flatten(2, 3).float()  # [B, K, R, H]
     seen = visible(pos, k.shape[2]).unflatten(-1, (-1, SUMMED))  # [B, T, n, SUMMED]
+    scale: Tensor | float = head_dim**-0.5
+    if k_scale is not None:
+        scale = k_scale.unflatten(2, (-1, SUMMED)).float() * scale  # [B, K, n, SUMMED]
     weights = []
     for r in range(rows.shape[2]):
-        score = (rows[:, :, r, None, None] * wide_k).sum(-1) * head_dim**-0.5  # [B, K, n, SUMMED]
+        score = (rows[:, :, r, None, None] * wide_k).sum(-1) * scale  # [B, K, n, SUMMED]
         score = torch.where(seen[:, r % n_tokens, None], score, float("-inf"))
         weights.append((score - score.amax((-1, -2), keepdim=True).clamp(min=LEAST)).exp())
     outs = []
     for weight in weights:
         total = weight.sum(-1).sum(-1).clamp(min=1.0)[..., None]  # [B, K, 1]; the best one's weight is 1
+        if v_scale is not None:
+            weight = torch.where(weight > 0, weight * v_scale.unflatten(2, (-1, SUMMED)).float(), 0.0)
         outs.append((weight[..., None] * wide_v).sum(3).sum(2) / total)  # [B, K, H]
     out: Tensor = torch.stack(outs, 2).unflatten(2, (-1, n_tokens)).flatten(1, 2).to(q.dtype)  # [B, N, T, H]
     return out
 
 
-def attend_matmul(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+def attend_matmul(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+) -> Tensor:
     """Two matrix products a kv head, its G * T query rows folded together; long calls go by blocks of queries.
 
-    q [B, N, T, H]; k, v [B, K, n_keys, H]; pos [B, T] -> [B, N, T, H]
+    q [B, N, T, H]; k, v [B, K, n_keys, H]; pos [B, T]; k_scale, v_scale [B, K, n_keys] -> [B, N, T, H]
     """
+    k, v = k.to(q.dtype), v.to(q.dtype)  # once for all blocks
     if q.shape[2] <= QUERY_BLOCK:  # no loop, so that T may be a size that varies
-        return _attend_block(q, k, v, pos)[0]
-    starts = range(0, q.shape[2], QUERY_BLOCK)
-    return torch.cat(
-        [_attend_block(q[:, :, t : t + QUERY_BLOCK], k, v, pos[:, t : t + QUERY_BLOCK])[0] for t in starts], 2
-    )
+        return _attend_block(q, k, k_scale, v, v_scale, pos)[0]
+    blocks = ((q[:, :, t : t + QUERY_BLOCK], pos[:, t : t + QUERY_BLOCK]) for t in range(0, q.shape[2], QUERY_BLOCK))
+    return torch.cat([_attend_block(some, k, k_scale, v, v_scale, at)[0] for some, at in blocks], 2)
 
 
-def scores_of(q: Tensor, k: Tensor, pos: Tensor) -> Tensor:
-    """fp32 [B, K, G, T, n_keys], -inf for what a query may not see: q [B, N, T, H]; k [B, K, n_keys, H]; pos [B, T]."""
+def in_view(n_keys: int, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The first n_keys entries of keys or values [B, K, S, H], and of their scales [B, K, S] where they have any."""
+    return x.narrow(2, 0, n_keys), None if scale is None else scale.narrow(2, 0, n_keys)
+
+
+def score_scale(q: Tensor, k_scale: Tensor | None) -> Tensor | float:
+    """What products of q [..., H] with keys are multiplied by: H^-0.5, and of int8 keys their scales, [B, K, 1, S]."""
+    scale: float = q.shape[-1] ** -0.5
+    return scale if k_scale is None else k_scale[:, :, None].float() * scale
+
+
+def with_scale(weights: Tensor, v_scale: Tensor | None) -> Tensor:
+    """Weights [B, K, R, S] of int8 values take the scales of these [B, K, S] along; what nobody reads weighs nothing."""
+    return weights if v_scale is None else torch.where(weights > 0, weights * v_scale[:, :, None].float(), 0.0)
+
+
+def scores_of(q: Tensor, k: Tensor, k_scale: Tensor | None, pos: Tensor) -> Tensor:
+    """fp32 [B, K, G, T, n_keys], -inf for what a query may not see.
+
+    q [B, N, T, H]; k [B, K, n_keys, H]; k_scale [B, K, n_keys] or None; pos [B, T]
+    """
     grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, H]
-    scores = (grouped @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5  # [B, K, G * T, n_keys]
+    scores = (grouped @ k.to(q.dtype).transpose(-1, -2)).float() * score_scale(q, k_scale)  # [B, K, G * T, n_keys]
     seen = visible(pos, k.shape[2])[:, None, None]  # [B, 1, 1, T, n_keys]
     return torch.where(seen, scores.unflatten(2, (-1, q.shape[2])), float("-inf"))
 
@@ -130,12 +174,15 @@ def visible(pos: Tensor, n_keys: int) -> Tensor:
     return seen  # [B, T, n_keys]
 
 
-def _attend_block(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attend_block(
+    q: Tensor, k: Tensor, k_scale: Tensor | None, v: Tensor, v_scale: Tensor | None, pos: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> the output [B, N, T, H], fp32 weights [B, K, G, T, n_keys] that are not yet shares, sums and best scores."""
-    scores = scores_of(q, k, pos)
+    scores = scores_of(q, k, k_scale, pos)
     best = scores.amax(-1).clamp(min=LEAST)
     weights = (scores - best[..., None]).exp()
     blocks = weights.unflatten(-1, (-1, SUMMED)) if k.shape[2] % SUMMED == 0 else weights[..., None]
     total = blocks.sum(-1).sum(-1).clamp(min=1.0)  # [B, K, G, T]; the best one's weight is 1
-    out = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (-1, q.shape[2]))  # [B, K, G, T, H]
+    shares = with_scale(weights.flatten(2, 3), v_scale).to(q.dtype)  # [B, K, R, n_keys]
+    out = (shares @ v.to(q.dtype)).unflatten(2, (-1, q.shape[2]))  # [B, K, G, T, H]
     return (out / total[..., None].to(out.dtype)).flatten(1, 2), weights, total, best

@@ -25,76 +25,98 @@ def prefill_splits(n_rows: int, n_keys: int) -> int:
     return -(-n_keys // PREFILL_SPLIT) if n_rows <= FEW_ROWS else 0
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
     q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; pos int64 [B, T], where queries that follow
-    each other stand near each other -> [B, N, T, H]
+    each other stand near each other; k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone -> [B, N, T, H]
     """
     if triton_serves(q.device):
-        out: Tensor = _prefill(q, k, v, pos, n_keys)
+        out: Tensor = _prefill(q, k, v, pos, n_keys, k_scale, v_scale)
         return out
-    return on_cpu.attend(q, k, v, pos, n_keys)
+    return on_cpu.attend(q, k, v, pos, n_keys, k_scale, v_scale)
 
 
-def prefill_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+def prefill_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """prefill_attention, and the natural log of each softmax's sum, fp32 [B, N, T]: -inf where nothing is read."""
     if triton_serves(q.device):
-        out, lse = _prefill_with_lse(q, k, v, pos, n_keys)
+        out, lse = _prefill_with_lse(q, k, v, pos, n_keys, k_scale, v_scale)
         return out, lse
-    return on_cpu.attend_with_lse(q, k, v, pos, n_keys)
+    return on_cpu.attend_with_lse(q, k, v, pos, n_keys, k_scale, v_scale)
 
 
-def key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
+def key_mass(
+    q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None
+) -> Tensor:
     """The attention that each `page` keys received from the G * T queries of a kv head, once the lse is known.
 
-    Reads keys alone, once. q, k, pos, n_keys as in prefill_attention, lse as it gives it; page: a power of two
+    Reads keys alone, once. q, k, pos, n_keys, k_scale as in prefill_attention, lse as it gives it; page: a power of two
     -> fp32 [B, K, n_keys // page]
     """
     if triton_serves(q.device):
-        mass: Tensor = _key_mass(q, k, lse, pos, n_keys, page)
+        mass: Tensor = _key_mass(q, k, lse, pos, n_keys, page, k_scale)
         return mass
-    scores = on_cpu.scores_of(q, k.narrow(2, 0, n_keys), pos)  # [B, K, G, T, n_keys]
+    scores = on_cpu.scores_of(q, *on_cpu.in_view(n_keys, k, k_scale), pos)  # [B, K, G, T, n_keys]
     finite = lse.clamp(min=on_cpu.LEAST).unflatten(1, (k.shape[1], -1))  # [B, K, G, T]
     return page_sums((scores - finite[..., None]).exp().sum((2, 3)), page)
 
 
 def prefill_attention_of_slots(
-    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, pos: Tensor, n_keys: int
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """prefill_attention of the queries of some slots, and the mass of every key: fp32 [W, K, n_keys].
 
-    q [W, N, T, H]; k, v [B, K, S, H]; slots int64 [W], all different; pos int64 [W, T] -> [W, N, T, H], the mass
+    q [W, N, T, H]; k, v [B, K, S, H]; slots int64 [W], all different; pos int64 [W, T]; k_scale, v_scale fp16 [B, K, S]
+    -> [W, N, T, H], the mass
     """
     if triton_serves(q.device):
         # all slots take part, as copies of some slots' keys would cost more than queries that read nothing
         all_q = q.new_zeros(k.shape[0], *q.shape[1:]).index_copy(0, slots, q)  # [B, N, T, H]
         all_pos = pos.new_full((k.shape[0], pos.shape[1]), k.shape[2]).index_copy(0, slots, pos)  # [B, T]
-        out, lse = _prefill_with_lse(all_q, k, v, all_pos, n_keys)
-        return out[slots], _key_mass(all_q, k, lse, all_pos, n_keys, 1)[slots]
+        out, lse = _prefill_with_lse(all_q, k, v, all_pos, n_keys, k_scale, v_scale)
+        return out[slots], _key_mass(all_q, k, lse, all_pos, n_keys, 1, k_scale)[slots]
     k, v = (x.narrow(2, 0, n_keys)[slots] for x in (k, v))  # [W, K, n_keys, H] each
-    return on_cpu.attend_with_mass(q, k, v, pos, n_keys, 1)
+    k_scale, v_scale = (None if x is None else x.narrow(2, 0, n_keys)[slots] for x in (k_scale, v_scale))
+    return on_cpu.attend_with_mass(q, k, v, pos, n_keys, 1, k_scale, v_scale)
 
 
 @torch.library.custom_op("gpt_fast_sd::prefill_attention", mutates_args=(), device_types="cuda")
-def _prefill(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
+def _prefill(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     from . import prefill_triton, triton_common
 
-    return prefill_triton.attend(q, k, v, pos, n_keys, arch=triton_common.architecture())
+    arch = triton_common.architecture()
+    return prefill_triton.attend(q, k, v, pos, n_keys, arch=arch, k_scale=k_scale, v_scale=v_scale)
 
 
 @torch.library.custom_op("gpt_fast_sd::prefill_attention_with_lse", mutates_args=(), device_types="cuda")
-def _prefill_with_lse(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+def _prefill_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from . import prefill_triton, triton_common
 
-    return prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=triton_common.architecture())
+    arch = triton_common.architecture()
+    return prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=arch, k_scale=k_scale, v_scale=v_scale)
 
 
 @torch.library.custom_op("gpt_fast_sd::key_mass", mutates_args=(), device_types="cuda")
-def _key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
+def _key_mass(
+    q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None
+) -> Tensor:
     from . import prefill_triton, triton_common
 
-    return prefill_triton.key_mass(q, k, lse, pos, n_keys, page, arch=triton_common.architecture())
+    arch = triton_common.architecture()
+    return prefill_triton.key_mass(q, k, lse, pos, n_keys, page, arch=arch, k_scale=k_scale)
 
 
 @_prefill.register_fake
@@ -108,5 +130,5 @@ def _prefill_with_lse_fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 @_key_mass.register_fake
-def _key_mass_fake(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
+def _key_mass_fake(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, *_: object) -> Tensor:
     return q.new_empty(*k.shape[:2], n_keys // page, dtype=torch.float32)

@@ -60,19 +60,36 @@ def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_pa
     kv_indices.copy_(torch.where(due[:, None, None], listed, kv_indices))
 
 
-def page_bounds(k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
+def page_bounds(
+    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None
+) -> None:
     """Write the largest and the smallest key of each dimension for n_pages pages from page first on.
 
     Pages past the last one are the last one. What the bounds of a page mean that holds a NaN is not said.
-    k [B, K, S, H], bounds [B, K, S // page, 2H], of both the last two dims dense; first int64 [B]
+    k [B, K, S, H], bounds [B, K, S // page, 2H], of both the last two dims dense, in one dtype; first int64 [B].
+    Keys of int8 come with k_scale, fp16 [B, K, S]; their bounds are bf16, see `bounds_of`.
     """
     if triton_serves(k.device):
-        _page_bounds(k, bounds, first, n_pages, page)
+        _page_bounds(k, bounds, first, n_pages, page, k_scale)
         return
     row = torch.arange(first.shape[0], device=first.device)[:, None]  # [B, 1]
     pages = (first[:, None] + torch.arange(n_pages, device=first.device)).clamp(max=bounds.shape[2] - 1)  # [B, n]
     in_pages = k.unflatten(2, (-1, page))[row, :, pages]  # [B, n, K, page, H]
-    bounds[row, :, pages] = torch.cat([in_pages.amax(3), in_pages.amin(3)], -1)  # [B, n, K, 2H]
+    scales = None if k_scale is None else k_scale.unflatten(2, (-1, page))[row, :, pages]  # [B, n, K, page]
+    bounds[row, :, pages] = bounds_of(in_pages, scales)  # [B, n, K, 2H]
+
+
+def bounds_of(keys: Tensor, scales: Tensor | None = None) -> Tensor:
+    """The largest and the smallest of each dimension: keys [..., page, H], scales [..., page] -> [..., 2H].
+
+    Of int8 keys with their scales as bf16, each rounded and then moved outward by one step, so that it is a bound.
+    """
+    if scales is None:
+        return torch.cat([keys.amax(-2), keys.amin(-2)], -1)
+    meant = keys.float() * scales.float()[..., None]  # [..., page, H], exact
+    high, low = meant.amax(-2).bfloat16(), meant.amin(-2).bfloat16()
+    infinity = torch.full_like(high, float("inf"))
+    return torch.cat([high.nextafter(infinity), low.nextafter(-infinity)], -1)
 
 
 def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
@@ -119,10 +136,12 @@ def _guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_p
 
 
 @torch.library.custom_op("gpt_fast_sd::page_bounds", mutates_args=("bounds",), device_types="cuda")
-def _page_bounds(k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
+def _page_bounds(
+    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None
+) -> None:
     from . import select_triton
 
-    select_triton.page_bounds(k, bounds, first, n_pages, page)
+    select_triton.page_bounds(k, bounds, first, n_pages, page, k_scale=k_scale)
 
 
 @torch.library.custom_op("gpt_fast_sd::quest_pages", mutates_args=(), device_types="cuda")

@@ -26,6 +26,8 @@ def sparse_attention(
     pos: Tensor,
     n_keys: int,
     page: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attend to the entries listed and to window_width from window_start on; of both, to those at or before each query.
 
@@ -34,16 +36,18 @@ def sparse_attention(
     in runs of `page` consecutive entries (or of as many -1), each run beginning at a multiple of page: of a run that
     is only begun, the first entry decides in Triton, each for itself on a CPU. A page of 1 is a list in any order.
 
-    q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; window_start int64 [B]; pos int64 [B, T]
-    -> [B, N, T, H]
+    q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; window_start int64 [B]; pos int64 [B, T];
+    k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone -> [B, N, T, H]
     """
     if triton_serves(q.device):
-        out: Tensor = _sparse(q, k, v, kv_indices, window_start, window_width, pos, n_keys, page)
+        out: Tensor = _sparse(
+            q, k, v, kv_indices, window_start, window_width, pos, n_keys, page, k_scale, v_scale
+        )  # fmt: skip
         return out
     listed = torch.where(kv_indices < window_start[:, None, None], kv_indices, -1)  # [B, K, C]
     window = window_start[:, None] + torch.arange(window_width, device=pos.device)  # [B, W]
     index = torch.cat([listed, window[:, None].expand(-1, k.shape[1], -1)], -1)  # [B, K, M]
-    return on_cpu.attend_at(q, k, v, index, torch.where(pos < n_keys, pos, -1))
+    return on_cpu.attend_at(q, k, v, index, torch.where(pos < n_keys, pos, -1), k_scale, v_scale)
 
 
 @torch.library.custom_op("gpt_fast_sd::sparse_attention", mutates_args=(), device_types="cuda")
@@ -57,11 +61,15 @@ def _sparse(
     pos: Tensor,
     n_keys: int,
     page: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     from . import sparse_triton, triton_common
 
     arch = triton_common.architecture()
-    return sparse_triton.attend(q, k, v, kv_indices, window_start, window_width, pos, n_keys, page, arch=arch)
+    return sparse_triton.attend(
+        q, k, v, kv_indices, window_start, window_width, pos, n_keys, page, arch=arch, k_scale=k_scale, v_scale=v_scale
+    )
 
 
 @_sparse.register_fake

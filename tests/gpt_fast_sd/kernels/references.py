@@ -3,6 +3,8 @@
 On a CPU the package never calls the operators themselves. Here each gets its reference for a body, so that torch can
 check them, and so that a CPU can go the ways of CUDA, see `as_on_cuda`.
 
+k_scale and v_scale, fp16 [B, K, S], are those of int8 keys and values; None where these are what they stand for.
+
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
         H head dim, R = G * T, P pages, n pages chosen, C listed entries, W entries of the window, M = C + W.
 """
@@ -43,28 +45,45 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int) -> Tensor:
-    return weighed(q, k, v, pos, n_keys)[0]
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return weighed(q, meant(k, k_scale), meant(v, v_scale), pos, n_keys)[0]
 
 
 def decode_attention_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int
-) -> tuple[Tensor, Tensor]:
-    out, weights, _ = weighed(q, k, v, pos, n_keys)
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, weights, _ = weighed(q, meant(k, k_scale), meant(v, v_scale), pos, n_keys)
     return out, page_sums(weights.sum((2, 3)), page)
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> Tensor:
-    return weighed(q, k, v, pos, n_keys)[0]
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return weighed(q, meant(k, k_scale), meant(v, v_scale), pos, n_keys)[0]
 
 
-def prefill_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    out, _, lse = weighed(q, k, v, pos, n_keys)
+def prefill_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, _, lse = weighed(q, meant(k, k_scale), meant(v, v_scale), pos, n_keys)
     return out, lse
 
 
-def key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
-    scores, seen = scores_of(q, k, pos, n_keys)
+def meant(x: Tensor, scale: Tensor | None) -> Tensor:
+    """What keys or values [B, K, S, H] stand for; of int8 ones fp32, which is exact."""
+    return x if scale is None else x.float() * scale.float()[..., None]
+
+
+def key_mass(
+    q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None
+) -> Tensor:
+    scores, seen = scores_of(q, meant(k, k_scale), pos, n_keys)
     weights = (scores - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()  # [B, K, G, T, n_keys]
     return page_sums(torch.where(seen, weights, 0.0).sum((2, 3)), page)
 
@@ -96,9 +115,10 @@ def page_sums(mass: Tensor, page: int) -> Tensor:
 
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor,
-    n_keys: int, page: int,
+    n_keys: int, page: int, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Of a run of `page` entries the first decides."""
+    k, v = meant(k, k_scale), meant(v, v_scale)
     window = window_start[:, None] + torch.arange(window_width)  # [B, W]
     first = kv_indices[..., ::page, None].long()  # [B, K, C // page, 1]
     listed = torch.where(first >= 0, first + torch.arange(page), -1).flatten(2)  # [B, K, C]
@@ -140,12 +160,18 @@ def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_pa
     kv_indices.copy_(torch.where(due[:, None, None], listed, kv_indices))
 
 
-def page_bounds(k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
+def page_bounds(
+    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None
+) -> None:
     row = torch.arange(first.shape[0])[:, None]  # [B, 1]
     pages = (first[:, None] + torch.arange(n_pages)).clamp(max=bounds.shape[2] - 1)  # [B, n]
     entries = pages[..., None] * page + torch.arange(page)  # [B, n, page]
-    in_pages = k[row[..., None], :, entries]  # [B, n, page, K, H]
-    bounds[row, :, pages] = torch.cat([in_pages.amax(2), in_pages.amin(2)], -1)  # [B, n, K, 2H]
+    in_pages = meant(k, k_scale)[row[..., None], :, entries]  # [B, n, page, K, H]
+    high, low = in_pages.amax(2), in_pages.amin(2)  # [B, n, K, H]
+    if k_scale is not None:  # outward by one step of bf16
+        infinity = torch.tensor(float("inf"), dtype=torch.bfloat16)
+        high, low = high.bfloat16().nextafter(infinity), low.bfloat16().nextafter(-infinity)
+    bounds[row, :, pages] = torch.cat([high, low], -1)  # [B, n, K, 2H]
 
 
 def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
