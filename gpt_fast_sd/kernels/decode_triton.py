@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sizes import PAGES
-from .triton_common import LOG2_E, family, format_of, load_scales, row_limits, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides
 
 MERGED = 8  # splits that the merge reads at once
 
@@ -65,9 +65,15 @@ CONFIGS = {
     (90, 4, 64): (32, {16: (8, 3, 2)}),
     (90, 4, 128): (32, {16: (8, 3, 2)}),
     (90, 4, 256): (16, {16: (8, 3, 2)}),
+    (90, 1, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (90, 1, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (90, 1, 256): (32, {16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 1)}),
     (80, 2, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
     (80, 2, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 2, 2), 128: (8, 2, 1)}),
     (80, 2, 256): (32, {16: (4, 3, 2), 32: (4, 2, 2), 64: (8, 2, 1)}),
+    (80, 1, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (80, 1, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (80, 1, 256): (32, {16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 1)}),
     (80, 4, 64): (32, {16: (4, 3, 2)}),
     (80, 4, 128): (32, {16: (8, 3, 2)}),
     (80, 4, 256): (16, {16: (4, 3, 1)}),
@@ -132,15 +138,16 @@ def split_kernel(
         m_block = (o_j <= last)[:, None]
         if H != BLOCK_H:
             m_block = m_block & (o_h < H)[None, :]
+        if FORMAT == 1:  # asked for ahead of products that need not wait for them
+            b_k_scale = load_scales(p_k_scale + j + o_n, o_j <= last)
+            b_v_scale = load_scales(p_v_scale + j + o_n, o_j <= last)
         # [BLOCK_N, BLOCK_H]
         b_k = tl.load(p_k + j * H + o_block, mask=m_block, other=0.0).to(b_q.dtype)
         # [BLOCK_R, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if FORMAT == 1:
-            b_s = b_s * (load_scales(p_k_scale + j + o_n, o_j <= last) * SCALE)[None, :]
-        else:
-            b_s = b_s * SCALE
-        b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s, float("-inf"))
+            b_s *= b_k_scale[None, :]
+        b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s * SCALE, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_w = tl.exp2(b_s - b_new[:, None])
         # [BLOCK_R]
@@ -165,7 +172,7 @@ def split_kernel(
         # [BLOCK_N, BLOCK_H]
         b_v = tl.load(p_v + j * H + o_block, mask=m_block, other=0.0).to(b_q.dtype)
         if FORMAT == 1:
-            b_w = b_w * load_scales(p_v_scale + j + o_n, o_j <= last)[None, :]
+            b_w *= b_v_scale[None, :]
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
@@ -285,7 +292,7 @@ def _attend(
     assert 0 < n_keys <= k.shape[2]
     form = format_of(q, (k, k_scale), (v, v_scale), arch=arch)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = config(arch, k.element_size(), block_h, n_rows)
+    block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
     assert split % block_n == 0
     n_splits = triton.cdiv(n_keys, split)
     unit = 0 if page is None else min(page, block_n)
@@ -299,9 +306,10 @@ def _attend(
         sums, maxima = (fp32(n_bk, n_splits * split // size, n_rows) for size in (unit, block_n))
         row_lse, mass = fp32(n_bk, n_rows), fp32(n_batch, n_kv, n_keys // page)
     split_kernel[triton.cdiv(n_rows, block_r), n_bk, n_splits](
-        q, k, v, k_scale, v_scale, pos, part, lse, sums, maxima, n_tokens, n_keys, split, *strides(q, 3), *strides(k, 2),
-        *strides(v, 2), *strides(k_scale, 2), *pos.stride(), SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_h,
-        BLOCK_N=block_n, UNIT=unit, FORMAT=form, num_warps=num_warps, num_stages=num_stages,
+        q, k, v, k_scale, v_scale, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
+        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *pos.stride(),
+        SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_N=block_n,
+        UNIT=unit, FORMAT=form, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     merge_kernel[n_rows, n_bk](

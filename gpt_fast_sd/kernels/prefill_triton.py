@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import decode_triton
 from .sizes import FEW_ROWS, PREFILL_SPLIT, page_sums
-from .triton_common import LOG2_E, family, format_of, load_scales, row_limits, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides
 
 # (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks an SM (see
 # decode_triton.CONFIGS). Reckoned, not timed on a chip: the largest tiles that fit the registers, as such tiles use
@@ -38,15 +38,19 @@ from .triton_common import LOG2_E, family, format_of, load_scales, row_limits, s
 # be NaN) and two descriptors made on the host for every call.
 PREFILL = {
     (90, 2, 64): (128, 128, 8, 3, 1), (90, 2, 128): (128, 128, 8, 2, 1), (90, 2, 256): (64, 32, 8, 3, 1),
+    (90, 1, 64): (128, 128, 8, 3, 1), (90, 1, 128): (128, 128, 8, 2, 1), (90, 1, 256): (64, 32, 8, 3, 1),
     (90, 4, 64): (16, 32, 8, 3, 2), (90, 4, 128): (16, 32, 8, 2, 2), (90, 4, 256): (16, 16, 4, 3, 2),
     (80, 2, 64): (128, 64, 8, 3, 1), (80, 2, 128): (128, 32, 8, 4, 1), (80, 2, 256): (64, 32, 8, 2, 1),
+    (80, 1, 64): (128, 64, 8, 3, 1), (80, 1, 128): (128, 32, 8, 4, 1), (80, 1, 256): (64, 32, 8, 2, 1),
     (80, 4, 64): (16, 32, 4, 3, 2), (80, 4, 128): (16, 32, 8, 3, 2), (80, 4, 256): (16, 16, 4, 3, 1),
 }  # fmt: skip
 # likewise -> keys of a program, rows of a tile, warps, stages, blocks an SM
 KEY_MASS = {
     (90, 2, 64): (128, 64, 8, 3, 2), (90, 2, 128): (128, 64, 8, 3, 2), (90, 2, 256): (128, 32, 8, 2, 2),
+    (90, 1, 64): (128, 64, 8, 3, 2), (90, 1, 128): (128, 64, 8, 3, 2), (90, 1, 256): (128, 32, 8, 2, 2),
     (90, 4, 64): (32, 16, 8, 2, 2), (90, 4, 128): (32, 16, 8, 2, 2), (90, 4, 256): (32, 16, 8, 2, 2),
     (80, 2, 64): (128, 64, 8, 3, 2), (80, 2, 128): (128, 64, 8, 2, 2), (80, 2, 256): (128, 32, 8, 2, 2),
+    (80, 1, 64): (128, 64, 8, 3, 2), (80, 1, 128): (128, 64, 8, 2, 2), (80, 1, 256): (128, 32, 8, 2, 2),
     (80, 4, 64): (32, 16, 8, 2, 2), (80, 4, 128): (32, 16, 8, 2, 2), (80, 4, 256): (32, 16, 8, 2, 2),
 }  # fmt: skip
 
@@ -61,6 +65,9 @@ def read_block(
     o_h = tl.arange(0, BLOCK_H)
     # [BLOCK_N]
     o_j = j + tl.arange(0, BLOCK_N)
+    if FORMAT == 1:  # asked for ahead of products that need not wait for them
+        b_k_scale = load_scales(p_k_scale + o_j, o_j <= last)
+        b_v_scale = load_scales(p_v_scale + o_j, o_j <= last)
     # [BLOCK_N, BLOCK_H]
     o_block = o_j[:, None] * H + o_h[None, :]
     if MASKED:  # memory behind the last key may hold NaN, and 0 * NaN is no 0
@@ -73,7 +80,7 @@ def read_block(
     # [BLOCK_R, BLOCK_N]
     b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
     if FORMAT == 1:
-        b_s = b_s * load_scales(p_k_scale + o_j, o_j <= last)[None, :]
+        b_s *= b_k_scale[None, :]
     if MASKED:
         b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s, float("-inf"))
     # The scale is positive: only a row's largest score needs it by itself, all others get it as they are subtracted.
@@ -89,7 +96,7 @@ def read_block(
     else:
         b_v = tl.load(p_v + o_block, mask=(o_h < H)[None, :], other=0.0)
     if FORMAT == 1:
-        b_w = b_w * load_scales(p_v_scale + o_j, o_j <= last)[None, :]
+        b_w *= b_v_scale[None, :]
     # [BLOCK_R, BLOCK_H]
     b_out = tl.dot(b_w.to(b_q.dtype), b_v.to(b_q.dtype), b_out * b_shrink[:, None], input_precision="ieee")
     return b_out, b_new, b_total
@@ -133,7 +140,7 @@ def prefill_kernel(
         b_out, b_max, b_total = read_block(
             b_q, b_out, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, b_limit, j, last,
             SCALE, H, BLOCK_H, BLOCK_N, FORMAT, False,
-        )
+        )  # fmt: skip
     for j in range(n_all, last + 1, BLOCK_N):
         b_out, b_max, b_total = read_block(
             b_q, b_out, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, b_limit, j, last,
@@ -239,7 +246,7 @@ def _attend(
     assert 0 < n_keys <= k.shape[2] and n_keys * head_dim < 2**31
     form = format_of(q, (k, k_scale), (v, v_scale), arch=arch)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = PREFILL[family(arch), q.element_size(), max(block_h, 64)]
+    block_r, block_n, num_warps, num_stages, _ = PREFILL[family(arch), entry_size(q, k), max(block_h, 64)]
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     prefill_kernel[triton.cdiv(group * n_tokens, block_r), n_batch * n_kv](
         q, k, v, k_scale, v_scale, pos, out, lse, n_tokens, n_keys,
@@ -260,7 +267,7 @@ def key_mass(
     assert 0 < n_keys <= k.shape[2]
     form = format_of(q, (k, k_scale), arch=arch)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_n, block_r, num_warps, num_stages, _ = KEY_MASS[family(arch), q.element_size(), max(block_h, 64)]
+    block_n, block_r, num_warps, num_stages, _ = KEY_MASS[family(arch), entry_size(q, k), max(block_h, 64)]
     unit = min(page, block_n)
     assert block_n % unit == page % unit == 0 and lse.is_contiguous()
     mass = torch.empty((n_batch, n_kv, n_keys // unit), dtype=torch.float32, device=q.device)

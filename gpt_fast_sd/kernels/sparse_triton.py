@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sizes import ONE_CHUNK
-from .triton_common import LOG2_E, family, format_of, load_scales, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, strides
 
 MOST_CHUNKS = 16  # that the merge reads at once
 LARGEST_TILE = 64  # rows of a program
@@ -47,8 +47,10 @@ class Config(NamedTuple):
 # one of them.
 LOADS = {
     (90, 2, 64): (64, 3, (3, 3, 1)), (90, 2, 128): (64, 5, (3, 2, 1)), (90, 2, 256): (32, 3, (2, 2, 1)),
+    (90, 1, 64): (64, 3, (3, 3, 1)), (90, 1, 128): (64, 5, (3, 2, 1)), (90, 1, 256): (32, 3, (2, 2, 1)),
     (90, 4, 64): (32, 3, (3,)), (90, 4, 128): (16, 3, (3,)), (90, 4, 256): (16, 3, (3,)),
     (80, 2, 64): (64, 3, (4, 4, 1)), (80, 2, 128): (64, 3, (3, 2, 1)), (80, 2, 256): (32, 3, (2, 2, 1)),
+    (80, 1, 64): (64, 3, (4, 4, 1)), (80, 1, 128): (64, 3, (3, 2, 1)), (80, 1, 256): (32, 3, (2, 2, 1)),
     (80, 4, 64): (32, 3, (3,)), (80, 4, 128): (16, 3, (3,)), (80, 4, 256): (16, 3, (3,)),
 }  # fmt: skip
 
@@ -134,15 +136,17 @@ def chunk_kernel(
         m_kv = m_n[:, None]
         if H != BLOCK_H:
             m_kv = m_kv & m_h[None, :]
+        if FORMAT == 1:  # asked for ahead of products that need not wait for them
+            b_k_scale = load_scales(p_k_scale + b_entry, m_n)
+            b_v_scale = load_scales(p_v_scale + b_entry, m_n)
         # What is not seen may be a NaN, and 0 * NaN is no 0.
         b_k = tl.load(p_k + o_kv, mask=m_kv, other=0.0).to(b_q.dtype)
         # [BLOCK_R, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if FORMAT == 1:
-            b_s = b_s * (load_scales(p_k_scale + b_entry, m_n) * SCALE)[None, :]
-        else:
-            b_s = b_s * SCALE
-        b_s = tl.where(m_n[None, :] & (b_entry[None, :] <= b_limit[:, None]), b_s, float("-inf"))
+            b_s *= b_k_scale[None, :]
+        m_s = m_n[None, :] & (b_entry[None, :] <= b_limit[:, None])
+        b_s = tl.where(m_s, b_s * SCALE, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_w = tl.exp2(b_s - b_new[:, None])
         # [BLOCK_R]
@@ -152,7 +156,7 @@ def chunk_kernel(
         # [BLOCK_N, BLOCK_H]
         b_v = tl.load(p_v + o_kv, mask=m_kv, other=0.0).to(b_q.dtype)
         if FORMAT == 1:
-            b_w = b_w * load_scales(p_v_scale + b_entry, m_n)[None, :]
+            b_w *= b_v_scale[None, :]
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
@@ -207,7 +211,7 @@ def attend(
     form = format_of(q, (k, k_scale), (v, v_scale), arch=arch)
     assert slots.stride(2) == 1 and n_listed % page == 0 and window_start.is_contiguous() and n_entries > 0
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = config(arch, q.element_size(), block_h, n_rows)
+    block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
     chunk = chunk_for(n_entries)
     n_chunks = triton.cdiv(n_entries, chunk)
 

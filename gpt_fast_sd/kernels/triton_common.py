@@ -37,10 +37,11 @@ def format_of(q: Tensor, *held: tuple[Tensor, Tensor | None], arch: int | str) -
     (k, k_scale), head_dim = held[0], q.shape[3]
     assert q.stride(3) == 1
     for data, scale in held:
-        assert data.dtype == k.dtype and data.stride()[2:] == (head_dim, 1) and (scale is None) == (k.dtype != torch.int8)
+        assert data.dtype == k.dtype and data.stride()[2:] == (head_dim, 1)
+        assert (scale is not None) == (k.dtype == torch.int8)
         if scale is not None and k_scale is not None:
             assert scale.dtype == torch.float16 and scale.shape == data.shape[:3]
-            assert scale.stride() == k_scale.stride() and scale.stride(2) == 1
+            assert strides(scale, 2) == strides(k_scale, 2) and scale.stride(2) == 1
     if k.dtype == q.dtype:
         return SAME
     if k.dtype == torch.int8:
@@ -49,6 +50,11 @@ def format_of(q: Tensor, *held: tuple[Tensor, Tensor | None], arch: int | str) -
     if not isinstance(arch, int) or arch < 89:
         raise ValueError(f"a float8 cache is for NVIDIA GPUs of compute capability 8.9 and later, not for {arch!r}")
     return FLOAT8
+
+
+def entry_size(q: Tensor, k: Tensor) -> int:
+    """Bytes of a number of the cache, which tables of tiles go by; those of the queries where no tensor core serves."""
+    return q.element_size() if q.dtype == torch.float32 else k.element_size()
 
 
 def strides(x: Tensor | None, n: int) -> list[int]:

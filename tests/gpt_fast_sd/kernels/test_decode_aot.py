@@ -22,6 +22,7 @@ decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
 triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 SELDOM = [(96, BF16), (128, FP16), (256, BF16), (64, FP32), (128, FP32), (256, FP32)]
 SHAPES = [(64, BF16), (128, BF16), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SELDOM)]
 OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
@@ -29,7 +30,7 @@ OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is nam
 
 def launched(
     cap: int, *, n_batch: int = 2, n_tokens: int = 1, group: int = 4, head_dim: int = 128, dtype: torch.dtype = BF16,
-    n_keys: int = 4096, page: int | None = None,
+    held: torch.dtype | None = None, n_keys: int = 4096, page: int | None = None,
 ) -> list[Launch]:  # fmt: skip
     """The kernels that one call of the launcher builds and would launch, for 8 kv heads and a cache of 8192."""
     with stand_in(cap) as launches, FakeTensorMode():
@@ -38,12 +39,13 @@ def launched(
             return torch.empty(shape, device="cuda", **kwargs)
 
         q = tensor(n_batch, n_tokens, 8 * group, head_dim, dtype=dtype).transpose(1, 2)
-        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=dtype) for _ in range(2))
+        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=held or dtype) for _ in range(2))
+        scales = {x: tensor(n_batch, 8, 8192, dtype=FP16) for x in ("k_scale", "v_scale")} if held == INT8 else {}
         pos = tensor(n_batch, n_tokens, dtype=torch.int64)
         if page is None:
-            decode_triton.attend(q, k, v, pos, n_keys, 512, arch=cap)
+            decode_triton.attend(q, k, v, pos, n_keys, 512, arch=cap, **scales)
         else:
-            decode_triton.attend_with_mass(q, k, v, pos, n_keys, 512, page, arch=cap)
+            decode_triton.attend_with_mass(q, k, v, pos, n_keys, 512, page, arch=cap, **scales)
     return launches
 
 
@@ -64,7 +66,8 @@ def assert_built_well(cap: int, n_rows: int, **shape: Any) -> None:
             assert_fits(built, cap)
         else:
             assert_lean(built, cap)
-    config = decode_triton.config(cap, kwargs["p_q"].element_size(), kwargs["BLOCK_H"], n_rows)
+    size = triton_common.entry_size(kwargs["p_q"], kwargs["p_k"])
+    config = decode_triton.config(cap, size, kwargs["BLOCK_H"], n_rows)
     assert_occupancy(split, cap, config.per_sm)
     assert split.ldgsts > 0 and split.ldgsts == split.sass.count("LDGSTS.E.BYPASS") == split.sass.count(".BYPASS.128")
     if shape.get("dtype") != FP32:

@@ -23,6 +23,7 @@ triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
 prefill_triton = importlib.import_module("gpt_fast_sd.kernels.prefill_triton")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 SELDOM = [(96, BF16), (128, FP16), (256, BF16), (64, FP32), (128, FP32), (256, FP32)]
 SHAPES = [(64, BF16), (128, BF16), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SELDOM)]
 OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
@@ -31,7 +32,7 @@ OPS = ("prefill_attention", "prefill_attention_with_lse", "key_mass")
 
 def launched(
     cap: int, op: str, *, n_batch: int = 1, n_tokens: int = 256, group: int = 4, head_dim: int = 128,
-    dtype: torch.dtype = BF16, n_keys: int = 4096, page: int = 1,
+    dtype: torch.dtype = BF16, held: torch.dtype | None = None, n_keys: int = 4096, page: int = 1,
 ) -> list[Launch]:  # fmt: skip
     """The kernels that one call of the launcher builds and would launch, for 8 kv heads and a cache of 8192."""
     with stand_in(cap) as launches, FakeTensorMode():
@@ -40,14 +41,16 @@ def launched(
             return torch.empty(shape, device="cuda", **kwargs)
 
         q = tensor(n_batch, n_tokens, 8 * group, head_dim, dtype=dtype).transpose(1, 2)
-        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=dtype) for _ in range(2))
+        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=held or dtype) for _ in range(2))
+        scales = {x: tensor(n_batch, 8, 8192, dtype=FP16) for x in ("k_scale", "v_scale")} if held == INT8 else {}
         pos = tensor(n_batch, n_tokens, dtype=torch.int64)
         if op == "prefill_attention":
-            prefill_triton.attend(q, k, v, pos, n_keys, arch=cap)
+            prefill_triton.attend(q, k, v, pos, n_keys, arch=cap, **scales)
         elif op == "prefill_attention_with_lse":
-            prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=cap)
+            prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=cap, **scales)
         else:
-            prefill_triton.key_mass(q, k, tensor(*q.shape[:3]), pos, n_keys, page, arch=cap)
+            scale = scales.get("k_scale")
+            prefill_triton.key_mass(q, k, tensor(*q.shape[:3]), pos, n_keys, page, arch=cap, k_scale=scale)
     return launches
 
 
@@ -57,7 +60,7 @@ def assert_built_well(cap: int, op: str, **shape: Any) -> None:
     As many of its blocks as the table says are on an SM together.
     """
     [launch] = launched(cap, op, **shape)
-    built, itemsize = launch.compiled, launch.kwargs["p_q"].element_size()
+    built, itemsize = launch.compiled, triton_common.entry_size(launch.kwargs["p_q"], launch.kwargs["p_k"])
     if shape.get("dtype") == FP32:  # proof, not speed: ptxas gives up a few registers for one more block an SM
         assert built.stack <= 32, built
         assert_fits(built, cap)

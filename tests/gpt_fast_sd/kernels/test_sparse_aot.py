@@ -21,6 +21,7 @@ from tests.gpuless.driver import Launch, stand_in
 sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 
 
 def slow(value: object) -> object:
@@ -34,7 +35,8 @@ ONE_CHUNK, SEVERAL = (112, 42), (448, 74)  # listed entries, width of the window
 
 def launched(
     cap: int, entries: tuple[int, int], *, n_batch: int = 2, n_tokens: int = 1, group: int = 4, head_dim: int = 128,
-    dtype: torch.dtype = BF16, page: int = 16, n_keys: int = 4096, list_dtype: torch.dtype = torch.int64,
+    dtype: torch.dtype = BF16, held: torch.dtype | None = None, page: int = 16, n_keys: int = 4096,
+    list_dtype: torch.dtype = torch.int64,
 ) -> list[Launch]:  # fmt: skip
     """The kernels that one call of the launcher builds and would launch, for 8 kv heads and a cache of 8192."""
     n_listed, width = entries
@@ -44,9 +46,11 @@ def launched(
             return torch.empty(shape, device="cuda", dtype=dtype)
 
         q = tensor(n_batch, n_tokens, 8 * group, head_dim, dtype=dtype).transpose(1, 2)
-        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=dtype) for _ in range(2))
+        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=held or dtype) for _ in range(2))
+        scales = {x: tensor(n_batch, 8, 8192, dtype=FP16) for x in ("k_scale", "v_scale")} if held == INT8 else {}
         slots = tensor(n_batch, 8, n_listed, dtype=list_dtype)
-        sparse_triton.attend(q, k, v, slots, tensor(n_batch), width, tensor(n_batch, n_tokens), n_keys, page, arch=cap)
+        start, pos = tensor(n_batch), tensor(n_batch, n_tokens)
+        sparse_triton.attend(q, k, v, slots, start, width, pos, n_keys, page, arch=cap, **scales)
     return launches
 
 
