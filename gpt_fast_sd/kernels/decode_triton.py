@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sizes import PAGES
-from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides, widen
 
 MERGED = 8  # splits that the merge reads at once
 
@@ -142,7 +142,7 @@ def split_kernel(
             b_k_scale = load_scales(p_k_scale + j + o_n, o_j <= last)
             b_v_scale = load_scales(p_v_scale + j + o_n, o_j <= last)
         # [BLOCK_N, BLOCK_H]
-        b_k = tl.load(p_k + j * H + o_block, mask=m_block, other=0.0).to(b_q.dtype)
+        b_k = widen(tl.load(p_k + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
         # [BLOCK_R, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if FORMAT == 1:
@@ -170,7 +170,7 @@ def split_kernel(
             i_block = i_bk * (n_units // (BLOCK_N // UNIT)) + (start + j) // BLOCK_N
             tl.store(p_max + i_block * n_rows + o_r, b_max, mask=m_r)
         # [BLOCK_N, BLOCK_H]
-        b_v = tl.load(p_v + j * H + o_block, mask=m_block, other=0.0).to(b_q.dtype)
+        b_v = widen(tl.load(p_v + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
         if FORMAT == 1:
             b_w *= b_v_scale[None, :]
         # [BLOCK_R, BLOCK_H]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import decode_triton
 from .sizes import FEW_ROWS, PREFILL_SPLIT, page_sums
-from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides, widen
 
 # (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks an SM (see
 # decode_triton.CONFIGS). Reckoned, not timed on a chip: the largest tiles that fit the registers, as such tiles use
@@ -78,7 +78,7 @@ def read_block(
     else:
         b_k = tl.load(p_k + o_block, mask=(o_h < H)[None, :], other=0.0)
     # [BLOCK_R, BLOCK_N]
-    b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
+    b_s = tl.dot(b_q, tl.trans(widen(b_k, b_q.dtype)), input_precision="ieee")
     if FORMAT == 1:
         b_s *= b_k_scale[None, :]
     if MASKED:
@@ -98,7 +98,7 @@ def read_block(
     if FORMAT == 1:
         b_w *= b_v_scale[None, :]
     # [BLOCK_R, BLOCK_H]
-    b_out = tl.dot(b_w.to(b_q.dtype), b_v.to(b_q.dtype), b_out * b_shrink[:, None], input_precision="ieee")
+    b_out = tl.dot(b_w.to(b_q.dtype), widen(b_v, b_q.dtype), b_out * b_shrink[:, None], input_precision="ieee")
     return b_out, b_new, b_total
 
 
@@ -181,7 +181,8 @@ def mass_kernel(
     # [BLOCK_N, BLOCK_H]
     m_block = (o_j <= last)[:, None] & m_h[None, :]
     o_block = o_j.to(tl.int64)[:, None] * H + o_h[None, :]
-    b_k = tl.load(p_k + i_b * k_b + i_k * k_k + o_block, mask=m_block, other=0.0).to(p_q.dtype.element_ty)
+    b_k = tl.load(p_k + i_b * k_b + i_k * k_k + o_block, mask=m_block, other=0.0)
+    b_k = widen(b_k, p_q.dtype.element_ty)
     # [BLOCK_N]
     b_scale = tl.full([BLOCK_N], SCALE, tl.float32)
     if FORMAT == 1:

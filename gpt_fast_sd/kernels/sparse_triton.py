@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sizes import ONE_CHUNK
-from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, strides, widen
 
 MOST_CHUNKS = 16  # that the merge reads at once
 LARGEST_TILE = 64  # rows of a program
@@ -140,7 +140,7 @@ def chunk_kernel(
             b_k_scale = load_scales(p_k_scale + b_entry, m_n)
             b_v_scale = load_scales(p_v_scale + b_entry, m_n)
         # What is not seen may be a NaN, and 0 * NaN is no 0.
-        b_k = tl.load(p_k + o_kv, mask=m_kv, other=0.0).to(b_q.dtype)
+        b_k = widen(tl.load(p_k + o_kv, mask=m_kv, other=0.0), b_q.dtype)
         # [BLOCK_R, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if FORMAT == 1:
@@ -154,7 +154,7 @@ def chunk_kernel(
         b_max = b_new
         b_total = b_total * b_shrink + tl.sum(b_w, 1)
         # [BLOCK_N, BLOCK_H]
-        b_v = tl.load(p_v + o_kv, mask=m_kv, other=0.0).to(b_q.dtype)
+        b_v = widen(tl.load(p_v + o_kv, mask=m_kv, other=0.0), b_q.dtype)
         if FORMAT == 1:
             b_w *= b_v_scale[None, :]
         # [BLOCK_R, BLOCK_H]

@@ -30,7 +30,7 @@ Shape = tuple[int, int, int]  # G, H, T
 def of_dtypes(shapes: tuple[Shape, ...]) -> list[Any]:
     """Parameters (G, H, T, dtype, held), held None or what the cache has instead of the dtype of the queries.
 
-    bf16, and over an int8 cache, of every shape; fp32, fp16 and float8 caches of every third. Without a chip two shapes.
+    bf16 over caches of bf16 and of int8 for every shape, other dtypes for every third; without a chip two shapes.
     """
     often = [(dense.BF16, None), (dense.BF16, dense.INT8)]
     seldom = [(dense.FP32, None), (dense.FP16, None), (dense.FP32, dense.INT8)]

@@ -53,7 +53,8 @@ class Case(Entries):
         """Overwrite what nobody reads."""
         unread = ~self.seen().any(2)  # [B, K, S]
         for entries in self.spoilt:
-            entries[unread] = NAN
+            lost = unread.view(unread.shape + (1,) * (entries.dim() - 3))
+            entries.copy_(entries.float().masked_fill(lost, NAN))  # of float8 itself nothing can be filled
 
     def seen(self) -> Tensor:
         """What each query reads: bool [B, K, T, S]."""
