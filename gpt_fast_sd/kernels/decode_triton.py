@@ -11,6 +11,10 @@ moment, are stored and made into weights when the row's log-sum-exp is known. Th
 a page, written and read, beside 2 * page * H entries of keys and values: for R = 24, H = 128, bf16 and pages of 16 keys
 240 bytes beside 8192, 2.9 %; for pages of 32 keys 1.8 %.
 
+A cache may hold entries of a byte (FORMAT, see triton_common): they are widened in registers to the dtype of the
+queries, which is exact, and what an int8 stands for stays outside the products: the scale of a key belongs to its
+scores, that of a value to its weights, once these are summed.
+
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         R = G * T rows of a kv head (row r is token r // G, head r % G).
 """

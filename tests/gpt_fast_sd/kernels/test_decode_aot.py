@@ -69,6 +69,9 @@ def assert_built_well(cap: int, n_rows: int, **shape: Any) -> None:
     size = triton_common.entry_size(kwargs["p_q"], kwargs["p_k"])
     config = decode_triton.config(cap, size, kwargs["BLOCK_H"], n_rows)
     assert_occupancy(split, cap, config.per_sm)
+    if shape.get("held") == FLOAT8:  # laid out for products before it is widened: values come 8 bytes at once
+        assert split.ldgsts > 0
+        return
     assert split.ldgsts > 0 and split.ldgsts == split.sass.count("LDGSTS.E.BYPASS") == split.sass.count(".BYPASS.128")
     if shape.get("dtype") != FP32:
         wide = {90: "hgmma", 100: "utcmma"}.get(cap, "hmma") if kwargs["BLOCK_R"] >= 64 else "hmma"
@@ -87,6 +90,38 @@ def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) 
     assert_built_well(cap, 64, page=16)
 
 
+NARROW = [
+    (80, INT8, 16, None), (80, INT8, 64, 16), (90, INT8, 16, 16), (90, INT8, 64, None), (90, FLOAT8, 16, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cap", "held", "n_rows", "page"), NARROW)
+def test_they_are_built_well_over_int8_and_float8_caches(
+    cap: int, held: torch.dtype, n_rows: int, page: int | None
+) -> None:
+    assert_built_well(cap, n_rows, held=held, page=page)
+
+
+@pytest.mark.parametrize("cap", [80, 90])
+def test_int8_is_widened_by_four_at_once_and_a_block_takes_few_instructions(cap: int) -> None:
+    """Triton's own way has a conversion for each entry on sm_80, a byte read at a time, and 870 instructions."""
+    split = launched(cap, held=INT8)[0]
+    block = max(split.compiled.loops, key=len)
+    each = 2 * split.kwargs["BLOCK_N"] * split.kwargs["BLOCK_H"] // (32 * split.compiled.warps)  # entries a thread
+
+    def count(code: str) -> int:
+        return sum(code in instruction for instruction in block)
+
+    assert count("HFMA2") == each // 2 and count("PRMT") < each and count("I2F") <= 2 and count("LDS.U8") == 0
+    assert len(block) <= 700
+
+
+@pytest.mark.parametrize("cap", [80, 86, 87])
+def test_float8_is_refused_in_a_sentence_where_there_is_no_such_type(cap: int) -> None:
+    with pytest.raises(ValueError, match=f"float8 cache is for .* compute capability 8.9 and later, not for {cap}"):
+        launched(cap, held=FLOAT8)
+
+
 def test_a_64_row_tile_with_mass_leaves_shared_memory_for_two_blocks_an_sm() -> None:
     """Hopper's SM has 228 KiB: a kernel that took 114 KiB with its reserve would need every byte of them."""
     split = launched(90, n_tokens=64, group=1, page=16)[0].compiled
@@ -102,11 +137,23 @@ def test_every_entry_of_the_table_is_built_well(cap: int, head_dim: int, dtype: 
         assert_built_well(cap, n_rows, head_dim=head_dim, dtype=dtype, page=page)
 
 
-def test_no_length_and_no_number_of_rows_or_tokens_of_one_tile_builds_another_kernel() -> None:
-    kernels = [launch.kernel for launch in launched(90, page=16)]
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("cap", "held"), [(80, INT8), (90, INT8), (89, FLOAT8), (90, FLOAT8)])
+def test_every_entry_of_the_table_is_built_well_over_a_cache_of_bytes(
+    cap: int, held: torch.dtype, head_dim: int, page: int | None
+) -> None:
+    for n_rows in decode_triton.CONFIGS[triton_common.family(cap), 1, head_dim][1]:
+        assert_built_well(cap, n_rows, head_dim=head_dim, held=held, page=page)
+
+
+@pytest.mark.parametrize("held", [None, INT8])
+def test_no_length_and_no_number_of_rows_or_tokens_of_one_tile_builds_another_kernel(held: torch.dtype | None) -> None:
+    kernels = [launch.kernel for launch in launched(90, page=16, held=held)]
     assert [kernel.metadata.name for kernel in kernels] == ["split_kernel", "merge_kernel", "mass_kernel"]
     for change in ({"n_keys": 1}, {"n_keys": 17}, {"n_keys": 8191}, {"n_batch": 1}, {"n_batch": 3}, {"n_tokens": 3}):
-        again = [launch.kernel for launch in launched(90, page=16, **change)]
+        again = [launch.kernel for launch in launched(90, page=16, held=held, **change)]
         assert all(one is other for one, other in zip(again, kernels, strict=True)), change
 
 

@@ -213,13 +213,6 @@ def test_an_int8_entry_may_be_nothing_or_as_small_or_large_as_a_scale_can_say() 
     assert ((attend(case) - exact).abs() <= TOLERANCE[BF16] * size).all()
 
 
-@pytest.mark.parametrize("arch", [80, 86, 87])
-def test_float8_is_refused_in_a_sentence_where_the_gpu_has_no_such_type(arch: int) -> None:
-    case = Case([3], dtype=BF16, held=FLOAT8)
-    with pytest.raises(ValueError, match=f"float8 cache is for .* compute capability 8.9 and later, not for {arch}"):
-        decode_triton.attend(case.q, case.k, case.v, case.pos, case.n_keys, SPLIT, arch=arch)
-
-
 def test_a_page_that_is_not_whole_has_no_entry() -> None:
     case = Case([99, 5], n_keys=100)
     _, mass = attend_with_mass(case, 32)
