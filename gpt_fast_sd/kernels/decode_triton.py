@@ -11,6 +11,10 @@ moment, are stored and made into weights when the row's log-sum-exp is known. Th
 a page, written and read, beside 2 * page * H entries of keys and values: for R = 24, H = 128, bf16 and pages of 16 keys
 240 bytes beside 8192, 2.9 %; for pages of 32 keys 1.8 %.
 
+A cache may hold entries of a byte (FORMAT, see triton_common): they are widened in registers to the dtype of the
+queries, which is exact, and what an int8 stands for stays outside the products: the scale of a key belongs to its
+scores, that of a value to its weights, once these are summed.
+
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         R = G * T rows of a kv head (row r is token r // G, head r % G).
 """
@@ -25,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sizes import PAGES
-from .triton_common import LOG2_E, family, row_limits, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides, widen
 
 MERGED = 8  # splits that the merge reads at once
 
@@ -65,9 +69,15 @@ CONFIGS = {
     (90, 4, 64): (32, {16: (8, 3, 2)}),
     (90, 4, 128): (32, {16: (8, 3, 2)}),
     (90, 4, 256): (16, {16: (8, 3, 2)}),
+    (90, 1, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (90, 1, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (90, 1, 256): (32, {16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 1)}),
     (80, 2, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
     (80, 2, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 2, 2), 128: (8, 2, 1)}),
     (80, 2, 256): (32, {16: (4, 3, 2), 32: (4, 2, 2), 64: (8, 2, 1)}),
+    (80, 1, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (80, 1, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (80, 1, 256): (32, {16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 1)}),
     (80, 4, 64): (32, {16: (4, 3, 2)}),
     (80, 4, 128): (32, {16: (8, 3, 2)}),
     (80, 4, 256): (16, {16: (4, 3, 1)}),
@@ -85,10 +95,10 @@ def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
     do_not_specialize=["n_tokens", "n_keys", "split", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"]
 )
 def split_kernel(
-    p_q, p_k, p_v, p_pos, p_part, p_lse, p_sum, p_max, n_tokens, n_keys, split,
-    q_b, q_n, q_t, k_b, k_k, v_b, v_k, pos_b, pos_t,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_pos, p_part, p_lse, p_sum, p_max, n_tokens, n_keys, split,
+    q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """What a tile of rows gets from one split: fp32 part [splits, B * K, R, H], normalised, and base-2 lse beside it.
 
@@ -115,6 +125,9 @@ def split_kernel(
     b_q = tl.load(p_q + o_q[:, None] + o_h[None, :], mask=m_r[:, None] & (o_h < H)[None, :], other=0.0)
     p_k += i_b * k_b + i_k * k_k + start.to(tl.int64) * H
     p_v += i_b * v_b + i_k * v_k + start.to(tl.int64) * H
+    if FORMAT == 1:
+        p_k_scale += i_b * scale_b + i_k * scale_k + start
+        p_v_scale += i_b * scale_b + i_k * scale_k + start
     # [BLOCK_N, BLOCK_H]
     o_block = o_n[:, None] * H + o_h[None, :]
 
@@ -129,10 +142,15 @@ def split_kernel(
         m_block = (o_j <= last)[:, None]
         if H != BLOCK_H:
             m_block = m_block & (o_h < H)[None, :]
+        if FORMAT == 1:  # asked for ahead of products that need not wait for them
+            b_k_scale = load_scales(p_k_scale + j + o_n, o_j <= last)
+            b_v_scale = load_scales(p_v_scale + j + o_n, o_j <= last)
         # [BLOCK_N, BLOCK_H]
-        b_k = tl.load(p_k + j * H + o_block, mask=m_block, other=0.0)
+        b_k = widen(tl.load(p_k + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
         # [BLOCK_R, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if FORMAT == 1:
+            b_s *= b_k_scale[None, :]
         b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s * SCALE, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_w = tl.exp2(b_s - b_new[:, None])
@@ -156,7 +174,9 @@ def split_kernel(
             i_block = i_bk * (n_units // (BLOCK_N // UNIT)) + (start + j) // BLOCK_N
             tl.store(p_max + i_block * n_rows + o_r, b_max, mask=m_r)
         # [BLOCK_N, BLOCK_H]
-        b_v = tl.load(p_v + j * H + o_block, mask=m_block, other=0.0)
+        b_v = widen(tl.load(p_v + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
+        if FORMAT == 1:
+            b_w *= b_v_scale[None, :]
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
@@ -248,34 +268,35 @@ def mass_kernel(
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, row_lse: Tensor | None = None, *,
-    arch: int | str,
+    arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See decode.decode_attention. row_lse: where to put the base-2 lse, fp32 [B, K, T, G]."""
-    return _attend(q, k, v, pos, n_keys, split, None, row_lse, arch)[0]
+    return _attend(q, k, v, pos, n_keys, split, None, row_lse, arch, k_scale, v_scale)[0]
 
 
 def attend_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int | str
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int | str,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See decode.decode_attention_with_mass."""
     assert page in PAGES
-    out, mass = _attend(q, k, v, pos, n_keys, split, page, None, arch)
+    out, mass = _attend(q, k, v, pos, n_keys, split, page, None, arch, k_scale, v_scale)
     assert mass is not None
     return out, mass
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int | None, row_lse: Tensor | None,
-    arch: int | str,
+    arch: int | str, k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv = k.shape[1]
     group, n_bk = n_heads // n_kv, n_batch * n_kv
     n_rows = group * n_tokens
-    assert q.dtype == k.dtype == v.dtype and q.stride(3) == 1 and 0 < n_keys <= k.shape[2]
-    assert k.stride()[2:] == v.stride()[2:] == (head_dim, 1)
+    assert 0 < n_keys <= k.shape[2]
+    form = format_of(q, (k, k_scale), (v, v_scale), arch=arch)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = config(arch, q.element_size(), block_h, n_rows)
+    block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
     assert split % block_n == 0
     n_splits = triton.cdiv(n_keys, split)
     unit = 0 if page is None else min(page, block_n)
@@ -289,9 +310,10 @@ def _attend(
         sums, maxima = (fp32(n_bk, n_splits * split // size, n_rows) for size in (unit, block_n))
         row_lse, mass = fp32(n_bk, n_rows), fp32(n_batch, n_kv, n_keys // page)
     split_kernel[triton.cdiv(n_rows, block_r), n_bk, n_splits](
-        q, k, v, pos, part, lse, sums, maxima, n_tokens, n_keys, split, *strides(q, 3), *strides(k, 2), *strides(v, 2),
-        *pos.stride(), SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_h,
-        BLOCK_N=block_n, UNIT=unit, num_warps=num_warps, num_stages=num_stages,
+        q, k, v, k_scale, v_scale, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
+        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *pos.stride(),
+        SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_N=block_n,
+        UNIT=unit, FORMAT=form, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     merge_kernel[n_rows, n_bk](

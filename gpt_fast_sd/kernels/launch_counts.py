@@ -13,7 +13,7 @@ FIXED = {
     "page_bounds": 1,
     "quest_pages": 3,
 }
-SUMMED_PAGE = {2: 128, 4: 32}  # bytes of an entry -> the longest page whose mass one program of key_mass sums
+SUMMED_PAGE = {1: 128, 2: 128, 4: 32}  # bytes of a number of the cache -> the longest page that one program sums
 
 
 def launches(op: str, *, n_rows: int = 1, n_entries: int = 1, page: int = 1, itemsize: int = 2) -> int:

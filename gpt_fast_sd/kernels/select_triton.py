@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import strides
+from .triton_common import load_scales, strides
 
 BLOCK = 2048  # scores looked at together
 WARPS = 8
@@ -126,9 +126,21 @@ def select_kernel(
         tl.store(p_out + j + o_p, tl.full([BLOCK], -1, tl.int64), mask=j + o_p < width)
 
 
-@triton.jit(do_not_specialize=["n_bounds", "k_b", "k_k"], do_not_specialize_on_alignment=["p_first"])
+@triton.jit
+def next_bf16(b_x, UP: tl.constexpr):
+    """Rounded to bf16, and the number of that dtype that comes next: above if UP, else below."""
+    bits = b_x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+    order = tl.where(bits >= 0, bits, -(bits & 0x7FFF))  # zeros of both signs are 0
+    order = tl.minimum(order + 1, 0x7F80) if UP else tl.maximum(order - 1, -0x7F80)
+    return tl.where(order >= 0, order, -order - 0x8000).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit(
+    do_not_specialize=["n_bounds", "k_b", "k_k", "scale_b", "scale_k"],
+    do_not_specialize_on_alignment=["p_first", "p_k_scale"],
+)
 def bounds_kernel(
-    p_k, p_bounds, p_first, n_bounds, k_b, k_k, bounds_b, bounds_k,
+    p_k, p_k_scale, p_bounds, p_first, n_bounds, k_b, k_k, scale_b, scale_k, bounds_b, bounds_k,
     K: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """The largest and the smallest key of each dimension of one page -> bounds [B, K, n_bounds, 2H]."""
@@ -141,9 +153,15 @@ def bounds_kernel(
     p_k += i_b * k_b + i_k * k_k
     # [PAGE, BLOCK_H]
     b_k = tl.load(p_k + o_n[:, None] * H + o_h[None, :], mask=m_h[None, :], other=0.0).to(tl.float32)
+    if p_k_scale is not None:
+        b_k *= load_scales(p_k_scale + i_b * scale_b + i_k * scale_k + o_n, o_n >= 0)[:, None]
+    # [BLOCK_H]
+    b_high, b_low = tl.max(b_k, 0), tl.min(b_k, 0)
+    if p_k_scale is not None:
+        b_high, b_low = next_bf16(b_high, True), next_bf16(b_low, False)
     p_bounds += i_b * bounds_b + i_k * bounds_k + page * (2 * H)
-    tl.store(p_bounds + o_h, tl.max(b_k, 0).to(p_bounds.dtype.element_ty), mask=m_h)
-    tl.store(p_bounds + H + o_h, tl.min(b_k, 0).to(p_bounds.dtype.element_ty), mask=m_h)
+    tl.store(p_bounds + o_h, b_high.to(p_bounds.dtype.element_ty), mask=m_h)
+    tl.store(p_bounds + H + o_h, b_low.to(p_bounds.dtype.element_ty), mask=m_h)
 
 
 @triton.jit(
@@ -251,13 +269,19 @@ def _select(
     )  # fmt: skip
 
 
-def page_bounds(k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
+def page_bounds(
+    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, *, k_scale: Tensor | None = None
+) -> None:
     """See select.page_bounds."""
     n_batch, n_kv, _, head_dim = k.shape
-    assert k.dtype == bounds.dtype and k.stride()[2:] == (head_dim, 1) and bounds.stride()[2:] == (2 * head_dim, 1)
+    assert k.stride()[2:] == (head_dim, 1) and bounds.stride()[2:] == (2 * head_dim, 1)
+    if k_scale is None:
+        assert bounds.dtype == (torch.bfloat16 if k.dtype == torch.float8_e4m3fn else k.dtype)
+    else:
+        assert k.dtype == torch.int8 and bounds.dtype == torch.bfloat16 and k_scale.stride(2) == 1
     assert first.dtype == torch.int64 and first.is_contiguous()
     bounds_kernel[n_pages, n_batch * n_kv](
-        k, bounds, first, bounds.shape[2], *strides(k, 2), *strides(bounds, 2),
+        k, k_scale, bounds, first, bounds.shape[2], *strides(k, 2), *strides(k_scale, 2), *strides(bounds, 2),
         K=n_kv, H=head_dim, BLOCK_H=triton.next_power_of_2(head_dim), PAGE=page, num_warps=4,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sizes import ONE_CHUNK
-from .triton_common import LOG2_E, family, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, strides, widen
 
 MOST_CHUNKS = 16  # that the merge reads at once
 LARGEST_TILE = 64  # rows of a program
@@ -47,8 +47,10 @@ class Config(NamedTuple):
 # one of them.
 LOADS = {
     (90, 2, 64): (64, 3, (3, 3, 1)), (90, 2, 128): (64, 5, (3, 2, 1)), (90, 2, 256): (32, 3, (2, 2, 1)),
+    (90, 1, 64): (64, 3, (3, 3, 1)), (90, 1, 128): (64, 5, (3, 2, 1)), (90, 1, 256): (32, 3, (2, 2, 1)),
     (90, 4, 64): (32, 3, (3,)), (90, 4, 128): (16, 3, (3,)), (90, 4, 256): (16, 3, (3,)),
     (80, 2, 64): (64, 3, (4, 4, 1)), (80, 2, 128): (64, 3, (3, 2, 1)), (80, 2, 256): (32, 3, (2, 2, 1)),
+    (80, 1, 64): (64, 3, (4, 4, 1)), (80, 1, 128): (64, 3, (3, 2, 1)), (80, 1, 256): (32, 3, (2, 2, 1)),
     (80, 4, 64): (32, 3, (3,)), (80, 4, 128): (16, 3, (3,)), (80, 4, 256): (16, 3, (3,)),
 }  # fmt: skip
 
@@ -82,10 +84,12 @@ def chunk_for(n_entries: int) -> int:
     do_not_specialize_on_alignment=["p_slots", "p_window_start", "p_pos"],
 )
 def chunk_kernel(
-    p_q, p_k, p_v, p_slots, p_window_start, p_pos, p_out, p_max, p_total, n_tokens, n_listed, n_entries, chunk, n_keys,
-    q_b, q_n, q_t, k_b, k_k, v_b, v_k, slots_b, slots_k, pos_b, pos_t,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_slots, p_window_start, p_pos, p_out, p_max, p_total,
+    n_tokens, n_listed, n_entries, chunk, n_keys,
+    q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, slots_b, slots_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """What a tile of rows gets from one chunk: fp32 out [chunks, B * K, R, H], its base-2 maxima and totals beside it.
 
@@ -108,6 +112,9 @@ def chunk_kernel(
     b_q = tl.load(p_q + o_q[:, None] + o_h[None, :], mask=m_r[:, None] & m_h[None, :], other=0.0)
     p_k += i_b * k_b + i_k * k_k
     p_v += i_b * v_b + i_k * v_k
+    if FORMAT == 1:
+        p_k_scale += i_b * scale_b + i_k * scale_k
+        p_v_scale += i_b * scale_b + i_k * scale_k
     p_slots += i_b * slots_b + i_k * slots_k
 
     # Finite, so that a row that has seen no key yet subtracts no infinities.
@@ -129,10 +136,15 @@ def chunk_kernel(
         m_kv = m_n[:, None]
         if H != BLOCK_H:
             m_kv = m_kv & m_h[None, :]
+        if FORMAT == 1:  # asked for ahead of products that need not wait for them
+            b_k_scale = load_scales(p_k_scale + b_entry, m_n)
+            b_v_scale = load_scales(p_v_scale + b_entry, m_n)
         # What is not seen may be a NaN, and 0 * NaN is no 0.
-        b_k = tl.load(p_k + o_kv, mask=m_kv, other=0.0)
+        b_k = widen(tl.load(p_k + o_kv, mask=m_kv, other=0.0), b_q.dtype)
         # [BLOCK_R, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if FORMAT == 1:
+            b_s *= b_k_scale[None, :]
         m_s = m_n[None, :] & (b_entry[None, :] <= b_limit[:, None])
         b_s = tl.where(m_s, b_s * SCALE, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
@@ -142,7 +154,9 @@ def chunk_kernel(
         b_max = b_new
         b_total = b_total * b_shrink + tl.sum(b_w, 1)
         # [BLOCK_N, BLOCK_H]
-        b_v = tl.load(p_v + o_kv, mask=m_kv, other=0.0)
+        b_v = widen(tl.load(p_v + o_kv, mask=m_kv, other=0.0), b_q.dtype)
+        if FORMAT == 1:
+            b_w *= b_v_scale[None, :]
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
@@ -186,18 +200,18 @@ def merge_kernel(
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_keys: int,
-    page: int, *, arch: int | str,
+    page: int, *, arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See sparse.sparse_attention."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv, n_listed = k.shape[1], slots.shape[2]
     group, n_bk = n_heads // n_kv, n_batch * n_kv
     n_rows, n_entries = group * n_tokens, n_listed + window_width
-    assert q.dtype == k.dtype == v.dtype and q.stride(3) == 1 and 0 < n_keys <= k.shape[2]
-    assert k.stride()[2:] == v.stride()[2:] == (head_dim, 1)
+    assert 0 < n_keys <= k.shape[2]
+    form = format_of(q, (k, k_scale), (v, v_scale), arch=arch)
     assert slots.stride(2) == 1 and n_listed % page == 0 and window_start.is_contiguous() and n_entries > 0
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = config(arch, q.element_size(), block_h, n_rows)
+    block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
     chunk = chunk_for(n_entries)
     n_chunks = triton.cdiv(n_entries, chunk)
 
@@ -209,10 +223,11 @@ def attend(
     part = out if whole else fp32(n_chunks, n_bk, n_rows, head_dim)
     maxima, totals = (None, None) if whole else (fp32(n_chunks, n_bk, n_rows), fp32(n_chunks, n_bk, n_rows))
     chunk_kernel[n_chunks, n_bk, triton.cdiv(n_rows, block_r)](
-        q, k, v, slots, window_start, pos, part, maxima, totals, n_tokens, n_listed, n_entries, chunk, n_keys,
-        *strides(q, 3), *strides(k, 2), *strides(v, 2), *slots.stride()[:2], *pos.stride(),
+        q, k, v, k_scale, v_scale, slots, window_start, pos, part, maxima, totals, n_tokens, n_listed, n_entries, chunk,
+        n_keys, *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *slots.stride()[:2],
+        *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, PAGE=page, BLOCK_R=block_r, BLOCK_H=block_h,
-        BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, num_warps=num_warps,
+        BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, FORMAT=form, num_warps=num_warps,
     )  # fmt: skip
     if not whole:
         merge_kernel[n_rows, n_bk](

@@ -3,11 +3,32 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+# FORMAT, how the cache holds an entry: in the dtype of the queries; in int8, with a scale for each; in float8 (e4m3)
+SAME, INT8, FLOAT8 = 0, 1, 2
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # no assembler there
+# Four int8 of a register -> as many bf16 in two. Behind 0x43 a byte is a bf16 whose last bit of the exponent is the
+# sign: without that bit it is 128 + the other seven, and these taken away it is 128, or 256 where the sign is 1. Their
+# difference is the int8, exactly; a fused product, as sm_80 has no difference of bf16. Triton's own conversion takes an
+# I2F for each there, 16 a clock and SM: more clocks a block than its bytes take.
+TO_BF16 = tl.constexpr("""{
+    .reg .b32 pair, rest, sign, minus;
+    mov.b32 minus, 0xbf80bf80;
+    prmt.b32 pair, $2, 0x43, 0x4140;
+    and.b32 rest, pair, 0xff7fff7f;
+    and.b32 sign, pair, 0xff80ff80;
+    fma.rn.bf16x2 $0, sign, minus, rest;
+    prmt.b32 pair, $2, 0x43, 0x4342;
+    and.b32 rest, pair, 0xff7fff7f;
+    and.b32 sign, pair, 0xff80ff80;
+    fma.rn.bf16x2 $1, sign, minus, rest;
+}""")
 
 
 def architecture() -> int | str:
@@ -26,8 +47,38 @@ def family(arch: int | str) -> int:
     return 90 if arch in (90, 100, 103) else 80
 
 
-def strides(x: Tensor, n: int) -> list[int]:
+def format_of(q: Tensor, *held: tuple[Tensor, Tensor | None], arch: int | str) -> int:
+    """FORMAT of keys, and of values, [B, K, S, H] each beside its scales [B, K, S], None where it has none.
+
+    ValueError for float8 on a GPU that has no such type.
+    """
+    (k, k_scale), head_dim = held[0], q.shape[3]
+    assert q.stride(3) == 1
+    for data, scale in held:
+        assert data.dtype == k.dtype and data.stride()[2:] == (head_dim, 1)
+        assert (scale is not None) == (k.dtype == torch.int8)
+        if scale is not None and k_scale is not None:
+            assert scale.dtype == torch.float16 and scale.shape == data.shape[:3]
+            assert strides(scale, 2) == strides(k_scale, 2) and scale.stride(2) == 1
+    if k.dtype == q.dtype:
+        return SAME
+    if k.dtype == torch.int8:
+        return INT8
+    assert k.dtype == torch.float8_e4m3fn
+    if not isinstance(arch, int) or arch < 89:
+        raise ValueError(f"a float8 cache is for NVIDIA GPUs of compute capability 8.9 and later, not for {arch!r}")
+    return FLOAT8
+
+
+def entry_size(q: Tensor, k: Tensor) -> int:
+    """Bytes of a number of the cache, which tables of tiles go by; those of the queries where no tensor core serves."""
+    return q.element_size() if q.dtype == torch.float32 else k.element_size()
+
+
+def strides(x: Tensor | None, n: int) -> list[int]:
     """Strides of the first n dims; 0 where a dim has one entry, whose stride is arbitrary and would build a kernel."""
+    if x is None:
+        return [0] * n
     return [stride if size > 1 else 0 for size, stride in zip(x.shape[:n], x.stride(), strict=False)]
 
 
@@ -36,3 +87,19 @@ def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
     """The last key that each row reads, -1 if it reads none."""
     b_pos = tl.load(p_pos + o_t.to(tl.int64) * stride_t, mask=m_r, other=-1)
     return tl.where(b_pos < n_keys, b_pos, -1).to(tl.int32)
+
+
+@triton.jit
+def widen(b_x, dtype: tl.constexpr):
+    """Entries of the cache in the dtype of the queries, which holds them exactly."""
+    if b_x.dtype == tl.int8 and dtype == tl.bfloat16 and not INTERPRETED:
+        # Called impure, it stays where entries arrive, before they are laid out for products: else keys are read from
+        # shared memory by two and values by one, 860 instead of 610 instructions a block of 64 keys.
+        return tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, False, 4)
+    return b_x.to(dtype)
+
+
+@triton.jit
+def load_scales(p_scale, m_entry):
+    """What an integer of each entry stands for, fp32."""
+    return tl.load(p_scale, mask=m_entry, other=0.0).to(tl.float32)  # what is not read may be a NaN

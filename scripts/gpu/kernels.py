@@ -40,7 +40,12 @@ class Heads:
     @property
     def kv_bytes(self) -> int:
         """Keys and values in view, bf16."""
-        return 2 * 2 * self.batch * self.context * self.n_kv * self.head_dim
+        return self.held_bytes(torch.bfloat16)
+
+    def held_bytes(self, dtype: torch.dtype) -> int:
+        """Keys and values in view in that dtype, with the scales of int8."""
+        entry = self.head_dim * dtype.itemsize + (2 if dtype == torch.int8 else 0)
+        return 2 * self.batch * self.context * self.n_kv * entry
 
 
 def dense_heads(setup: Setup, *contexts: int) -> tuple[Heads, ...]:
@@ -176,6 +181,28 @@ def timed_dense(setup: Setup, shapes: Sequence[Heads], widths: Sequence[int]) ->
             for name, call in peers(setup, q, *seen).items():
                 timings.time(name, what, call, heads.kv_bytes, flops, does=does, beside=beside, peer=True)
         del k, v, q, pos, args, seen, ours, with_mass
+    return timings.record()
+
+
+def timed_formats(setup: Setup) -> Record:
+    """Dense attention of one query and of five by what the cache holds: bf16, int8 with scales, or float8."""
+    timings = Timings(setup)
+    heads = dense_heads(setup, 28672)[0]
+    wide = buffers(setup, heads)
+    has_float8 = not setup.on_cuda or torch.cuda.get_device_capability(setup.device) >= (8, 9)
+    for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)[: 3 if has_float8 else 2]:
+        k, v = (((x * 32).clamp(-127, 127) if dtype == torch.int8 else x).to(dtype) for x in wide)
+        scale = torch.full(k.shape[:3], 1 / 32, dtype=torch.float16, device=k.device) if dtype == torch.int8 else None
+        for n_tokens in (1, 5):
+            q, pos = queries(setup, heads, n_tokens)
+            pairs = n_tokens * (heads.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
+            flops = 4 * heads.batch * pairs * heads.n_kv * heads.group * heads.head_dim
+            args = (q, k, v, pos, heads.context, kernels.split_for(k.shape[2] - SPLIT), scale, scale)
+            timings.time(
+                "decode_attention", f"{heads.label(n_tokens)}, {str(dtype).removeprefix('torch.')}",
+                partial(kernels.decode_attention, *args), heads.held_bytes(dtype), flops,
+                does=dense(pos, heads.context),
+            )  # fmt: skip
     return timings.record()
 
 

@@ -13,7 +13,7 @@ from gpt_fast_sd.measuring.ledger import Ledger
 
 from .aims import ARMS, FULL
 from .cells import cell_stage
-from .kernels import timed_decode, timed_headline, timed_prefill, timed_select, timed_sparse
+from .kernels import timed_decode, timed_formats, timed_headline, timed_prefill, timed_select, timed_sparse
 from .setup import ROOT, Record, Setup, machine, tree_of
 
 DONE, FAILED, LEFT = "done", "failed", "left"
@@ -98,6 +98,7 @@ STAGES = {
         *(_cell(*headline) for headline in HEADLINES),
         _tests("rounds", 400, "captured rounds beside others, each token; no host wait in a round, and no idle row"),
         Stage(name="time-decode", run=timed_decode, seconds=120, about="dense attention beside torch's and others'"),
+        Stage(name="time-formats", run=timed_formats, seconds=40, about="dense attention by what the cache holds"),
         Stage(name="time-sparse", run=timed_sparse, seconds=45, about="sparse attention by budget"),
         Stage(name="time-select", run=timed_select, seconds=30, about="what selecting costs a round"),
         Stage(name="time-prefill", run=timed_prefill, seconds=45, about="attention of chunks beside torch's"),

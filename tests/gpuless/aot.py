@@ -44,6 +44,10 @@ class Compiled:
     ptx: str = field(repr=False)
     sass: str = field(repr=False)
 
+    def count(self, opcodes: str) -> int:
+        """Instructions whose first word is one of these, told as a regular expression."""
+        return len(re.findall(rf"\b(?:{opcodes})\b", self.sass))
+
     @property
     def loops(self) -> list[list[str]]:
         """The instructions of each loop without a loop inside, in their order in the binary."""

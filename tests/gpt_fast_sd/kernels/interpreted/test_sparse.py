@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.gpt_fast_sd.kernels import listed, references
-from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, assert_close
+from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FLOAT8, FP16, FP32, INT8, NAN, assert_close
 
 sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")  # what is tested lies behind the door
 
@@ -36,12 +36,12 @@ class Case(listed.Case):
     ) -> Tensor:
         return (body or interpreted)(
             self.q[rows], self.k[rows], self.v[rows], self.slots[rows], self.window_start[rows], self.width,
-            self.pos[rows], self.n_keys, page or self.page,
+            self.pos[rows], self.n_keys, page or self.page, **self.scales(rows),
         )  # fmt: skip
 
 
-def interpreted(*args: object) -> Tensor:
-    out: Tensor = sparse_triton.attend(*args, arch=ARCH)
+def interpreted(*args: object, **scales: Tensor) -> Tensor:
+    out: Tensor = sparse_triton.attend(*args, arch=ARCH, **scales)
     return out
 
 
@@ -76,6 +76,18 @@ def test_lists_of_several_chunks_are_merged(page: int, dtype: torch.dtype) -> No
     n_entries = case.slots.shape[2] + case.width
     assert n_entries > 2 * sparse_triton.chunk_for(n_entries)
     check(case)
+
+
+@pytest.mark.parametrize(
+    ("held", "dtype", "page"), [(INT8, BF16, 16), (INT8, FP16, 1), (INT8, FP32, 16), (FLOAT8, BF16, 16)]
+)
+def test_entries_may_be_int8_with_scales_or_float8(held: torch.dtype, dtype: torch.dtype, page: int) -> None:
+    check(Case([192], [220], page=page, n_listed=160, width=40, dtype=dtype, held=held))  # its scale is a NaN, too
+
+
+def test_a_row_of_int8_gives_the_same_bits_alone_and_in_a_batch() -> None:
+    case = Case([48, 96], [60, 100], n_listed=48, width=16, n_kv=1, n_tokens=2, dtype=BF16, held=INT8)
+    assert case.attend(slice(1)).equal(case.attend()[:1])
 
 
 def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
