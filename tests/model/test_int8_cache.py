@@ -143,6 +143,14 @@ def test_scales_go_wherever_their_numbers_go() -> None:
     assert all(torch.equal(x[0], was[0]) for x, was in zip(cache.buffers, sizes, strict=True))
 
 
+def test_a_float8_cache_cuts_off_what_it_cannot_hold() -> None:
+    cache = KVCache(tiny_config(), B, 300, dtype=torch.float8_e4m3fn, device=torch.device("cpu"))
+    k = torch.full((B, K, 1, H), 1e6)
+    cache.layers[0].store(torch.zeros(B, 1, dtype=torch.int64), k, -k)
+    first = [x.float()[:, :, 0] for x in cache.layers[0].buffers]
+    assert all(map(torch.equal, first, (torch.full((B, K, H), 448.0), torch.full((B, K, H), -448.0))))
+
+
 def test_a_layer_is_made_of_its_buffers() -> None:
     layer = cache_of().layers[0]
     again = CacheLayer(*layer.buffers)
