@@ -88,8 +88,8 @@ class EngineConfig:
     )
     quantize: str | None = _flag(None, "weights only, a scale for each output channel", allowed=QUANTIZATIONS)
     kv_dtype: str | None = _flag(
-        None, "dtype of the KV cache; int8: with a scale for each token and kv head; fp8: e4m3, not on GPUs before Ada", allowed=KV_DTYPES,
-        unset="as --dtype",
+        None, "dtype of the KV cache; int8: with a scale for each token and kv head; fp8: e4m3, not on GPUs before Ada",
+        allowed=KV_DTYPES, unset="as --dtype",
     )  # fmt: skip
     cuda_graphs: str = _flag("round", "on CUDA: what is captured as one graph", allowed=CUDA_GRAPHS)
     max_autotune: bool = _flag(False, "on CUDA: time choices of kernels for matrix products; minutes at the start")

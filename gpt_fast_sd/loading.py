@@ -104,8 +104,8 @@ def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.devic
         capability = torch.cuda.get_device_capability(device)
         if capability < FLOAT8_CAPABILITY:
             raise ValueError(
-                f"kv_dtype 'fp8' needs compute capability {'.'.join(map(str, FLOAT8_CAPABILITY))} or more (Ada, Hopper, "
-                f"or later), and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}: "
+                f"kv_dtype 'fp8' needs compute capability {'.'.join(map(str, FLOAT8_CAPABILITY))} or more (Ada, "
+                f"Hopper, or later), and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}: "
                 "use kv_dtype 'int8'"
             )
 
