@@ -10,12 +10,12 @@
 // transposed once and each query then costs dot products alone, no horizontal sum; rows are taken up to six at a time,
 // which is what the registers hold.
 //
-// int8 keys and values have a scale each, one a token and kv head, which stay outside the products: a row of queries is
-// rounded to int8 by its own largest, a row's weights over a tile, times the values' scales, to uint8 by theirs. Products
-// of those are whole numbers, and exact; softmax and outputs are fp32 as they are for bf16.
+// int8 keys and values have a scale each, one a token and kv head, that stays outside the products. A row of queries is
+// rounded to int8 by its own largest; its weights of a tile, times the scales of the values, to uint8 by theirs. Products
+// of these are whole numbers and exact, whatever computes them; the softmax and all sums of tiles are fp32.
 //
-// Names: E element of keys and values, bf16 or int8_t, of which a dword holds a pair or a quad; B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
-// S capacity, M keys in view or entries listed.
+// Names: E element of keys and values, bf16 or int8_t, B batch, K kv heads, G query heads a kv head, T queries a head,
+// R = G * T rows of one kv head, H head dim, S capacity, M keys in view or entries listed.
 #include <immintrin.h>
 #include <algorithm>
 #include <cmath>
@@ -657,10 +657,10 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
 
 }
 
-// q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k), bf16 without scales, int8
-// with theirs, [B, K, S] with strides (scale_b, scale_k); pos [B, T]; index null or
-// [B, K, M], -1 is nothing -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received,
-// all rows of a kv head together. A query at or past M sees nothing: its output is 0, and it costs no reading.
+// q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k), bf16, or int8 where there
+// are scales [B, K, S] with strides (scale_b, scale_k); pos [B, T]; index null or [B, K, M], -1 is nothing
+// -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received, all rows of a kv head
+// together. A query at or past M sees nothing: its output is 0, and it costs no reading.
 // H is HEAD_DIM, 64 or 128: every head dim is a library of its own, as one takes seconds to build.
 extern "C" void attend_cpu(const bf16* q, const void* k, const void* v, const fp16* k_scale, const fp16* v_scale, const int64_t* pos, const int64_t* index, bf16* out,
                            float* mass, int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
