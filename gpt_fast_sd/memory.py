@@ -84,16 +84,16 @@ class MemoryPlan:
 
         b, capacity = config.batch_size, KVCache.splits(config.max_seq_len) * SPLIT
         entries = b * (capacity + SPLIT)
-        kv = entries * model.kv_bytes_per_token(kv_dtype.itemsize)
         n_lists = model.n_layers * b * model.n_kv_heads
-        policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, kv) if draft.view_name else 0
-        work = _Work(config, draft, model, capacity, device, ranks)
+        wide = entries * model.kv_bytes_per_token(max(kv_dtype.itemsize, 2))
+        policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, wide) if draft.view_name else 0
+        work = _Work(config, draft, model, capacity, device, ranks, quantized=kv_dtype.itemsize == 1)
         packing = max(_largest_weight(m) for m in (model, draft_model) if m) * 2 if packs else 0  # a copy, in bf16
         captured = traits_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,
-            kv=kv,
-            draft_kv=entries * draft_model.kv_bytes_per_token(kv_dtype.itemsize) if draft_model else 0,
+            kv=entries * _bytes_per_token(model, kv_dtype),
+            draft_kv=entries * _bytes_per_token(draft_model, kv_dtype) if draft_model else 0,
             text=8 * entries,
             policy=policy,
             workspace=max(work.prefilling, work.round, work.observing, packing),
@@ -198,6 +198,7 @@ class _Work:
     capacity: int
     device: torch.device
     ranks: int
+    quantized: bool  # the cache
 
     @property
     def prefilling(self) -> int:
@@ -257,10 +258,15 @@ class _Work:
         return n_rows * model.n_heads * n_tokens * (model.head_dim + 1) * 4 * splits
 
     def _scores(self, n_rows: int, n_tokens: int) -> int:
-        """Of attention in plain PyTorch, which few queries at a time have with all keys: fp32 [B, N, T, S]."""
+        """Of attention in plain PyTorch, which few queries at a time have with all keys: fp32 [B, N, T, S].
+
+        Keys and values that are quantized are widened first, to fp32 at most.
+        """
         if triton_serves(self.device):
             return 0
-        return SCORES * n_rows * self.model.n_heads * min(n_tokens, QUERY_BLOCK) * self.capacity * 4
+        widened = 2 * self.model.n_kv_heads * self.model.head_dim if self.quantized else 0
+        scores = SCORES * self.model.n_heads * min(n_tokens, QUERY_BLOCK)
+        return n_rows * self.capacity * (scores + widened) * 4
 
     @property
     def _token(self) -> int:
@@ -270,6 +276,11 @@ class _Work:
         # what every rank has to add, the sum, and the next one as fp32 with what it comes to
         gathered = (self.ranks + 3) * model.dim if self.config.exact and self.ranks > 2 else 0
         return (row + gathered) * 4
+
+
+def _bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
+    """Bytes of one position of one slot in a cache of this dtype."""
+    return model.kv_bytes_per_token(KVCache.element_bytes(kv_dtype, model.head_dim))
 
 
 def _largest_weight(model: ModelConfig) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpt_fast_sd.model import CacheLayer, Transformer
 
-from .attending import DenseKV
+from .attending import DenseKV, asked_of
 from .batch_state import BatchState, RoundPlan
 from .compiling import CompiledStep, span, varying
 from .kernels import cpu_attention_fits, triton_serves
@@ -87,8 +87,8 @@ def reads_own_keys(target: Runner) -> bool:
 
     What attends otherwise reads for every row, idle ones too, as many keys as the longest one has in view.
     """
-    keys, compiled = target.cache.layers[0].k, target.compiled is not None and target.compiled is not False
-    return triton_serves(target.device) or (compiled and cpu_attention_fits(keys, keys))
+    compiled = target.compiled is not None and target.compiled is not False
+    return triton_serves(target.device) or (compiled and cpp_fits(target))
 
 
 def sums_by_row(target: Runner) -> bool:
@@ -97,9 +97,15 @@ def sums_by_row(target: Runner) -> bool:
     A row's sums are each made in one place there, so that its bits do not depend on threads. Of several processes it is
     not said: what adds their parts is a library's.
     """
-    keys = target.cache.layers[0].k
-    ours = isinstance(target.compiled, dict) and target.group.size == 1 and cpu_attention_fits(keys, keys)
+    ours = isinstance(target.compiled, dict) and target.group.size == 1 and cpp_fits(target)
     return ours and all_packed(target.model)
+
+
+def cpp_fits(target: Runner) -> bool:
+    """Whether the C++ kernel serves the target's queries and cache on this machine."""
+    layer = target.cache.layers[0]
+    queries = layer.k[:, :, :0].to(target.model.embedding.weight.dtype)  # [B, K, 0, H], of no bytes
+    return cpu_attention_fits(asked_of(layer, queries), layer.k)
 
 
 @contextlib.contextmanager

@@ -151,9 +151,9 @@ class ModelConfig:
         layer = attention + bias + norms + 3 * self.dim * self.ffn_dim
         return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
 
-    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+    def kv_bytes_per_token(self, bytes_per_element: float) -> int:
         """Bytes of keys and values that one position occupies over all layers."""
-        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_element
+        return round(2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_element)
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:

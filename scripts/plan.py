@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common import refuse
 from flags import positive, sizes
+from gpt_fast_sd.config import KV_DTYPES
 from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.measuring import forecast, planning
 from gpt_fast_sd.measuring.chips import CHIPS
@@ -56,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="0.8, streaming=0.8, or a .json of benchmark.py; may come again (default: as published)",
     )  # fmt: skip
     add("--dtype", default="bf16", choices=list(TORCH_DTYPES), help="of weights (default: bf16)")
-    add("--kv-dtype", choices=list(TORCH_DTYPES), help="of the KV cache (default: as --dtype)")
+    add("--kv-dtype", choices=KV_DTYPES, help="of the KV cache (default: as --dtype)")
     add("--quantize", metavar="NAME", help="weights: int8")
     add(
         "--estimate", choices=list(forecast.ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "

@@ -31,8 +31,8 @@ _library.define(
 
 def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
     """Whether the kernel serves such queries [B, N, T, H] and keys [B, K, S, H] on this machine."""
-    alike = q.dtype == k.dtype == torch.bfloat16 and q.device.type == "cpu"
-    return alike and q.shape[-1] in HEAD_DIMS and available(q.shape[-1])
+    served = q.dtype == torch.bfloat16 and k.dtype in (torch.bfloat16, torch.int8) and q.device.type == "cpu"
+    return served and q.shape[-1] in HEAD_DIMS and available(q.shape[-1])
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -47,7 +47,8 @@ def cpu_attention(
 ) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
-    bf16 q [B, N, T, H]; k, v [B, K, S, H], dense but for the first two strides; pos int64 [B, T] -> bf16 [B, N, T, H]
+    bf16 q [B, N, T, H]; k, v [B, K, S, H], dense but for the first two strides, bf16 or with fp16 scales [B, K, S]
+    int8; pos int64 [B, T] -> bf16 [B, N, T, H]
     """
     out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, None, n_keys, k_scale, v_scale)
     return out
@@ -75,24 +76,28 @@ def cpu_attention_with_mass(
 def _kernel(head_dim: int) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     kernel = library(SOURCE, head_dim)().attend_cpu
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes, kernel.restype = [pointer] * 7 + [size] * 11 + [ctypes.c_float, ctypes.c_int], None
+    kernel.argtypes, kernel.restype = [pointer] * 9 + [size] * 13 + [ctypes.c_float, ctypes.c_int], None
     return kernel
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int, mass: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int, mass: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
     n_rows, n_heads, n_tokens, head_dim = q.shape
     n_kv, capacity = k.shape[1:3]
     assert k.stride() == v.stride() and k.stride()[2:] == (head_dim, 1) and q.stride(3) == 1
+    scales = [x for x in (k_scale, v_scale) if x is not None]
+    apart = scales[0].stride()[:2] if scales else (0, 0)
+    assert len(scales) == 2 * (k.dtype == torch.int8)
+    assert all(x.dtype == torch.float16 and x.stride() == (*apart, 1) for x in scales)
     pos = pos.contiguous()
     index = None if index is None else index.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
+    given = (None if x is None else x.data_ptr() for x in (q, k, v, k_scale, v_scale, pos, index, out, mass))
     _kernel(head_dim)(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), pos.data_ptr(), None if index is None else index.data_ptr(),
-        out.data_ptr(), None if mass is None else mass.data_ptr(), n_rows, n_kv, n_heads // n_kv, n_tokens,
-        n_keys if index is None else index.shape[-1], capacity, *q.stride()[:3], *k.stride()[:2],
-        head_dim**-0.5, torch.get_num_threads(),
+        *given, n_rows, n_kv, n_heads // n_kv, n_tokens, n_keys if index is None else index.shape[-1], capacity,
+        *q.stride()[:3], *k.stride()[:2], *apart, head_dim**-0.5, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -102,8 +107,7 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    assert k_scale is v_scale is None, "see cpu_attention_fits"
-    return _attend(q, k, v, pos, index, n_keys, None)
+    return _attend(q, k, v, pos, index, n_keys, None, k_scale, v_scale)
 
 
 @torch.library.impl(_library, "cpu_attention_with_mass", "CPU")
@@ -111,9 +115,8 @@ def _with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    assert k_scale is v_scale is None, "see cpu_attention_fits"
     mass = torch.empty(*k.shape[:2], n_keys // PAGE)
-    return _attend(q, k, v, pos, None, n_keys, mass), mass
+    return _attend(q, k, v, pos, None, n_keys, mass, k_scale, v_scale), mass
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_attention", lib=_library)  # type: ignore[untyped-decorator]

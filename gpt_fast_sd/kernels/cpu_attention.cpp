@@ -1,4 +1,5 @@
-// Attention of a few query rows over bf16 keys, on a CPU with AVX-512 bf16 dot products, by AMX tiles where it has them.
+// Attention of a few query rows over bf16 or int8 keys, on a CPU with AVX-512 dot products of both, by AMX tiles where it
+// has them.
 //
 // Flash-decoding (Dao et al. 2023): the keys of a row are cut into splits at absolute positions, each split is read once
 // with a running softmax, and the splits are merged. Sums never depend on what else is in the batch, on the number of
@@ -9,19 +10,27 @@
 // transposed once and each query then costs dot products alone, no horizontal sum; rows are taken up to six at a time,
 // which is what the registers hold.
 //
-// Names: B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
+// int8 keys and values have a scale each, one a token and kv head, which stay outside the products: a row of queries is
+// rounded to int8 by its own largest, a row's weights over a tile, times the values' scales, to uint8 by theirs. Products
+// of those are whole numbers, and exact; softmax and outputs are fp32 as they are for bf16.
+//
+// Names: E element of keys and values, bf16 or int8_t, of which a dword holds a pair or a quad; B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
 // S capacity, M keys in view or entries listed.
 #include <immintrin.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
-typedef uint16_t bf16;
+typedef uint16_t bf16, fp16;
 namespace { // a process may hold this built in two ways, whose names must not meet
 constexpr int TILE = 64, PAGE = 16, SPLIT = 4096;
 constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys and of the next, 16 rows of 16
+template <class E> constexpr bool BYTES = sizeof(E) == 1;
+template <class E> constexpr int IN_DWORD = 4 / sizeof(E);
+template <class E> constexpr int IN_LINE = 64 / sizeof(E);
 constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is no NaN; scaled it stays exact
 
 // 2^x for x <= 0, relative error below 3e-6; what would be smaller than 2^-126 is next to it. The weights are rounded to
@@ -70,23 +79,57 @@ static inline void transpose(const uint32_t* from, int stride, __m512i* to, int 
     }
 }
 
-// One query row of a split: where the softmax stands. out has its dims as pair_values has them.
-template <int H> struct Row {
-    alignas(64) uint32_t q[H / 2]; // pairs of dims
+// One query row of a split: where the softmax stands. out has its dims as group_values has them.
+template <class E, int H> struct Row {
+    alignas(64) uint32_t q[H / IN_DWORD<E>];
     alignas(64) float out[H], sum[16]; // sum: by lanes
-    float max;
+    float max, to_log2; // to_log2: times a score, whose exp2 is its weight
     int64_t limit; // last position it may see
 };
 
-// 32 dims as unpacklo and unpackhi of two value rows leave them -> in their order, as bf16.
-static inline __m512i in_order(__m512 low, __m512 high) {
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0), half = _mm512_set1_epi32(8);
-    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(low, _mm512_add_epi32(first, half), high), _mm512_permutex2var_ps(low, first, high));
+// q as the products take it -> what one of a score is worth.
+template <int H> static inline float take(const bf16* q, Row<bf16, H>& row) {
+    memcpy(row.q, q, sizeof row.q);
+    return 1.f;
+}
+template <int H> static inline float take(const bf16* q, Row<int8_t, H>& row) {
+    __m512 wide[H / 16], most = _mm512_setzero_ps();
+#pragma GCC unroll 8
+    for (int c = 0; c < H / 16; c++) {
+        wide[c] = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(q + 16 * c))), 16);
+        most = _mm512_max_ps(most, _mm512_abs_ps(wide[c]));
+    }
+    const float top = std::max(_mm512_reduce_max_ps(most), 1e-30f);
+#pragma GCC unroll 8
+    for (int c = 0; c < H / 16; c++)
+        _mm_store_si128((__m128i*)(row.q + 4 * c), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(wide[c], _mm512_set1_ps(127.f / top)))));
+    return top / 127.f;
+}
+
+// 64 dims as group_values leaves them -> in their order, as bf16.
+template <class E> static inline void put_in_order(const __m512* from, bf16* to) {
+    __m512 dims[4];
+    if constexpr (BYTES<E>) { // four vectors of four dims in each quarter
+        const __m512 a = _mm512_shuffle_f32x4(from[0], from[1], 0x44), b = _mm512_shuffle_f32x4(from[2], from[3], 0x44);
+        const __m512 c = _mm512_shuffle_f32x4(from[0], from[1], 0xee), d = _mm512_shuffle_f32x4(from[2], from[3], 0xee);
+        dims[0] = _mm512_shuffle_f32x4(a, b, 0x88), dims[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
+        dims[2] = _mm512_shuffle_f32x4(c, d, 0x88), dims[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
+    } else {
+        const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0), half = _mm512_set1_epi32(8);
+#pragma GCC unroll 2
+        for (int c = 0; c < 4; c += 2) {
+            dims[c] = _mm512_permutex2var_ps(from[c], first, from[c + 1]);
+            dims[c + 1] = _mm512_permutex2var_ps(from[c], _mm512_add_epi32(first, half), from[c + 1]);
+        }
+    }
+#pragma GCC unroll 2
+    for (int c = 0; c < 4; c += 2) _mm512_storeu_si512(to + 16 * c, (__m512i)_mm512_cvtne2ps_pbh(dims[c + 1], dims[c]));
 }
 
 // The keys and values of one tile, each 16 one after the other; position is null for first, first + 1, ...
-struct Tile {
-    const bf16 *key[TILE / 16], *value[TILE / 16];
+template <class E> struct Tile {
+    const E *key[TILE / 16], *value[TILE / 16];
+    const float *key_scale, *value_scale; // of bytes
     const int64_t* position; // INT64_MAX: does not exist
     int64_t first, last; // last: the largest position of those that exist
     int n; // entries from n on do not exist
@@ -94,7 +137,7 @@ struct Tile {
 };
 
 // Of the keys of a tile, those that exist and that a row with this limit may see, a bit each.
-static inline uint64_t seen_keys(const Tile& tile, int64_t limit) {
+template <class E> static inline uint64_t seen_keys(const Tile<E>& tile, int64_t limit) {
     const uint64_t exist = tile.n < TILE ? (uint64_t(1) << tile.n) - 1 : ~uint64_t(0);
     if (!tile.position) {
         const int64_t n = std::clamp<int64_t>(limit + 1 - tile.first, 0, TILE);
@@ -105,10 +148,14 @@ static inline uint64_t seen_keys(const Tile& tile, int64_t limit) {
     return exist & seen;
 }
 
-// A row's scores over a tile, a key in every lane -> its weights in pairs of keys. Where the softmax stands moves on;
-// returns by what has been summed so far shrinks.
-template <int H> static inline float soften(__m512* score, const Tile& tile, Row<H>& row, float to_log2, uint32_t* weight, float* page_sum, float* page_max) {
+// A row's scores over a tile, a key in every lane -> its weights in pairs of keys, or in quads of which one is worth unit.
+// Where the softmax stands moves on; returns by what has been summed so far shrinks.
+template <class E, int H> static inline float soften(__m512* score, const Tile<E>& tile, Row<E, H>& row, uint32_t* weight, float* unit, float* page_sum, float* page_max) {
     constexpr int V = TILE / 16;
+    if constexpr (BYTES<E>) {
+#pragma GCC unroll 4
+        for (int c = 0; c < V; c++) score[c] = _mm512_mul_ps(_mm512_cvtepi32_ps((__m512i)score[c]), _mm512_load_ps(tile.key_scale + 16 * c));
+    }
     const bool whole = tile.n == TILE && !tile.gaps && tile.last <= row.limit;
     const uint64_t seen = whole ? ~uint64_t(0) : seen_keys(tile, row.limit);
     if (!whole) {
@@ -119,10 +166,10 @@ template <int H> static inline float soften(__m512* score, const Tile& tile, Row
     float shrink = 1.f;
     if (_mm512_cmp_ps_mask(best, _mm512_set1_ps(row.max), _CMP_GT_OQ)) { // seldom, after the first tiles
         const float top = _mm512_reduce_max_ps(best);
-        shrink = exp2f((row.max - top) * to_log2);
+        shrink = exp2f((row.max - top) * row.to_log2);
         row.max = top;
     }
-    const __m512 scale = _mm512_set1_ps(to_log2), shift = _mm512_set1_ps(-row.max * to_log2);
+    const __m512 scale = _mm512_set1_ps(row.to_log2), shift = _mm512_set1_ps(-row.max * row.to_log2);
     __m512 w[V];
 #pragma GCC unroll 4
     for (int c = 0; c < V; c++) w[c] = exp2_of(_mm512_fmadd_ps(score[c], scale, shift));
@@ -132,8 +179,21 @@ template <int H> static inline float soften(__m512* score, const Tile& tile, Row
     }
     const __m512 sum = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
     _mm512_store_ps(row.sum, _mm512_fmadd_ps(_mm512_load_ps(row.sum), _mm512_set1_ps(shrink), sum));
-    _mm512_store_si512(weight, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
-    _mm512_store_si512(weight + WEIGHTS, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
+    if constexpr (BYTES<E>) {
+        __m512 worth[V];
+#pragma GCC unroll 4
+        for (int c = 0; c < V; c++) worth[c] = _mm512_maskz_mul_ps(seen >> 16 * c, w[c], _mm512_load_ps(tile.value_scale + 16 * c));
+        const float top = std::max(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(worth[0], worth[1]), _mm512_max_ps(worth[2], worth[3]))), 1e-30f);
+        const __m512 by = _mm512_set1_ps(255.f / top);
+        __m512i n[V];
+#pragma GCC unroll 4
+        for (int c = 0; c < V; c++) n[c] = _mm512_cvtps_epi32(_mm512_mul_ps(worth[c], by));
+        _mm512_store_si512(weight, _mm512_packus_epi16(_mm512_packus_epi32(n[0], n[1]), _mm512_packus_epi32(n[2], n[3])));
+        *unit = top * (1.f / 255.f);
+    } else {
+        _mm512_store_si512(weight, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
+        _mm512_store_si512(weight + WEIGHTS, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
+    }
     if (page_sum) { // the four sums of 16 lanes each
         __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
         __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
@@ -147,7 +207,7 @@ template <int H> static inline float soften(__m512* score, const Tile& tile, Row
 }
 
 // The values of keys from .. to of a tile by pairs of keys; what does not exist counts as 0, whatever it holds.
-template <int H> static inline void pair_values(const Tile& tile, __m512i (*pairs)[H / 16], int from, int to) {
+template <int H> static inline void group_values(const Tile<bf16>& tile, __m512i (*pairs)[H / 16], int from, int to) {
     for (int j = from; j < to; j += 2) {
         const bf16* value = tile.value[j / 16] + j % 16 * H;
 #pragma GCC unroll 4
@@ -161,10 +221,40 @@ template <int H> static inline void pair_values(const Tile& tile, __m512i (*pair
     }
 }
 
-// Ask for n keys or values that lie one after the other.
-template <int H> static inline void fetch(const bf16* from, int n) {
-    for (int h = 0; h < n * H; h += 32) _mm_prefetch((const char*)(from + h), _MM_HINT_T0);
+// The same by quads of keys, in the order in which soften packs the weights.
+template <int H> static inline void group_values(const Tile<int8_t>& tile, __m512i (*quads)[H / 16], int from, int to) {
+    for (int j = from; j < to; j += 4) {
+        const int8_t* value = tile.value[j / 16] + j % 16 * H;
+#pragma GCC unroll 2
+        for (int c = 0; c < H / 16; c += 4, value += 64) {
+            const __m512i a = _mm512_loadu_si512(value), b = _mm512_loadu_si512(value + H);
+            const __m512i d = _mm512_loadu_si512(value + 2 * H), e = _mm512_loadu_si512(value + 3 * H);
+            const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
+            const __m512i low2 = _mm512_unpacklo_epi8(d, e), high2 = _mm512_unpackhi_epi8(d, e);
+            __m512i* quad = quads[j % 16 + j / 16] + c;
+            quad[0] = _mm512_unpacklo_epi16(low, low2), quad[1] = _mm512_unpackhi_epi16(low, low2);
+            quad[2] = _mm512_unpacklo_epi16(high, high2), quad[3] = _mm512_unpackhi_epi16(high, high2);
+        }
+    }
 }
+
+// Outputs so far plus the products of a tile, which are whole numbers in bytes.
+static inline void add(float* out, __m512 products, float unit, float shrink) {
+    const __m512 before = _mm512_mul_ps(_mm512_load_ps(out), _mm512_set1_ps(shrink));
+    _mm512_store_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)products), _mm512_set1_ps(unit), before));
+}
+
+// Ask for n keys or values that lie one after the other.
+template <int H, class E> static inline void fetch(const E* from, int n) {
+    for (int h = 0; h < n * H; h += IN_LINE<E>) _mm_prefetch((const char*)(from + h), _MM_HINT_T0);
+}
+
+// What a tile is gathered into, where it does not lie together, by the tile's parity.
+template <class E, int H> struct Picked {
+    alignas(64) E picked_key[2][TILE * H], picked_value[2][TILE * H];
+    alignas(64) float key_scale[2][TILE], value_scale[2][TILE];
+    int64_t position[2][TILE];
+};
 
 #ifdef __AMX_BF16__
 struct alignas(64) TileConfig {
@@ -177,15 +267,14 @@ static void end() { _tile_release(); }
 static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers do not see
 
 // Of what two follow each other in the making, the parity of the tile or of the step tells which.
-template <int H> struct Scratch {
+template <class E, int H> struct Scratch : Picked<E, H> {
     alignas(64) float score[2][TILE][16]; // of a key, 16 rows
-    alignas(64) uint32_t weight[2][2][16][16]; // of 32 keys and 32 more, in pairs: of a row
-    __m512i value[2][TILE / 2][H / 16]; // pairs of keys
-    alignas(64) bf16 picked_key[2][TILE * H], picked_value[2][TILE * H];
-    int64_t position[2][TILE];
+    alignas(64) uint32_t weight[2][2][16][16]; // of 32 keys and 32 more, in pairs: of a row; quads: of 64
+    __m512i value[2][TILE / IN_DWORD<E>][H / 16]; // pairs or quads of keys
+    alignas(64) float products[H / 16][16][16], unit[2][16]; // of bytes
 };
 
-template <int H> struct alignas(64) Queries { uint32_t q[H / 2][16]; }; // of 16 rows, pairs of dims
+template <class E, int H> struct alignas(64) Queries { uint32_t q[H / IN_DWORD<E>][16]; }; // of 16 rows
 
 // The scores of four rows over 16 keys, as products leave them -> a key in every lane.
 static inline void turn(const float (*score)[16], __m512* to, int apart) {
@@ -212,11 +301,11 @@ static inline void turn(const float (*score)[16], __m512* to, int apart) {
 // The rows of a split while its tiles are read, 16 rows and a tile at a step. What a step begins ends two steps later:
 // its scores' products, then their softmax, then its values' products, so that vectors and tiles work side by side, and
 // neither waits for what the other has just written.
-template <int H> struct Rows {
-    static Scratch<H>& scratch() { static thread_local Scratch<H> at; return at; }
+template <class E, int H> struct Rows {
+    static Scratch<E, H>& scratch() { static thread_local Scratch<E, H> at; return at; }
 
     struct Reading { // of a tile
-        Tile tile;
+        Tile<E> tile;
         float *page_sum, *page_max;
         bool ahead;
     };
@@ -225,15 +314,15 @@ template <int H> struct Rows {
         int64_t row = -1; // the first of 16; -1: there is none
     };
 
-    Rows(Row<H>* rows, int64_t n_rows, float to_log2) : rows(rows), n_rows(n_rows), to_log2(to_log2), at(scratch()) {
-        static thread_local std::vector<Queries<H>> kept;
+    Rows(Row<E, H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
+        static thread_local std::vector<Queries<E, H>> kept;
         const int64_t n = (n_rows + 15) / 16;
         if ((int64_t)kept.size() < n) kept.resize(n);
         groups = kept.data();
         for (int64_t g = 0; g < n; g++)
-            for (int h = 0; h < H / 2; h += 16) transpose(rows[16 * g].q + h, sizeof *rows / 4, (__m512i*)groups[g].q[h], 1);
+            for (int h = 0; h < H / IN_DWORD<E>; h += 16) transpose(rows[16 * g].q + h, sizeof *rows / 4, (__m512i*)groups[g].q[h], 1);
     }
-    void read(const Tile& tile, int parity, float* page_sum, float* page_max, bool ahead) {
+    void read(const Tile<E>& tile, int parity, float* page_sum, float* page_max, bool ahead) {
         readings[parity] = {tile, page_sum, page_max, ahead};
         for (int64_t r = 0; r < n_rows; r += 16) step({parity, r});
     }
@@ -247,8 +336,8 @@ template <int H> struct Rows {
         constexpr int V = TILE / 16, PARTS = H / 8;
         const int odd = n_steps++ & 1;
         const Reading &from = readings[begun.parity], &of = readings[scored.parity];
-        const Queries<H>& group = groups[std::max<int64_t>(begun.row, 0) / 16];
-        Row<H> *now = rows + scored.row, *last = rows + softened.row;
+        const Queries<E, H>& group = groups[std::max<int64_t>(begun.row, 0) / 16];
+        Row<E, H> *now = rows + scored.row, *last = rows + softened.row;
         const int n = scored.row < 0 ? 0 : std::min<int64_t>(16, n_rows - scored.row);
         const auto value = at.value[softened.parity];
         float shrinks[16] = {};
@@ -258,16 +347,20 @@ template <int H> struct Rows {
         for (int half = 0; half < 2; half++)
 #pragma GCC unroll 8
             for (int i = 0; i < H / 16; i++) {
-                const int part = half * (H / 16) + i, d = i / 2, pair = half * (H / 64) + i / 4, keys = i / 2 % 2;
+                const int part = half * (H / 16) + i;
                 if (begun.row >= 0) { // keys by 32 and 32, of those 16 and 16: their product with all rows
+                    const int product = BYTES<E> ? i / 2 : i, d = product / 2;
                     if (i == 0) { _tile_zero(0); _tile_zero(1); }
-                    if (i % 2 == 0) {
+                    if (BYTES<E> && i % 2) {
+                    } else if (product % 2 == 0) {
                         _tile_loadd(2, group.q[16 * d], 64);
-                        _tile_loadd(3, from.tile.key[2 * half] + 32 * d, 2 * H);
-                        _tile_dpbf16ps(0, 3, 2);
+                        _tile_loadd(3, from.tile.key[2 * half] + IN_LINE<E> * d, sizeof(E) * H);
+                        if constexpr (BYTES<E>) _tile_dpbssd(0, 3, 2);
+                        else _tile_dpbf16ps(0, 3, 2);
                     } else {
-                        _tile_loadd(3, from.tile.key[2 * half + 1] + 32 * d, 2 * H);
-                        _tile_dpbf16ps(1, 3, 2);
+                        _tile_loadd(3, from.tile.key[2 * half + 1] + IN_LINE<E> * d, sizeof(E) * H);
+                        if constexpr (BYTES<E>) _tile_dpbssd(1, 3, 2);
+                        else _tile_dpbf16ps(1, 3, 2);
                     }
                     if (i == H / 16 - 1) {
                         _tile_stored(0, at.score[odd][32 * half], 64);
@@ -278,7 +371,17 @@ template <int H> struct Rows {
                         fetch<H>(from.tile.value[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
                     }
                 }
-                if (softened.row >= 0) { // outputs by 32 dims, in the order of pair_values
+                if constexpr (BYTES<E>) {
+                    if (softened.row >= 0 && i % 2) { // 16 dims, in the order of group_values
+                        const int c = part / 2;
+                        _tile_zero(4);
+                        _tile_loadd(6, at.weight[odd], 64);
+                        _tile_loadd(7, value[0] + c, 4 * H);
+                        _tile_dpbusd(4, 6, 7);
+                        _tile_stored(4, at.products[c], 64);
+                    }
+                } else if (softened.row >= 0) { // outputs by 32 dims, in the order of group_values
+                    const int pair = half * (H / 64) + i / 4, keys = i / 2 % 2;
                     float* out = last->out + 32 * pair;
                     if (i % 4 == 0) { _tile_loadd(4, out, sizeof *last); _tile_loadd(5, out + 16, sizeof *last); }
                     if (i % 2 == 0) {
@@ -291,7 +394,7 @@ template <int H> struct Rows {
                     }
                     if (i % 4 == 3) { _tile_stored(4, out, sizeof *last); _tile_stored(5, out + 16, sizeof *last); }
                 }
-                if (scored.row == 0) pair_values<H>(of.tile, at.value[scored.parity], part * TILE / PARTS, (part + 1) * TILE / PARTS);
+                if (scored.row == 0) group_values<H>(of.tile, at.value[scored.parity], part * TILE / PARTS, (part + 1) * TILE / PARTS);
                 constexpr int EACH = 16 / PARTS; // rows
                 const int r = part * EACH;
                 if (r >= n) continue;
@@ -302,11 +405,15 @@ template <int H> struct Rows {
                 for (int j = 0; j < EACH; j++) {
                     if (r + j >= n) break;
                     const int64_t at_row = scored.row + r + j;
-                    shrinks[r + j] = soften<H>(score[(i * EACH + j) % 4], of.tile, now[r + j], to_log2, at.weight[!odd][0][r + j], of.page_sum ? of.page_sum + at_row * V : nullptr, of.page_max + at_row);
+                    shrinks[r + j] = soften(score[(i * EACH + j) % 4], of.tile, now[r + j], at.weight[!odd][0][r + j], at.unit[!odd] + r + j, of.page_sum ? of.page_sum + at_row * V : nullptr, of.page_max + at_row);
                     shrunk |= shrinks[r + j] != 1.f;
                 }
             }
         written();
+        if constexpr (BYTES<E>)
+            for (int64_t r = 0; softened.row >= 0 && r < std::min<int64_t>(16, n_rows - softened.row); r++)
+#pragma GCC unroll 8
+                for (int c = 0; c < H / 16; c++) add(last[r].out + 16 * c, _mm512_load_ps(at.products[c][r]), at.unit[odd][r], 1.f);
         if (shrunk)
             for (int r = 0; r < n; r++)
                 for (int h = 0; h < H; h += 16) _mm512_store_ps(now[r].out + h, _mm512_mul_ps(_mm512_load_ps(now[r].out + h), _mm512_set1_ps(shrinks[r])));
@@ -314,11 +421,10 @@ template <int H> struct Rows {
         scored = begun;
     }
 
-    Row<H>* rows;
+    Row<E, H>* rows;
     int64_t n_rows;
-    float to_log2;
-    Scratch<H>& at;
-    Queries<H>* groups;
+    Scratch<E, H>& at;
+    Queries<E, H>* groups;
     Reading readings[2];
     Stage scored, softened;
     int64_t n_steps = 0;
@@ -327,31 +433,35 @@ template <int H> struct Rows {
 static void begin() {}
 static void end() {}
 
-template <int H> struct Scratch {
-    __m512i key[H / 2][TILE / 16]; // pairs of dims, a key in every lane
-    __m512i value[TILE / 2][H / 16]; // pairs of keys
-    alignas(64) uint32_t weight[2][16][TILE / 4]; // pairs of keys
-    alignas(64) bf16 picked_key[2][TILE * H], picked_value[2][TILE * H];
-    int64_t position[2][TILE];
+template <class E, int H> struct Scratch : Picked<E, H> {
+    __m512i key[H / IN_DWORD<E>][TILE / 16]; // pairs or quads of dims, a key in every lane
+    __m512i key_sum[TILE / 16]; // of bytes: -128 times the sum of a key
+    __m512i value[TILE / IN_DWORD<E>][H / 16]; // pairs or quads of keys
+    alignas(64) uint32_t weight[2][16][TILE / 4]; // of 32 keys and 32 more, in pairs; quads: of 64
 };
 
-template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, Row<H>* rows, float to_log2, float* page_sum, float* page_max) {
+// Sums, of bytes whole numbers, and the products of 16 dwords with one, of unsigned bytes.
+template <class E> static inline __m512 more(__m512 sum, __m512i many, uint32_t one) {
+    const __m512i every = _mm512_set1_epi32(one);
+    if constexpr (BYTES<E>) return (__m512)_mm512_dpbusd_epi32((__m512i)sum, every, many);
+    else return _mm512_dpbf16_ps(sum, (__m512bh)many, (__m512bh)every);
+}
+
+template <int N, class E, int H> static void read_rows(const Tile<E>& tile, Scratch<E, H>& at, Row<E, H>* rows, float* page_sum, float* page_max) {
     constexpr int C = H / 16, V = TILE / 16;
     __m512 score[N][V];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < V; c++) score[r][c] = _mm512_setzero_ps();
-    for (int h = 0; h < H / 2; h++)
+        for (int c = 0; c < V; c++) score[r][c] = BYTES<E> ? (__m512)at.key_sum[c] : _mm512_setzero_ps();
+    for (int h = 0; h < H / IN_DWORD<E>; h++)
 #pragma GCC unroll 6
-        for (int r = 0; r < N; r++) {
-            const __m512bh q = (__m512bh)_mm512_set1_epi32(rows[r].q[h]);
+        for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-            for (int c = 0; c < V; c++) score[r][c] = _mm512_dpbf16_ps(score[r][c], (__m512bh)at.key[h][c], q);
-        }
-    float shrink[N];
+            for (int c = 0; c < V; c++) score[r][c] = more<E>(score[r][c], at.key[h][c], rows[r].q[h]);
+    float shrink[N], unit[N];
 #pragma GCC unroll 6
-    for (int r = 0; r < N; r++) shrink[r] = soften<H>(score[r], tile, rows[r], to_log2, at.weight[0][r], page_sum ? page_sum + r * V : nullptr, page_max + r);
+    for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum ? page_sum + r * V : nullptr, page_max + r);
     constexpr int STEP = H == 64 ? N : N > 2 ? N / 2 : N; // rows whose outputs fit the registers
     static_assert(N % STEP == 0);
     for (int from = 0; from < N; from += STEP) {
@@ -359,34 +469,42 @@ template <int H, int N> static void read_rows(const Tile& tile, Scratch<H>& at, 
 #pragma GCC unroll 6
         for (int r = 0; r < STEP; r++)
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) out[r][c] = _mm512_mul_ps(_mm512_load_ps(rows[from + r].out + 16 * c), _mm512_set1_ps(shrink[from + r]));
-        for (int j = 0; j < TILE / 2; j++)
+            for (int c = 0; c < C; c++)
+                out[r][c] = BYTES<E> ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_load_ps(rows[from + r].out + 16 * c), _mm512_set1_ps(shrink[from + r]));
+        for (int j = 0; j < TILE / IN_DWORD<E>; j++)
 #pragma GCC unroll 6
-            for (int r = 0; r < STEP; r++) {
-                const __m512bh w = (__m512bh)_mm512_set1_epi32(at.weight[j / 16][from + r][j % 16]);
+            for (int r = 0; r < STEP; r++)
 #pragma GCC unroll 8
-                for (int c = 0; c < C; c++) out[r][c] = _mm512_dpbf16_ps(out[r][c], (__m512bh)at.value[j][c], w);
-            }
+                for (int c = 0; c < C; c++) out[r][c] = more<E>(out[r][c], at.value[j][c], at.weight[j / 16][from + r][j % 16]);
 #pragma GCC unroll 6
         for (int r = 0; r < STEP; r++)
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) _mm512_store_ps(rows[from + r].out + 16 * c, out[r][c]);
+            for (int c = 0; c < C; c++) {
+                if constexpr (BYTES<E>) add(rows[from + r].out + 16 * c, out[r][c], unit[from + r], shrink[from + r]);
+                else _mm512_store_ps(rows[from + r].out + 16 * c, out[r][c]);
+            }
     }
 }
 
-template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>* rows, int64_t n_rows, float to_log2, float* page_sum, float* page_max, bool ahead) {
-    constexpr int V = TILE / 16;
+template <class E, int H> static void read_tile(const Tile<E>& tile, Scratch<E, H>& at, Row<E, H>* rows, int64_t n_rows, float* page_sum, float* page_max, bool ahead) {
+    constexpr int V = TILE / 16, D = H / IN_DWORD<E>;
     for (int c = 0; c < V; c++) {
         if (ahead) fetch<H>(tile.key[c] + TILE * H, 16); // part of a later tile, while this one is computed
-        for (int h = 0; h < H / 2; h += 16) transpose((const uint32_t*)tile.key[c] + h, H / 2, &at.key[h][c], V);
+        for (int h = 0; h < D; h += 16) transpose((const uint32_t*)tile.key[c] + h, D, &at.key[h][c], V);
+        if constexpr (BYTES<E>) { // queries are 128 too large
+            __m512 sum = _mm512_setzero_ps();
+#pragma GCC unroll 16
+            for (int h = 0; h < D; h++) sum = more<E>(sum, at.key[h][c], 0x80808080);
+            at.key_sum[c] = _mm512_sub_epi32(_mm512_setzero_si512(), (__m512i)sum);
+        }
     }
     for (int c = 0; c < TILE; c += 16) {
         if (ahead) fetch<H>(tile.value[c / 16] + TILE * H, 16);
-        pair_values<H>(tile, at.value, c, c + 16);
+        group_values<H>(tile, at.value, c, c + 16);
     }
     int64_t r = 0;
     auto read = [&](auto n) {
-        read_rows<H, decltype(n)::value>(tile, at, rows + r, to_log2, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr);
+        read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr);
         r += n;
     };
     while (r + 6 <= n_rows && n_rows - r != 8) read(std::integral_constant<int, 6>{});
@@ -396,23 +514,25 @@ template <int H> static void read_tile(const Tile& tile, Scratch<H>& at, Row<H>*
 }
 
 // The rows of a split while its tiles are read.
-template <int H> struct Rows {
-    static Scratch<H>& scratch() { static thread_local Scratch<H> at; return at; }
+template <class E, int H> struct Rows {
+    static Scratch<E, H>& scratch() { static thread_local Scratch<E, H> at; return at; }
 
-    Rows(Row<H>* rows, int64_t n_rows, float to_log2) : rows(rows), n_rows(n_rows), to_log2(to_log2), at(scratch()) {}
-    void read(const Tile& tile, int, float* page_sum, float* page_max, bool ahead) { read_tile<H>(tile, at, rows, n_rows, to_log2, page_sum, page_max, ahead); }
+    Rows(Row<E, H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
+        for (int64_t r = 0; r < n_rows && BYTES<E>; r++)
+            for (uint32_t& quad : rows[r].q) quad ^= 0x80808080; // 128 larger: products take one side unsigned
+    }
+    void read(const Tile<E>& tile, int, float* page_sum, float* page_max, bool ahead) { read_tile(tile, at, rows, n_rows, page_sum, page_max, ahead); }
     void finish() {}
-    Row<H>* rows;
+    Row<E, H>* rows;
     int64_t n_rows;
-    float to_log2;
-    Scratch<H>& at;
+    Scratch<E, H>& at;
 };
 #endif
 
-template <int H>
-static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
+template <class E, int H>
+static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, const fp16* v_scale, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
                    int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n, int64_t q_t,
-                   int64_t kv_b, int64_t kv_k, float scale, int threads) {
+                   int64_t kv_b, int64_t kv_k, int64_t scale_b, int64_t scale_k, float scale, int threads) {
     constexpr int V = TILE / PAGE;
     const float to_log2 = scale * 1.44269504f;
     const int64_t R = G * T, places = (R + 15) / 16 * 16; // products read and write 16 rows
@@ -420,34 +540,33 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
     for (int64_t i = 0; i < B * T && !index; i++) longest = std::max(longest, pos[i] < M ? pos[i] + 1 : 0);
     const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
     // kept between calls: fresh pages of memory would cost more than a small call
-    static thread_local std::vector<Row<H>> kept_rows;
+    static thread_local std::vector<Row<E, H>> kept_rows;
     static thread_local std::vector<float> kept_sums, kept_maxima;
     if ((int64_t)kept_rows.size() < B * K * n_splits * places) kept_rows.resize(B * K * n_splits * places);
     if (mass) {
         kept_sums.resize(B * K * n_tiles * R * V);
         kept_maxima.assign(B * K * n_tiles * R, LOWEST);
     }
-    Row<H>* all = kept_rows.data(); // by address: each worker has thread_locals of its own
+    Row<E, H>* all = kept_rows.data(); // by address: each worker has thread_locals of its own
     float *page_sum = mass ? kept_sums.data() : nullptr, *page_max = mass ? kept_maxima.data() : nullptr;
 
     auto merge = [&](int64_t bk) { // the splits of one kv head of one row
-
-        const Row<H>* splits = all + bk * n_splits * places;
+        const Row<E, H>* splits = all + bk * n_splits * places;
         std::vector<float> top(R, LOWEST), total(R, 0.f);
         for (int64_t r = 0; r < R; r++) {
             __m512 merged[H / 16] = {};
             for (int64_t s = 0; s < n_splits; s++) top[r] = std::max(top[r], splits[s * places + r].max);
             for (int64_t s = 0; s < n_splits; s++) {
-                const Row<H>& row = splits[s * places + r];
+                const Row<E, H>& row = splits[s * places + r];
                 if (row.max == LOWEST) continue; // nothing seen here
-                const float share = exp2f((row.max - top[r]) * to_log2);
+                const float share = exp2f((row.max - top[r]) * row.to_log2);
                 total[r] += _mm512_reduce_add_ps(_mm512_load_ps(row.sum)) * share;
                 for (int c = 0; c < H / 16; c++) merged[c] = _mm512_add_ps(merged[c], _mm512_mul_ps(_mm512_load_ps(row.out + 16 * c), _mm512_set1_ps(share)));
             }
             const __m512 by = _mm512_set1_ps(total[r]);
             const __mmask16 any = total[r] ? 0xffff : 0;
-            for (int c = 0; c < H / 16; c += 2)
-                _mm512_storeu_si512(out + (bk * R + r) * H + 16 * c, in_order(_mm512_maskz_div_ps(any, merged[c], by), _mm512_maskz_div_ps(any, merged[c + 1], by)));
+            for (__m512& dims : merged) dims = _mm512_maskz_div_ps(any, dims, by);
+            for (int c = 0; c < H / 16; c += 4) put_in_order<E>(merged + c, out + (bk * R + r) * H + 16 * c);
         }
         if (!mass) return;
         float* shares = mass + bk * (M / PAGE);
@@ -456,7 +575,7 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
             for (int64_t r = 0; r < R; r++) {
                 const int64_t n = (bk * n_tiles + t) * R + r;
                 if (page_max[n] == LOWEST) continue; // nothing seen here
-                const float share = exp2f((page_max[n] - top[r]) * to_log2) / total[r];
+                const float share = exp2f((page_max[n] - top[r]) * splits[r].to_log2) / total[r];
                 for (int p = 0; p < V && t * V + p < M / PAGE; p++) shares[t * V + p] += page_sum[n * V + p] * share;
             }
     };
@@ -467,30 +586,32 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
 #pragma omp for schedule(dynamic) nowait
     for (int64_t task = 0; task < B * K * n_splits; task++) {
         const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
-        const bf16 *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
-        Row<H>* rows = all + task * places;
+        const E *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
+        const fp16 *key_scales = k_scale + b * scale_b + head * scale_k, *value_scales = v_scale + b * scale_b + head * scale_k; // of bytes
+        Row<E, H>* rows = all + task * places;
         int64_t n_keys = 0;
         for (int64_t r = 0; r < R; r++) {
             const int64_t g = r / T, t = r % T;
-            memcpy(rows[r].q, q + b * q_b + (head * G + g) * q_n + t * q_t, 2 * H);
+            rows[r].to_log2 = to_log2 * take(q + b * q_b + (head * G + g) * q_n + t * q_t, rows[r]);
             memset(rows[r].out, 0, sizeof rows[r].out);
             memset(rows[r].sum, 0, sizeof rows[r].sum);
             rows[r].max = LOWEST, rows[r].limit = pos[b * T + t] < M || index ? pos[b * T + t] : -1;
             n_keys = std::max(n_keys, rows[r].limit + 1);
         }
         n_keys = index ? M : std::min(n_keys, M);
-        Rows<H> reading(rows, R, to_log2);
-        Scratch<H>& at = reading.at;
+        Rows<E, H> reading(rows, R);
+        Picked<E, H>& at = reading.at;
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {
             const int parity = start / TILE % 2;
             int64_t* position = at.position[parity];
-            bf16 *picked_key = at.picked_key[parity], *picked_value = at.picked_value[parity];
-            Tile tile{{}, {}, index ? position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
+            E *picked_key = at.picked_key[parity], *picked_value = at.picked_value[parity];
+            float *key_scale = at.key_scale[parity], *value_scale = at.value_scale[parity];
+            Tile<E> tile{{}, {}, key_scale, value_scale, index ? position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
             if (!index) tile.last = start + tile.n - 1;
             for (int64_t j = TILE; index && j < std::min<int64_t>(2 * TILE, M - start); j++) { // the next tile's, wherever they are
                 const int64_t place = std::min(std::max<int64_t>(index[bk * M + start + j], 0), S - 1);
-                for (int h = 0; h < H; h += 32) {
+                for (int h = 0; h < H; h += IN_LINE<E>) {
                     _mm_prefetch((const char*)(keys + place * H + h), _MM_HINT_T0);
                     _mm_prefetch((const char*)(values + place * H + h), _MM_HINT_T0);
                 }
@@ -509,10 +630,16 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
                 tile.value[c / 16] = together ? values + first * H : picked_value + c * H;
                 for (int j = c; j < std::min(c + 16, tile.n) && !together; j++) {
                     const int64_t name = named ? named[j - c] : start + j, place = std::min(std::max<int64_t>(name, 0), S - 1);
-                    memcpy(picked_key + j * H, keys + place * H, 2 * H);
-                    if (name < 0) memset(picked_value + j * H, 0, 2 * H);
-                    else memcpy(picked_value + j * H, values + place * H, 2 * H);
+                    memcpy(picked_key + j * H, keys + place * H, sizeof(E) * H);
+                    if (name < 0) memset(picked_value + j * H, 0, sizeof(E) * H);
+                    else memcpy(picked_value + j * H, values + place * H, sizeof(E) * H);
+                    if constexpr (BYTES<E>) key_scale[j] = _cvtsh_ss(key_scales[place]), value_scale[j] = _cvtsh_ss(value_scales[place]);
                 }
+                if constexpr (BYTES<E>)
+                    if (together) {
+                        _mm512_store_ps(key_scale + c, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(key_scales + first))));
+                        _mm512_store_ps(value_scale + c, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(value_scales + first))));
+                    }
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
             reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + 2 * TILE <= end);
@@ -530,12 +657,18 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
 
 }
 
-// q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k); pos [B, T]; index null or
+// q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k), bf16 without scales, int8
+// with theirs, [B, K, S] with strides (scale_b, scale_k); pos [B, T]; index null or
 // [B, K, M], -1 is nothing -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received,
 // all rows of a kv head together. A query at or past M sees nothing: its output is 0, and it costs no reading.
 // H is HEAD_DIM, 64 or 128: every head dim is a library of its own, as one takes seconds to build.
-extern "C" void attend_cpu(const bf16* q, const bf16* k, const bf16* v, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
-                           int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
-                           int64_t q_t, int64_t kv_b, int64_t kv_k, float scale, int threads) {
-    attend<HEAD_DIM>(q, k, v, pos, index, out, mass, B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale, threads);
+extern "C" void attend_cpu(const bf16* q, const void* k, const void* v, const fp16* k_scale, const fp16* v_scale, const int64_t* pos, const int64_t* index, bf16* out,
+                           float* mass, int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
+                           int64_t q_t, int64_t kv_b, int64_t kv_k, int64_t scale_b, int64_t scale_k, float scale, int threads) {
+    auto by = [&](auto e) {
+        typedef decltype(e) E;
+        attend<E, HEAD_DIM>(q, (const E*)k, (const E*)v, k_scale, v_scale, pos, index, out, mass, B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale_b, scale_k, scale, threads);
+    };
+    if (k_scale) by(int8_t{});
+    else by(bf16{});
 }

@@ -30,12 +30,12 @@ def known_isa() -> dict[str, bool]:
 @functools.cache
 def builds(source: Path, head_dim: int = 0) -> bool:
     """Whether this CPU and its compiler know the instructions; no more than read, as to build takes seconds."""
-    if not torch.cpu._is_avx512_bf16_supported():
+    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):  # none lacks but the latter
         return False
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
-    flags = "-std=c++20", "-fsyntax-only", *(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl", "bf16"))
+    flags = "-std=c++20", "-fsyntax-only", *(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl", "bf16", "vnni"))
     try:
         command = (get_cpp_compiler(), *flags, "-x", "c++", "-")
         return not subprocess.run(command, input=text(source, head_dim), capture_output=True, text=True).returncode

@@ -80,7 +80,7 @@ def attend_at(
     seen = (index[:, :, None] >= 0) & (index[:, :, None] <= pos[:, None, :, None])  # [B, K, T, M]
     place = index.clamp(0, k.shape[2] - 1)  # [B, K, M]
     where = place[..., None].expand(-1, -1, -1, head_dim)  # [B, K, M, H]
-    picked_k, picked_v = k.gather(2, where).to(q.dtype), v.gather(2, where).to(q.dtype)  # [B, K, M, H]
+    picked_k, picked_v = picked(k, where).to(q.dtype), picked(v, where).to(q.dtype)  # [B, K, M, H]
     k_scale, v_scale = (None if x is None else x.gather(2, place) for x in (k_scale, v_scale))  # [B, K, M]
     rows = q.unflatten(1, (n_kv, -1)).flatten(2, 3)  # [B, K, R, H]
     scores = (rows @ picked_k.transpose(-1, -2)).float() * score_scale(q, k_scale)  # [B, K, R, M]
@@ -91,6 +91,12 @@ def attend_at(
     out = (shares.to(q.dtype) @ picked_v).unflatten(2, (-1, n_tokens))  # [B, K, G, T, H]
     mixed: Tensor = (out / total.to(out.dtype)).flatten(1, 2)
     return mixed
+
+
+def picked(x: Tensor, where: Tensor) -> Tensor:
+    """x.gather(2, where), of float8 by its bytes, since no CPU gathers that."""
+    is_float8 = x.dtype == torch.float8_e4m3fn
+    return x.view(torch.int8).gather(2, where).view(x.dtype) if is_float8 else x.gather(2, where)
 
 
 def attend_rows(
@@ -153,7 +159,7 @@ def score_scale(q: Tensor, k_scale: Tensor | None) -> Tensor | float:
 
 
 def with_scale(weights: Tensor, v_scale: Tensor | None) -> Tensor:
-    """Weights [B, K, R, S] of int8 values take the scales of these [B, K, S] along; what nobody reads weighs nothing."""
+    """Weights [B, K, R, S] take the scales [B, K, S] of int8 values along; what nobody reads weighs nothing."""
     return weights if v_scale is None else torch.where(weights > 0, weights * v_scale[:, :, None].float(), 0.0)
 
 

@@ -67,7 +67,7 @@ def page_bounds(
 
     Pages past the last one are the last one. What the bounds of a page mean that holds a NaN is not said.
     k [B, K, S, H], bounds [B, K, S // page, 2H], of both the last two dims dense, in one dtype; first int64 [B].
-    Keys of int8 come with k_scale, fp16 [B, K, S]; their bounds are bf16, see `bounds_of`.
+    Keys of int8 come with k_scale, fp16 [B, K, S]; their bounds are bf16, as are those of float8, see `bounds_of`.
     """
     if triton_serves(k.device):
         _page_bounds(k, bounds, first, n_pages, page, k_scale)
@@ -84,6 +84,8 @@ def bounds_of(keys: Tensor, scales: Tensor | None = None) -> Tensor:
 
     Of int8 keys with their scales as bf16, each rounded and then moved outward by one step, so that it is a bound.
     """
+    if keys.dtype == torch.float8_e4m3fn:
+        keys = keys.bfloat16()  # exact
     if scales is None:
         return torch.cat([keys.amax(-2), keys.amin(-2)], -1)
     meant = keys.float() * scales.float()[..., None]  # [..., page, H], exact

@@ -39,8 +39,12 @@ def about(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, 
     config, lengths, parallel = engine.model.config, [len(ids) for ids in prompts], engine.parallel
     runs = comparison.plain + comparison.speculative if comparison else [stats]
     recompiles, capturing = sum(s.recompiles for s in runs), sum(s.capture_seconds for s in runs)
+    weights = (
+        f"{engine.config.quantize} weights in {engine.dtype_name}" if engine.config.quantize else engine.dtype_name
+    )
+    cache = f", KV cache {kv}" if (kv := engine.config.kv_dtype or engine.dtype_name) != engine.dtype_name else ""
     rows = [
-        ("model", f"{config.n_params / 1e6:.1f} M parameters, {engine.dtype_name} on {engine.device.type}"
+        ("model", f"{config.n_params / 1e6:.1f} M parameters, {weights}{cache} on {engine.device.type}"
                   f"{'' if engine.compiled else ', not compiled'}{', exact' if engine.config.exact else ''}"),
         ("prompts", f"{len(prompts)} of {min(lengths):,} to {max(lengths):,} tokens, {engine.config.batch_size} slots"
                     if len(prompts) > 1 else f"{lengths[0]:,} tokens"),

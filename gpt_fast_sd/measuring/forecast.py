@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from gpt_fast_sd.model import PRESETS, ModelConfig, preset, read_config
+from gpt_fast_sd.model import PRESETS, KVCache, ModelConfig, preset, read_config
 from gpt_fast_sd.tp import local_config
 
 from .. import registry
 from ..config import DraftConfig, EngineConfig, gamma_tiers
 from ..devices import free_memory, traits_of
 from ..kernels import triton_serves
-from ..loading import TORCH_DTYPES, check_positions, locate
+from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
@@ -120,6 +120,10 @@ class System:
         return replace(self.ranks, n=n) if self.ranks and n > 1 else None
 
     @property
+    def _kv_dtype(self) -> torch.dtype:
+        return KV_TORCH_DTYPES[self.kv_dtype or self.dtype]
+
+    @property
     def costs(self) -> Record:
         """What every step of the target is reckoned with: quantizing leaves the output's weights as they are."""
         return self._costs(self.ranks) | ({"weight_bytes": 1.0} if self.quantize else {})
@@ -129,7 +133,7 @@ class System:
         own = float(TORCH_DTYPES[self.dtype].itemsize)
         return {
             "weight_bytes": own, "head_bytes": own,
-            "kv_bytes": float(TORCH_DTYPES[self.kv_dtype].itemsize) if self.kv_dtype else own,
+            "kv_bytes": KVCache.element_bytes(self._kv_dtype, self.model.head_dim),
             "tp": ranks.n if ranks else 1, "all_reduce": ranks.all_reduce if ranks else free,
         }  # fmt: skip
 
@@ -205,7 +209,7 @@ class System:
         target, theirs = [*(local_config(*part) for part in parts), None][:2]
         assert target
         plan = MemoryPlan.of(
-            config, draft, target, theirs, TORCH_DTYPES[self.kv_dtype or self.dtype], device=device,
+            config, draft, target, theirs, self._kv_dtype, device=device,
             weights=sum(model.n_params // n * size for model, n in parts), groups=int(self.tp > 1),
             whole=have or 0, ranks=self.tp, packs=not on_cuda and self.dtype == "bf16" and not self.quantize,
         )  # fmt: skip

@@ -221,7 +221,7 @@ class View(Drafts):
 
     @classmethod
     def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
-        """Bytes of selections: n_lists L * B * K of them, beside a cache of so many bytes."""
+        """Bytes of selections: n_lists L * B * K of them, beside a cache of so many bytes, were it not quantized."""
         return 0
 
     @classmethod

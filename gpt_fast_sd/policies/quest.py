@@ -70,7 +70,7 @@ class QuestView(View):
 
     @classmethod
     def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
-        """Two bounds a page, as large as one of its entries; and the pages that were chosen."""
+        """Two bounds a page, never quantized, as large as one of its entries; and the pages that were chosen."""
         return kv_bytes // config.page + n_lists * config.budget // config.page * 8
 
     @classmethod
@@ -85,7 +85,8 @@ class QuestView(View):
         self.window_width = self.window + max_new
         _, n_slots, n_kv = runner.shape
         keys = [layer.k for layer in runner.cache.layers]
-        self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * k.shape[3]) for k in keys]
+        dtype = torch.bfloat16 if runner.cache.layers[0].quantized else runner.cache.dtype
+        self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * k.shape[3], dtype=dtype) for k in keys]
         self.chosen = [k.new_full((n_slots, n_kv, n_pages), -1, dtype=torch.int64) for k in keys]
         self.window_start = torch.zeros(n_slots, dtype=torch.int64, device=runner.device)
         self._stride = -(-max_new // page)  # pages that a round may close
@@ -96,9 +97,9 @@ class QuestView(View):
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Take the bounds of all pages of the slot."""
-        for layer, bound in zip(self.runner.cache.layers, self.bounds, strict=True):
-            pages = layer.k[slot].unflatten(1, (-1, self.page))  # [K, S // page, page, H]
-            bound[slot] = torch.cat([pages.amax(2), pages.amin(2)], -1)
+        for layer, bounds in zip(self.runner.cache.slot(slot), self.bounds, strict=True):
+            own = bounds[slot : slot + 1]  # [1, K, S // page, 2H]
+            page_bounds(layer.k, own, self.window_start.new_zeros(1), own.shape[2], self.page, layer.k_scale)
         self.window_start[slot] = self._closed(len(prompt) - 1) * self.page
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
@@ -127,9 +128,11 @@ class QuestView(View):
             chosen[slot] = -1
 
     def entries_read(self, n_keys: int) -> int:
-        """Chosen pages, the window, and the bounds of all pages in view: one page's are as large as one entry."""
-        in_view = self.runner.cache.splits(n_keys) * SPLIT // self.page
-        return self.chosen[0].shape[-1] * self.page + self.window_width + in_view
+        """Chosen pages, the window, and the bounds of all pages in view, as many entries as have their bytes."""
+        in_view, bounds = self.runner.cache.splits(n_keys) * SPLIT // self.page, self.bounds[0]
+        page_bytes = bounds.shape[1] * bounds.shape[3] * bounds.element_size()
+        looked_at = in_view * page_bytes // self.runner.cache.layers[0].bytes_per_token
+        return self.chosen[0].shape[-1] * self.page + self.window_width + looked_at
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """The pages chosen last, and the window, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
@@ -142,4 +145,4 @@ class QuestView(View):
 
     def _bound(self, first: Tensor) -> None:
         for layer, bounds in zip(self.runner.cache.layers, self.bounds, strict=True):
-            page_bounds(layer.k, bounds, first, self._stride, self.page)
+            page_bounds(layer.k, bounds, first, self._stride, self.page, layer.k_scale)

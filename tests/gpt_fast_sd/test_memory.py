@@ -20,6 +20,7 @@ from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.graphs import MOST_STEPS
 from gpt_fast_sd.kernels import pack
+from gpt_fast_sd.loading import KV_TORCH_DTYPES
 from gpt_fast_sd.memory import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
 from gpt_fast_sd.model import PRESETS, SPLIT
 from gpt_fast_sd.policies import Draft
@@ -48,12 +49,16 @@ def plan(batch: int, context: int, policy: str = "off", groups: int = 0, **draft
 
 
 @pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided", "standalone", "lookup"])
-def test_caches_and_selections_take_what_the_plan_says(policy: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8"])
+def test_caches_and_selections_take_what_the_plan_says(policy: str, kv_dtype: str) -> None:
     small = tiny_model(tiny_config(n_layers=1)) if policy == "standalone" else None
     draft = DraftConfig(policy=policy, budget=96, gamma=4, draft_model="given" if small else None)
-    config = EngineConfig(batch_size=3, max_seq_len=900, device="cpu", dtype="fp32", compile=False)
+    config = EngineConfig(
+        batch_size=3, max_seq_len=900, device="cpu", dtype="fp32", kv_dtype=kv_dtype, compile=False
+    )  # fmt: skip
     engine = Engine(tiny_model(), None, config, draft, small)
-    expected = MemoryPlan.of(config, draft, engine.model.config, small.config if small else None, torch.float32)
+    theirs = small.config if small else None
+    expected = MemoryPlan.of(config, draft, engine.model.config, theirs, KV_TORCH_DTYPES[kv_dtype])
 
     def nbytes(*tensors: torch.Tensor) -> int:
         return sum(tensor.nbytes for tensor in tensors)
@@ -147,7 +152,9 @@ def test_drawing_and_judging_hold_no_more_than_the_plan_says(
         assert judging.peak >= 0.8 * planned * row and choosing.peak >= 0.5 * DRAWING * row
 
 
-def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, vocab: int) -> tuple[int, int]:
+def held(
+    policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, vocab: int, kv_dtype: str = "fp32"
+) -> tuple[int, int]:
     """The most bytes of a chunk of a prompt, of selecting anew and of a round, and the plan's workspace.
 
     of "cuda": an engine on a CPU that goes the ways of CUDA, but for captures.
@@ -155,7 +162,9 @@ def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, 
     if of == "cuda":
         monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
         as_on_cuda(monkeypatch)
-    config = EngineConfig(batch_size=3, max_seq_len=length + 100, device="cpu", dtype="fp32", compile=False)
+    config = EngineConfig(
+        batch_size=3, max_seq_len=length + 100, device="cpu", dtype="fp32", kv_dtype=kv_dtype, compile=False
+    )  # fmt: skip
     draft = DraftConfig(policy=policy, budget=96, gamma=4)
     engine = Engine(tiny_model(tiny_config(vocab_size=vocab)), None, config, draft)
     state, peaks = engine.state, list[int]()
@@ -174,7 +183,7 @@ def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, 
         with LiveBytes(of) as live:
             engine.rounds.device_round(plan)
         peaks.append(live.peak)
-    return max(peaks), MemoryPlan.of(config, draft, engine.model.config, None, torch.float32).workspace
+    return max(peaks), MemoryPlan.of(config, draft, engine.model.config, None, KV_TORCH_DTYPES[kv_dtype]).workspace
 
 
 @pytest.mark.parametrize("of", ["cpu", "cuda"])
@@ -188,6 +197,29 @@ def test_no_step_holds_more_than_the_plan_s_workspace(
     assert peak <= planned + SMALL
     if vocab > length:
         assert peak >= 0.3 * planned
+
+
+@pytest.mark.parametrize("policy", ["off", "snapkv", "quest", "guided"])
+def test_no_step_over_an_int8_cache_holds_more_than_the_plan_s_workspace(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peak, planned = held(policy, "cpu", monkeypatch, length=3_000, vocab=64, kv_dtype="int8")
+    assert peak <= planned + SMALL
+
+
+def test_keys_of_int8_are_widened_in_memory_that_is_planned_for() -> None:
+    """Of sixteen rows with one query each nothing else takes as much."""
+    model = tiny_model(tiny_config(n_heads=1, n_kv_heads=1, head_dim=64, vocab_size=64))
+    config = EngineConfig(
+        batch_size=16, max_seq_len=1_500, device="cpu", dtype="fp32", kv_dtype="int8", compile=False
+    )  # fmt: skip
+    engine = Engine(model, None, config)
+    for slot in range(16):
+        engine.state.put(slot, random_ids(1_400, seed=slot, vocab_size=64), GREEDY, seed=slot)
+    with torch.inference_mode(), LiveBytes("cpu") as live:
+        engine.rounds.device_round(RoundPlan.of(dict.fromkeys(range(16), 1_399)))
+    planned = MemoryPlan.of(config, DraftConfig(), model.config, None, torch.int8).workspace
+    assert 0.5 * planned <= live.peak <= planned + SMALL
 
 
 @pytest.mark.parametrize("group", [1, 2, 16])

@@ -30,6 +30,7 @@ ENGINE = [
     f"drafts_by_guided_{SAME}",
     f"drafts_by_hierarchy_{SAME}",
     f"drafts_by_standalone_on_one_{SAME}",
+    "an_int8_cache_on_ranks_gives_the_tokens_of_one",
     "a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was",
     "a_model_that_is_not_split_is_refused",
     "other_prompts_on_a_rank_are_noticed",

@@ -69,9 +69,9 @@ def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return decode_step, (*common, 64 if detail == "mass" else 0)
 
 
-def generate(name: str, head_dim: int = 64) -> Generated:
+def generate(name: str, head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16) -> Generated:
     with fake_cuda_tensors(), torch.inference_mode():
-        step, args = step_of(name, fake_rig(head_dim))
+        step, args = step_of(name, fake_rig(head_dim, kv_dtype))
         return cuda_code(step, *args)
 
 
@@ -92,6 +92,18 @@ def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, h
     assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 3 * (name == "observe")
     assert step.graphs == 1 and step.no_cudagraph is None
     written = {"observe": 0, "draft quest": 3}.get(name, 2)  # keys and values; quest notes the pages
+    assert len(step.mutated) == written * LAYERS
+
+
+@pytest.mark.parametrize("name", [n if n == "decode" else pytest.param(n, marks=pytest.mark.slow) for n in STEPS])
+def test_storing_int8_takes_no_more_than_two_launches_a_layer(name: str) -> None:
+    """Those that find the largest number of each key and of each value; what rounds them writes them, too."""
+    step, (launches, ours) = generate(name, kv_dtype=torch.int8), STEPS[name]
+    assert step.launches <= launches + 2 * LAYERS, step
+    assert Counter(step.ours) == ours and step.others == []
+    assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 3 * (name == "observe")
+    assert step.graphs == 1 and step.no_cudagraph is None
+    written = {"observe": 0, "draft quest": 5}.get(name, 4)  # with the scales of keys and values
     assert len(step.mutated) == written * LAYERS
 
 

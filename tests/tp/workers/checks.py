@@ -541,6 +541,17 @@ def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path)
 
 
 @check
+def an_int8_cache_on_ranks_gives_the_tokens_of_one(parallel: Parallel, folder: Path) -> None:
+    """Keys of a biased model are equalized by each rank for its own kv heads, as they are where one has all of them."""
+    for config in (wide_config(), FAMILIES["two_kv_heads"]):
+        draft = DraftConfig(policy="streaming", budget=40, gamma=3)
+        together, alone = (engine_of(at, draft, config=config, kv_dtype="int8") for at in (parallel, None))
+        theirs, ours = together.generate(PROMPTS, GREEDY), alone.generate(PROMPTS, GREEDY)
+        assert [c.tokens for c in theirs] == [c.tokens for c in ours]
+        assert together.cache.layers[0].k.dtype == torch.int8
+
+
+@check
 def other_prompts_on_a_rank_are_noticed(parallel: Parallel, folder: Path) -> None:
     _noticed(parallel, lambda engine: engine.generate([[1, 2, 3 + parallel.tp_rank]], GREEDY), "prompts and parameters")
 
