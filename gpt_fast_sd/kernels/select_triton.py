@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import load_scales, strides
+from .triton_common import strides
 
 BLOCK = 2048  # scores looked at together
 WARPS = 8
@@ -154,7 +154,7 @@ def bounds_kernel(
     # [PAGE, BLOCK_H]
     b_k = tl.load(p_k + o_n[:, None] * H + o_h[None, :], mask=m_h[None, :], other=0.0).to(tl.float32)
     if p_k_scale is not None:
-        b_k *= load_scales(p_k_scale + i_b * scale_b + i_k * scale_k + o_n, o_n >= 0)[:, None]
+        b_k *= tl.load(p_k_scale + i_b * scale_b + i_k * scale_k + o_n).to(tl.float32)[:, None]
     # [BLOCK_H]
     b_high, b_low = tl.max(b_k, 0), tl.min(b_k, 0)
     if p_k_scale is not None:

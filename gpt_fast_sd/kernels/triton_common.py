@@ -12,12 +12,15 @@ LOG2_E = 1.4426950408889634
 # FORMAT, how the cache holds an entry: in the dtype of the queries; in int8, with a scale for each; in float8 (e4m3)
 SAME, INT8, FLOAT8 = 0, 1, 2
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # no assembler there
-# Four int8 of a register -> as many bf16 in two. Behind 0x43 a byte is a bf16 whose last bit of the exponent is the
-# sign: without that bit it is 128 + the other seven, and these taken away it is 128, or 256 where the sign is 1. Their
-# difference is the int8, exactly; a fused product, as sm_80 has no difference of bf16. Triton's own conversion takes an
-# I2F for each there, 16 a clock and SM: more clocks a block than its bytes take.
-TO_BF16 = tl.constexpr("""{
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no assembler
+
+# Four entries of a byte, in one register -> four numbers of 16 bits in two, exactly. Triton's own conversions take an
+# I2F (int8 on sm_80) or an F2F (float8) per entry, 16 per clock and SM: more clocks per block than its bytes take.
+#
+# Behind 0x43 a byte is a bf16 in which the sign of the int8 is the last bit of the exponent. Without that bit it is 128
+# and the other seven; with no other it is 128, or 256 if negative: the int8 is their difference. It is a fused product
+# since sm_80 has no difference of bf16.
+INT8_TO_BF16 = tl.constexpr("""{
     .reg .b32 pair, rest, sign, minus;
     mov.b32 minus, 0xbf80bf80;
     prmt.b32 pair, $2, 0x43, 0x4140;
@@ -28,6 +31,35 @@ TO_BF16 = tl.constexpr("""{
     and.b32 rest, pair, 0xff7fff7f;
     and.b32 sign, pair, 0xff80ff80;
     fma.rn.bf16x2 $1, sign, minus, rest;
+}""")
+# Behind 0x64 a byte x + 128 is the fp16 of 1024 + x + 128.
+INT8_TO_FP16 = tl.constexpr("""{
+    .reg .b32 raised, pair, base;
+    mov.b32 base, 0x64806480;
+    xor.b32 raised, $2, 0x80808080;
+    prmt.b32 pair, raised, 0x64, 0x4140;
+    sub.f16x2 $0, pair, base;
+    prmt.b32 pair, raised, 0x64, 0x4342;
+    sub.f16x2 $1, pair, base;
+}""")
+# The four bits of an exponent and three of a significand, each at the end of its field of a bf16, want 2^120 more. A
+# NaN becomes 480.
+FLOAT8_TO_BF16 = tl.constexpr("""{
+    .reg .b32 pair, rest, sign, more, zero;
+    mov.b32 more, 0x7b807b80;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 pair, $2, 0x0, 0x1404;
+    and.b32 sign, pair, 0x80008000;
+    and.b32 rest, pair, 0x7f007f00;
+    shr.b32 rest, rest, 0x4;
+    or.b32 rest, rest, sign;
+    fma.rn.bf16x2 $0, rest, more, zero;
+    prmt.b32 pair, $2, 0x0, 0x3424;
+    and.b32 sign, pair, 0x80008000;
+    and.b32 rest, pair, 0x7f007f00;
+    shr.b32 rest, rest, 0x4;
+    or.b32 rest, rest, sign;
+    fma.rn.bf16x2 $1, rest, more, zero;
 }""")
 
 
@@ -92,11 +124,17 @@ def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
 @triton.jit
 def widen(b_x, dtype: tl.constexpr):
     """Entries of the cache in the dtype of the queries, which holds them exactly."""
+    # As impure the assembler stays where entries arrive, before they are laid out for products. Else keys are read from
+    # shared memory by twos and values one by one: 870 instead of 610 instructions per block of 64 keys.
     if b_x.dtype == tl.int8 and dtype == tl.bfloat16 and not INTERPRETED:
-        # Called impure, it stays where entries arrive, before they are laid out for products: else keys are read from
-        # shared memory by two and values by one, 860 instead of 610 instructions a block of 64 keys.
-        return tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, False, 4)
-    return b_x.to(dtype)
+        b_wide = tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, False, 4)
+    elif b_x.dtype == tl.int8 and dtype == tl.float16 and not INTERPRETED:
+        b_wide = tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [b_x], tl.float16, False, 4)
+    elif b_x.dtype == tl.float8e4nv and dtype == tl.bfloat16 and not INTERPRETED:
+        b_wide = tl.inline_asm_elementwise(FLOAT8_TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, False, 4)
+    else:
+        b_wide = b_x.to(dtype)
+    return b_wide
 
 
 @triton.jit

@@ -157,11 +157,11 @@ def test_no_length_and_no_number_of_rows_or_tokens_of_one_tile_builds_another_ke
         assert all(one is other for one, other in zip(again, kernels, strict=True)), change
 
 
-@pytest.mark.parametrize("cap", [80, 90])
-def test_tiles_of_16_and_of_32_rows_sum_over_keys_in_the_same_order(cap: int) -> None:
+@pytest.mark.parametrize(("cap", "held"), [(80, None), (90, None), (80, INT8), (90, INT8)])
+def test_tiles_of_16_and_of_32_rows_sum_over_keys_in_the_same_order(cap: int, held: torch.dtype | None) -> None:
     layouts = []
     for n_tokens in (1, 5):
-        kernel = launched(cap, n_tokens=n_tokens)[0].kernel
+        kernel = launched(cap, n_tokens=n_tokens, held=held)[0].kernel
         layouts.append([line for line in kernel.asm["ttgir"].splitlines() if line.startswith("#mma")])
     assert len(layouts[0]) == 1 and layouts[0] == layouts[1]
 

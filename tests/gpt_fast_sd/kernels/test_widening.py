@@ -1,9 +1,10 @@
-"""The assembler that widens int8 entries to bf16, executed one instruction at a time on every byte."""
+"""The assembler that widens entries of a byte, executed one instruction at a time on every byte."""
 
 from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -36,25 +37,47 @@ def permute(low: Tensor, high: Tensor, selector: Tensor) -> Tensor:
     return out
 
 
-def halves(x: Tensor) -> list[Tensor]:
-    """A register as two bf16, the lower first."""
-    return [(x >> shift & 0xFFFF).to(torch.uint16).view(torch.bfloat16).double() for shift in (0, 16)]
+def halves(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A register as two numbers, the lower first: fp64 [..., 2]."""
+    return torch.stack([x, x >> 16], -1).bitwise_and(0xFFFF).to(torch.uint16).view(dtype).double()
 
 
-def fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """x * y + z of both halves, rounded once."""
-    low, high = (
-        (a * b + c).to(torch.bfloat16).view(torch.uint16).long()
-        for a, b, c in zip(halves(x), halves(y), halves(z), strict=True)
-    )
+def rounded(pair: Tensor, dtype: torch.dtype) -> Tensor:
+    """A register of two numbers, each rounded once."""
+    low, high = pair.to(dtype).view(torch.uint16).long().unbind(-1)
     return low | (high << 16)
 
 
-OPCODES = {"mov.b32": lambda x: x, "and.b32": lambda x, y: x & y, "prmt.b32": permute, "fma.rn.bf16x2": fused}
+def fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """x * y + z of both halves, subnormal numbers included."""
+    a, b, c = (halves(register, torch.bfloat16) for register in (x, y, z))
+    return rounded(a * b + c, torch.bfloat16)
 
 
-def test_every_byte_becomes_the_bf16_of_the_same_value_in_its_own_place() -> None:
+OPCODES: dict[str, Callable[..., Tensor]] = {
+    "mov.b32": lambda x: x,
+    "and.b32": lambda x, y: x & y,
+    "or.b32": lambda x, y: x | y,
+    "xor.b32": lambda x, y: x ^ y,
+    "shr.b32": lambda x, y: x >> y,
+    "prmt.b32": permute,
+    "fma.rn.bf16x2": fused,
+    "sub.f16x2": lambda x, y: rounded(halves(x, torch.float16) - halves(y, torch.float16), torch.float16),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "dtype"),
+    [
+        ("INT8_TO_BF16", torch.int8, torch.bfloat16),
+        ("INT8_TO_FP16", torch.int8, torch.float16),
+        ("FLOAT8_TO_BF16", torch.float8_e4m3fn, torch.bfloat16),
+    ],
+)
+def test_every_byte_becomes_the_same_value_in_its_own_place(name: str, held: torch.dtype, dtype: torch.dtype) -> None:
     places = torch.stack([torch.arange(256).roll(17 * i) for i in range(4)], -1).to(torch.uint8)  # [256, 4]
     packed = places.contiguous().view(torch.int32)[:, 0].long() & 0xFFFFFFFF
-    out = [half for register in execute(triton_common.TO_BF16.value, packed) for half in halves(register)]
-    assert torch.stack(out, -1).equal(places.view(torch.int8).double())
+    out = [halves(register, dtype) for register in execute(getattr(triton_common, name).value, packed)]
+    expected = places.view(held).double()
+    expected = torch.where(expected.isnan(), torch.where(places < 128, 480.0, -480.0), expected)  # of float8
+    assert torch.cat(out, -1).equal(expected)
