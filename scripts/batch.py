@@ -40,9 +40,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""What the scripts that run for long share: a line of progress, and refusals."""
+"""What the programs share, which import it first: a checkout to run in, a line of progress, and refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,6 +90,23 @@ def sentence(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text[:300]}"
+
+
+@contextlib.contextmanager
+def refusing(program: str) -> Iterator[None]:
+    """What makes no sense, or files that cannot be read or written, end the program by one sentence, see refuse."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        refuse(error, program)
+
+
+def started(main: Callable[[], int | None]) -> NoReturn:
+    """Run a program -> its exit code, that of the shell's own where somebody interrupts it."""
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def refuse(error: Exception, program: str, *, code: int = 2) -> NoReturn:

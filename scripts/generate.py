@@ -42,9 +42,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import torch
 
 from common import ProgressLine, alone_prints, check_apart, refuse

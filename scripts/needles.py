@@ -15,21 +15,17 @@ ended.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from bundled_data import DIGITS, distinct, fact, needle, number, person, question, thing
-from common import refuse
-from flags import add_engine_flags, add_flags, config_of, drafters, join, positive, sizes
+from common import refusing, started
+from flags import add_engine_flags, add_flags, config_of, drafters, join, names_of, positive, sizes
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.measuring import machine, plots, prompts
@@ -44,6 +40,7 @@ from gpt_fast_sd.measuring.grid import (
     up_to_date,
 )
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint
+from gpt_fast_sd.measuring.needles import DIGITS, made_up, needle, question, register
 from gpt_fast_sd.measuring.tables import Column, Table, shown
 from gpt_fast_sd.model import Tokenizer, load_tokenizer, read_config
 
@@ -84,10 +81,7 @@ class Cases:
     def make(self, kind: str, length: int, n: int) -> list[Case]:
         """n cases; the same for the same seed, kind and length, whatever else was asked for."""
         rng = np.random.default_rng([self.seed, KINDS.index(kind), length])
-        made: dict[str, Callable[[np.random.Generator, int], Case]] = {
-            "needle": self.needle, "lookup": self.lookup, "copy": self.copy, "prose": self.prose,
-        }  # fmt: skip
-        return [made[kind](rng, length) for _ in range(n)]
+        return [getattr(self, kind)(rng, length) for _ in range(n)]
 
     def needle(self, rng: np.random.Generator, length: int) -> Case:
         """Prose with one fact far back, asked for at the end."""
@@ -96,20 +90,18 @@ class Cases:
 
     def lookup(self, rng: np.random.Generator, length: int) -> Case:
         """A register of facts that fills the length; one from its first part is asked for."""
-        make, entries = (person if rng.random() < 0.5 else thing), max(2, length // 14)
-        names = distinct(make, rng, min(entries, 2000))
-        values = [number(rng) for _ in names]
+        names, values = made_up(rng, min(2000, max(2, length // 14)))
         place = rng.uniform(*DEPTHS)
         while True:
             asked = int(place * len(names))
-            lines = [fact(name, value) for name, value in zip(names, values, strict=False)]
-            prompt = self.tokenizer.encode("\n".join([*lines, question(names[asked])]))
+            prompt = self.tokenizer.encode("\n".join([*register(names, values), question(names[asked])]))
             excess = len(prompt) + DIGITS - length
             if excess <= 0:
                 return Case(prompt=prompt, new_tokens=DIGITS, answer=values[asked])
             if len(names) <= 2:
                 raise ValueError(f"a register of two facts does not fit into {length} tokens")
-            del names[max(2, len(names) - 1 - excess // 20) :]
+            kept = max(2, len(names) - 1 - excess // 20)
+            names, values = names[:kept], values[:kept]
 
     def copy(self, rng: np.random.Generator, length: int) -> Case:
         """A passage, the prose behind it, and the first half of the passage again: its second half should follow."""
@@ -284,14 +276,6 @@ def draw(summary: Sequence[Record], title: str, path: Path) -> None:
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
-def kinds_of(text: str) -> list[str]:
-    """Names of KINDS: "needle,prose"."""
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in KINDS]:
-        raise argparse.ArgumentTypeError(f"there is no kind {unknown[0]!r}; there are {', '.join(KINDS)}")
-    return list(dict.fromkeys(names))
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(
@@ -299,7 +283,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--text", metavar="FILE", type=Path, nargs="+", required=True, help="UTF-8 texts unknown to the model")
-    add("--kinds", metavar="K,K", type=kinds_of, default=list(KINDS), help=f"default: {','.join(KINDS)}")
+    add(
+        "--kinds",
+        metavar="K,K",
+        type=names_of("kind", KINDS),
+        default=list(KINDS),
+        help=f"default: {','.join(KINDS)}",
+    )
     add("--lengths", metavar="N,N", type=sizes, default=[512, 1024, 2048], help="default: 512,1024,2048")
     add("--n", metavar="N", type=positive, default=40, help="prompts of each kind and length (default: 40)")
     add("--seed", metavar="S", type=positive, default=1, help="of the prompts (default: 1)")
@@ -376,10 +366,8 @@ def prepare(args: argparse.Namespace) -> Job:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every kind and length that is not in the file yet, then sum up."""
     args = parse(argv)
-    try:
+    with refusing(PROGRAM):
         job = prepare(args)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     what = f"{args.model}, {job.engine.dtype_name}, gamma {args.gamma}"
     print(f"{what}: {args.n} prompts of each kind and length")
     for label, reason in job.skipped.items():
@@ -404,7 +392,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    started(main)

@@ -19,7 +19,6 @@ import math
 import os
 import pickle
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,11 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from bundled_data import Books, book_paths, skipped_positions, training_document
 from common import refuse
+from bundled_data import Books, book_paths, skipped_positions, training_document
 from gpt_fast_sd.model import ModelConfig, Transformer, load_model, save_hugging_face
 
 QUERY_BLOCK = 256

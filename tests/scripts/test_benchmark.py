@@ -113,8 +113,9 @@ def test_every_point_is_in_the_file_and_in_the_table(
         assert point["machine"] == {"bandwidth": 2e9, "peak": 4e9}
     kinds = [(r["kind"], r["draft"], r["batch"]) for r in document["lengths"]]
     assert len(kinds) == 6 and ("critical length", "streaming 16, gamma 2", None) in kinds
-    for name in ("speedup_by_batch", "speedup_by_context", "throughput_latency", "hero"):
+    for name in ("speedup_by_batch", "speedup_by_context", "throughput_latency"):
         assert (plots / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (plots / "hero.svg").read_text().startswith("<svg ")
     out = capsys.readouterr().out
     assert out.count("streaming 16, gamma 2") >= 9  # as measured, in the table, and the critical length
     assert "streaming 16, gamma 2: critical length" in out and "break-even at batch 1" in out
@@ -535,7 +536,7 @@ def test_an_empty_text_is_refused_by_name(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("files", "picture"),
     [
-        (["sweep/sweep.json"], "hero.png"),
+        (["sweep/sweep.json"], "hero.svg"),
         (["smollm2/acceptance_2000_t0.json", "smollm2/acceptance_4000_t0.json"], "acceptance.png"),
         (["speculation/speed_8000x1.json", "speculation/speed_16000x8.json"], "ratios.png"),
         (["speculation/auto_512.json"], "ratios.png"),
@@ -544,7 +545,7 @@ def test_an_empty_text_is_refused_by_name(tmp_path: Path, capsys: pytest.Capture
 def test_files_in_the_repository_are_drawn(tmp_path: Path, files: list[str], picture: str) -> None:
     pytest.importorskip("matplotlib")
     assert run(None, "--draw", *(str(RESULTS / file) for file in files), "--plots", str(tmp_path)) == 0
-    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / picture).read_bytes().startswith((b"\x89PNG", b"<svg "))
 
 
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:

@@ -18,10 +18,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import evaluate_bundled
+import evaluate
 import train_bundled
-from bundled_data import person, thing
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.measuring.needles import DIGITS, needle, person, thing
 from gpt_fast_sd.model import CausalSelf, load_model, load_tokenizer, read_config
 from train_bundled import RECIPES, Stage, TrainingAttention, causal_attention
 
@@ -198,7 +198,7 @@ def test_the_export_can_be_measured_and_described(books: Path, trained: Path, tm
     measured, written = tmp_path / "measured.json", tmp_path / "card.md"
     for book in books.iterdir():
         (tmp_path / f"new_{book.name}").write_bytes(book.read_bytes())
-    evaluate_bundled.main(
+    evaluate.main(
         [
             *("--model", str(trained / "model"), "--books", str(tmp_path), "--n", "1", "--device", "cpu"),
             *("--contexts", "64", "256", "--lengths", "224", "256", "--depths", "0", "1", "--entries", "2"),
@@ -220,9 +220,7 @@ def test_books_of_the_training_set_are_refused_as_held_out_text(
     books: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        evaluate_bundled.main(
-            ["--model", str(trained / "model"), "--books", str(books), "--log", str(trained / "log.jsonl")]
-        )
+        evaluate.main(["--model", str(trained / "model"), "--books", str(books), "--log", str(trained / "log.jsonl")])
     assert "the model was trained on it" in capsys.readouterr().err
 
 
@@ -231,9 +229,9 @@ def test_a_needle_prompt_states_its_fact_at_its_depth_and_leaves_room_for_the_an
     assert tokenizer is not None
     prose = torch.tensor(tokenizer.encode("The rain fell upon the road, and nobody came. " * 200, bos=False))
     for depth in (0.0, 0.5, 1.0):
-        probe = evaluate_bundled.needle(tokenizer, np.random.default_rng(0), [prose], 1024, depth)
+        probe = needle(tokenizer, np.random.default_rng(0), [prose], 1024, depth)
         text = tokenizer.decode(probe.prompt)
-        assert 1024 - 16 <= len(probe.prompt) + evaluate_bundled.DIGITS <= 1024
+        assert 1024 - 16 <= len(probe.prompt) + DIGITS <= 1024
         assert f" {probe.answer}.\n" in text
         assert text.endswith(" ")
         assert text.index(probe.answer) / len(text) == pytest.approx(0.97 * depth + 0.01, abs=0.05)
