@@ -77,26 +77,9 @@ from gpt_fast_sd.measuring.grid import (
 )
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint, read_document
 from gpt_fast_sd.measuring.lengths import lengths_of, lines_of
-from gpt_fast_sd.measuring.points import (
-    BUDGETS,
-    POLICIES,
-    SIZES,
-    account,
-    difference_text,
-    ends_text,
-    more,
-    rates_of,
-)
+from gpt_fast_sd.measuring.points import BUDGETS, POLICIES, SIZES, account, difference_text, ends_text, more, rates_of
 from gpt_fast_sd.measuring.tables import Table
-from gpt_fast_sd.measuring.turns import (
-    Run,
-    Turns,
-    round_ms,
-    run,
-    spread,
-    take_turns,
-    totals,
-)
+from gpt_fast_sd.measuring.turns import Run, Turns, round_ms, run, spread, take_turns, totals
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, load_tokenizer, read_config, read_stored_dtype
 from gpt_fast_sd.tp import Parallel
 

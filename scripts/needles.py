@@ -283,13 +283,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--text", metavar="FILE", type=Path, nargs="+", required=True, help="UTF-8 texts unknown to the model")
-    add(
-        "--kinds",
-        metavar="K,K",
-        type=names_of("kind", KINDS),
-        default=list(KINDS),
-        help=f"default: {','.join(KINDS)}",
-    )
+    add("--kinds", metavar="K,K", type=names_of("kind", KINDS), default=list(KINDS), help=f"default: {','.join(KINDS)}")
     add("--lengths", metavar="N,N", type=sizes, default=[512, 1024, 2048], help="default: 512,1024,2048")
     add("--n", metavar="N", type=positive, default=40, help="prompts of each kind and length (default: 40)")
     add("--seed", metavar="S", type=positive, default=1, help="of the prompts (default: 1)")
