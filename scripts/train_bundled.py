@@ -38,7 +38,6 @@ from common import refusing
 from bundled_data import Books, book_paths, skipped_positions, training_document
 from gpt_fast_sd.model import ModelConfig, Transformer, load_model, save_hugging_face
 
-QUERY_BLOCK = 256
 WARM_UP_STEPS = 50
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, AttributeError, TypeError, pickle.UnpicklingError)
 TOKENIZER_CONFIG = {  # transformers then encodes as sentencepiece does, BOS first (but drops a text's leading space)
@@ -153,72 +152,13 @@ def train_tokenizer(books: list[Path], path: Path, vocab_size: int) -> None:
 
 # ---- model ---------------------------------------------------------------------------------------------------------
 
-# Causal attention as blocks of bf16 matrix products: torch's CPU flash kernel is 3x slower at these sizes, and its
-# backward is half of a training step. Probabilities are recomputed in the backward pass, so memory stays linear in T.
-# Shapes: q [B, K, G, T, H]; k, v [B, K, T, H].
-
-
-def _block_probabilities(q: Tensor, scaled_k: Tensor, start: int, end: int) -> Tensor:
-    """softmax of the causal scores of query rows start..end -> [B, K, G * (end - start), end]."""
-    scores = q[:, :, :, start:end].flatten(2, 3) @ scaled_k[:, :, :end].transpose(-1, -2)
-    future = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).triu(1)
-    scores.unflatten(2, (-1, end - start))[..., start:end].masked_fill_(future, float("-inf"))
-    return scores.softmax(-1)
-
-
-@torch.library.custom_op("gpt_fast_sd_train::causal_attention", mutates_args=())
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, K, G, T, H]; k, v [B, K, T, H] -> [B, K, G, T, H]"""
-    out = torch.empty_like(q)
-    scaled_k = k * q.shape[-1] ** -0.5
-    for start in range(0, q.shape[3], QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, q.shape[3])
-        p = _block_probabilities(q, scaled_k, start, end)
-        out[:, :, :, start:end] = (p @ v[:, :, :end]).unflatten(2, (-1, end - start))
-    return out
-
-
-@torch.library.custom_op("gpt_fast_sd_train::causal_attention_backward", mutates_args=())
-def causal_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of causal_attention for q, k and v."""
-    scaled_k = k * q.shape[-1] ** -0.5
-    dq = torch.empty_like(q)
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    for start in range(0, q.shape[3], QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, q.shape[3])
-        p = _block_probabilities(q, scaled_k, start, end)
-        g = grad[:, :, :, start:end].flatten(2, 3)  # [B, K, G * t, H]
-        dv[:, :, :end] += p.transpose(-1, -2) @ g
-        ds = torch._softmax_backward_data(g @ v[:, :, :end].transpose(-1, -2), p, -1, p.dtype)
-        dq[:, :, :, start:end] = (ds @ scaled_k[:, :, :end]).unflatten(2, (-1, end - start))
-        dk[:, :, :end] += ds.transpose(-1, -2) @ q[:, :, :, start:end].flatten(2, 3)
-    return dq, (dk * q.shape[-1] ** -0.5).to(k.dtype), dv.to(v.dtype)
-
-
-@causal_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.empty_like(q)
-
-
-@causal_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-causal_attention.register_autograd(
-    lambda ctx, grad: causal_attention_backward(grad.contiguous(), *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
 
 class TrainingAttention:
-    """A KV that attends causally within the call, in bf16, with a backward pass."""
+    """A KV that attends causally within the call, in bf16; its memory is linear in T, that of the backward pass too."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]"""
-        q, k, v = (x.to(torch.bfloat16).contiguous() for x in (q, k, v))
-        out: Tensor = causal_attention(q.unflatten(1, (k.shape[1], -1)), k, v)  # [B, K, G, T, H]
-        return out.flatten(1, 2)
+        return F.scaled_dot_product_attention(*(x.bfloat16() for x in (q, k, v)), is_causal=True, enable_gqa=True)
 
 
 def loss_of(model: nn.Module, tokens: Tensor, pos: Tensor) -> Tensor:
