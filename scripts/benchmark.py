@@ -77,7 +77,7 @@ from gpt_fast_sd.measuring.grid import (
 )
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint, read_document
 from gpt_fast_sd.measuring.lengths import lengths_of, lines_of
-from gpt_fast_sd.measuring.points import BUDGETS, POLICIES, SIZES, account, difference_text, ends_text, more, rates_of
+from gpt_fast_sd.measuring.points import BUDGETS, POLICIES, SIZES, difference_text, ends_text, more, rates_of, summarize
 from gpt_fast_sd.measuring.tables import Table
 from gpt_fast_sd.measuring.turns import Run, Turns, round_ms, run, spread, take_turns, totals
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, load_tokenizer, read_config, read_stored_dtype
@@ -382,7 +382,7 @@ class BySize(Mode):
             seconds=self.job.args.seconds, progress=lambda what: self.step(f"{name}: {what}"),
         )  # fmt: skip
         rates = {"bandwidth": system.chip.bandwidth, "peak": system.chip.peak}
-        return account(point, turns, engine, system, self.job.draft(point)) | {"note": note, "machine": rates}
+        return summarize(point, turns, engine, system, self.job.draft(point)) | {"note": note, "machine": rates}
 
     def done(self, point: Point, found: Record | Exception) -> None:
         """Keep and print the figures, or why there are none, in the place of older ones."""

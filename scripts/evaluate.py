@@ -329,7 +329,7 @@ def run(args: argparse.Namespace) -> None:
         own = last_logits(engine, tokenizer, cuts, compared)
         device = engine.device
         del engine
-        machine.let_go(device)
+        machine.release_memory(device)
         name = args.reference or args.model
         engine = Engine.from_pretrained(name, plain)
         theirs = last_logits(engine, tokenizer, cuts, compared)
