@@ -45,7 +45,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from common import ProgressLine, refuse, sentence
+from common import ProgressLine, refuse, refusing, sentence
 from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
@@ -141,22 +141,13 @@ class Share:
             return sum(1 for _ in file)
 
 
-def fingerprint_of_file(path: Path) -> str:
-    """A name that changes with the content."""
-    digest = hashlib.sha256()
+def fingerprint_of_file(path: Path, *, whole: bool = True) -> str:
+    """A name that changes with the content; not whole: with the header, the last page and 256 between."""
+    size, page, digest = path.stat().st_size, 1 << 12, hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
+        while (whole or file.tell() < BEGINNING) and (chunk := file.read(1 << 20)):
             digest.update(chunk)
-    return digest.hexdigest()[:16]
-
-
-def fingerprint_of_pages(path: Path) -> str:
-    """A name that changes with the beginning, where a header stands, the last page and 256 pages between."""
-    size, page = path.stat().st_size, 1 << 12
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(BEGINNING))
-        for i in range(257):
+        for i in range(0 if whole else 257):
             file.seek(max(0, BEGINNING + (size - BEGINNING - page) * i // 256))
             digest.update(file.read(page))
     return digest.hexdigest()[:16]
@@ -168,16 +159,12 @@ def fingerprint_of_model(folder: Path) -> Record:
     Of a GGUF file, which begins with its config: pages and size of it and of the other parts it is split into.
     """
     if folder.is_file():
-        parts = gguf_parts(folder)
-        return {
-            "config": [fingerprint_of_pages(part) for part in parts],
-            "weights": {part.name: part.stat().st_size for part in parts},
-        }
-    weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-    return {
-        "config": fingerprint_of_file(folder / "config.json"),
-        "weights": {path.name: path.stat().st_size for path in weights},
-    }
+        weights = gguf_parts(folder)
+        config: object = [fingerprint_of_file(part, whole=False) for part in weights]
+    else:
+        weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
+        config = fingerprint_of_file(folder / "config.json")
+    return {"config": config, "weights": {path.name: path.stat().st_size for path in weights}}
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -281,9 +268,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("input", metavar="IN.jsonl", type=Path, help="one prompt a line")
     add("output", metavar="OUT.jsonl", type=Path, help="one continuation a line; what it holds already is kept")
     add("--order", choices=("input", "finished"), default="input", help="of the output's lines (default: input)")
-    add(
-        "--rejects", metavar="F.jsonl", type=Path, help="lines that could not be continued (default: OUT.rejects.jsonl)"
-    )
+    add("--rejects", metavar="F.jsonl", type=Path,
+        help="lines that could not be continued (default: OUT.rejects.jsonl)")  # fmt: skip
     add("--fresh", action="store_true", help="forget what the output holds")
     add("--chat", action="store_true", help=CHAT)
     sampling = parser.add_argument_group("how lines are continued that do not say it themselves")
@@ -360,14 +346,11 @@ def settings_of(args: argparse.Namespace, folder: Path, room: int, parallel: Par
     """What a run that goes on must have in common with the one before."""
     free = ("input", "output", "rejects", "fresh", "threads", "tp", "max_seq_len")
     found: Record = {
-        "input": fingerprint_of_file(args.input),
-        "model": str(args.model),
+        "input": fingerprint_of_file(args.input), "model": str(args.model),
         "model files": fingerprint_of_model(folder),
         "draft model files": fingerprint_of_model(locate(args.draft_model)) if args.draft_model else None,
-        "max_seq_len": room,
-        "tp": parallel.tp,
-        "dp": parallel.dp,
-    }
+        "max_seq_len": room, "tp": parallel.tp, "dp": parallel.dp,
+    }  # fmt: skip
     found |= {name: value for name, value in vars(args).items() if name not in (*free, *found)}
     settings: Record = as_json(found)
     return settings
@@ -376,10 +359,8 @@ def settings_of(args: argparse.Namespace, folder: Path, room: int, parallel: Par
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, continue every line, merge, say how it went."""
     args = parse(argv)
-    try:
+    with refusing(PROGRAM):
         job = prepare(args)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     writer = Writer(job.output, job.files.mine(job.files.rejects), ordered=args.order == "input")
     try:
         engine = job.engine() if job.left else None

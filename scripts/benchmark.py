@@ -52,32 +52,28 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common import refuse, sentence
+from common import refuse, refusing, sentence, started
 from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, join, positive, sizes
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.devices import natural_dtype
 from gpt_fast_sd.loading import BUNDLED, TORCH_DTYPES, locate
-from gpt_fast_sd.measuring import lossless, machine, plots, prompts
+from gpt_fast_sd.measuring import grid, lossless, machine, plots, prompts
 from gpt_fast_sd.measuring.chips import Chip, Ranks, chip_of
 from gpt_fast_sd.measuring.forecast import System
-from gpt_fast_sd.measuring.grid import (
-    Point,
-    Setting,
-    Sweep,
-    buildable,
-    draft_fields,
-    draft_label,
-    has_a_model,
-    in_common,
-    known_drafters,
-    settings_of,
-    timed_on,
-    up_to_date,
-)
+from gpt_fast_sd.measuring.grid import Point, Setting, Sweep, draft_fields, draft_label, has_a_model, known_drafters
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint, read_document
 from gpt_fast_sd.measuring.lengths import lengths_of, lines_of
-from gpt_fast_sd.measuring.points import BUDGETS, POLICIES, SIZES, difference_text, ends_text, more, rates_of, summarize
+from gpt_fast_sd.measuring.points import (
+    BUDGETS,
+    POLICIES,
+    SIZES,
+    difference_text,
+    more,
+    rates_of,
+    ratio_text,
+    summarize,
+)
 from gpt_fast_sd.measuring.tables import Table
 from gpt_fast_sd.measuring.turns import Run, Turns, round_ms, run, spread, take_turns, totals
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, load_tokenizer, read_config, read_stored_dtype
@@ -125,19 +121,19 @@ class Job:
 
     def in_common(self, **more: Any) -> Record:
         """What results that may stand in one file have in common."""
-        return {"model": str(self.args.model), **more, **in_common(vars(self.args))}
+        return {"model": str(self.args.model), **more, **grid.in_common(vars(self.args))}
 
     @property
     def timed(self) -> Record:
         """What else times that may stand in one file have in common."""
         here, device = machine.environment(self.parallel.device), self.parallel.device.type
-        return timed_on(here, device, self.parallel.tp) | {"seconds": self.args.seconds}
+        return grid.timed_on(here, device, self.parallel.tp) | {"seconds": self.args.seconds}
 
     def ledger(self, benchmark: str, settings: Record, results: str = "results") -> Ledger:
         """The file of --json, which the first process has; ValueError where it holds something else."""
         path = self.args.json if self.parallel.is_main else None
         here = machine.environment(self.parallel.device)
-        return Ledger(path, benchmark, settings, here, fresh=self.args.fresh, results=results, adapt=up_to_date)
+        return Ledger(path, benchmark, settings, here, fresh=self.args.fresh, results=results, adapt=grid.up_to_date)
 
     def points(self, contexts: Sequence[int]) -> list[Point]:
         """All measurements, those that may share an engine and its prefilled keys side by side."""
@@ -195,7 +191,8 @@ def prepare(args: argparse.Namespace) -> Job:
     ]
     if args.mode == "lossless" and not args.draft_model:
         args.draft_model = str(args.model)  # no smaller one: the target drafts for itself, sparsely
-    settings, skipped = buildable(settings_of(policies, args.budget), args.gamma, draft_fields(vars(args)))
+    wanted = grid.settings_of(policies, args.budget)
+    settings, skipped = grid.buildable(wanted, args.gamma, draft_fields(vars(args)))
     for temperature in args.temperature:
         params_of(args, temperature, 0)
     config_of(EngineConfig, args, batch_size=1, max_seq_len=1)
@@ -575,10 +572,7 @@ class Lossless(Mode):
             "prompts": len(self.prompts),
             "equal": len(self.prompts) - len(found),
             "differences": [
-                {
-                    "row": d.index, "position": d.position, "plain": d.plain, "speculative": d.speculative,
-                    "gap": d.gap,
-                }
+                {"row": d.index, "position": d.position, "plain": d.plain, "speculative": d.speculative, "gap": d.gap}
                 for d in found
             ],
             "acceptance_rate": one.stats.acceptance_rate,
@@ -625,7 +619,7 @@ def draw_files(args: argparse.Namespace) -> None:
     if first["benchmark"] == "batch":
         if len(documents) > 1:
             raise ValueError("--draw draws one sweep at a time")
-        up_to_date(first)
+        grid.up_to_date(first)
         points = [r for r in first["points"] if r["status"] == "measured"]
         drawn = plots.draw_sweep(points, lengths_of(points), title, args.plots)
     elif first["benchmark"] == "frontier":
@@ -636,7 +630,7 @@ def draw_files(args: argparse.Namespace) -> None:
         cells: dict[str, dict[str, tuple[float, str]]] = {}
         for r in (r for document in documents for r in document["results"]):
             bars = cells.setdefault(f"context {r['context']:,}, batch {r['batch']}", {})
-            bars[draft_label(r)] = r["ratio"]["median"], f" {r['ratio']['median']:.2f}x {ends_text(r['ratio'])}"
+            bars[draft_label(r)] = r["ratio"]["median"], f" {ratio_text(r['ratio'])}"
         panels = [[(name, bars, 1.0) for name, bars in cells.items()]]
         plots.draw_bars(panels, drawn[0], title=title, xlabel=plots.SPEED, first="")
     for path in drawn:
@@ -704,10 +698,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--context", metavar="S,S", type=sizes, help="tokens of a prompt (default: 1k,4k; what the text holds for "
         "every row, at most 4,096, with --sweep budget)")  # fmt: skip
     add("--pairs", metavar="N", type=count, help=f"pairs of timed runs for each point (default: {defaults('pairs')})")
-    add(
-        "--seconds", metavar="S", type=seconds,
-        help="go on with pairs until they took so long: short runs need many (default: as many as --pairs says)",
-    )  # fmt: skip
+    add("--seconds", metavar="S", type=seconds, help="go on with pairs until they took so long: short runs need many "
+        "(default: as many as --pairs says)")  # fmt: skip
     add("--prompts", metavar="N", type=positive, help="with --lossless (default: 200)")
     add("--shortest", metavar="N", type=positive, help="tokens of its shortest prompt (default: 20)")
     add("--longest", metavar="N", type=positive, help="tokens of its longest prompt (default: 1500)")
@@ -747,7 +739,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, measure, write."""
-    try:
+    with refusing(PROGRAM):
         args = parse(argv)
         if args.draw:
             draw_files(args)
@@ -756,8 +748,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"--plots needs a folder, and {args.plots} is a file")
         job = prepare(args)
         mode: Mode = {"size": BySize, "budget": ByBudget, "lossless": Lossless}[args.mode](job)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     with job.parallel.guard():
         found = mode.run()
     job.parallel.close()
@@ -766,7 +756,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    started(main)

@@ -10,6 +10,7 @@ from typing import Any
 
 from gpt_fast_sd.measuring.ledger import Ledger
 from gpt_fast_sd.measuring.plots import draw_panels, whiskers
+from gpt_fast_sd.measuring.points import ratio_text
 from gpt_fast_sd.measuring.roofline import EXPECTED, PRACTICAL
 from gpt_fast_sd.measuring.tables import Column, Table
 
@@ -135,8 +136,7 @@ def why(ledger: Ledger, stage: Stage) -> str:
         return "not run yet"
     if "result" in record:
         return "a test has not passed" if not record["result"]["ok"] else "its tests or what they test has changed"
-    said = [line.strip() for line in record["output"].splitlines() if line.strip()]
-    return f"failed, {record['error']}" + (f": `{said[-1][:200]}`" if said else "")
+    return f"failed, {record['error']}: {last(record['output'])}"
 
 
 def test_lines(results: Mapping[str, Record]) -> list[str]:
@@ -163,11 +163,6 @@ def last(said: str) -> str:
     return f"`{lines[-1].strip()[:200]}`" if lines else "it said nothing"
 
 
-def spread_of(ratio: Record) -> str:
-    """The median of ratios, with the least and the greatest."""
-    return f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
-
-
 def keys_of(one: Record) -> str:
     """The least and the most keys that a row reads."""
     return " to ".join(f"{n:,}" for n in one["keys_in_view"]) if "keys_in_view" in one else "-"
@@ -185,7 +180,7 @@ def replay_lines(results: Mapping[str, Record]) -> list[str]:
             "cell": result["cell"], "draft": f"{result['policy']} {result['budget']:,}",
             "profile": f"replay of {row['profile']}", "gamma": str(row["gamma"]),
             "tokens/round": f"{row['tokens_per_round']:.2f}", "plain tok/s": f"{row['plain_tokens_per_second']:,.0f}",
-            "replay tok/s": f"{row['replayed_tokens_per_second']:,.0f}", "replay speed": spread_of(row["ratio"]),
+            "replay tok/s": f"{row['replayed_tokens_per_second']:,.0f}", "replay speed": ratio_text(row["ratio"]),
             "cost model ideal, good kernels, expected": ", ".join(
                 f"{row[f'predicted_{name}']:.2f}x" for name in ("ideal", "practical", "expected")
             ),
@@ -230,7 +225,7 @@ def bundled_lines(results: Mapping[str, Record]) -> list[str]:
             "tokens/round": f"{one['speculative']['tokens_per_round']:.2f}",
             "plain tok/s": f"{one['plain']['tokens_per_second']['completion']:,.0f}",
             "speculative tok/s": f"{one['speculative']['tokens_per_second']['completion']:,.0f}",
-            "speed": spread_of(one["speedup"]["completion"]),
+            "speed": ratio_text(one["speedup"]["completion"]),
         }
         for one in points
     ]  # fmt: skip
