@@ -57,9 +57,9 @@ from journal import Files, Log, beside, indices
 from records import Encoder, Record, own
 
 PROGRAM = "batch.py"
-AHEAD = 16  # lines a slot that may be read before the oldest of them is written, where the order of the input is kept
+AHEAD = 16  # lines per slot that may be read before the oldest of them is written, where the order of the input is kept
 BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
-ROOM = 8192  # tokens a slot holds, unless --max-seq-len says otherwise or the model ends before
+ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
 REJECTED = 4  # exit code
 
 
@@ -91,7 +91,7 @@ class Reader:
     room: int  # tokens of prompt and output together
 
     def task(self, index: int, raw: bytes) -> Task:
-        """The line as a task; ValueError, or whatever else its content brought about."""
+        """The line as a task; ValueError, or whatever else its content causes."""
         try:
             record = json.loads(raw.decode("utf-8-sig" if index == 0 else "utf-8"), parse_constant=no_number)
         except UnicodeDecodeError as error:
@@ -226,7 +226,7 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
     """Continue all lines of the share that are not done; return how many tokens that gave.
 
     A line is read when a slot is free for it, so that slots idle only at the end of the file; but where the output
-    keeps the input's order, no more than AHEAD lines a slot are kept in memory behind one that takes long.
+    keeps the input's order, no more than AHEAD lines per slot are kept in memory behind one that takes long.
     """
     under_way: dict[int, Task] = {}  # by the number of the prompt
     n_tokens, started = 0, time.perf_counter()
@@ -239,7 +239,7 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
             try:
                 task = reader.task(index, raw)
                 engine.check([task.prompt], [task.params])
-            except Exception as error:  # whatever a line brings about is no reason to end the run
+            except Exception as error:  # whatever a line causes is no reason to end the run
                 writer.rejected(index, raw, sentence(error).replace("prompt 0", "the prompt"))
                 bar.update()
                 continue
@@ -265,8 +265,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("input", metavar="IN.jsonl", type=Path, help="one prompt a line")
-    add("output", metavar="OUT.jsonl", type=Path, help="one continuation a line; what it holds already is kept")
+    add("input", metavar="IN.jsonl", type=Path, help="one prompt per line")
+    add("output", metavar="OUT.jsonl", type=Path, help="one continuation per line; what it holds already is kept")
     add("--order", choices=("input", "finished"), default="input", help="of the output's lines (default: input)")
     add("--rejects", metavar="F.jsonl", type=Path,
         help="lines that could not be continued (default: OUT.rejects.jsonl)")  # fmt: skip
@@ -294,7 +294,7 @@ class Job:
     files: Files
     reader: Reader
     draft: DraftConfig
-    done: NDArray[np.bool_]  # bool, a line of the input each
+    done: NDArray[np.bool_]  # one bool for each line of the input
     left: int  # lines of this replica to continue
     output: Log | None  # of the replica's first rank
     lock: Log | None  # of the first process: it keeps others from the whole output
@@ -401,7 +401,7 @@ def work(job: Job, engine: Engine, writer: Writer) -> int:
 def report(files: Files, n_tokens: int, seconds: float, *, under_torchrun: bool) -> None:
     """What there is now, in a sentence or two; exit code 4 where lines were rejected, see the top."""
     n_done, n_rejected = (sum(1 for _ in indices(path)) for path in (files.output, files.rejects))
-    speed = f"; {n_tokens:,} tokens in this run, {n_tokens / seconds:,.0f} a second" if n_tokens else ""
+    speed = f"; {n_tokens:,} tokens in this run, {n_tokens / seconds:,.0f} per second" if n_tokens else ""
     print(f"{n_done:,} prompts continued in {files.output}{speed}")
     if n_rejected:
         print(f"{n_rejected:,} lines were rejected: {files.rejects} says which and why")

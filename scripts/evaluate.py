@@ -216,7 +216,7 @@ def draw_needles(records: Sequence[Record], path: Path) -> None:
         panel.figure.colorbar(image, ax=panel, format="{x:.0%}")
 
     plots.draw_panels(
-        [[draw]], path, title=f"Needles answered exactly, {records[0]['n']} prompts a cell",
+        [[draw]], path, title=f"Needles answered exactly, {records[0]['n']} prompts per cell",
         xlabel="prompt and answer, tokens", ylabel="depth of the fact (0% is the start)",
         size=(0.8 + 0.95 * len(lengths), 0.8 + 0.6 * len(depths)),
     )  # fmt: skip

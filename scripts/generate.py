@@ -73,7 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument(
         "--prompt-file", metavar="F", nargs="+", type=Path, help="continue these UTF-8 files, one prompt each"
     )
-    source.add_argument("--prompts", metavar="F.jsonl", type=Path, help="one JSON object a line")
+    source.add_argument("--prompts", metavar="F.jsonl", type=Path, help="one JSON object per line")
     prompts.add_argument(
         "--document", metavar="FILE", type=Path, help="UTF-8 text that stands before every prompt; it is prefilled once"
     )
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     add = shown.add_argument
     add("--json", metavar="FILE|-", help="write completions, stats, config and environment as one JSON document")
-    add("--output", metavar="F.jsonl", type=Path, help="write one JSON object a completion")
+    add("--output", metavar="F.jsonl", type=Path, help="write one JSON object per completion")
     add("--profile", metavar="F.json", type=Path, help="write a Chrome trace of the run")
     add("--report", metavar="F.html", type=Path, help="write a page to look at: tokens, rounds, what drafts read")
     add("--no-stream", action="store_true", help="print each text when it is finished, not as it grows")

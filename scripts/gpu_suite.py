@@ -134,8 +134,8 @@ Launch = Callable[[Stage, float], Record]
 def conduct(stages: Sequence[Stage], ledger: Ledger, budget: float, launch: Launch) -> list[str]:
     """Run what is not done, as far as the budget goes, what has failed before last; -> the names of those left.
 
-    A stage is begun if what it is reckoned to take is left of the budget, the first of a call in any case, and has all
-    that is left. One that is stopped then has failed only if it had the time it was reckoned to take.
+    A stage is begun if its estimated time is left of the budget, the first of a call in any case, and has all
+    that is left. One that is stopped then has failed only if it had its estimated time.
     """
     began, left, ran = time.perf_counter(), [], 0
     done = [stage for stage in stages if stage.is_done(ledger)]
@@ -158,7 +158,7 @@ def conduct(stages: Sequence[Stage], ledger: Ledger, budget: float, launch: Laun
             "stage": stage.name, "seconds": seconds, "reckoned_seconds": stage.seconds, "seconds_over": over,
             "date": time.strftime("%Y-%m-%d %H:%M"),
         }  # fmt: skip
-        longer = f", {over:.1f} s more than it is reckoned to take" if over else ""
+        longer = f", {over:.1f} s more than estimated" if over else ""
         print(f"--- {stage.name} {entry['status']} in {seconds:.1f} s{longer}", flush=True)
         if entry["status"] == LEFT:
             left.append(stage.name)

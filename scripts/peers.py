@@ -14,9 +14,9 @@ What is compared, and why it is fair:
 * Every mode of a peer is timed and the fastest counts (marked *): transformers with sdpa and eager attention; its
   static cache under torch.compile with both; llama.cpp with F16 and BF16 weights and KV, flash attention off and on.
 * A GGUF file is dequantized to 16 bits once, for all peers alike. llama.cpp is timed on the file as it comes, too, as a
-  peer of its own: it then reads fewer bytes a weight, which its ceiling takes into account, and computes in 8 bits.
+  peer of its own: it then reads fewer bytes per weight, which its ceiling takes into account, and computes in 8 bits.
 * Each mode holds a model and all rows of its own at the same time: --without leaves out what memory cannot hold.
-* Prefill is timed once a cell and mode: tokens/s of the one row, its copying into the others included.
+* Prefill is timed once per cell and mode: tokens/s of the one row, its copying into the others included.
 * The ceiling is the time to read the weights and the context's keys and values once, at the read bandwidth that this
   machine shows in this run. Cells that fit into a CPU cache can pass 100 %.
 * Greedy tokens are compared with transformers in fp32: every peer in fp32 (they must agree), and every timed cell in
@@ -104,13 +104,13 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Milliseconds a step, half of the steps took less."""
+        """Milliseconds per step; half of the steps took less."""
         return statistics.median(self.milliseconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What transformers says in fp32: greedy tokens [n] and each one's lead over the runner-up [n]."""
+    """What transformers computes in fp32: greedy tokens [n] and each one's lead over the runner-up [n]."""
 
     tokens: list[int]
     gaps: list[float]
@@ -142,7 +142,7 @@ class Run:
 
     @property
     def decoded(self) -> int:
-        """Tokens each row says in a cell: one out of prefill, one a step."""
+        """Tokens that each row emits in a cell: one out of prefill, one per step."""
         return int(1 + WARMUP_STEPS + self.args.repeats * (1 + self.args.steps))
 
     def skip(self, peer: str, reason: str) -> None:
@@ -177,7 +177,7 @@ class Run:
                 self.entries.remove(entry)
 
     def reference(self, context: int) -> Reference | None:
-        """The tokens every peer should say after this context, or None without transformers."""
+        """The tokens that every peer should emit after this context, or None without transformers."""
         entry = Entry(peer="transformers", mode="eager", dtype="fp32", attention="eager")
         try:
             worker = Worker(entry, self.setup)
@@ -307,7 +307,7 @@ CELL = Table(
 
 
 def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:
-    """Save one panel per cell: milliseconds a step of each peer's fastest mode, and the roofline."""
+    """Save one panel per cell: milliseconds per step of each peer's fastest mode, and the roofline."""
     rows: dict[int, list[Any]] = {}
     for cell in cells:
         bars = {

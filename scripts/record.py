@@ -5,7 +5,7 @@
 
 What the program wrote, and when, is kept beside the picture in asciinema's format (version 2): docs/terminal.cast. The
 picture plays --speed times as fast, no pause in it lasts longer than --pause seconds, and lines that came all at once
-come at --lines a second; the clock in its title bar shows the seconds that really passed. Without animation, or where
+come at --lines per second; the clock in its title bar shows the seconds that really passed. Without animation, or where
 motion is not wanted, it shows the last screen.
 """
 
@@ -114,7 +114,7 @@ class Film:
 
 
 def film(events: Sequence[Event], columns: int, rows: int, speed: float, pause: float, most: float) -> Film:
-    """Play events: speed times as fast, no pause longer than that, at most so many lines a second."""
+    """Play events: speed times as fast, no pause longer than that, at most so many lines per second."""
     screen, played, last = Screen(columns), 0.0, 0.0
     frames: list[tuple[float, float, str]] = []  # played, real, what came until the next frame
     for real, text in events:
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rows", metavar="N", type=int, default=34, help="of the terminal (default: 34)")
     add("--speed", metavar="X", type=float, default=8.0, help="times as fast as it was (default: 8)")
     add("--pause", metavar="S", type=float, default=1.5, help="played seconds of the longest pause (default: 1.5)")
-    add("--lines", metavar="N", type=float, default=15.0, help="lines a played second at most (default: 15)")
+    add("--lines", metavar="N", type=float, default=15.0, help="lines per played second at most (default: 15)")
     add("--hold", metavar="S", type=float, default=10.0, help="seconds that the last screen stands (default: 10)")
     args = parser.parse_args(flags)
     if args.svg.suffix != ".svg" or not args.svg.resolve().parent.is_dir():

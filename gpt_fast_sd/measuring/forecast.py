@@ -121,7 +121,7 @@ class System:
 
     @property
     def costs(self) -> Record:
-        """What every step of the target is reckoned with: quantizing leaves the output's weights as they are."""
+        """What every step of the target is estimated with: quantizing leaves the output's weights as they are."""
         return self._costs(self.ranks) | ({"weight_bytes": 1.0} if self.quantize else {})
 
     def _costs(self, ranks: Ranks | None) -> Record:
@@ -337,7 +337,7 @@ def cell(
 ) -> Record:  # fmt: skip
     """One draft in one batch and context, JSON-ready; times in milliseconds."""
     chances, source = kept.chances(draft, context)
-    n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is reckoned
+    n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is estimated
     one, ideal = (system.best(draft, chances, batch, context, e) for e in (efficiency, IDEAL))
     own = system.costs["head_bytes"]  # as activations have
     together = partial(collective_seconds, system.model, tp=system.tp, weight_bytes=own)

@@ -254,12 +254,12 @@ def refresh_seconds(
     linear, attention = _seconds(cost, chip, e)
     gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
     gaps += collective_seconds(config, rows * refresh.n_observed, tp, head_bytes or weight_bytes, all_reduce)
-    passes = batch * tokens / refresh.every / rows  # a round
+    passes = batch * tokens / refresh.every / rows  # per round
     return passes * (linear + refresh.reads * attention + gaps + e.step_seconds)
 
 
 def omega(gamma: int, alpha: float | Sequence[float]) -> float:
-    """Tokens a round of gamma drafts is expected to emit, its bonus token included.
+    """Tokens that a round of gamma drafts is expected to emit, its bonus token included.
 
     One alpha: (1 - alpha ** (gamma + 1)) / (1 - alpha) (Leviathan et al. 2023, arXiv 2211.17192). Several: those of the
     first, second, ... draft of a round, each given that all before it were accepted; the last one holds for all after.
@@ -277,7 +277,7 @@ class Forecast:
     """What rounds of gamma drafts cost and gain."""
 
     gamma: int
-    tokens: float  # a round, omega
+    tokens: float  # per round, omega
     target_seconds: float  # T_T, a step of plain decoding
     draft_seconds: float  # T_D, one draft step
     verify_seconds: float  # T_V, the target's step over gamma + 1 tokens
@@ -295,5 +295,5 @@ class Forecast:
 
 
 def best_gamma(forecast: Callable[[int], Forecast], gammas: Iterable[int] = range(MOST + 1)) -> Forecast:
-    """Of forecast(gamma) for each of them the one of highest ratio, of equals the one of fewest drafts."""
+    """Of forecast(gamma) for each of them the one of highest ratio; ties go to the fewest drafts."""
     return max((forecast(gamma) for gamma in sorted(gammas)), key=lambda one: one.ratio)

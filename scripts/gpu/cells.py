@@ -1,6 +1,6 @@
 """Steps and rounds of a model of 8 B parameters with random weights, acceptance replayed.
 
-Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, K kv heads, gamma tokens drafted a round.
+Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, K kv heads, gamma tokens drafted per round.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Bench:
     # ---------------------------------------------------------------- rounds
 
     def replay(self, profile: str) -> float:
-        """Replay this profile from now on -> tokens a round of its table."""
+        """Replay this profile from now on -> tokens per round of its table."""
         gamma, table = self.gammas[profile], self.kept.table
         table.copy_(replay_table(PROFILES[profile], len(table), self.batch, gamma, 0, self.setup.device))
         self.engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
@@ -105,9 +105,9 @@ class Bench:
                 break
         stats = engine.stats
         stream.close()  # type: ignore[attr-defined]
-        owed, told = self.batch * (new or stats.rounds), "one a row and round"
+        owed, told = self.batch * (new or stats.rounds), "one per row and round"
         if new:
-            told = f"{new} a row"
+            told = f"{new} per row"
         elif speculate:
             owed, told = int((self.kept.table[: stats.rounds] + 1).sum()), "as the table says"
         if stats.decode_tokens != owed or (not new and stats.row_rounds != self.batch * stats.rounds):

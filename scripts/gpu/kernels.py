@@ -273,7 +273,7 @@ def prefill_peers(setup: Setup, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def timed_select(setup: Setup) -> Record:
-    """What selecting costs a round: all layers for guided and one for the others, 32 rows of 28,672 entries."""
+    """What selecting costs per round: all layers for guided and one for the others, 32 rows of 28,672 entries."""
     timings, page = Timings(setup), 16
     n_layers, batch, n_kv, context = (2, 2, 2, 512) if setup.tiny else (32, 32, 8, 28672)
     group, head_dim = 4, 128

@@ -116,8 +116,8 @@ def summary(ledger: Ledger, setup: Setup, stages: Sequence[Stage], plots: Sequen
         "Rounds of the 8 B shape, acceptance replayed": replay_lines(results),
         "The bundled model, its own acceptance (no replay)": bundled_lines(results),
         "Kernels": table(kernels(results, rates)),
-        "Longer than reckoned": [
-            f"- {r['stage']}: {r['seconds']:.0f} s, reckoned {r['reckoned_seconds']} s" for r in over
+        "Longer than estimated": [
+            f"- {r['stage']}: {r['seconds']:.0f} s, estimated {r['reckoned_seconds']} s" for r in over
         ],
         "Missing": [f"- {stage.name}: {why(ledger, stage)}" for stage in missing],
     }
@@ -210,7 +210,7 @@ def steps_of(result: Record) -> list[Row]:
                 "cell": result["cell"], "draft": f"{result['policy']} {result['budget']:,}", "step": name,
                 "gamma": gamma, "ms": f"{one['seconds'] * 1e3:.3f}",
                 "roofline ms": "-" if allowed is None else f"{allowed * 1e3:.3f}",
-                "rows": str(one["rows_active"]), "keys read a row": keys_of(one),
+                "rows": str(one["rows_active"]), "keys read per row": keys_of(one),
             })  # fmt: skip
     return rows
 

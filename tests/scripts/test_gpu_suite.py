@@ -73,7 +73,7 @@ def test_what_does_not_fit_the_budget_is_left_but_the_first_stage_of_a_call_neve
     assert conduct(stages, ledger, 500, processes) == []
 
 
-def test_a_stage_that_takes_longer_than_it_is_reckoned_to_says_so_in_every_place(
+def test_a_stage_that_takes_longer_than_estimated_says_so_in_every_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter(float(100 * i) for i in range(99))
@@ -82,9 +82,9 @@ def test_a_stage_that_takes_longer_than_it_is_reckoned_to_says_so_in_every_place
     conduct([*some_stages("one", seconds=90), *some_stages("two", seconds=240)], ledger, 5000, FakeProcesses())
     written = json.loads((tmp_path / "results.json").read_text())["stages"]
     assert [(one["stage"], one["seconds_over"]) for one in written] == [("one", 10.0), ("two", 0.0)]
-    assert "--- one done in 100.0 s, 10.0 s more than it is reckoned to take\n" in capsys.readouterr().out
+    assert "--- one done in 100.0 s, 10.0 s more than estimated\n" in capsys.readouterr().out
     page = summary(ledger, dry_setup(), [], [])
-    assert "## Longer than reckoned\n\n- one: 100 s, reckoned 90 s\n\n" in page and "- two" not in page
+    assert "## Longer than estimated\n\n- one: 100 s, estimated 90 s\n\n" in page and "- two" not in page
 
 
 def test_a_stage_that_was_stopped_early_is_left_and_nothing_is_written_of_it(tmp_path: Path) -> None:
