@@ -276,8 +276,7 @@ def settle(args: argparse.Namespace, limit: int, shortest: int) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write."""
     check_writable(args.json, args.plot, args.card)
-    if args.plot:
-        plots.check_drawable("--plot", args.plot)
+    plots.check_drawable("--plot", args.plot)
     training = read_training(args.log) if args.log else {}
     paths = book_paths(args.books) if args.books else args.text
     if args.card and not training["books"]:

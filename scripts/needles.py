@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from common import refusing, started
@@ -158,7 +159,12 @@ def measure_cell(engine: Engine, cases: Sequence[Case], drafts: Sequence[DraftCo
     return right, counts
 
 
-def interval(values: Sequence[float]) -> list[float]:
+def accepted(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The share of drafts that were accepted: [..., 4] -> [...]"""
+    return np.asarray(counts[..., 0] / np.maximum(1, counts[..., 1]))
+
+
+def interval(values: NDArray[np.float64]) -> list[float]:
     """The middle 95 %."""
     return [float(end) for end in np.percentile(values, [2.5, 97.5])]
 
@@ -186,14 +192,11 @@ def summarize(results: Sequence[Record], seed: int = 0) -> list[Record]:
             drawn = np.random.default_rng(seed).integers(0, keep.sum(), (RESAMPLES, keep.sum()))
             resampled = {key: rows[drawn].sum(1) for key, rows in counts.items()}  # [resamples, 4]
             for (policy, budget), rows in counts.items():
-                accepted, drafted, emitted, rounds = rows.sum(0)
-                again = resampled[policy, budget]
+                total, again = rows.sum(0), resampled[policy, budget]
                 record = {
                     "kind": kind, "prompts": subset, "n": int(keep.sum()), "policy": policy, "budget": budget,
-                    "drafted": int(drafted),
-                    "acceptance_rate": accepted / max(1, drafted),
-                    "acceptance_interval": interval(again[:, 0] / np.maximum(1, again[:, 1])),
-                    "tokens_per_round": emitted / rounds,
+                    "drafted": int(total[1]), "acceptance_rate": float(accepted(total)),
+                    "acceptance_interval": interval(accepted(again)), "tokens_per_round": total[2] / total[3],
                     "tokens_per_round_interval": interval(again[:, 2] / again[:, 3]),
                 }  # fmt: skip
                 if policy != "streaming" and ("streaming", budget) in counts:
@@ -209,14 +212,11 @@ def same_setting(a: Record, b: Record) -> bool:
 
 def lead(rows: Any, others: Any, again: Any, others_again: Any) -> Record:
     """By how much acceptance is above that of others on the same prompts, and on how many it is above and below."""
-    shares, other_shares = (x[:, 0] / np.maximum(1, x[:, 1]) for x in (rows, others))
-    totals, other_totals = (x.sum(0) for x in (rows, others))
-    resampled = again[:, 0] / np.maximum(1, again[:, 1]) - others_again[:, 0] / np.maximum(1, others_again[:, 1])
     return {
-        "over_streaming": totals[0] / max(1, totals[1]) - other_totals[0] / max(1, other_totals[1]),
-        "over_streaming_interval": interval(resampled),
-        "prompts_above_streaming": int((shares > other_shares).sum()),
-        "prompts_below_streaming": int((shares < other_shares).sum()),
+        "over_streaming": float(accepted(rows.sum(0)) - accepted(others.sum(0))),
+        "over_streaming_interval": interval(accepted(again) - accepted(others_again)),
+        "prompts_above_streaming": int((accepted(rows) > accepted(others)).sum()),
+        "prompts_below_streaming": int((accepted(rows) < accepted(others)).sum()),
     }
 
 
@@ -321,8 +321,7 @@ def prepare(args: argparse.Namespace) -> Job:
     if args.fresh and not args.json:
         raise ValueError("--fresh forgets what --json holds, and there is no --json")
     check_writable(args.json, args.plot)
-    if args.plot:
-        plots.check_drawable("--plot", args.plot)
+    plots.check_drawable("--plot", args.plot)
     common = draft_fields(vars(args))
     settings, skipped = buildable(settings_of(args.draft, args.budget), [args.gamma], common)
     drafts, longest = [setting.draft(args.gamma, common) for setting in settings], max(args.lengths)

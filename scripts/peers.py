@@ -469,8 +469,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with refusing(PROGRAM):
         check_writable(Path(args.json) if args.json and args.json != "-" else None, args.plot)
-        if args.plot:
-            plots.check_drawable("--plot", args.plot)
+        plots.check_drawable("--plot", args.plot)
         with tempfile.TemporaryDirectory() as ggufs:
             report = benchmark(args, Path(ggufs))
         if args.plot:

@@ -86,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     with refusing("plan.py"):
         check_writable(args.json, args.plot)
-        if args.plot:
-            check_drawable("--plot", args.plot)
+        check_drawable("--plot", args.plot)
         document: dict[str, Any] = {"benchmark": "plan"}
         if args.model:
             system, kept = system_of(args), forecast.Kept.of(args.acceptance)

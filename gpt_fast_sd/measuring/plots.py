@@ -22,9 +22,12 @@ COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf
 
 
 def check_drawable(flag: str, *files: Path | None) -> None:
-    """ValueError, before any work is done, where matplotlib is missing or knows no such format."""
-    for file in files:
-        if file is not None and file.suffix.lower() not in SUFFIXES:
+    """ValueError, before any work is done, where matplotlib is missing or knows no such format; a file may be None."""
+    wanted = [file for file in files if file is not None]
+    if files and not wanted:
+        return
+    for file in wanted:
+        if file.suffix.lower() not in SUFFIXES:
             raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f'{flag} needs matplotlib: pip install "gpt_fast_sd[plot]"')

@@ -20,7 +20,7 @@ from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.measuring.machine import clocks
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
-from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, step_seconds
+from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, step_seconds
 from gpt_fast_sd.measuring.turns import spread
 from gpt_fast_sd.planner import GammaPlanner
 from gpt_fast_sd.sampling import GREEDY
@@ -265,12 +265,10 @@ def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
 
 def ceilings_of(setup: Setup, bench: Bench) -> Record:
     """Seconds of the steps that the roofline allows, on the shape that was run."""
+    under = Conditions(weight_bytes=bench.itemsize, kv_bytes=bench.itemsize)
 
     def floor(n_tokens: int, context: int) -> float:
-        size = bench.itemsize
-        return step_seconds(
-            bench.config, setup.chip, bench.batch, n_tokens, context, weight_bytes=size, kv_bytes=size, efficiency=IDEAL
-        )
+        return step_seconds(bench.config, setup.chip, bench.batch, n_tokens, context, under)
 
     return {
         "target": floor(1, bench.context),
