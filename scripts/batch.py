@@ -77,7 +77,7 @@ class Task:
 
 
 def no_number(name: str) -> NoReturn:
-    """Refuse what Python would read and JSON does not know."""
+    """Refuse numbers that Python would parse although JSON has none such."""
     raise ValueError(f"not JSON: {name}")
 
 
@@ -181,16 +181,16 @@ class Writer:
         self._held: dict[int, Record] = {}  # finished before one of those ahead of them
 
     def expect(self, task: Task) -> None:
-        """Let it come next."""
+        """Expect its completion next."""
         self._expected.append(task.index)
 
     @property
     def unwritten(self) -> int:
-        """Lines that were read and are not written yet, finished or not."""
+        """Number of lines that were read and are not written yet, finished or not."""
         return len(self._expected)
 
     def finished(self, task: Task, completion: Completion) -> None:
-        """Write it, or keep it until those before it are there."""
+        """Write it, or keep it until those before it are written."""
         record = {"index": task.index, "id": task.id} | {
             key: value for key, value in as_record(completion).items() if key != "index"
         }
@@ -203,7 +203,7 @@ class Writer:
             self._write(self._held.pop(self._expected.popleft()))
 
     def rejected(self, index: int, raw: bytes, reason: str) -> None:
-        """Write down which line, why, and what stood there."""
+        """Record which line was rejected, why, and its text."""
         if self._output is None:
             return
         if self._rejects is None:
@@ -216,7 +216,7 @@ class Writer:
             self._output.write(record)
 
     def close(self) -> None:
-        """Everything is on the disk."""
+        """Flush everything to the disk."""
         for log in (self._output, self._rejects):
             if log:
                 log.close()
@@ -399,7 +399,7 @@ def work(job: Job, engine: Engine, writer: Writer) -> int:
 
 
 def report(files: Files, n_tokens: int, seconds: float, *, under_torchrun: bool) -> None:
-    """What there is now, in a sentence or two; exit code 4 where lines were rejected, see the top."""
+    """Summarize the outputs in a sentence or two; exit code 4 if lines were rejected, see the top."""
     n_done, n_rejected = (sum(1 for _ in indices(path)) for path in (files.output, files.rejects))
     speed = f"; {n_tokens:,} tokens in this run, {n_tokens / seconds:,.0f} per second" if n_tokens else ""
     print(f"{n_done:,} prompts continued in {files.output}{speed}")
@@ -410,7 +410,7 @@ def report(files: Files, n_tokens: int, seconds: float, *, under_torchrun: bool)
 
 
 def stop(error: OSError) -> NoReturn:
-    """A disk that is full, or such: what is written is kept."""
+    """Exit because of a full disk or the like; what is written is kept."""
     print(f"{PROGRAM}: {sentence(error)}; the same command goes on from here", file=sys.stderr, flush=True)
     raise SystemExit(1)
 

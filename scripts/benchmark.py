@@ -80,7 +80,7 @@ from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, load_tokenizer
 from gpt_fast_sd.tp import Parallel
 
 PROGRAM = "benchmark.py"
-LOOKING = 60.0  # seconds after which the gaps of further differences of a policy are left unknown
+LOOKING = 60.0  # seconds after which no more gaps of a policy's differences are computed
 Record = dict[str, Any]
 DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is measured; what is not here is not read there
     "size": {
@@ -231,7 +231,7 @@ class Mode:
     bar: Any = None
 
     def key(self, point: Point) -> Record:
-        """How a point's result is found again."""
+        """The key under which a point's result is stored."""
         return point.key
 
     def known(self, point: Point) -> Record | None:
@@ -243,11 +243,11 @@ class Mode:
         return self.job.build(batch, context, draft)
 
     def measure(self, point: Point, engine: Engine) -> Record:
-        """What a point says beside its key."""
+        """The result of a point, without its key."""
         raise NotImplementedError
 
     def done(self, point: Point, found: Record | Exception) -> None:
-        """Keep and print a result; why there is none is told and not kept."""
+        """Store and print a result; the reason for a missing one is printed and not stored."""
         if isinstance(found, Exception):
             self.job.skipped[point.setting.label] = sentence(found)
             self.bar.write(f"skipped {point.setting.label}: {sentence(found)}")
@@ -261,14 +261,14 @@ class Mode:
         return self.table.line(record)
 
     def step(self, what: str) -> None:
-        """Say what is going on."""
+        """Show what is being done."""
         if self.bar is not None:
             self.bar.set_description(what)
 
     def run(self) -> list[Record]:
         """Measure what the file does not hold yet -> the results of all points, as far as there are any."""
         parallel, args = self.job.parallel, self.job.args
-        # the first rank has the file, and says what is left
+        # the first rank holds the file and decides what is left
         todo = [point for point in self.points if not parallel.same(int(self.known(point) is not None))]
         parallel.log(describe(self.ledger.document))
         for label, reason in self.job.skipped.items():
@@ -342,7 +342,7 @@ class BySize(Mode):
     chip: Chip | None  # the machine's rates, once they are measured
 
     def rows(self, batch: int, context: int) -> tuple[list[list[int]], str | None]:
-        """The prompts of a point, and what is to be said about them."""
+        """The prompts of a point, and a note about them."""
         return prompts.round_the_text(self.ids, batch, context, self.job.bos)
 
     def known(self, point: Point) -> Record | None:
@@ -351,7 +351,7 @@ class BySize(Mode):
         return found if found and found["status"] == "measured" else None
 
     def run(self) -> list[Record]:
-        """As every mode, with what is to be said about the prompts first."""
+        """As every mode, after the notes about the prompts."""
         for note in dict.fromkeys(self.rows(b, c)[1] for b in self.job.args.batch for c in self.job.args.context):
             if note:
                 self.job.parallel.log(note)
@@ -382,7 +382,7 @@ class BySize(Mode):
         return summarize(point, turns, engine, system, self.job.draft(point)) | {"note": note, "machine": rates}
 
     def done(self, point: Point, found: Record | Exception) -> None:
-        """Keep and print the figures, or why there are none, in the place of older ones."""
+        """Store and print the figures, or why there are none; they replace older ones."""
         if isinstance(found, Exception):
             found = {"status": "failed", "reason": sentence(found)}
         self.ledger.put(point.key, point.key | found)
@@ -392,7 +392,7 @@ class BySize(Mode):
             self.bar.write(more(found))
 
     def line(self, record: Record) -> str:
-        """A row under the head, or why there is none."""
+        """A row of the table, or why there is none."""
         if record["status"] == "measured":
             return self.table.line(record)
         return f"{record['context']:>7,}  {record['batch']:>5}  {draft_label(record):<34}  skipped: {record['reason']}"
@@ -582,7 +582,7 @@ class Lossless(Mode):
         }  # fmt: skip
 
     def line(self, record: Record) -> str:
-        """A row under the head, and a line for each difference."""
+        """A row of the table, and a line for each difference."""
         return "\n".join([self.table.line(record), *map(difference_text, record["differences"])])
 
     def report(self, found: list[Record]) -> None:

@@ -1,4 +1,4 @@
-"""Flags out of the configurations: every public field has one in every program, and says itself what it is.
+"""Flags generated from the configurations: every public field has one in every program and describes itself.
 
     parser = argparse.ArgumentParser()
     add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "streaming"})
@@ -34,7 +34,7 @@ Change = Mapping[str, Any] | None  # arguments of argparse's add_argument that a
 MODELS = "'smollm2', 'bundled', a model folder, a GGUF file or a hub id"
 CHAT = "wrap each text in the model's chat template as a user message"
 
-# ---- what stands behind a flag ---------------------------------------------------------------------------------------
+# ---- parsers of values -----------------------------------------------------------------------------------------------
 
 
 def positive(text: str) -> int:
@@ -50,7 +50,7 @@ def count(text: str) -> int:
 
 
 def number_or_auto(text: str) -> int | str:
-    """gamma's two spellings."""
+    """A value of gamma: "auto" or a whole number."""
     try:
         return text if text == "auto" else int(text)
     except ValueError:
@@ -87,7 +87,7 @@ def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def drafters(text: str) -> list[str]:
-    """Names of those that may draft."""
+    """Names of policies that may draft."""
     return names_of("policy", known_drafters())(text)
 
 
@@ -128,7 +128,7 @@ def flag_of(field: Field[Any]) -> str:
 
 
 def kind_of(field: Field[Any], hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type."""
+    """How argparse parses a value of this type."""
     kinds = {*(get_args(hint) or (hint,))} - {NoneType, Path}
     if kinds == {bool}:
         return {"action": "store_true"}

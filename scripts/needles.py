@@ -206,7 +206,7 @@ def summarize(results: Sequence[Record], seed: int = 0) -> list[Record]:
 
 
 def same_setting(a: Record, b: Record) -> bool:
-    """Whether both are of one policy and budget."""
+    """Whether both have the same policy and budget."""
     return bool(a["policy"] == b["policy"] and a["budget"] == b["budget"])
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 CELL, LINE, MARGIN, BAR = 8.4, 19, 16, 38  # pixels: width of a character, height of a line, around the text, title bar
 COLORS = {31: "#ff7b72", 32: "#56d364", 33: "#e3b341", 34: "#79c0ff", 35: "#d2a8ff", 36: "#56d4dd"}  # by ANSI's numbers
 INK, DIM, PAPER, EDGE = "#e6edf3", "#9198a1", "#0d1117", "#3d444d"
-FRAME = 0.1  # played seconds that a screen stands at least
+FRAME = 0.1  # played seconds that a screen is shown at least
 SEQUENCE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b[()][A-Z0-9]|\x1b[=>78]|\x1b\][^\x07]*\x07")
 BEGUN = re.compile(r"\x1b(\[[0-9;?]*|[()]|\][^\x07]*)?$")
 

@@ -155,13 +155,13 @@ def nothing_is_listed(bench: Bench, gamma: int) -> None:
 def test_a_call_that_does_not_do_what_it_is_timed_for_is_an_error_and_has_no_seconds(
     wrong: Callable[[Bench, int], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Bench.pose
+    right = Bench.restore_state
 
-    def pose(self: Bench, gamma: int) -> None:
+    def restore_state(self: Bench, gamma: int) -> None:
         right(self, gamma)
         wrong(self, gamma)
 
-    monkeypatch.setattr(Bench, "pose", pose)
+    monkeypatch.setattr(Bench, "restore_state", restore_state)
     with pytest.raises(RuntimeError, match=said):
         a_bench("guided", {"guided": 2, "guided_all": 2}).steps()
 
