@@ -5,7 +5,7 @@ Nobody can know them: a model that answers has read the place where they stand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,18 +57,12 @@ def number(rng: np.random.Generator) -> str:
     return "".join(str(d) for d in rng.integers(0, 10, DIGITS))
 
 
-def distinct(make: Callable[[np.random.Generator], str], rng: np.random.Generator, n: int) -> list[str]:
-    """n different values of make."""
-    seen: dict[str, None] = {}
-    while len(seen) < n:
-        seen[make(rng)] = None
-    return list(seen)
-
-
 def made_up(rng: np.random.Generator, n: int) -> tuple[list[str], list[str]]:
-    """n names of one sort, and a number for each."""
-    names = distinct(person if rng.random() < 0.5 else thing, rng, n)
-    return names, [number(rng) for _ in names]
+    """n different names of one sort, and a number for each."""
+    make, names = (person if rng.random() < 0.5 else thing), dict[str, None]()
+    while len(names) < n:
+        names[make(rng)] = None
+    return [*names], [number(rng) for _ in names]
 
 
 def fact(name: str, value: str) -> str:
