@@ -29,17 +29,8 @@ from common import refusing, started
 from flags import add_engine_flags, add_flags, config_of, drafters, join, names_of, positive, sizes
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
-from gpt_fast_sd.measuring import machine, plots, prompts
-from gpt_fast_sd.measuring.grid import (
-    Setting,
-    buildable,
-    draft_fields,
-    has_a_model,
-    in_common,
-    known_drafters,
-    settings_of,
-    up_to_date,
-)
+from gpt_fast_sd.measuring import grid, machine, plots, prompts
+from gpt_fast_sd.measuring.grid import Setting, has_a_model, known_drafters
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint
 from gpt_fast_sd.measuring.needles import DIGITS, made_up, needle, question, register
 from gpt_fast_sd.measuring.tables import Column, Table, shown
@@ -322,8 +313,8 @@ def prepare(args: argparse.Namespace) -> Job:
         raise ValueError("--fresh forgets what --json holds, and there is no --json")
     check_writable(args.json, args.plot)
     plots.check_drawable("--plot", args.plot)
-    common = draft_fields(vars(args))
-    settings, skipped = buildable(settings_of(args.draft, args.budget), [args.gamma], common)
+    common = grid.draft_fields(vars(args))
+    settings, skipped = grid.buildable(grid.settings_of(args.draft, args.budget), [args.gamma], common)
     drafts, longest = [setting.draft(args.gamma, common) for setting in settings], max(args.lengths)
     folder = locate(args.model)
     config = read_config(folder)
@@ -349,10 +340,9 @@ def prepare(args: argparse.Namespace) -> Job:
         "texts": {name: digest(ids) for name, ids in texts.items()}, "n": args.n, "gamma": args.gamma,
         "seed": args.seed, "drafts": [[setting.policy, setting.budget] for setting in settings],
     }  # fmt: skip
-    ledger = Ledger(
-        args.json, "speculation needles", common_settings | in_common(vars(args)), machine.environment(engine.device),
-        fresh=args.fresh, adapt=up_to_date,
-    )  # fmt: skip
+    common_settings |= grid.in_common(vars(args))
+    here, what = machine.environment(engine.device), "speculation needles"
+    ledger = Ledger(args.json, what, common_settings, here, fresh=args.fresh, adapt=grid.up_to_date)
     return Job(engine=engine, cells=cells, settings=settings, drafts=drafts, skipped=skipped, ledger=ledger)
 
 

@@ -336,12 +336,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--text", type=Path, default=document, help="of the prompt, repeated or cut (default: the bundled document)")
     add("--contexts", type=sizes, default=[512, 8192, 16000], help="tokens in the cache (default: 512,8192,16000)")
     add("--batches", type=sizes, default=[1, 8], help="rows (default: 1,8)")
-    add(
-        "--peers",
-        type=names_of("peer", INSTALL),
-        default=list(INSTALL),
-        help=f"among {','.join(INSTALL)} (default: all)",
-    )
+    peers = list(INSTALL)
+    add("--peers", type=names_of("peer", peers), default=peers, help=f"among {','.join(peers)} (default: all)")
     add("--without", metavar="MODE", nargs="+", default=[], help="not timed, as the table names them")
     add("--steps", type=positive, default=16, help="timed steps of a block (default: 16)")
     add("--repeats", type=positive, default=5, help="blocks each peer gets, in turns (default: 5)")
