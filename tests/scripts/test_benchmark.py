@@ -123,7 +123,7 @@ def test_every_point_is_in_the_file_and_in_the_table(
 
 
 @pytest.mark.usefixtures("quick")
-def test_seconds_of_captures_are_told_apart_from_speeds(
+def test_capture_seconds_are_kept_out_of_speeds(
     model: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, results = turns.run, tmp_path / "out.json"
@@ -214,7 +214,7 @@ def test_several_temperatures_share_prompts_that_are_prefilled_once(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_file_with_one_temperature_for_all_points_is_gone_on_with(model: Path, tmp_path: Path) -> None:
+def test_a_file_with_one_temperature_for_all_points_is_continued(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     argv = ["--batch", "1", "--context", "40", "--json", str(file), "--temperature"]
     assert run(model, *argv, "0.8") == 0
@@ -385,7 +385,7 @@ def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
     assert "was measured with page 16, not 32" in refusal(capsys, None, *BUDGET, *argv, "--page", "32")
 
 
-def test_times_of_another_machine_or_of_other_pairs_are_not_gone_on_with(
+def test_times_of_another_machine_or_of_other_pairs_are_not_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "x.json"
@@ -424,7 +424,7 @@ def test_several_texts_share_the_rows(tmp_path: Path) -> None:
 # ---- lossless --------------------------------------------------------------------------------------------------------
 
 
-def test_every_policy_says_what_plain_decoding_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_policy_emits_what_plain_decoding_emits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lossless.json"
     assert run(None, *LOSSLESS, "--draft", "streaming,hierarchy/standalone", "--json", str(file)) == 0
     document: Record = json.loads(file.read_text())

@@ -25,7 +25,7 @@ def measured(tmp_path: Path, *flags: str) -> dict[str, Any]:
     return result
 
 
-def test_fewer_bits_are_told_beside_the_same_model_without_them(
+def test_fewer_bits_are_compared_with_the_same_model_without_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = measured(tmp_path, "--kv-dtype", "bf16")
@@ -41,7 +41,7 @@ def test_fewer_bits_are_told_beside_the_same_model_without_them(
     assert "Beside bundled, fp32, nothing quantized" in out and "same best token" in out and "Its needles" in out
 
 
-def test_a_model_beside_itself_is_the_same_and_none_is_asked_for_by_itself(tmp_path: Path) -> None:
+def test_a_model_equals_itself_and_is_compared_with_nothing_unless_asked(tmp_path: Path) -> None:
     (one,) = measured(tmp_path, "--reference", "bundled")["reference"]["logits"]
     assert one["logit_error"] == 0 and one["same_best"] == 1.0 and one["perplexity"] == one["reference_perplexity"]
     assert "reference" not in measured(tmp_path)
@@ -59,7 +59,7 @@ def test_the_logits_that_are_compared_are_those_of_the_tokens_that_came() -> Non
     assert shifted["logit_error"] == pytest.approx(found["logit_error"])  # a constant changes no choice
 
 
-def test_sizes_that_nobody_gave_are_those_that_fit() -> None:
+def test_default_sizes_are_those_that_fit() -> None:
     assert evaluate.fitting(None, 512, 2, 16384) == [512, 1024, 2048, 4096, 8192, 16384]
     assert evaluate.fitting(None, 1024, 4, 8000) == [1024, 4096] and evaluate.fitting(None, 1024, 4, 300) == [300]
     assert evaluate.fitting([7], 512, 2, 300) == [7]

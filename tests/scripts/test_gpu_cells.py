@@ -178,7 +178,7 @@ def test_a_replay_whose_rounds_do_not_keep_what_the_table_says_is_an_error(monke
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_token_a_row(captured: bool) -> None:
+def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_token_per_row(captured: bool) -> None:
     bench = a_bench("streaming", {"streaming": 2, "low": 1})
     if captured:  # results are read one round late, as those of captured rounds are
         bench.engine.rounds.capture = lambda part: part
