@@ -36,7 +36,7 @@ from tqdm import tqdm
 from common import refusing
 from bundled_card import END, LOOKUPS, PERPLEXITY, card, needle_table, read_training
 from bundled_data import book_paths
-from flags import add_engine_flags, config_of, count, positive
+from flags import add_engine_flags, config_of, count, join, positive
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.measuring import machine, plots, prompts
@@ -45,6 +45,8 @@ from gpt_fast_sd.measuring.needles import DIGITS, Probe, made_up, needle, questi
 from gpt_fast_sd.measuring.tables import Column, Table
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_tokenizer, read_config
 
+PROGRAM = "evaluate.py"
+NEW_TOKENS = 80  # of a sample
 LOGITS_BLOCK = 1024  # positions whose logits are in memory at once
 OPENINGS = (  # our own
     "The road to the harbour was steep, and before we had gone half a mile",
@@ -139,7 +141,7 @@ def write_samples(engine: Engine, seed: int) -> list[Record]:
     """What the model writes after our own openings, greedy and at temperature 0.8."""
     samples = []
     for temperature in (0.0, 0.8):
-        params = SamplingParams(max_tokens=80, temperature=temperature, seed=seed, ignore_eos=True)
+        params = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
         for prompt, completion in zip(OPENINGS, engine.generate(OPENINGS, params), strict=True):
             samples.append({"prompt": prompt, "temperature": temperature, "text": completion.text})
     return samples
@@ -227,7 +229,9 @@ def draw_needles(records: Sequence[Record], path: Path) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts that the model never saw")
     source.add_argument("--books", metavar="DIR", type=Path, help="the same: a folder of .txt files")
@@ -273,6 +277,20 @@ def settle(args: argparse.Namespace, limit: int, shortest: int) -> None:
         raise ValueError(f"the longest context, {max(args.contexts):,}, must be a multiple of {odd[0]:,}")
 
 
+def probes_of(
+    args: argparse.Namespace, tokenizer: Tokenizer, books: list[Tensor], limit: int
+) -> tuple[list[Probe], list[Probe]]:
+    """Needles and look-ups; ValueError for those that do not fit."""
+    rng = np.random.default_rng(args.seed)
+    cells = [(length, depth) for length in args.lengths for depth in args.depths for _ in range(args.n)]
+    needles = [needle(tokenizer, rng, books, *cell) for cell in cells]
+    lookups = [lookup(tokenizer, rng, entries) for entries in args.entries for _ in range(4 * args.n)]
+    for probe in lookups:
+        if (n := len(probe.prompt)) + DIGITS > limit:
+            raise ValueError(f"{probe.cell[0]:,} entries take {n:,} tokens, over the model's {limit:,}")
+    return needles, lookups
+
+
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write."""
     check_writable(args.json, args.plot, args.card)
@@ -292,18 +310,12 @@ def run(args: argparse.Namespace) -> None:
     settle(args, config.n_positions, min(map(len, books.values())))
     longest = max(args.contexts, default=0)
     cuts = {name: stretches(ids, longest, args.stretches, name) for name, ids in books.items()} if longest else {}
-    rng = np.random.default_rng(args.seed)
-    needles = [
-        needle(tokenizer, rng, list(books.values()), length, depth)
-        for length in args.lengths for depth in args.depths for _ in range(args.n)
-    ]  # fmt: skip
-    lookups = [lookup(tokenizer, rng, entries) for entries in args.entries for _ in range(4 * args.n)]
-    for probe in lookups:
-        if len(probe.prompt) + DIGITS > config.n_positions:
-            n = len(probe.prompt)
-            raise ValueError(f"{probe.cell[0]:,} entries take {n:,} tokens, over the model's {config.n_positions:,}")
+    needles, lookups = probes_of(args, tokenizer, list(books.values()), config.n_positions)
+    if args.reference and read_config(locate(args.reference)).vocab_size != config.vocab_size:
+        raise ValueError(f"{args.reference} has another vocabulary than {args.model}: their logits do not compare")
 
-    how = config_of(EngineConfig, args, max_seq_len=config.n_positions, compile=args.compile)
+    room = max([longest, NEW_TOKENS * 2, *(len(probe.prompt) + DIGITS for probe in (*needles, *lookups))])
+    how = config_of(EngineConfig, args, max_seq_len=min(room, config.n_positions), compile=args.compile)
     plain = replace(how, quantize=None, kv_dtype=None)
     compared = args.compared if args.reference or how != plain else 0
 
@@ -313,7 +325,10 @@ def run(args: argparse.Namespace) -> None:
             "needle": measure_probes(engine, needles, "needles", ["length", "depth"]),
         }
 
-    engine = Engine.from_pretrained(args.model, how)
+    parallel = join(args)
+    if parallel.dp * parallel.tp > 1:
+        raise ValueError(f"{PROGRAM} runs in one process")
+    engine = Engine.from_pretrained(args.model, how, parallel=parallel)
     result: Record = {
         "model": str(args.model), "dtype": engine.dtype_name, "quantize": how.quantize, "kv_dtype": how.kv_dtype,
         "seed": args.seed,
@@ -326,11 +341,10 @@ def run(args: argparse.Namespace) -> None:
     }  # fmt: skip
     if compared:
         own = last_logits(engine, tokenizer, cuts, compared)
-        device = engine.device
         del engine
-        machine.release_memory(device)
+        machine.release_memory(parallel.device)
         name = args.reference or args.model
-        engine = Engine.from_pretrained(name, plain)
+        engine = Engine.from_pretrained(name, plain, parallel=parallel)
         theirs = last_logits(engine, tokenizer, cuts, compared)
         result["reference"] = {
             "name": f"{name}, {engine.dtype_name}, nothing quantized", **asked(engine),
@@ -351,7 +365,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure one model, or exit with one sentence."""
     args = parse(argv)
-    with refusing("evaluate.py"):
+    with refusing(PROGRAM):
         run(args)
 
 

@@ -77,6 +77,7 @@ def test_default_sizes_are_those_that_fit() -> None:
         (["--json", "nowhere/x.json"], "there is no folder"),
         (["--plot", "x.txt"], "its name must end in .png"),
         (["--model", "nowhere"], "no folder nowhere"),
+        (["--reference", "nowhere"], "no folder nowhere"),
         (["--card", "x.md"], "--card needs --log"),
         (["--books", "."], "not allowed with argument --text"),
     ],
