@@ -15,19 +15,9 @@ them. Plain and speculative runs take turns on one engine (A B, B A, A B, ...), 
 only the first run prefills, for all temperatures. What counts is the ratio of a pair: the median over the pairs, with
 the least and the greatest. All points of a batch share an engine, whose cache is as long as the longest context needs.
 
-steady        tokens per second while all rows are live: from the end of the first round to the last that ended no row
-completion    tokens per second from the first round to the end of the slowest row
-predicted     the same by bytes and operations alone, at the measured tokens per round and the machine's rates, which
-              are measured before the first point (gpt_fast_sd/measuring/roofline.py)
-by steps      Omega T_T / (gamma T_D + T_V) of the measured steps, without the host and rows that end early: if a draft
-              is accepted with chance alpha, gamma of them give Omega = (1 - alpha ** (gamma + 1)) / (1 - alpha) tokens
-              per round (Leviathan et al. 2023, arXiv 2211.17192)
-
-break-even       of a batch: the context from which on the steady speed-up is above 1
-critical length  of a draft: the context from which on the steady speed-up grows with the batch, that is, from which on
-                 its least-squares slope over log2 of the batch is above 0
-Both are where the line between two measured contexts crosses, over log2 of the context, after the last one that is not
-above; none if that is the longest one, and below the shortest if there is no such context.
+Two speeds are told: steady, while all rows are live, and to completion, the end of the slowest row. docs/measure.md
+defines them, what is predicted, break-even and the critical length. The machine's rates are measured before the first
+point.
 
 --sweep budget takes one batch, context, gamma and temperature, and prompts that share no text. --no-compile starts at
 once and gives the same acceptance, but no speed that means anything.
