@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt_fast_sd.measuring.ledger import Ledger
 from gpt_fast_sd.measuring.plots import draw_panels, whiskers
-from gpt_fast_sd.measuring.points import ratio_text
+from gpt_fast_sd.measuring.points import SIZES, ratio_text
 from gpt_fast_sd.measuring.roofline import EXPECTED, PRACTICAL
 from gpt_fast_sd.measuring.tables import Column, Table
 
@@ -216,21 +216,10 @@ def steps_of(result: Record) -> list[Row]:
 
 
 def bundled_lines(results: Mapping[str, Record]) -> list[str]:
-    """The bundled model, with acceptance of its own, and what is to be said about the prompts."""
+    """The bundled model, with acceptance of its own, as benchmark.py shows it, and notes about the prompts."""
     points = results.get("bundled", {}).get("points", [])
-    rows = [
-        {
-            "rows x context": f"{one['batch']} x {one['context']:,}", "draft": f"{one['policy']} {one['budget']}",
-            "acceptance": f"{one['acceptance_rate']:.1%}",
-            "tokens/round": f"{one['speculative']['tokens_per_round']:.2f}",
-            "plain tok/s": f"{one['plain']['tokens_per_second']['completion']:,.0f}",
-            "speculative tok/s": f"{one['speculative']['tokens_per_second']['completion']:,.0f}",
-            "speed": ratio_text(one["speedup"]["completion"]),
-        }
-        for one in points
-    ]  # fmt: skip
     notes = [f"- {note}" for note in dict.fromkeys(one["note"] for one in points) if note]
-    return [*table(rows), *([""] if notes else []), *notes]
+    return [*(SIZES.markdown(points) if points else []), *([""] if notes else []), *notes]
 
 
 def timed(results: Mapping[str, Record]) -> list[Record]:

@@ -301,7 +301,7 @@ def test_the_bundled_model_is_measured_by_the_sweep_and_shown(tmp_path: Path) ->
     ledger = a_ledger(tmp_path)
     ledger.put({"stage": "bundled"}, {"stage": "bundled", "status": DONE, "result": found})
     lines = summary(ledger, dry_setup(), [], []).splitlines()
-    assert len([line for line in lines if line.startswith("| 2 x 160 | ")]) == 3
+    assert len([line for line in lines if line.startswith("| 160 | 2 | ")]) == 3
 
 
 def test_a_stopped_process_takes_its_children_with_it() -> None:
