@@ -158,7 +158,8 @@ class TrainingAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]"""
-        return F.scaled_dot_product_attention(*(x.bfloat16() for x in (q, k, v)), is_causal=True, enable_gqa=True)
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def loss_of(model: nn.Module, tokens: Tensor, pos: Tensor) -> Tensor:
