@@ -478,7 +478,9 @@ def test_a_template_that_takes_all_time_or_memory_is_ended_with_one_sentence(
 
 def test_messages_that_json_cannot_say_are_one_sentence(tmp_path: Path, bpe: Any) -> None:
     ours = load(llama_3(tmp_path, bpe))
-    with pytest.raises(CheckpointError, match=r"refuses these messages: they are not what JSON can say: b'x' is no "):
+    with pytest.raises(
+        CheckpointError, match=r"refuses these messages: they cannot be written as JSON: b'x' is not a "
+    ):
         ours.chat([{"role": "user", "content": b"x"}])  # type: ignore[dict-item]
     assert ours.chat(tuple(map(MappingProxyType, MESSAGES))) == ours.chat(MESSAGES)
 
@@ -546,7 +548,7 @@ def test_a_missing_library_is_named_with_its_extra(
 ) -> None:
     folder = write_library(tmp_path, bpe) if library == "tokenizers" else tiktoken_file(tmp_path, bpe)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(CheckpointError, match=rf'needs the {library} library: pip install "gpt_fast_sd\[hf\]"'):
+    with pytest.raises(CheckpointError, match=rf'needs the library {library}: pip install "gpt_fast_sd\[hf\]"'):
         load_tokenizer(folder, CONFIG)
 
 
@@ -559,7 +561,7 @@ def test_a_missing_library_is_named_with_its_extra(
         ("tokenizer.model", b"IQ== 0\nIg== 1\n", "is a damaged tiktoken file"),
         ("tokenizer.model", b"IQ== 0\nIg==\n", "is a damaged tiktoken file"),
         ("tokenizer.json", b"{", "cannot be read as JSON"),
-        ("tokenizer.json", b"{}", "is no tokenizer.json"),
+        ("tokenizer.json", b"{}", "is not a tokenizer.json"),
         ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
     ],
 )
@@ -578,7 +580,7 @@ def test_a_truncated_sentencepiece_model_is_named(tmp_path: Path, proto: bytes) 
 
 
 def test_a_damaged_tokenizer_config_is_named(tmp_path: Path, proto: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json or a file beside it is damaged"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json or a file next to it is damaged"):
         load_tokenizer(llama_2(tmp_path, proto, added_tokens_decoder={"5": {}}), CONFIG)
 
 

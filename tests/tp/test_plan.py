@@ -100,7 +100,7 @@ def test_a_model_whose_weights_are_packed_is_not_split(as_one_of: Parallel) -> N
     model = tiny_model(tiny_config(dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64)).to(torch.bfloat16)
     if not pack_linears(model):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    with pytest.raises(ValueError, match=r"packed this model's weights .* load it anew"):
+    with pytest.raises(ValueError, match=r"packed this model's weights .* load it again"):
         as_one_of.group.shard(model)
 
 
@@ -226,7 +226,7 @@ def test_draft_tp_is_refused_where_nothing_can_be_split() -> None:
 
 def test_the_processes_device_is_the_engines() -> None:
     config = EngineConfig(device="cuda", compile=False)
-    with pytest.raises(ValueError, match="device 'cuda' was asked for, but the processes were started for 'cpu'"):
+    with pytest.raises(ValueError, match="device 'cuda' was requested, but the processes were started for 'cpu'"):
         Engine.from_pretrained("bundled", config, parallel=start(device="cpu"))
 
 
