@@ -183,10 +183,10 @@ MACHINES: list[tuple[Machine, str]] = [
     (no_headers, r"device 'cuda' cannot be used: .*Python\.h: No such file.*\(Ubuntu: gcc python3-dev\), or use"),
     (no_libcuda, r"device 'cuda' cannot be used: .*libcuda.*let `/sbin/ldconfig -p` list the driver's libcuda\.so\.1"),
     (a_busy_gpu, r"device 'cuda' cannot be used: CUDA error: CUDA-capable device\(s\) is/are busy or unavailable$"),
-    (an_old_driver, r"device 'cuda' was asked for, .* built for CUDA 13\.0 and says: The NVIDIA driver .* is too old"),
-    (no_fabric, r"device 'cuda' was asked for, but .* Error 802: system not yet initialized; use 'cpu' or 'auto'$"),
-    (a_build_without_cuda, r"device 'cuda' was asked for, but torch sees no CUDA device: torch .* built without CUDA"),
-    (a_hidden_gpu, r"device 'cuda' was asked for, but torch sees no CUDA device: CUDA_VISIBLE_DEVICES is ''"),
+    (an_old_driver, r"device 'cuda' was requested, .* built for CUDA 13\.0 and says: The NVIDIA driver .* is too old"),
+    (no_fabric, r"device 'cuda' was requested, but .* Error 802: system not yet initialized; use 'cpu' or 'auto'$"),
+    (a_build_without_cuda, r"device 'cuda' was requested, but torch sees no CUDA device: torch .* built without CUDA"),
+    (a_hidden_gpu, r"device 'cuda' was requested, but torch sees no CUDA device: CUDA_VISIBLE_DEVICES is ''"),
 ]
 machines = pytest.mark.parametrize(
     ("machine", "sentence"),
@@ -235,7 +235,7 @@ def test_programs_refuse_a_device_that_is_not_there_with_code_2(
     said = capfd.readouterr().err
     wanted = f"device must be one of auto, cpu, cuda, got {device!r}"
     if device == "cuda":
-        wanted = "device 'cuda' was asked for, but torch sees no CUDA device"
+        wanted = "device 'cuda' was requested, but torch sees no CUDA device"
     assert said.count("\n") == 1 and wanted in said
 
 

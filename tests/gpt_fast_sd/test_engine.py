@@ -517,7 +517,7 @@ def test_drafting_is_off_where_it_is_not_asked_for() -> None:
 def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="'cuda' was asked for"):
+    with pytest.raises(ValueError, match="'cuda' was requested"):
         Engine.from_pretrained(tmp_path, EngineConfig(device="cuda", max_seq_len=512))
 
 

@@ -55,7 +55,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_name_is_registered_once(toy: str) -> None:
     assert registry.policies()[-1] == toy
     for name in (toy, "streaming", "off"):
-        with pytest.raises(ValueError, match=f"there is a policy '{name}' already"):
+        with pytest.raises(ValueError, match=f"there is already a policy '{name}'"):
             registry.register(name, Toy)
 
 

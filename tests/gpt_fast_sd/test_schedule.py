@@ -364,7 +364,7 @@ def test_a_prompt_may_bring_its_own_parameters() -> None:
         (5, None, "prompts must be a list"),
         ("a text", None, "prompts must be a list"),
         (iter([[1]]), [SamplingParams()], r"take one SamplingParams, or come as \(prompt, SamplingParams\)"),
-        ([([1], SamplingParams())], [SamplingParams()], "prompt 0 brings its own SamplingParams"),
+        ([([1], SamplingParams())], [SamplingParams()], "prompt 0 has its own SamplingParams"),
     ],
 )
 def test_prompts_that_make_no_sense_are_refused_at_the_call(prompts: Any, params: Any, said: str) -> None:

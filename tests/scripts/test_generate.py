@@ -130,7 +130,7 @@ def test_a_file_is_continued_and_a_trace_is_written(
         (["--prompt", "a", "--draft", "hierarchy", "--cheap", "psychic"], "'psychic'"),
         (["--prompt", "a", "--draft-model", "bundled"], "draft_model is for policy 'standalone'"),
         (["--prompt", "a", "--draft", "standalone", "--draft-model", "nowhere"], "no folder nowhere"),
-        (["--prompt", "a", "--draft", "standalone", "--draft-model", "tests"], "tests is no model folder"),
+        (["--prompt", "a", "--draft", "standalone", "--draft-model", "tests"], "tests is not a model folder"),
         (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "6"], "below the model's 6 layers"),
         (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "0"], "exit_layers"),
         (["--prompt", "a", "--draft", "streaming", "--exit-layers", "2"], "exit_layers is for policy 'early_exit'"),
@@ -497,7 +497,7 @@ def test_a_file_that_is_no_gguf_is_one_sentence(
 ) -> None:
     image = tmp_path / "image.gguf"
     image.write_bytes(b"\x89PNG\r\n" + bytes(99))
-    assert "image.gguf is no GGUF file" in refusal(script, capsys, *NIGHT, "--model", str(image))
+    assert "image.gguf is not a GGUF file" in refusal(script, capsys, *NIGHT, "--model", str(image))
     image.write_bytes(gguf_file.read_bytes()[:20_000])
     assert "image.gguf is damaged or incomplete" in refusal(script, capsys, *NIGHT, "--model", str(image))
     assert "there is no file nowhere.gguf" in refusal(script, capsys, *NIGHT, "--model", "nowhere.gguf")
