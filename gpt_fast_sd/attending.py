@@ -73,14 +73,14 @@ class DenseKV:
     """Store, then attend to all at or before each query, of the splits that are in view."""
 
     layers: Sequence[CacheLayer]
-    in_view: Tensor  # [n_splits, 0]
+    n_splits_carrier: Tensor  # [n_splits, 0]
     page: int = 0  # keys whose attention mass is summed, 0: of none
     mass: list[Tensor] = field(default_factory=list)  # with a page layer by layer, fp32 [B, K, n_keys // page]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
         self.layers[layer].store(pos, k, v)
-        out, mass = dense(q, self.layers[layer], pos, self.in_view.shape[0] * SPLIT, self.page)
+        out, mass = dense(q, self.layers[layer], pos, self.n_splits_carrier.shape[0] * SPLIT, self.page)
         if mass is not None:
             self.mass.append(mass)
         return out
@@ -91,7 +91,7 @@ class ListedKV:
     """Store, then attend to listed entries and to [window_start, pos]; how much is in view does not matter."""
 
     layers: Sequence[CacheLayer]
-    in_view: Tensor  # [n_splits, 0]
+    n_splits_carrier: Tensor  # [n_splits, 0]
     kv_indices: Sequence[Tensor]  # L of int64 [B, K, C], each below window_start; -1 is empty
     window_start: Tensor  # int64 [B]
     window_width: int  # positions from window_start that may be read

@@ -13,8 +13,8 @@ import torch
 
 from gpt_fast_sd.model import SPLIT
 
+from .batch_state import RoundPlan
 from .config import MAX_GAMMA
-from .rows import RoundPlan
 from .sampling import GREEDY
 from .scheduling import Schedule
 
@@ -45,19 +45,19 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
 
     Drafting is timed for one token and for the highest tier.
     """
-    rows, rounds, policy, seconds = at.rows, at.rounds, at.policy, []
+    state, rounds, policy, seconds = at.state, at.rounds, at.policy, []
     assert policy
     plan = RoundPlan(gamma=gamma, n_keys=n_keys - gamma)
     fed = slice(n_keys - gamma - 1, n_keys + MAX_GAMMA)
     held = [(buffer, buffer[:, :, fed].clone()) for buffer in at.cache.buffers]
     try:
-        rows.seq_len.fill_(fed.start)
-        rows.active.fill_(True)
-        tokens = torch.zeros(len(at.slots), gamma + 1, dtype=torch.int64, device=rows.seq_len.device)
+        state.seq_len.fill_(fed.start)
+        state.active.fill_(True)
+        tokens = torch.zeros(len(at.slots), gamma + 1, dtype=torch.int64, device=state.seq_len.device)
         # once each before they are timed, since a first call may compile
         timed = gamma in (1, at.planner.tiers[-1])
-        propose = rounds.runner(lambda: policy.propose(rows, plan)) if timed else lambda: None
-        verify = rounds.runner(lambda: rounds.feed(tokens, n_keys))
+        propose = rounds.prepared(lambda: policy.propose(state, plan)) if timed else lambda: None
+        verify = rounds.prepared(lambda: rounds.feed(tokens, n_keys))
         for _ in range(3):
             started = time.perf_counter()
             propose()
@@ -76,13 +76,13 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
 
 def time_selecting(at: Schedule, n_keys: int) -> float:
     """Seconds of selecting anew for a token that every row emits, rows of n_keys: the best of three."""
-    rows, rounds, policy, seconds = at.rows, at.rounds, at.policy, []
+    state, rounds, policy, seconds = at.state, at.rounds, at.policy, []
     assert policy
     slots = range(len(at.slots))
     plan = RoundPlan.of(dict.fromkeys(slots, n_keys - 1))
     try:
-        rows.seq_len.fill_(n_keys - 1)
-        rows.active.fill_(True)
+        state.seq_len.fill_(n_keys - 1)
+        state.active.fill_(True)
         for _ in range(4):  # the first one may compile
             for slot in slots:
                 policy.host_free(slot)

@@ -1,6 +1,6 @@
 """What the engine asks of a device: how it works there, in one table, and whether it can work there at all.
 
-Whatever is asked here can be answered otherwise by a test: `WAYS["cpu"] = WAYS["cuda"]` lets a CPU go the ways of CUDA.
+Whatever is asked here can be answered otherwise in a test: `TRAITS["cpu"] = TRAITS["cuda"]` makes a CPU work as CUDA.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CAPABILITY = (8, 0)  # the least that the kernels' tables are made for: tiles of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
+class DeviceTraits:
     """How an engine works on one kind of device.
 
     chunks: prompt tokens of a prefill step, the largest first; each divides the ones before it, and SPLIT is the last.
@@ -44,16 +44,16 @@ class Ways:
     window_reads: float
 
 
-WAYS = {
-    "cpu": Ways(chunks=(SPLIT,), compiles_sampling=False, captures=False, windows=1, window_reads=1.0),
+TRAITS = {
+    "cpu": DeviceTraits(chunks=(SPLIT,), compiles_sampling=False, captures=False, windows=1, window_reads=1.0),
     # a GPU needs many tokens to be busy: about as many as four windows have are multiplied while the weights are read
-    "cuda": Ways(chunks=(8 * SPLIT, SPLIT), compiles_sampling=True, captures=True, windows=4, window_reads=1.5),
+    "cuda": DeviceTraits(chunks=(8 * SPLIT, SPLIT), compiles_sampling=True, captures=True, windows=4, window_reads=1.5),
 }
 
 
-def ways_of(device: torch.device) -> Ways:
-    """The ways of a device's kind; those of a CPU for a kind that has none of its own."""
-    return WAYS.get(device.type, WAYS["cpu"])
+def traits_of(device: torch.device) -> DeviceTraits:
+    """The traits of a device's kind; those of a CPU for a kind that has none of its own."""
+    return TRAITS.get(device.type, TRAITS["cpu"])
 
 
 # ---------------------------------------------------------------- whether it can work there

@@ -17,20 +17,20 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
+from .acceptance import Override
 from .access import Access
+from .batch_state import BatchState
 from .calibration import warm_up
 from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
-from .devices import free_memory, ways_of
+from .devices import free_memory, traits_of
 from .graphs import GraphPool
 from .inflight import Rounds
-from .judging import Override
 from .loading import TORCH_DTYPES, draft_group, load, plan_for, ready_draft, require_fit, target_of
 from .memory import MemoryPlan
 from .planner import GammaPlanner
 from .policies import DraftPolicy, build_policy
 from .prefill import Prefill
 from .requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
-from .rows import Rows
 from .sampling import Kind
 from .scheduling import Schedule
 from .stats import EngineStats
@@ -44,8 +44,8 @@ class Engine:
     on_progress, where it is set, is told how far something is that may take long: what ("compile": steps, "prefill":
     tokens of a prompt), how much is done, and of how much. The engine itself prints nothing.
 
-    on_round, where it is set, is told of each round once it has landed. What the draft read is looked at only then, and
-    the time that this takes is no part of decode_seconds.
+    on_round, where it is set, is told of each round once it is collected. What the draft read is looked at only then,
+    and the time that this takes is no part of decode_seconds.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Engine:
         self.cache, self.compiled = self.target.cache, self.target.compiled is not None
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
-        self.rows = Rows.idle(
+        self.state = BatchState.idle(
             self.cache.seq_len,
             self.cache.capacity + SPLIT,
             model.config.vocab_size,
@@ -86,11 +86,11 @@ class Engine:
             self.vocabulary,
             kernel=self.compiled,
         )
-        self._capture = GraphPool(self.device) if ways_of(self.device).captures and cfg.cuda_graphs == "round" else None
-        self._prefill = Prefill(self.target)
-        self._access = Access(self.device)
+        captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
+        self._capture = GraphPool(self.device) if captures else None
+        self._prefill, self._access = Prefill(self.target), Access(self.device)
         self._compile_seconds: float | None = None  # None: the steps are still to be compiled
-        self.schedule = Schedule(self._prefill, self.rows, self._rounds_of(self.draft, draft_model), self.parallel)
+        self.schedule = Schedule(self._prefill, self.state, self._rounds_of(self.draft, draft_model), self.parallel)
         self.parallel.close_before(self)
 
     def __enter__(self) -> Engine:
@@ -115,7 +115,7 @@ class Engine:
             if not self._access.failure:
                 self.rounds.synchronize()
         finally:
-            self.schedule.flights.clear()
+            self.schedule.in_flight.clear()
             try:
                 self.rounds.forget()
             finally:
@@ -152,7 +152,7 @@ class Engine:
             ready_draft(draft_model, theirs, self.compiled)
         policy = build_policy(draft, self.target, draft_model, theirs)
         wait = self.parallel.wait_for
-        return Rounds(self.target, self.rows, policy, draft, width=width, capture=self._capture, wait=wait)
+        return Rounds(self.target, self.state, policy, draft, width=width, capture=self._capture, wait=wait)
 
     @classmethod
     def from_pretrained(
@@ -202,7 +202,7 @@ class Engine:
 
     @property
     def on_round(self) -> Callable[[RoundEvent], None] | None:
-        """Told of each round once it has landed."""
+        """Told of each round once it is collected."""
         return self.schedule.on_round
 
     @on_round.setter
@@ -315,9 +315,9 @@ class Engine:
             self._warm_up()
             self._prefill.fill(0, ids[:start])
             for position, token in enumerate(ids[start:], start):
-                self.rows.pending[0], self.rows.active[0] = token, True
+                self.state.pending[0], self.state.active[0] = token, True
                 self.cache.seq_len[0] = position
-                logits = self.rounds.feed(self.rows.pending[:, None], position + 1)[0][0, 0]
+                logits = self.rounds.feed(self.state.pending[:, None], position + 1)[0][0, 0]
                 rows.append(self.vocabulary.whole(logits).cpu())
             self.schedule.release(0)
         return torch.stack(rows)

@@ -55,7 +55,7 @@ def steps_held(max_seq_len: int, draft: DraftConfig, group: int) -> int:
     gammas = [0] if draft.policy == "off" else gamma_tiers(group) if isinstance(draft.gamma, str) else [0, draft.gamma]
     views = max(1, (KVCache.splits(max_seq_len) - 1).bit_length())  # doublings of two splits, see doubling
     there_are = KINDS * sum(steps_of(draft, gamma) for gamma in gammas)
-    there_are += REFRESH_STEPS if draft.view_name and registry.view_class(draft.view_name).window else 0
+    there_are += REFRESH_STEPS if draft.view_name and registry.view_class(draft.view_name).n_observed else 0
     return min(MOST_STEPS, views * there_are)
 
 

@@ -17,25 +17,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.tp import Landing
+from gpt_fast_sd.tp import DoneEvent
 
+from .acceptance import Override
+from .batch_state import BatchState, RoundPlan
 from .config import DraftConfig
-from .devices import ways_of
+from .devices import traits_of
 from .graphs import MOST_STEPS, REFRESH_STEPS, Capture, GraphPool, doubling, steps_of
-from .judging import Override
 from .policies import DraftPolicy
-from .reader import Reader
 from .requests import Request
 from .round import Round
-from .rows import RoundPlan, Rows
+from .runner import Runner
 from .sampling import Kind
 
 Result = TypeVar("Result")
-Wait = Callable[[Landing], None]
+Wait = Callable[[DoneEvent], None]
 
 
 @dataclass
-class Flight:
+class InFlightRound:
     """A round that was launched: what it was for, and its result, perhaps still on its way to the host."""
 
     plan: RoundPlan
@@ -43,15 +43,15 @@ class Flight:
     planned: bool  # whether gamma was the planner's choice
     begun: float  # clock at the launch
     result: Tensor  # int64 [B, 2 * gamma + 5] on the host
-    landed: torch.cuda.Event | None = None  # recorded behind the copy; None: it is there
-    laps: list[float] = field(default_factory=list)  # clock at the beginning, after the draft, after the target's step
+    done_event: torch.cuda.Event | None = None  # recorded behind the copy; None: it is there
+    timestamps: list[float] = field(default_factory=list)  # at the beginning, after the draft, after the target's step
     seen: Tensor | None = None  # fp32 [B, n_keys + gamma] on the host, rows as they began it, see Rounds.seen
     watching: float = 0.0  # seconds that looking at it took
 
     def read(self, wait: Wait) -> list[list[int]]:
         """Wait for the result and read it."""
-        if self.landed is not None:
-            wait(self.landed)
+        if self.done_event is not None:
+            wait(self.done_event)
         rows: list[list[int]] = self.result.tolist()
         return rows
 
@@ -61,8 +61,8 @@ class Rounds(Round):
 
     def __init__(
         self,
-        target: Reader,
-        rows: Rows,
+        target: Runner,
+        state: BatchState,
         policy: DraftPolicy | None,
         draft: DraftConfig,
         *,
@@ -74,18 +74,18 @@ class Rounds(Round):
 
         wait: how to wait for the device, which a lost rank may keep in a round for ever (see Parallel.wait_for).
         """
-        super().__init__(target, rows, policy, draft, width=width)
+        super().__init__(target, state, policy, draft, width=width)
         self.capture, self.wait = capture, wait
         self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
         self._steps_held = 0  # in all of them
         self._baked: tuple[object, ...] = ()
         self.capture_seconds = 0.0  # that captures have taken so far
         self._warm: set[tuple[object, ...]] = set()
-        self._landing: list[Tensor] = []  # pinned, taken in turns by the flights in the air
+        self._pinned: list[Tensor] = []  # pinned, taken in turns by the rounds in flight
         self._launched = 0
 
     @property
-    def lateness(self) -> int:
+    def results_behind(self) -> int:
         """Rounds that may be under way when the next one is launched."""
         return 1 if self.capture else 0
 
@@ -98,36 +98,36 @@ class Rounds(Round):
 
     def launch(
         self, plan: RoundPlan, live: Sequence[tuple[int, Request]], *, planned: bool, watched: bool = False
-    ) -> Flight:
+    ) -> InFlightRound:
         """Start a round for the live requests.
 
         watched: look at what the draft reads, too, unless the round is captured.
         """
-        flight = Flight(plan, list(live), planned, time.perf_counter(), self.rows.pending)
+        round_ = InFlightRound(plan, list(live), planned, time.perf_counter(), self.state.pending)
         if not self.capture:
 
-            def lap() -> None:
+            def timestamp() -> None:
                 self.synchronize()
-                flight.laps.append(time.perf_counter())
-                if watched and plan.gamma and self.policy and len(flight.laps) == 3:  # before the policy selects anew
-                    flight.seen = self.seen(self.policy, plan)
-                    flight.watching = time.perf_counter() - flight.laps[-1]
+                round_.timestamps.append(time.perf_counter())
+                if watched and plan.gamma and self.policy and len(round_.timestamps) == 3:  # before it selects anew
+                    round_.seen = self.seen(self.policy, plan)
+                    round_.watching = time.perf_counter() - round_.timestamps[-1]
 
-            lap()
-            flight.result = self.device_round(plan, lap).cpu()
-            return flight
+            timestamp()
+            round_.result = self.device_round(plan, timestamp).cpu()
+            return round_
         result = self._captured_round(plan)()
-        if ways_of(result.device).captures:
-            flight.result, flight.landed = self._landing_place(result), torch.cuda.Event()
-            flight.result.copy_(result, non_blocking=True)
-            flight.landed.record()
+        if traits_of(result.device).captures:
+            round_.result, round_.done_event = self._pinned_buffer(result), torch.cuda.Event()
+            round_.result.copy_(result, non_blocking=True)
+            round_.done_event.record()
         else:
-            flight.result = result.clone()
-        return flight
+            round_.result = result.clone()
+        return round_
 
     def seen(self, policy: DraftPolicy, plan: RoundPlan) -> Tensor:
         """The share of layers and kv heads that read each position in a round's last draft step: fp32 [B, S]."""
-        mask = policy.positions_read(self.rows.seq_len + plan.gamma - 1)  # [L, B, K, S]
+        mask = policy.positions_read(self.state.seq_len + plan.gamma - 1)  # [L, B, K, S]
         mask = mask[..., : plan.n_keys + plan.gamma]
         n_layers, _, n_kv, _ = mask.shape
         return (mask.sum((0, 2), dtype=torch.float32) / (n_layers * n_kv)).cpu()
@@ -142,7 +142,7 @@ class Rounds(Round):
             for gamma in gammas:
                 if (gamma, kind) not in self._warm:
                     if self.policy and gamma:
-                        self.policy.device_refresh(self.rows, 1)
+                        self.policy.device_refresh(self.state, 1)
                         self._warm.add(("refresh",))
                     self.device_round(RoundPlan(gamma=gamma, n_keys=1, kind=kind))
                     self._warm.add((gamma, kind))
@@ -150,7 +150,7 @@ class Rounds(Round):
             self.replay.place.copy_(place)
         self.synchronize()
 
-    def runner(self, part: Callable[[], Result]) -> Callable[[], Result]:
+    def prepared(self, part: Callable[[], Result]) -> Callable[[], Result]:
         """A part of a round as rounds run it: captured, or as it is. It is called once."""
         part()
         self.synchronize()
@@ -166,14 +166,14 @@ class Rounds(Round):
 
     def _refresh(self, n_keys: int) -> None:
         """One pass with at least n_keys in view; captured, it is a graph for each doubling of the view."""
-        rows, policy = self.rows, self.policy
+        state, policy = self.state, self.policy
         assert policy
         if not self.capture or ("refresh",) not in self._warm:  # as in a round: what is captured was called before
-            policy.device_refresh(rows, n_keys)
+            policy.device_refresh(state, n_keys)
             self._warm.add(("refresh",))
             return
         in_view = doubling(n_keys, self.target.cache.capacity)
-        self._graph(("refresh", in_view), REFRESH_STEPS, lambda: policy.device_refresh(rows, in_view))()
+        self._graph(("refresh", in_view), REFRESH_STEPS, lambda: policy.device_refresh(state, in_view))()
 
     def _captured_round(self, plan: RoundPlan) -> Callable[[], Tensor]:
         """The graph of such a round: one for each gamma, each kind of sampling, and each doubling of the view."""
@@ -232,23 +232,23 @@ class Rounds(Round):
         if not (policy is None or isinstance(policy, DraftPolicy)):
             raise ValueError(f"a policy is a DraftPolicy, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
         for level in (policy, getattr(policy, "cheap", None)):
-            reader = getattr(level, "reader", None) or getattr(level, "target", None)
-            if isinstance(reader, Reader) and reader.cache.seq_len is not self.target.cache.seq_len:
+            runner = getattr(level, "runner", None) or getattr(level, "target", None)
+            if isinstance(runner, Runner) and runner.cache.seq_len is not self.target.cache.seq_len:
                 raise ValueError("the policy was built for another engine: build it over this one's target")
         self.policy = policy
         self._warm.clear()
         self.forget()
 
-    def _landing_place(self, result: Tensor) -> Tensor:
-        """Pinned host memory [B, 2 * gamma + 5] that no other flight in the air uses."""
-        if not self._landing:
-            most = result.shape[0] * (2 * self.draft.max_gamma + 5)
-            self._landing = [torch.empty(most, dtype=result.dtype, pin_memory=True) for _ in range(self.lateness + 1)]
+    def _pinned_buffer(self, result: Tensor) -> Tensor:
+        """Pinned host memory [B, 2 * gamma + 5] that no other round in flight uses."""
+        if not self._pinned:
+            most, n = result.shape[0] * (2 * self.draft.max_gamma + 5), self.results_behind + 1
+            self._pinned = [torch.empty(most, dtype=result.dtype, pin_memory=True) for _ in range(n)]
         self._launched += 1
-        return self._landing[self._launched % len(self._landing)][: result.numel()].view(result.shape)
+        return self._pinned[self._launched % len(self._pinned)][: result.numel()].view(result.shape)
 
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
-        if ways_of(self.target.device).captures:
+        if traits_of(self.target.device).captures:
             self.wait(torch.cuda.current_stream(self.target.device).record_event())
             torch.cuda.synchronize(self.target.device)

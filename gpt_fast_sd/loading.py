@@ -27,7 +27,7 @@ from .kernels import begin_building, cpu_kernels
 from .memory import MemoryPlan
 from .packing import pack_linears
 from .quantize import quantize
-from .reader import Reader
+from .runner import Runner
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUNDLED = Path(__file__).resolve().parent / "bundled"
@@ -98,7 +98,7 @@ def require_fit(model: Transformer, config: EngineConfig, group: Group) -> None:
     check_positions(config, model.config)
 
 
-def target_of(model: Transformer, config: EngineConfig, group: Group) -> Reader:
+def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
     """A rank's part of a model with its cache, in the form that an engine of this configuration runs it in.
 
     Its weights are quantized where that is asked for, and packed where a CPU's compiled steps read them so.
@@ -114,7 +114,7 @@ def target_of(model: Transformer, config: EngineConfig, group: Group) -> Reader:
     if compiled and device.type == "cpu":
         pack_linears(model)
         begin_building(*cpu_kernels(model.config.head_dim, model.config.vocab_size))
-    return Reader(model, cache, inductor_options(config, device) if compiled else None, group)
+    return Runner(model, cache, inductor_options(config, device) if compiled else None, group)
 
 
 def ready_draft(model: Transformer, group: Group, compiled: bool) -> None:

@@ -15,7 +15,7 @@ from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
 
 from . import registry
 from .config import DraftConfig, EngineConfig
-from .devices import ways_of
+from .devices import traits_of
 from .graphs import steps_held
 from .kernels import QUERY_BLOCK, prefill_splits, split_for, triton_serves
 
@@ -89,7 +89,7 @@ class MemoryPlan:
         policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, kv) if draft.view_name else 0
         work = _Work(config, draft, model, capacity, device, ranks)
         packing = max(_largest_weight(m) for m in (model, draft_model) if m) * 2 if packs else 0  # a copy, in bf16
-        captured = ways_of(device).captures and config.cuda_graphs != "off"
+        captured = traits_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,
             kv=kv,
@@ -202,7 +202,7 @@ class _Work:
     @property
     def prefilling(self) -> int:
         """The largest chunk that a prompt may have."""
-        chunks = [n for n in ways_of(self.device).chunks if n <= max(self.config.max_seq_len, SPLIT)]
+        chunks = [n for n in traits_of(self.device).chunks if n <= max(self.config.max_seq_len, SPLIT)]
         return max(n * self._token + self._parts(1, n) + self._scores(1, n) for n in chunks)
 
     @property
@@ -237,18 +237,18 @@ class _Work:
     def observing(self) -> int:
         """A view's passes over windows of several rows, and what they choose."""
         model, b = self.model, self.config.batch_size
-        window: int = registry.view_class(self.draft.view_name).window if self.draft.view_name else 0
-        if not window:
+        n_observed: int = registry.view_class(self.draft.view_name).n_observed if self.draft.view_name else 0
+        if not n_observed:
             return 0
-        w, n, k, h = min(b, ways_of(self.device).windows), model.n_heads, model.n_kv_heads, model.head_dim
+        w, n, k, h = min(b, traits_of(self.device).windows), model.n_heads, model.n_kv_heads, model.head_dim
         chosen = 3 * model.n_layers * w * k * self.draft.budget * 8  # those before, those now, and what stays of both
         # fp32 [W, K, S]: the mass, of it what is before the window, and its averages
         scores = 3 * w * k * self.capacity * 4
         if triton_serves(self.device):  # of one layer, whose queries are widened to all slots
-            attending = 3 * b * n * window * (h + 1) * 4 + self._parts(b, window) + b * k * self.capacity * 4
+            attending = 3 * b * n * n_observed * (h + 1) * 4 + self._parts(b, n_observed) + b * k * self.capacity * 4
         else:  # of one layer a copy of the keys and values, scores, and places to sort
-            attending = w * self.capacity * (2 * k * h * 4 + 2 * k * 8) + self._scores(w, window)
-        return w * window * self._token + attending + scores + chosen
+            attending = w * self.capacity * (2 * k * h * 4 + 2 * k * 8) + self._scores(w, n_observed)
+        return w * n_observed * self._token + attending + scores + chosen
 
     def _parts(self, n_rows: int, n_tokens: int) -> int:
         """Of the attention of chunks or windows over all keys where CUDA splits these."""

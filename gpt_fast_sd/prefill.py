@@ -14,15 +14,17 @@ from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
 from .attending import DenseKV
 from .compiling import CompiledStep, span
-from .devices import ways_of
-from .reader import Reader
+from .devices import traits_of
+from .runner import Runner
 
 CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays below it
 
 
-def prefill_step(model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], in_view: Tensor) -> None:
+def prefill_step(
+    model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], n_splits_carrier: Tensor
+) -> None:
     """Store the keys and values of one chunk of one slot: tokens, pos [1, T]; L layers of one slot. No logits."""
-    model.hidden(tokens, pos, DenseKV(layers, in_view))
+    model.hidden(tokens, pos, DenseKV(layers, n_splits_carrier))
 
 
 class Filling:
@@ -61,15 +63,15 @@ class Prefill:
     the same bits, so reuse changes nothing but the time.
     """
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
         # the largest that the rest of a prompt fills comes first; one that no prompt fills would be built for nothing,
         # and tried out past the end of the cache
-        longest = reader.cache.max_seq_len - 1  # the last token of a prompt is decoded
-        self.sizes = [size for size in ways_of(reader.device).chunks if size <= max(longest, CHUNK)]
-        self._step = CompiledStep(prefill_step, compiled=reader.compiled)
+        longest = runner.cache.max_seq_len - 1  # the last token of a prompt is decoded
+        self.sizes = [size for size in traits_of(runner.device).chunks if size <= max(longest, CHUNK)]
+        self._step = CompiledStep(prefill_step, compiled=runner.compiled)
         self._warm = False
-        self._held: list[list[int]] = [[] for _ in range(reader.shape[1])]
+        self._held: list[list[int]] = [[] for _ in range(runner.shape[1])]
 
     @property
     def graphs(self) -> int:
@@ -115,7 +117,7 @@ class Prefill:
         source = max(others, key=lambda other: self.reusable(other, body))
         kept = self.reusable(source, body)
         self._held[slot] = []  # nothing to rely on, should a step fail half-way
-        cache = self.reader.cache
+        cache = self.runner.cache
         if source != slot:
             cache.copy(source, slot, kept)
         cache.vacate(slot, keep=kept)
@@ -125,7 +127,7 @@ class Prefill:
     def hold(self, slot: int, body: Sequence[int]) -> None:
         """The keys of body are in the slot: rely on them."""
         self._held[slot] = list(body)
-        self.reader.cache.seq_len[slot] = len(body)
+        self.runner.cache.seq_len[slot] = len(body)
 
     def keep(self, slot: int, n: int) -> None:
         """Rely on no more than the first n tokens of a slot: what follows them is written over."""
@@ -138,10 +140,10 @@ class Prefill:
         """
         padded = torch.zeros(max(CHUNK, len(tokens)), dtype=torch.int64)
         padded[: len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)
-        self.feed(slot, padded.to(self.reader.device), start)
+        self.feed(slot, padded.to(self.runner.device), start)
 
     def feed(self, slot: int, tokens: Tensor, start: int) -> None:
         """Write the keys and values of tokens int64 [T], on the device, from position start on; T is one of sizes."""
-        cache = self.reader.cache
-        pos = torch.arange(start, start + len(tokens), device=self.reader.device)[None]  # [1, T]
-        self._step(self.reader.model, tokens[None], pos, cache.slot(slot), span(cache, start + len(tokens)))
+        cache = self.runner.cache
+        pos = torch.arange(start, start + len(tokens), device=self.runner.device)[None]  # [1, T]
+        self._step(self.runner.model, tokens[None], pos, cache.slot(slot), span(cache, start + len(tokens)))

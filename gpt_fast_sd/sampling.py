@@ -69,7 +69,7 @@ class SamplingTable:
             seed=torch.zeros(batch_size, dtype=torch.int64, device=device),
         )
 
-    def put(self, slot: int, params: SamplingParams, seed: int, vocab_size: int) -> None:
+    def assign(self, slot: int, params: SamplingParams, seed: int, vocab_size: int) -> None:
         """Give one slot the parameters of a request."""
         self.temperature[slot] = params.temperature
         self.top_k[slot] = min(params.top_k or vocab_size, vocab_size)

@@ -1,4 +1,4 @@
-"""Which request is where: waiting, being prefilled, decoded in a slot; rounds are launched for those, and land.
+"""Which request is where: waiting, being prefilled, decoded in a slot; rounds are launched for those, and collected.
 
 Shapes: B slots, S cache capacity.
 """
@@ -16,14 +16,14 @@ import torch
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import Parallel
 
+from .batch_state import BatchState, RoundPlan
 from .compiling import span
 from .config import gamma_tiers
-from .inflight import Flight, Rounds
+from .inflight import InFlightRound, Rounds
 from .planner import GammaPlanner
 from .policies import DraftPolicy, OwnPrefill
 from .prefill import Prefill
 from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting
-from .rows import RoundPlan, Rows
 from .stats import EngineStats
 
 
@@ -33,16 +33,16 @@ class Schedule:
     on_progress: Callable[[str, int, int], None] | None = None
     on_round: Callable[[RoundEvent], None] | None = None
 
-    def __init__(self, prefill: Prefill, rows: Rows, rounds: Rounds, parallel: Parallel) -> None:
-        self.prefill, self.rows, self.parallel = prefill, rows, parallel
-        self.cache, self.agreement = prefill.reader.cache, parallel.agreement()
-        self.slots: list[Request | None] = [None] * prefill.reader.shape[1]  # what is decoded
+    def __init__(self, prefill: Prefill, state: BatchState, rounds: Rounds, parallel: Parallel) -> None:
+        self.prefill, self.state, self.parallel = prefill, state, parallel
+        self.cache, self.agreement = prefill.runner.cache, parallel.agreement()
+        self.slots: list[Request | None] = [None] * prefill.runner.shape[1]  # what is decoded
         self.arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
-        self.flights: deque[Flight] = deque()
+        self.in_flight: deque[InFlightRound] = deque()
         self.n_rounds = 0  # launched, in all calls
         self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
-        self._landed_at: float | None = None  # clock at the last landing, None: something else came since
+        self._collected_at: float | None = None  # clock at the last collection, None: something else came since
         self._chosen: int | None = None  # gamma of the round that is next
         self._graphs_before = 0  # the call that runs
         self._told = 0.0, 0.0  # decode and prefill seconds when on_round was told last
@@ -51,7 +51,7 @@ class Schedule:
     def use(self, rounds: Rounds) -> None:
         """Launch these rounds from now on, with a planner that has seen none of them."""
         self.rounds = rounds
-        self.planner = GammaPlanner(rounds.draft.gamma, gamma_tiers(self.prefill.reader.model.config.group_size))
+        self.planner = GammaPlanner(rounds.draft.gamma, gamma_tiers(self.prefill.runner.model.config.group_size))
 
     @property
     def policy(self) -> DraftPolicy | None:
@@ -71,15 +71,15 @@ class Schedule:
         require_open raises where the engine was closed meanwhile, by whoever takes the events.
         """
         self.planner.begin()
-        self._landed_at, self._chosen, self._graphs_before = None, None, self.graphs
+        self._collected_at, self._chosen, self._graphs_before = None, None, self.graphs
         self._told = 0.0, 0.0
         while not waiting.over or self.arrival or any(self.slots):
             require_open()
             yield from self._refill(waiting)
             require_open()
             if any(self.slots):
-                airborne = self._launch(speculate)
-                yield from self._land_all_but(self.rounds.lateness if airborne else 0)
+                launched = self._launch(speculate)
+                yield from self._collect_all_but(self.rounds.results_behind if launched else 0)
         self.agreement.settle()
 
     def clear(self, *, everything: bool = False) -> None:
@@ -90,7 +90,7 @@ class Schedule:
         if self.arrival:  # it ends with those that are decoded
             self.slots[self.arrival.slot], self.arrival = self.arrival.request, None
         self.rounds.synchronize()
-        self.flights.clear()
+        self.in_flight.clear()
         for slot, occupant in enumerate(self.slots):
             if occupant is not None or everything:
                 self.release(slot)
@@ -104,7 +104,7 @@ class Schedule:
             request = None if self.arrival else self._next(waiting)
             if not (self.arrival or request):
                 return
-            yield from self._land_all_but(0)  # what is known is told first, and no round's time is the prefill's
+            yield from self._collect_all_but(0)  # what is known is told first, and no round's time is the prefill's
             if request:
                 self._admit(request)
             if self._fill() and any(row.rounds for row in self.slots if row):
@@ -145,13 +145,13 @@ class Schedule:
             for filled in arrival.fillings:
                 filled.finish()
             seed = request.params.seed if request.params.seed is not None else self.parallel.same(secrets.randbits(63))
-            self.rows.put(slot, request.prompt, request.params, seed)
+            self.state.assign(slot, request.prompt, request.params, seed)
             if self.policy:
                 self.policy.host_admit(slot, request.prompt)
             self.slots[slot], self.arrival = request, None
             self._drafted_at = {**self._drafted_at, slot: request.length}
         self.rounds.synchronize()
-        self._landed_at = None
+        self._collected_at = None
         self.stats.prefill_seconds += time.perf_counter() - started
         self.tell("prefill", arrival.total - arrival.left, arrival.total)
         return filling is not None
@@ -162,13 +162,13 @@ class Schedule:
             self.on_progress(what, done, total)
 
     def _launch(self, speculate: bool) -> bool:
-        """Start a round: draft, verify, judge, commit. False where those under way have to land before."""
+        """Start a round: draft, verify, judge, commit. False where those under way have to be collected before."""
         started, captured = time.perf_counter(), self.rounds.capture_seconds
         live = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
         policy = self.policy if speculate else None
         plan = RoundPlan.of(
             {slot: request.length for slot, request in live}, [request.params for _, request in live],
-            ahead=sum(flight.plan.gamma + 1 for flight in self.flights), number=self.n_rounds + 1,
+            ahead=sum(round_.plan.gamma + 1 for round_ in self.in_flight), number=self.n_rounds + 1,
             follows_a_draft=self._follows_a_draft, drafted_at=self._drafted_at,
         )  # fmt: skip
         if self._chosen is None:  # once a round, whenever that is launched: to try drafting again is decided only once
@@ -177,42 +177,42 @@ class Schedule:
                 self._chosen = self.parallel.same(self._chosen)
         plan = replace(plan, gamma=self._chosen)
         # a policy is asked whatever is drafted, as it may have to follow every round
-        if policy and self.flights and policy.host_must_wait(plan) and plan.gamma:
+        if policy and self.in_flight and policy.host_must_wait(plan) and plan.gamma:
             return False
         gamma, self._chosen, self.n_rounds = plan.gamma, None, plan.number
         if not self.rounds.capture:  # a captured round drafts as planned, and keeps what may still be emitted
             gamma = min(gamma, max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1)
         plan, self._follows_a_draft = replace(plan, gamma=gamma), policy is not None and gamma > 0
         if policy and gamma:
-            policy.host_before_round(self.rows, plan)
+            policy.host_before_round(self.state, plan)
             self.rounds.refresh(plan)
             self._drafted_at = {**self._drafted_at, **plan.lengths}
             self.stats.kv_bytes += policy.kv_bytes(plan)
         n_splits = span(self.cache, self.rounds.in_view(plan.n_keys + gamma)).shape[0]
         self.stats.kv_bytes += len(self.slots) * n_splits * SPLIT * self.cache.bytes_per_token
-        flight = self.rounds.launch(plan, live, planned=policy is not None, watched=self.on_round is not None)
-        self.flights.append(flight)
+        round_ = self.rounds.launch(plan, live, planned=policy is not None, watched=self.on_round is not None)
+        self.in_flight.append(round_)
         capturing = self.rounds.capture_seconds - captured
-        if capturing:  # the round before landed meanwhile, nobody knows when
-            self._landed_at = None
+        if capturing:  # the round before ended meanwhile, nobody knows when
+            self._collected_at = None
         self.stats.capture_seconds += capturing
-        self.stats.decode_seconds += time.perf_counter() - started - capturing - flight.watching
+        self.stats.decode_seconds += time.perf_counter() - started - capturing - round_.watching
         return True
 
-    def _land_all_but(self, n: int) -> Iterator[TokenEvent]:
-        """Let rounds land, the oldest first, until no more than n are under way."""
-        while len(self.flights) > n:
-            events = self._land()
+    def _collect_all_but(self, n: int) -> Iterator[TokenEvent]:
+        """Collect rounds, the oldest first, until no more than n are under way."""
+        while len(self.in_flight) > n:
+            events = self._collect()
             self.stats.recompiles = self.graphs - self._graphs_before
             yield from events
 
-    def _land(self) -> list[TokenEvent]:
+    def _collect(self) -> list[TokenEvent]:
         """Read a round's result: every live request emits a token at least, finished ones leave their slot."""
-        started, flight = time.perf_counter(), self.flights.popleft()
-        gamma, policy, events = flight.plan.gamma, self.policy, []
-        read = flight.read(self.rounds.wait)  # the one host read of a round
-        landed = time.perf_counter()
-        for slot, request in flight.live:
+        started, round_ = time.perf_counter(), self.in_flight.popleft()
+        gamma, policy, events = round_.plan.gamma, self.policy, []
+        read = round_.read(self.rounds.wait)  # the one host read of a round
+        collected = time.perf_counter()
+        for slot, request in round_.live:
             if request.finish_reason:  # known only since the round was launched
                 continue
             emitted, judged, accepted, *rest = read[slot]
@@ -223,36 +223,36 @@ class Schedule:
             if request.finish_reason:
                 self.release(slot)
         self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
-        stats, keys_read, taken = self.stats, self.rounds.keys_read(flight.plan), [event.accepted for event in events]
+        stats, keys_read, taken = self.stats, self.rounds.keys_read(round_.plan), [event.accepted for event in events]
         stats.count(gamma, [event.drafted for event in events], taken)
         stats.row_rounds += len(events)
         stats.decode_tokens += sum(len(event.tokens) for event in events)
         stats.decode_seconds += time.perf_counter() - started
-        if flight.laps:
-            begun, drafted, verified = flight.laps
+        if round_.timestamps:
+            begun, drafted, verified = round_.timestamps
             if gamma:
                 stats.draft_seconds += drafted - begun
             stats.verify_seconds += verified - drafted
-            if flight.planned:
+            if round_.planned:
                 self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken)
-                self.planner.record_host(time.perf_counter() - verified - flight.watching)
-        elif flight.planned and events:
-            # it ran alone from the landing of the round before, if it was launched by then
-            followed = self._landed_at is not None and flight.begun < self._landed_at
-            whole = landed - self._landed_at if followed and self._landed_at else None
+                self.planner.record_host(time.perf_counter() - verified - round_.watching)
+        elif round_.planned and events:
+            # it ran alone from when the round before was collected, if it was launched by then
+            followed = self._collected_at is not None and round_.begun < self._collected_at
+            whole = collected - self._collected_at if followed and self._collected_at else None
             self.planner.record_whole(gamma, keys_read, whole, taken)
-        self._landed_at = landed
+        self._collected_at = collected
         if self.on_round:
-            self.on_round(self._round_event(flight, events))
+            self.on_round(self._round_event(round_, events))
         return events
 
-    def _round_event(self, flight: Flight, events: list[TokenEvent]) -> RoundEvent:
+    def _round_event(self, round_: InFlightRound, events: list[TokenEvent]) -> RoundEvent:
         told, self._told = self._told, (self.stats.decode_seconds, self.stats.prefill_seconds)
-        begun, drafted, verified = flight.laps or (0.0, 0.0, 0.0)
-        seen, places = flight.seen, {request.index: slot for slot, request in flight.live}
+        begun, drafted, verified = round_.timestamps or (0.0, 0.0, 0.0)
+        seen, places = round_.seen, {request.index: slot for slot, request in round_.live}
         return RoundEvent(
-            gamma=flight.plan.gamma, events=events, seconds=self._told[0] - told[0],
-            draft_seconds=drafted - begun if flight.plan.gamma else 0.0, verify_seconds=verified - drafted,
+            gamma=round_.plan.gamma, events=events, seconds=self._told[0] - told[0],
+            draft_seconds=drafted - begun if round_.plan.gamma else 0.0, verify_seconds=verified - drafted,
             prefill_seconds=self._told[1] - told[1],
             read={} if seen is None else {event.index: seen[places[event.index]] for event in events},
         )  # fmt: skip
@@ -261,7 +261,7 @@ class Schedule:
         """Free a slot."""
         self.slots[slot] = None
         self.cache.seq_len[slot] = self.prefill.held(slot)  # an idle slot keeps its prompt and scribbles behind it
-        self.rows.vacate(slot)
+        self.state.free(slot)
         if self.policy:
             self.policy.host_free(slot)
 

@@ -14,22 +14,22 @@ from torch import Tensor
 from gpt_fast_sd.model import CacheLayer, Transformer
 
 from .attending import DenseKV
+from .batch_state import BatchState, RoundPlan
 from .compiling import CompiledStep, span, varying
 from .kernels import cpu_attention_fits, triton_serves
 from .packing import all_packed
-from .reader import Reader
-from .rows import RoundPlan, Rows
+from .runner import Runner
 
 
 class TargetSteps:
     """What feeds tokens to the target: every slot's own, from its seq_len on."""
 
-    def __init__(self, target: Reader, rows: Rows, *, width: int = 0) -> None:
+    def __init__(self, target: Runner, state: BatchState, *, width: int = 0) -> None:
         """width: tokens that every step feeds (0: as many as needed).
 
         A width also fixes the view to all of the cache: then no sum hangs on what else is in the batch.
         """
-        self.target, self.rows, self.width = target, rows, width
+        self.target, self.state, self.width = target, state, width
         self.any_threads = width > 0 and sums_by_row(target)
         compiled = target.compiled
         if self.any_threads and isinstance(compiled, dict):
@@ -47,16 +47,16 @@ class TargetSteps:
         cache, wanted = self.target.cache, self.width or tokens.shape[1]
         tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
         # a slot without a request scribbles behind what can ever be in view, and so costs no reading of keys
-        start = torch.where(self.rows.active, cache.seq_len, cache.capacity)  # [B]
+        start = torch.where(self.state.active, cache.seq_len, cache.capacity)  # [B]
         pos = start[:, None] + torch.arange(wanted, device=tokens.device)  # [B, T]
         step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
         if step is self.verify and not self.width:
             varying(tokens, pos)
-        in_view = span(cache, self.in_view(n_keys))
+        n_splits_carrier = span(cache, self.in_view(n_keys))
         # with several threads a library may sum one row of a product otherwise than the next
         with one_thread() if self.width and not self.any_threads else contextlib.nullcontext():
             out: tuple[Tensor, Tensor | None] = step(
-                self.target.model, tokens, pos, cache.layers, in_view, page, variant=page
+                self.target.model, tokens, pos, cache.layers, n_splits_carrier, page, variant=page
             )
         return out
 
@@ -70,19 +70,19 @@ class TargetSteps:
 
 
 def decode_step(
-    model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], in_view: Tensor, page: int
+    model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], n_splits_carrier: Tensor, page: int
 ) -> tuple[Tensor, Tensor | None]:
     """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
 
-    in_view [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in view. With a
-    page, the attention mass that each block of so many keys received comes too: fp32 [L, B, K, n_keys // page].
+    n_splits_carrier [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in
+    view. With a page, the attention mass that each block of so many keys received too: fp32 [L, B, K, n_keys // page].
     """
-    kv = DenseKV(layers, in_view, page)
+    kv = DenseKV(layers, n_splits_carrier, page)
     logits = model(tokens, pos, kv).float()  # [B, T, V]
     return logits, torch.stack(kv.mass) if page else None
 
 
-def reads_own_keys(target: Reader) -> bool:
+def reads_own_keys(target: Runner) -> bool:
     """Whether the target's steps attend by kernels of ours: these read each row's own keys and no others.
 
     What attends otherwise reads for every row, idle ones too, as many keys as the longest one has in view.
@@ -91,7 +91,7 @@ def reads_own_keys(target: Reader) -> bool:
     return triton_serves(target.device) or (compiled and cpu_attention_fits(keys, keys))
 
 
-def sums_by_row(target: Reader) -> bool:
+def sums_by_row(target: Runner) -> bool:
     """Whether compiled steps of a model on a CPU multiply and attend by our kernels alone.
 
     A row's sums are each made in one place there, so that its bits do not depend on threads. Of several processes it is

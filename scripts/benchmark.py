@@ -84,11 +84,11 @@ from gpt_fast_sd.measuring.points import (
     BUDGETS,
     POLICIES,
     SIZES,
-    account,
     difference_text,
     ends_text,
     more,
     rates_of,
+    summarize,
 )
 from gpt_fast_sd.measuring.tables import Table
 from gpt_fast_sd.measuring.turns import (
@@ -402,7 +402,7 @@ class BySize(Mode):
             seconds=self.job.args.seconds, progress=lambda what: self.step(f"{name}: {what}"),
         )  # fmt: skip
         rates = {"bandwidth": system.chip.bandwidth, "peak": system.chip.peak}
-        return account(point, turns, engine, system, self.job.draft(point)) | {"note": note, "machine": rates}
+        return summarize(point, turns, engine, system, self.job.draft(point)) | {"note": note, "machine": rates}
 
     def done(self, point: Point, found: Record | Exception) -> None:
         """Keep and print the figures, or why there are none, in the place of older ones."""

@@ -62,7 +62,7 @@ def table_of(params: Sequence[SamplingParams], vocab_size: int) -> SamplingTable
     """One slot for each, on the CPU; the seed is 0 where none is given."""
     table = SamplingTable.empty(len(params), vocab_size, torch.device("cpu"))
     for slot, p in enumerate(params):
-        table.put(slot, p, p.seed or 0, vocab_size)
+        table.assign(slot, p, p.seed or 0, vocab_size)
     return table
 
 

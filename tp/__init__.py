@@ -8,7 +8,7 @@ do the same; `take_device`, which finds the device of one of them, and `why_no_c
 from .agree import Agreement, Disagreement
 from .collectives import broadcast, sum_in_order
 from .devices import in_short, take_device, why_no_cuda
-from .mesh import TIMEOUT, Landing, Parallel, start
+from .mesh import TIMEOUT, DoneEvent, Parallel, start
 from .plan import ALONE, PLAN, Group, collectives_per_step, local_config
 from .vocab import Vocabulary
 
@@ -18,8 +18,8 @@ __all__ = [
     "TIMEOUT",
     "Agreement",
     "Disagreement",
+    "DoneEvent",
     "Group",
-    "Landing",
     "Parallel",
     "Vocabulary",
     "broadcast",

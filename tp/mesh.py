@@ -45,7 +45,7 @@ class Closes(Protocol):
         ...
 
 
-class Landing(Protocol):
+class DoneEvent(Protocol):
     """A place among what a device was given to do, as a torch.cuda.Event is."""
 
     def query(self) -> bool:
@@ -148,17 +148,17 @@ class Parallel:
             dist.barrier(self.peers)  # this shard's ranks of all replicas,
             dist.barrier(self.host)  # and this replica's: each has met its own peers
 
-    def wait_for(self, landing: Landing) -> None:
-        """Return when the device has come to the landing; end this process where that takes longer than the timeout.
+    def wait_for(self, done_event: DoneEvent) -> None:
+        """Return when the device has come to the event; end this process where that takes longer than the timeout.
 
         Nobody watches a collective in a captured graph: where another rank is gone the device stays in it, and so would
         whoever waits for the device, such as all that tidies up behind an error.
         """
         if self.tp == 1:
-            landing.synchronize()
+            done_event.synchronize()
             return
         until = time.monotonic() + self.timeout
-        while not landing.query():
+        while not done_event.query():
             if time.monotonic() > until:
                 self._say_lost("a step that they share does not end")
                 self.leave(1)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
-"""Sparse attention in Triton: the listed entries and the tail are one list, read in chunks, then merged in their order.
+"""Sparse attention in Triton: the listed entries and the window are one list, read in chunks, merged in their order.
 
 A draft step reads so little that latency counts as much as bandwidth: a program knows all that it will read after one
 look at its list, nothing it waits for decides how much it does, and the list of a chunk is fetched ahead of the keys.
@@ -7,7 +7,7 @@ The R = G * T queries of a kv head are the rows of a tile. A chunk is a fixed ra
 depends on no other row.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
-        R = G * T rows of a kv head (row r is token r // G, head r % G), C listed entries, M = C + the tail's width.
+        R = G * T rows of a kv head (row r is token r // G, head r % G), C listed entries, M = C + the window's width.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def chunk_for(n_entries: int) -> int:
 
 @triton.jit(
     do_not_specialize=["n_tokens", "n_listed", "n_entries", "chunk", "n_keys", "slots_b", "slots_k", "pos_b", "pos_t"],
-    do_not_specialize_on_alignment=["p_slots", "p_tail_start", "p_pos"],
+    do_not_specialize_on_alignment=["p_slots", "p_window_start", "p_pos"],
 )
 def chunk_kernel(
-    p_q, p_k, p_v, p_slots, p_tail_start, p_pos, p_out, p_max, p_total, n_tokens, n_listed, n_entries, chunk, n_keys,
+    p_q, p_k, p_v, p_slots, p_window_start, p_pos, p_out, p_max, p_total, n_tokens, n_listed, n_entries, chunk, n_keys,
     q_b, q_n, q_t, k_b, k_k, v_b, v_k, slots_b, slots_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
@@ -101,7 +101,7 @@ def chunk_kernel(
     b_limit = tl.load(p_pos + i_b * pos_b + (o_r // G).to(tl.int64) * pos_t, mask=m_r, other=-1)
     b_limit = tl.where(b_limit < n_keys, b_limit, -1).to(tl.int32)
     last = tl.max(b_limit, 0)
-    tail_start = tl.load(p_tail_start + i_b).to(tl.int32)
+    window_start = tl.load(p_window_start + i_b).to(tl.int32)
     p_q += i_b * q_b + i_k * G * q_n
     o_q = (o_r % G).to(tl.int64) * q_n + (o_r // G).to(tl.int64) * q_t
     # [BLOCK_R, BLOCK_H]
@@ -119,11 +119,11 @@ def chunk_kernel(
         # [BLOCK_N]
         o_n = j + tl.arange(0, BLOCK_N)
         m_listed = o_n < n_listed
-        # One number a page is looked at; the tail has none.
+        # One number a page is looked at; the window has none.
         b_first = tl.load(p_slots + o_n // PAGE * PAGE, mask=m_listed, other=-1).to(tl.int32)
-        b_entry = tl.where(m_listed, b_first + o_n % PAGE, tail_start + (o_n - n_listed))
-        # A page that reaches into the tail is read as far as the tail's beginning.
-        m_n = tl.where(m_listed, (b_first >= 0) & (b_entry < tail_start), o_n < n_entries) & (b_entry <= last)
+        b_entry = tl.where(m_listed, b_first + o_n % PAGE, window_start + (o_n - n_listed))
+        # A page that reaches into the window is read as far as the window's beginning.
+        m_n = tl.where(m_listed, (b_first >= 0) & (b_entry < window_start), o_n < n_entries) & (b_entry <= last)
         # [BLOCK_N, BLOCK_H]
         o_kv = b_entry.to(tl.int64)[:, None] * H + o_h[None, :]
         m_kv = m_n[:, None]
@@ -185,17 +185,17 @@ def merge_kernel(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, tail_start: Tensor, tail_width: int, pos: Tensor, n_keys: int,
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_keys: int,
     page: int, *, arch: int | str,
 ) -> Tensor:  # fmt: skip
     """See sparse.sparse_attention."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv, n_listed = k.shape[1], slots.shape[2]
     group, n_bk = n_heads // n_kv, n_batch * n_kv
-    n_rows, n_entries = group * n_tokens, n_listed + tail_width
+    n_rows, n_entries = group * n_tokens, n_listed + window_width
     assert q.dtype == k.dtype == v.dtype and q.stride(3) == 1 and 0 < n_keys <= k.shape[2]
     assert k.stride()[2:] == v.stride()[2:] == (head_dim, 1)
-    assert slots.stride(2) == 1 and n_listed % page == 0 and tail_start.is_contiguous() and n_entries > 0
+    assert slots.stride(2) == 1 and n_listed % page == 0 and window_start.is_contiguous() and n_entries > 0
     block_h = max(16, triton.next_power_of_2(head_dim))
     block_r, block_n, num_warps, num_stages, _ = config(arch, q.element_size(), block_h, n_rows)
     chunk = chunk_for(n_entries)
@@ -209,7 +209,7 @@ def attend(
     part = out if whole else fp32(n_chunks, n_bk, n_rows, head_dim)
     maxima, totals = (None, None) if whole else (fp32(n_chunks, n_bk, n_rows), fp32(n_chunks, n_bk, n_rows))
     chunk_kernel[n_chunks, n_bk, triton.cdiv(n_rows, block_r)](
-        q, k, v, slots, tail_start, pos, part, maxima, totals, n_tokens, n_listed, n_entries, chunk, n_keys,
+        q, k, v, slots, window_start, pos, part, maxima, totals, n_tokens, n_listed, n_entries, chunk, n_keys,
         *strides(q, 3), *strides(k, 2), *strides(v, 2), *slots.stride()[:2], *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, PAGE=page, BLOCK_R=block_r, BLOCK_H=block_h,
         BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, num_warps=num_warps,

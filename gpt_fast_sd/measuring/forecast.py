@@ -19,7 +19,7 @@ from gpt_fast_sd.tp import local_config
 
 from .. import registry
 from ..config import DraftConfig, EngineConfig, gamma_tiers
-from ..devices import free_memory, ways_of
+from ..devices import free_memory, traits_of
 from ..kernels import triton_serves
 from ..loading import TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
@@ -168,9 +168,9 @@ class System:
             )
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once
-                ways = ways_of(torch.device(self.device))
+                traits = traits_of(torch.device(self.device))
                 reads = 1.5 if triton_serves(torch.device(self.device)) else 1.0
-                refresh = Refresh(every=period, window=view.window, reads=reads, at_once=ways.windows)
+                refresh = Refresh(every=period, n_observed=view.n_observed, reads=reads, at_once=traits.windows)
                 selecting += refresh_seconds(*size, int(context), tokens, refresh, **of_step)
         return Forecast(
             gamma=gamma, tokens=tokens, target_seconds=self.plain(batch, context, efficiency),

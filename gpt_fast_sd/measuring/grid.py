@@ -11,7 +11,7 @@ from gpt_fast_sd.tp import Parallel
 from ..config import DraftConfig, EngineConfig, SamplingParams
 from ..engine import Engine
 from ..registry import heeds, policies
-from .machine import let_go
+from .machine import release_memory
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
 CHECKED = ("draft_model", "draft_tp", "view", "exit_layers")  # fields that a policy refuses which does not heed them
@@ -175,7 +175,7 @@ def groups(points: Sequence[Point], *, exact: bool) -> Iterator[list[Point]]:
         yield [point for point in points if key(point) == one]
 
 
-def bearable(parallel: Parallel) -> tuple[type[Exception], ...]:
+def recoverable_errors(parallel: Parallel) -> tuple[type[Exception], ...]:
     """Errors that cost a point; any other one ends the run.
 
     With several processes memory may end on one alone, and the others would wait for it.
@@ -205,7 +205,7 @@ class Sweep:
             self._group(list(group))
 
     def _group(self, left: list[Point]) -> None:
-        kinds = bearable(self.parallel)
+        kinds = recoverable_errors(self.parallel)
         engine: Engine | None = None
         drafting: DraftConfig | None = None
         while left:
@@ -213,7 +213,7 @@ class Sweep:
             draft = self.draft(point)
             self.progress(f"batch {point.batch}, {draft_label(point.key)}: loading and compiling")
             if engine is None:
-                let_go(self.parallel.device)
+                release_memory(self.parallel.device)
                 longest = max(p.context for p in left)
                 drafting = draft if point.needs_model else None
                 try:

@@ -69,7 +69,7 @@ def kv_bytes(engine: Engine) -> int:
     return sum(buffer.numel() * buffer.element_size() for buffer in engine.cache.buffers)
 
 
-def let_go(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Give the memory of engines that are gone back before the next one's is taken."""
     gc.collect()
     if device.type == "cuda":

@@ -38,7 +38,7 @@ def predict(point: Point, system: System, draft: DraftConfig, stats: EngineStats
     return {"plain_ms": plain * 1e3, "round_ms": a_round * 1e3, "speedup": speedup}
 
 
-def account(point: Point, turns: Turns, engine: Engine, system: System, draft: DraftConfig) -> Record:
+def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft: DraftConfig) -> Record:
     """Everything that a point says, JSON-ready."""
     counts, plain_counts = turns.counts, totals(turns.plain)
     is_comparable = point.temperature == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..judging import Verdict
+from ..acceptance import AcceptResult
 from .roofline import omega
 
 ROW_STD = 0.05  # of a row's acceptance: spread between requests in SpecDecode-Bench's Llama-3.1-8B data
@@ -107,17 +107,17 @@ class Replay:
         """Begin at the first row again; no host read."""
         self.place.zero_()
 
-    def apply(self, verdict: Verdict, drafted: Tensor, cap: Tensor) -> Verdict:
-        """Keep as many drafts as the table says, at most cap: drafted int64 [B, gamma], cap int64 [B].
+    def apply(self, result: AcceptResult, drafted: Tensor, max_accept: Tensor) -> AcceptResult:
+        """Keep as many drafts as the table says, at most max_accept [B]: drafted int64 [B, gamma].
 
-        The token after them is the target's own where the verdict stood at the same place or every draft is kept, else
+        The token after them is the target's own where the result stood at the same place or every draft is kept, else
         the draft that stands there. Nothing here is read by the host, so it may be part of a captured graph.
         """
         if not drafted.shape[1]:  # plain decoding keeps its place in the table
-            return verdict
+            return result
         row = self.table.index_select(0, self.place)[0]  # [B]; indexing by a tensor of no dimension would be read
-        n_accepted = torch.minimum(row, cap)  # [B]
+        n_accepted = torch.minimum(row, max_accept)  # [B]
         self.place.copy_((self.place + 1) % self.table.shape[0])
-        there = torch.cat([drafted, verdict.next_token[:, None]], 1)  # [B, gamma + 1]
+        there = torch.cat([drafted, result.next_token[:, None]], 1)  # [B, gamma + 1]
         drafts = there.gather(1, n_accepted[:, None])[:, 0]  # [B]
-        return Verdict(n_accepted, torch.where(n_accepted == verdict.n_accepted, verdict.next_token, drafts))
+        return AcceptResult(n_accepted, torch.where(n_accepted == result.n_accepted, result.next_token, drafts))

@@ -218,14 +218,14 @@ def merged_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh:
-    """A selection that grows old as rows grow: the last `window` tokens of a row are fed again to look anew.
+    """A selection that grows old as rows grow: the last `n_observed` tokens of a row are fed again to look anew.
 
     every: tokens a row grows by meanwhile. reads: of keys and of values together; keys twice and values once are 1.5.
     at_once: rows whose windows are fed as one batch, so that they share one reading of the weights.
     """
 
     every: int = 64
-    window: int = 32
+    n_observed: int = 32
     reads: float = 1.5
     at_once: int = 1
 
@@ -248,12 +248,12 @@ def refresh_seconds(
     """Seconds that refreshing costs a round in which each of batch rows grows by so many tokens."""
     rows, e = min(refresh.at_once, batch), efficiency
     cost = step_cost(
-        config, rows, refresh.window, context, weight_bytes=weight_bytes, head_bytes=head_bytes, kv_bytes=kv_bytes,
+        config, rows, refresh.n_observed, context, weight_bytes=weight_bytes, head_bytes=head_bytes, kv_bytes=kv_bytes,
         tp=tp,
     )  # fmt: skip
     linear, attention = _seconds(cost, chip, e)
     gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
-    gaps += collective_seconds(config, rows * refresh.window, tp, head_bytes or weight_bytes, all_reduce)
+    gaps += collective_seconds(config, rows * refresh.n_observed, tp, head_bytes or weight_bytes, all_reduce)
     passes = batch * tokens / refresh.every / rows  # a round
     return passes * (linear + refresh.reads * attention + gaps + e.step_seconds)
 

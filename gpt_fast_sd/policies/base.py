@@ -20,12 +20,12 @@ from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, Vocabulary
 
 from .. import registry
+from ..batch_state import BatchState, RoundPlan
 from ..compiling import CompiledStep, span
 from ..config import DraftConfig
-from ..devices import ways_of
+from ..devices import traits_of
 from ..prefill import Filling
-from ..reader import Reader
-from ..rows import RoundPlan, Rows
+from ..runner import Runner
 from ..sampling import DRAFT_STREAM
 
 
@@ -39,9 +39,9 @@ class Draft:
     proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
 
     @staticmethod
-    def none(rows: Rows) -> Draft:
+    def none(state: BatchState) -> Draft:
         """No token for any row."""
-        return Draft(rows.pending.new_empty(len(rows.pending), 0), None, torch.zeros_like(rows.pending))
+        return Draft(state.pending.new_empty(len(state.pending), 0), None, torch.zeros_like(state.pending))
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class Drafts:
         """
         return any([part.host_must_wait(plan) for part in self.parts])  # of all: each may have to follow every round
 
-    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
+    def host_before_round(self, state: BatchState, plan: RoundPlan) -> None:
         """On the host, before a round that drafts: what needs a decision or a step of its own, and is not captured."""
         for part in self.parts:
-            part.host_before_round(rows, plan)
+            part.host_before_round(state, plan)
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """On the host, after host_before_round: keys to have in view for each device_refresh that is wanted now.
@@ -108,18 +108,18 @@ class Drafts:
         passes = itertools.zip_longest(*(part.host_refreshes(plan) for part in self.parts), fillvalue=0)
         return [max(n_keys) for n_keys in passes]  # one serves all parts
 
-    def device_refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, state: BatchState, n_keys: int) -> None:
         """On the device: select anew for rows that are due, which only the device tells.
 
         n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
         """
         for part in self.parts:
-            part.device_refresh(rows, n_keys)
+            part.device_refresh(state, n_keys)
 
-    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
         """On the device, the round is committed. mass fp32 [L, B, K, S // page]: what each block of keys received."""
         for part in self.parts:
-            part.device_after_verify(rows, mass)
+            part.device_after_verify(state, mass)
 
     def host_free(self, slot: int) -> None:
         """On the host: the slot is free again."""
@@ -138,7 +138,7 @@ class DraftPolicy(Drafts):
 
     @classmethod
     def build(
-        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> DraftPolicy:
         """The one that a configuration asks for; ValueError where it does not fit the models.
 
@@ -173,7 +173,7 @@ class DraftPolicy(Drafts):
         """The steps of models that drafting gamma tokens takes; ValueError where it does not fit the models."""
         return []
 
-    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
+    def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
         """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
         raise NotImplementedError
 
@@ -200,18 +200,18 @@ class OwnPrefill(Protocol):
 
 
 class View(Drafts):
-    """Which committed entries of a reader's cache a query reads: at most `budget` in each layer and kv head."""
+    """Which committed entries of a runner's cache a query reads: at most `budget` in each layer and kv head."""
 
     about = ""  # what it reads, in a phrase
     flags: tuple[str, ...] = ("budget",)  # the fields of DraftConfig that it heeds
     of_target = False  # whether it selects by what only the target's verification tells
-    window = 0  # committed tokens that it feeds again, in a pass of its own, to select
+    n_observed = 0  # committed tokens that it feeds again, in a pass of its own, to select
 
-    reader: Reader
+    runner: Runner
 
     @classmethod
-    def build(cls, config: DraftConfig, reader: Reader, room: int) -> View:
-        """The view of a reader's cache. room: the most tokens a round feeds beyond the committed ones."""
+    def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> View:
+        """The view of a runner's cache. max_new: the most tokens a round feeds beyond the committed ones."""
         raise NotImplementedError
 
     @classmethod
@@ -238,7 +238,7 @@ class View(Drafts):
         """(make, args): a compiled step calls make(layers, span, *args); the tensors of args never move."""
         raise NotImplementedError
 
-    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
         """On the device, before a round's drafts: let the window slide to the committed end."""
 
     def entries_read(self, n_keys: int) -> int:
@@ -255,20 +255,20 @@ def draft_step(
     tokens: Tensor,
     pos: Tensor,
     layers: list[CacheLayer],
-    in_view: Tensor,
+    n_splits_carrier: Tensor,
     make: Callable[..., KV],
     args: tuple[Any, ...],
 ) -> Tensor:
     """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, V] after the last of them."""
-    last = model.hidden(tokens, pos, make(layers, in_view, *args))[:, -1]  # [B, D]
+    last = model.hidden(tokens, pos, make(layers, n_splits_carrier, *args))[:, -1]  # [B, D]
     logits: Tensor = model.output(last).float()
     return logits
 
 
-def build_view(config: DraftConfig, name: str, reader: Reader) -> View:
-    """The view of that name over a reader's cache, as the policy of a configuration needs it."""
-    room = config.max_gamma + 2 + registry.policy_class(config.policy).beyond
-    view: View = registry.view_class(name).build(config, reader, room)
+def build_view(config: DraftConfig, name: str, runner: Runner) -> View:
+    """The view of that name over a runner's cache, as the policy of a configuration needs it."""
+    max_new = config.max_gamma + 2 + registry.policy_class(config.policy).beyond
+    view: View = registry.view_class(name).build(config, runner, max_new)
     return view
 
 
@@ -283,7 +283,7 @@ class ModelDraft(DraftPolicy):
 
     @classmethod
     def build(
-        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> DraftPolicy:
         """The target drafts through the view that is its name."""
         return ModelDraft(target, build_view(config, config.policy, target), config.policy)
@@ -300,16 +300,16 @@ class ModelDraft(DraftPolicy):
         """A step of the target for each token."""
         return [ModelSteps(target, gamma, cls.views(config)[0])]
 
-    def __init__(self, reader: Reader, view: View, name: str) -> None:
-        self.reader, self.view = reader, view
+    def __init__(self, runner: Runner, view: View, name: str) -> None:
+        self.runner, self.view = runner, view
         self.proposers: tuple[str, ...] = (name,)
         self.wants_mass, self.refresh_every = view.wants_mass, view.refresh_every
         self.page: int | None = getattr(view, "page", None)
         self.stream = DRAFT_STREAM  # what its tokens are drawn with
-        self.vocabulary = Vocabulary(reader.group.mesh, reader.model.config.vocab_size)
-        compiles_sampling = ways_of(reader.device).compiles_sampling
-        self._choose = CompiledStep(Rows.choose, compiled=reader.compiled if compiles_sampling else None)
-        self._step = CompiledStep(draft_step, compiled=reader.compiled)
+        self.vocabulary = Vocabulary(runner.group.mesh, runner.model.config.vocab_size)
+        compiles_sampling = traits_of(runner.device).compiles_sampling
+        self._choose = CompiledStep(BatchState.choose, compiled=runner.compiled if compiles_sampling else None)
+        self._step = CompiledStep(draft_step, compiled=runner.compiled)
 
     @property
     def parts(self) -> tuple[Drafts, ...]:
@@ -321,39 +321,39 @@ class ModelDraft(DraftPolicy):
         """Graphs compiled so far."""
         return super().graphs + self._step.graphs + self._choose.graphs
 
-    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
+    def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
         """gamma steps, each feeding the token of the one before."""
-        self.device_before_draft(rows, plan)
-        token, tokens, qs = rows.pending, [], []
+        self.device_before_draft(state, plan)
+        token, tokens, qs = state.pending, [], []
         for i in range(plan.gamma):
-            pos = rows.seq_len + i  # [B]
-            logits = self.first(rows, plan) if i == 0 else self.feed(token[:, None], pos[:, None], plan.n_keys + i)
-            token, q = self._choose(rows, logits, pos, plan.kind, self.stream, self.vocabulary, variant=plan.kind)
+            pos = state.seq_len + i  # [B]
+            logits = self.first(state, plan) if i == 0 else self.feed(token[:, None], pos[:, None], plan.n_keys + i)
+            token, q = self._choose(state, logits, pos, plan.kind, self.stream, self.vocabulary, variant=plan.kind)
             tokens.append(token)
             qs.append(q)
         drawn = None if qs[0] is None else torch.stack([q for q in qs if q is not None], 1)  # [B, gamma, V]
-        return Draft(torch.stack(tokens, 1), drawn, torch.full_like(rows.pending, plan.gamma))
+        return Draft(torch.stack(tokens, 1), drawn, torch.full_like(state.pending, plan.gamma))
 
-    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
         """Let the view slide: all committed tokens are in the cache."""
-        self.view.device_before_draft(rows, plan)
+        self.view.device_before_draft(state, plan)
 
-    def first(self, rows: Rows, plan: RoundPlan) -> Tensor:
+    def first(self, state: BatchState, plan: RoundPlan) -> Tensor:
         """Feed what the drafting model has not seen yet -> logits [B, V] after the pending token."""
         # copies, which like all later steps' tensors were made in inference mode: other ones would be another graph
-        return self.feed(rows.pending.clone()[:, None], rows.seq_len.clone()[:, None], plan.n_keys)
+        return self.feed(state.pending.clone()[:, None], state.seq_len.clone()[:, None], plan.n_keys)
 
     def feed(self, tokens: Tensor, pos: Tensor, n_keys: int, step: CompiledStep | None = None) -> Tensor:
         """tokens, pos [B, T] -> fp32 logits [B, V] after the last of them; a T other than 1 brings its own step."""
-        cache, (make, args) = self.reader.cache, self.view.kv()
-        in_view = span(cache, n_keys)
-        out: Tensor = (step or self._step)(self.reader.model, tokens, pos, cache.layers, in_view, make, args)
+        cache, (make, args) = self.runner.cache, self.view.kv()
+        n_splits_carrier = span(cache, n_keys)
+        out: Tensor = (step or self._step)(self.runner.model, tokens, pos, cache.layers, n_splits_carrier, make, args)
         return out
 
     def kv_bytes(self, plan: RoundPlan) -> int:
         """Bytes of keys and values that drafting reads, all slots."""
-        entries = plan.gamma * self.reader.shape[1] * self.view.entries_read(plan.n_keys)
-        return entries * self.reader.cache.bytes_per_token
+        entries = plan.gamma * self.runner.shape[1] * self.view.entries_read(plan.n_keys)
+        return entries * self.runner.cache.bytes_per_token
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """What a draft step with queries at pos [B] reads: bool [L, B, K, S]."""

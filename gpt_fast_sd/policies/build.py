@@ -7,12 +7,12 @@ from gpt_fast_sd.tp import Group
 
 from .. import registry
 from ..config import DraftConfig
-from ..reader import Reader
+from ..runner import Runner
 from .base import DraftPolicy
 
 
 def build_policy(
-    config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group | None = None
+    config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group | None = None
 ) -> DraftPolicy | None:
     """The policy a configuration names, None for "off"; ValueError where it does not fit the models.
 

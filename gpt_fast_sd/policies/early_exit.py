@@ -12,9 +12,9 @@ from torch import Tensor
 from gpt_fast_sd.model import ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
+from ..batch_state import BatchState
 from ..config import DraftConfig
-from ..reader import Reader
-from ..rows import Rows
+from ..runner import Runner
 from .base import ModelDraft, ModelSteps, build_view
 
 
@@ -26,10 +26,10 @@ def exit_after(n: int | None, n_layers: int) -> int:
     return n
 
 
-def first_layers(target: Reader, n: int | None) -> Reader:
+def first_layers(target: Runner, n: int | None) -> Runner:
     """The target's first n layers (None: half of them) over their part of its cache; ValueError where that is all."""
     n = exit_after(n, target.model.config.n_layers)
-    return Reader(target.model.first_layers(n), target.cache.first_layers(n), target.compiled, target.group)
+    return Runner(target.model.first_layers(n), target.cache.first_layers(n), target.compiled, target.group)
 
 
 class EarlyExitDraft(ModelDraft):
@@ -40,11 +40,11 @@ class EarlyExitDraft(ModelDraft):
 
     @classmethod
     def build(
-        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> EarlyExitDraft:
         """The target's first layers, through a view of their part of its cache."""
-        reader, (name,) = first_layers(target, config.exit_layers), cls.views(config)
-        return cls(reader, build_view(config, name, reader), config.policy)
+        runner, (name,) = first_layers(target, config.exit_layers), cls.views(config)
+        return cls(runner, build_view(config, name, runner), config.policy)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
@@ -59,6 +59,6 @@ class EarlyExitDraft(ModelDraft):
         exits = replace(target, n_layers=exit_after(config.exit_layers, target.n_layers))
         return [ModelSteps(exits, gamma, cls.views(config)[0])]
 
-    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw in these layers: mass fp32 [L, B, K, S // page]."""
-        super().device_after_verify(rows, None if mass is None else mass[: self.reader.shape[0]])
+        super().device_after_verify(state, None if mass is None else mass[: self.runner.shape[0]])

@@ -12,7 +12,7 @@ from gpt_fast_sd.model import KV, SPLIT
 
 from ..attending import DenseKV
 from ..config import DraftConfig
-from ..reader import Reader
+from ..runner import Runner
 from .base import View
 
 
@@ -23,17 +23,17 @@ class FullView(View):
     flags = ()
 
     @classmethod
-    def build(cls, config: DraftConfig, reader: Reader, room: int) -> View:
+    def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> View:
         """It has no budget."""
-        return cls(reader)
+        return cls(runner)
 
     @classmethod
     def reads(cls, config: DraftConfig, n_keys: int) -> int:
         """Everything."""
         return n_keys
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """DenseKV, which takes nothing more."""
@@ -41,10 +41,10 @@ class FullView(View):
 
     def entries_read(self, n_keys: int) -> int:
         """All splits in view."""
-        return self.reader.cache.splits(n_keys) * SPLIT
+        return self.runner.cache.splits(n_keys) * SPLIT
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """All at or before pos [B] -> bool [L, B, K, S]."""
-        n_layers, _, n_kv = self.reader.shape
-        place = torch.arange(self.reader.cache.capacity + SPLIT, device=pos.device)  # [S]
+        n_layers, _, n_kv = self.runner.shape
+        place = torch.arange(self.runner.cache.capacity + SPLIT, device=pos.device)  # [S]
         return (place <= pos[:, None])[None, :, None].expand(n_layers, -1, n_kv, -1)

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from gpt_fast_sd.kernels import guided_select
 
+from ..batch_state import BatchState
 from ..config import DraftConfig
-from ..reader import Reader
-from ..rows import Rows
+from ..runner import Runner
 from .sparse import SlotView
 
 
 class GuidedView(SlotView):
-    """The blocks of most mass, whole, and a tail that begins at a block's edge; selected anew after each verification.
+    """The blocks of most mass, whole, and a window that begins at a block's edge; selected anew by each verification.
 
-    Before a slot's first verification it reads the first entries and the tail. All queries of a verification count,
+    Before a slot's first verification it reads the first entries and the window. All queries of a verification count,
     those of drafts that it rejects too: which they are is known only when the mass has been summed.
     """
 
@@ -34,53 +34,53 @@ class GuidedView(SlotView):
     of_target = wants_mass = True
 
     @classmethod
-    def build(cls, config: DraftConfig, reader: Reader, room: int) -> GuidedView:
+    def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> GuidedView:
         """Selected anew by every verification, or as the configuration says."""
-        return cls(reader, budget=config.budget, page=config.page, refresh=config.refresh or 1, room=room)
+        return cls(runner, budget=config.budget, page=config.page, refresh=config.refresh or 1, max_new=max_new)
 
     @classmethod
     def least_budget(cls, config: DraftConfig) -> int:
-        """A page, and two of the tail."""
+        """A page, and two of the window."""
         return 3 * config.page
 
-    def __init__(self, reader: Reader, *, budget: int, page: int, refresh: int, room: int) -> None:
-        """refresh: committed tokens after which a row is selected anew; sooner where its tail is full."""
-        growth = min(refresh, budget // 4)  # what the tail has room for until the next selection
+    def __init__(self, runner: Runner, *, budget: int, page: int, refresh: int, max_new: int) -> None:
+        """refresh: committed tokens after which a row is selected anew; sooner where its window is full."""
+        growth = min(refresh, budget // 4)  # what the window has room for until the next selection
         n_blocks = max(1, (budget - 2 * page - growth) // page)
-        super().__init__(reader, n_listed=n_blocks * page, tail=budget - n_blocks * page, room=room)
-        self.page = self.run = page
+        super().__init__(runner, n_listed=n_blocks * page, window=budget - n_blocks * page, max_new=max_new)
+        self.page = page
         self.apart = refresh
-        self.growth = min(growth, self.tail - 2 * page)  # so that a block and more are left of the tail
-        self.selected_at = torch.full_like(self.tail_start, -refresh)  # [B] seq_len at the last selection
+        self.growth = min(growth, self.window - 2 * page)  # so that a block and more are left of the window
+        self.selected_at = torch.full_like(self.window_start, -refresh)  # [B] seq_len at the last selection
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """What precedes the tail, as far as the list goes: all of a short prompt, the beginning of a long one."""
+        """What precedes the window, as far as the list goes: all of a short prompt, the beginning of a long one."""
         super().host_admit(slot, prompt)
         start = self._start(torch.tensor(len(prompt) - 1, device=self.slots.device))
         entry = torch.arange(self.slots.shape[-1], device=self.slots.device)
         self.slots[:, slot] = torch.where(entry < start, entry, -1)
-        self.tail_start[slot] = start
+        self.window_start[slot] = start
 
     def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
         super().host_free(slot)
         self.selected_at[slot] = -self.apart
 
-    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
-        """Select by mass [L, B, K, P] for each row that has grown by `refresh` tokens since, or whose tail is full."""
+    def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
+        """Select by mass [L, B, K, P] for each row that has grown by `refresh` tokens since, or has a full window."""
         if mass is None:
             return
-        grown, full = rows.seq_len - self.selected_at, rows.seq_len - self.tail_start  # [B]
-        due = (grown >= self.apart) | (full > self.tail)  # [B]
-        start = self._start(rows.seq_len)  # [B]
+        grown, full = state.seq_len - self.selected_at, state.seq_len - self.window_start  # [B]
+        due = (grown >= self.apart) | (full > self.window)  # [B]
+        start = self._start(state.seq_len)  # [B]
         guided_select(mass, self.slots, due, start // self.page, self.page)
-        self.tail_start.copy_(torch.where(due, start, self.tail_start))
-        self.selected_at.copy_(torch.where(due, rows.seq_len, self.selected_at))
+        self.window_start.copy_(torch.where(due, start, self.window_start))
+        self.selected_at.copy_(torch.where(due, state.seq_len, self.selected_at))
 
     def _start(self, length: Tensor) -> Tensor:
-        """Where the tail of a row of that length begins at a selection: at a block's edge, with room to grow.
+        """Where the window of a row of that length begins at a selection: at a block's edge, with room to grow.
 
-        A row that the budget holds needs no room: list and tail must reach each other.
+        A row that the budget holds needs no room: list and window must reach each other.
         """
-        aligned = (length + self.growth - self.tail + self.page - 1).clamp(min=0) // self.page * self.page
+        aligned = (length + self.growth - self.window + self.page - 1).clamp(min=0) // self.page * self.page
         return torch.where(length <= self.budget, aligned.clamp(max=self.slots.shape[-1]), aligned)

@@ -19,11 +19,11 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
+from ..batch_state import BatchState, RoundPlan
 from ..compiling import CompiledStep, span
 from ..config import DraftConfig
 from ..prefill import Filling
-from ..reader import Reader
-from ..rows import RoundPlan, Rows
+from ..runner import Runner
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
 from .base import Draft, DraftPolicy, Drafts, ModelSteps, OwnPrefill, View, build_view
 from .lookup import LookupDraft
@@ -48,22 +48,22 @@ def middle_step(
     tokens: Tensor,
     pos: Tensor,
     layers: list[CacheLayer],
-    in_view: Tensor,
+    n_splits_carrier: Tensor,
     make: Callable[..., KV],
     args: tuple[Any, ...],
 ) -> Tensor:
     """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, T, V] after each of them."""
-    logits: Tensor = model(tokens, pos, make(layers, in_view, *args)).float()
+    logits: Tensor = model(tokens, pos, make(layers, n_splits_carrier, *args)).float()
     return logits
 
 
-def ahead(rows: Rows, n: Tensor) -> Rows:
+def ahead(state: BatchState, n: Tensor) -> BatchState:
     """The rows as if the next n [B] tokens, which stand in their history, were committed.
 
     As in the cache, what history holds behind the pending token is scratch: committing writes it over.
     """
-    seq_len = rows.seq_len + n
-    return rows.ending_at(seq_len, rows.history.gather(1, seq_len[:, None])[:, 0])
+    seq_len = state.seq_len + n
+    return state.ending_at(seq_len, state.history.gather(1, seq_len[:, None])[:, 0])
 
 
 def cheap_plan(plan: RoundPlan, n_ahead: int) -> RoundPlan:
@@ -91,16 +91,16 @@ class HierarchyDraft(DraftPolicy):
 
     @classmethod
     def build(
-        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> HierarchyDraft:
         """The target through a view, over lookup or a draft model with a sliding window."""
         name, *cheap_view = cls.views(config)
         view = build_view(config, name, target)
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
         if cheap_view:
-            reader = beside(target, draft_model, draft_group)
+            runner = beside(target, draft_model, draft_group)
             # the middle level's own token comes between the cheap drafts and the target's: one more may be unfed
-            cheap = StandaloneDraft(reader, build_view(config, cheap_view[0], reader), target.group, unfed=3)
+            cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, unfed=3)
             cheap.stream = CHEAP_STREAM
         return cls(target, view, name, cheap)
 
@@ -134,7 +134,7 @@ class HierarchyDraft(DraftPolicy):
         theirs = [ModelSteps(draft_model, n * CHEAP_GAMMA, name) for name in cheap if draft_model]
         return [ModelSteps(target, n, own, CHEAP_GAMMA + 1), *theirs]
 
-    def __init__(self, target: Reader, view: View, view_name: str, cheap: DraftPolicy) -> None:
+    def __init__(self, target: Runner, view: View, view_name: str, cheap: DraftPolicy) -> None:
         self.target, self.view, self.cheap = target, view, cheap
         self.proposers: tuple[str, ...] = (cheap.proposers[0], view_name)
         self.wants_mass = view.wants_mass
@@ -160,42 +160,42 @@ class HierarchyDraft(DraftPolicy):
         """Middle steps."""
         return n_middle_steps(gamma)
 
-    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
+    def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
         """Middle steps, each judging cheap drafts; a row that is full takes part and goes nowhere."""
-        self.view.device_before_draft(rows, plan)
+        self.view.device_before_draft(state, plan)
         gamma = plan.gamma
-        n_slots, device, width = len(rows.pending), rows.pending.device, CHEAP_GAMMA + 1
+        n_slots, device, width = len(state.pending), state.pending.device, CHEAP_GAMMA + 1
         row, step = torch.arange(n_slots, device=device)[:, None], torch.arange(width, device=device)  # [B, 1], [T]
-        filled = torch.zeros_like(rows.seq_len)  # [B]
+        filled = torch.zeros_like(state.seq_len)  # [B]
         # a row near its end takes as many steps as it would alone, so that its draft does not hang on its neighbours
-        n_steps = n_middle_steps((rows.remaining - 1).clamp(0, gamma))  # [B]
+        n_steps = n_middle_steps((state.remaining - 1).clamp(0, gamma))  # [B]
         who = torch.zeros(n_slots, gamma + width, dtype=torch.int64, device=device)
-        q = torch.zeros(n_slots, gamma + width, rows.vocab_size, device=device) if plan.kind.sampled else None
+        q = torch.zeros(n_slots, gamma + width, state.vocab_size, device=device) if plan.kind.sampled else None
         for i in range(n_middle_steps(gamma)):
-            virtual, step_plan = ahead(rows, filled), cheap_plan(plan, min(gamma, i * width))
+            virtual, step_plan = ahead(state, filled), cheap_plan(plan, min(gamma, i * width))
             cheap = self.cheap.propose(virtual, step_plan)
             pos = virtual.seq_len[:, None] + step  # [B, T]
             fed = torch.cat([virtual.pending[:, None], cheap.tokens], 1)  # [B, T]
             logits = self._feed(fed, pos, step_plan.n_keys + CHEAP_GAMMA)  # [B, T, V]
-            verdict, p = virtual.judge(
+            result, p = virtual.accept(
                 logits, pos, plan.kind, cheap.tokens, cheap.q, cheap.count, accept=CHEAP_ACCEPT_STREAM, own=DRAFT_STREAM
             )
             # of the T tokens and their q the first n_accepted + 1 count, the next step writes over the others
-            own = step == verdict.n_accepted[:, None]  # [B, T]
-            tokens = torch.where(own, verdict.next_token[:, None], F.pad(cheap.tokens, (0, 1)))
-            rows.history.scatter_(1, pos + 1, tokens)
+            own = step == result.n_accepted[:, None]  # [B, T]
+            tokens = torch.where(own, result.next_token[:, None], F.pad(cheap.tokens, (0, 1)))
+            state.history.scatter_(1, pos + 1, tokens)
             place = filled[:, None] + step  # [B, T]
             who[row, place] = own.long()
             if q is not None and p is not None:
                 q[row, place] = p
-            filled = torch.where(i < n_steps, (filled + verdict.n_accepted + 1).clamp(max=gamma), filled)
-        drafted = rows.history.gather(1, rows.seq_len[:, None] + 1 + torch.arange(gamma, device=device))
+            filled = torch.where(i < n_steps, (filled + result.n_accepted + 1).clamp(max=gamma), filled)
+        drafted = state.history.gather(1, state.seq_len[:, None] + 1 + torch.arange(gamma, device=device))
         return Draft(drafted, None if q is None else q[:, :gamma], filled, who[:, :gamma])
 
-    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
         """Let the view select from what the verification saw."""
-        self.view.device_after_verify(rows, mass)
-        self.cheap.device_after_verify(rows, None)
+        self.view.device_after_verify(state, mass)
+        self.cheap.device_after_verify(state, None)
 
     def kv_bytes(self, plan: RoundPlan) -> int:
         """Bytes that the middle steps read, and those that drafting for them reads."""
@@ -210,6 +210,6 @@ class HierarchyDraft(DraftPolicy):
     def _feed(self, tokens: Tensor, pos: Tensor, n_keys: int) -> Tensor:
         """tokens, pos [B, T] -> fp32 logits [B, T, V] of the middle level after each of them."""
         cache, (make, args) = self.target.cache, self.view.kv()
-        in_view = span(cache, n_keys)
-        logits: Tensor = self._step(self.target.model, tokens, pos, cache.layers, in_view, make, args)
+        n_splits_carrier = span(cache, n_keys)
+        logits: Tensor = self._step(self.target.model, tokens, pos, cache.layers, n_splits_carrier, make, args)
         return logits

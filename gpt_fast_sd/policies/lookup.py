@@ -14,9 +14,9 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, Transformer
 from gpt_fast_sd.tp import Group
 
+from ..batch_state import BatchState, RoundPlan
 from ..config import DraftConfig
-from ..reader import Reader
-from ..rows import RoundPlan, Rows
+from ..runner import Runner
 from .base import Draft, DraftPolicy
 
 
@@ -51,7 +51,7 @@ class LookupDraft(DraftPolicy):
 
     @classmethod
     def build(
-        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> LookupDraft:
         """N-grams of the target's texts."""
         return cls(target, config.ngram)
@@ -61,14 +61,14 @@ class LookupDraft(DraftPolicy):
         """That is all it does."""
         return True
 
-    def __init__(self, target: Reader, ngram: int) -> None:
+    def __init__(self, target: Runner, ngram: int) -> None:
         self.target, self.ngram = target, ngram
 
-    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
+    def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
         """gamma tokens where anything matched, else none; drawn without chance."""
         in_view = self.target.cache.splits(plan.n_keys) * SPLIT
-        last = rows.seq_len.clamp(max=in_view - 1)  # an idle slot may hold more text than any live one
-        tokens, matched = look_up(rows.history[:, :in_view], last, self.ngram, plan.gamma)
+        last = state.seq_len.clamp(max=in_view - 1)  # an idle slot may hold more text than any live one
+        tokens, matched = look_up(state.history[:, :in_view], last, self.ngram, plan.gamma)
         return Draft(tokens, None, plan.gamma * matched)
 
     def positions_read(self, pos: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ The keys of a page lie in a box, and no key in a box has a larger product with a
 corners of all pages are 1 / page of the cache, so looking at all of them is cheap.
 
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K, H head dim,
-        R = G * T query rows that share one kv head, P pages in view, n pages read, M = n * page + the tail's width.
+        R = G * T query rows that share one kv head, P pages in view, n pages read, M = n * page + the window's width.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gpt_fast_sd.kernels import entries_of, page_bounds, quest_pages
 from gpt_fast_sd.model import KV, SPLIT, CacheLayer
 
 from ..attending import listed
+from ..batch_state import BatchState, RoundPlan
 from ..config import DraftConfig
-from ..reader import Reader
-from ..rows import RoundPlan, Rows
+from ..runner import Runner
 from .base import View
 from .sparse import positions_of
 
@@ -32,7 +32,7 @@ class QuestKV:
     """Store, choose pages that are closed (all below window_start), attend to them and to [window_start, pos]."""
 
     layers: Sequence[CacheLayer]
-    in_view: Tensor  # [n_splits, 0]
+    n_splits_carrier: Tensor  # [n_splits, 0]
     bounds: Sequence[Tensor]  # L of [B, K, S // page, 2H], the largest and the smallest key of each dimension
     chosen: Sequence[Tensor]  # L of int64 [B, K, n], the pages read last
     window_start: Tensor  # int64 [B], a multiple of page
@@ -42,7 +42,7 @@ class QuestKV:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
         self.layers[layer].store(pos, k, v)
-        n_pages, chosen = self.in_view.shape[0] * (SPLIT // self.page), self.chosen[layer]
+        n_pages, chosen = self.n_splits_carrier.shape[0] * (SPLIT // self.page), self.chosen[layer]
         bounds = self.bounds[layer].narrow(2, 0, n_pages)  # [B, K, P, 2H]
         chosen.copy_(quest_pages(q.to(bounds.dtype), bounds, self.window_start // self.page, chosen.shape[-1]))
         window = self.window_start, self.window_width
@@ -50,22 +50,22 @@ class QuestKV:
 
 
 class QuestView(View):
-    """The pages whose bounds promise a query most, chosen anew at each step and layer, and a tail of recent entries.
+    """The pages whose bounds promise a query most, chosen anew at each step and layer, and a window of recent entries.
 
-    The tail begins at the edge of a page, so that all pages before it are full and their keys final.
+    The window begins at the edge of a page, so that all pages before it are full and their keys final.
     """
 
     about = "for each token the pages of its cache that may matter most to it, and a window"
     flags = ("budget", "page")
 
     @classmethod
-    def build(cls, config: DraftConfig, reader: Reader, room: int) -> QuestView:
-        """Pages and tail of a budget."""
-        return cls(reader, budget=config.budget, page=config.page, room=room)
+    def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> QuestView:
+        """Pages and window of a budget."""
+        return cls(runner, budget=config.budget, page=config.page, max_new=max_new)
 
     @classmethod
     def least_budget(cls, config: DraftConfig) -> int:
-        """A page, and two of the tail."""
+        """A page, and two of the window."""
         return 3 * config.page
 
     @classmethod
@@ -78,68 +78,68 @@ class QuestView(View):
         """The budget, and the bounds of all pages: one page's are as large as one entry."""
         return super().reads(config, n_keys) + n_keys // config.page
 
-    def __init__(self, reader: Reader, *, budget: int, page: int, room: int) -> None:
-        """room: the most tokens a round feeds beyond the committed ones."""
+    def __init__(self, runner: Runner, *, budget: int, page: int, max_new: int) -> None:
+        """max_new: the most tokens a round feeds beyond the committed ones."""
         n_pages = max(1, (budget - 2 * page) // page)
-        self.reader, self.page, self.tail = reader, page, budget - n_pages * page
-        self.tail_width = self.tail + room
-        _, n_slots, n_kv = reader.shape
-        keys = [layer.k for layer in reader.cache.layers]
+        self.runner, self.page, self.window = runner, page, budget - n_pages * page
+        self.window_width = self.window + max_new
+        _, n_slots, n_kv = runner.shape
+        keys = [layer.k for layer in runner.cache.layers]
         self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * k.shape[3]) for k in keys]
         self.chosen = [k.new_full((n_slots, n_kv, n_pages), -1, dtype=torch.int64) for k in keys]
-        self.tail_start = torch.zeros(n_slots, dtype=torch.int64, device=reader.device)
-        self._stride = -(-room // page)  # pages that a round may close
+        self.window_start = torch.zeros(n_slots, dtype=torch.int64, device=runner.device)
+        self._stride = -(-max_new // page)  # pages that a round may close
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
-        """QuestKV over bounds and tail; it notes which pages it chose."""
-        return QuestKV, (self.bounds, self.chosen, self.tail_start, self.tail_width, self.page)
+        """QuestKV over bounds and window; it notes which pages it chose."""
+        return QuestKV, (self.bounds, self.chosen, self.window_start, self.window_width, self.page)
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Take the bounds of all pages of the slot."""
-        for layer, bound in zip(self.reader.cache.layers, self.bounds, strict=True):
+        for layer, bound in zip(self.runner.cache.layers, self.bounds, strict=True):
             pages = layer.k[slot].unflatten(1, (-1, self.page))  # [K, S // page, page, H]
             bound[slot] = torch.cat([pages.amax(2), pages.amin(2)], -1)
-        self.tail_start[slot] = self._closed(len(prompt) - 1) * self.page
+        self.window_start[slot] = self._closed(len(prompt) - 1) * self.page
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
         """Whether rounds passed that drafted nothing: more pages may be closed than device_before_draft looks at."""
         return not plan.follows_a_draft
 
-    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
+    def host_before_round(self, state: BatchState, plan: RoundPlan) -> None:
         """Take the bounds of all pages that rows have closed, but for those that device_before_draft looks at."""
         closed = (self._closed(n) - self._closed(plan.drafted_at[slot]) for slot, n in plan.lengths.items())
         for done in range(self._stride, max(closed, default=0), self._stride):
-            self._bound(self.tail_start // self.page + done)
+            self._bound(self.window_start // self.page + done)
 
-    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
-        """Take the bounds of the pages that the last round may have closed, and let the tail slide by whole pages.
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
+        """Take the bounds of the pages that the last round may have closed, and let the window slide by whole pages.
 
         Bounds of a page that is not full yet are taken again before any query reads them.
         """
-        self._bound(self.tail_start // self.page)
-        over = (rows.seq_len - self.tail).clamp(min=0)  # [B]
-        self.tail_start.copy_((over + self.page - 1) // self.page * self.page)
+        self._bound(self.window_start // self.page)
+        over = (state.seq_len - self.window).clamp(min=0)  # [B]
+        self.window_start.copy_((over + self.page - 1) // self.page * self.page)
 
     def host_free(self, slot: int) -> None:
         """Forget the slot's pages."""
-        self.tail_start[slot] = 0
+        self.window_start[slot] = 0
         for chosen in self.chosen:
             chosen[slot] = -1
 
     def entries_read(self, n_keys: int) -> int:
-        """Chosen pages, the tail, and the bounds of all pages in view: one page's are as large as one entry."""
-        in_view = self.reader.cache.splits(n_keys) * SPLIT // self.page
-        return self.chosen[0].shape[-1] * self.page + self.tail_width + in_view
+        """Chosen pages, the window, and the bounds of all pages in view: one page's are as large as one entry."""
+        in_view = self.runner.cache.splits(n_keys) * SPLIT // self.page
+        return self.chosen[0].shape[-1] * self.page + self.window_width + in_view
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """The pages chosen last, and the tail, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
+        """The pages chosen last, and the window, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
         slots = entries_of(torch.stack(self.chosen), self.page)  # [L, B, K, n * page]
-        return positions_of(slots, self.tail_start, self.tail_width, pos, self.reader.cache.capacity + SPLIT)
+        return positions_of(slots, self.window_start, self.window_width, pos, self.runner.cache.capacity + SPLIT)
 
     def _closed(self, length: int) -> int:
-        """Pages of a row of that length before its tail."""
-        return -(-max(0, length - self.tail) // self.page)
+        """Pages of a row of that length before its window."""
+        return -(-max(0, length - self.window) // self.page)
 
     def _bound(self, first: Tensor) -> None:
-        for layer, bounds in zip(self.reader.cache.layers, self.bounds, strict=True):
+        for layer, bounds in zip(self.runner.cache.layers, self.bounds, strict=True):
             page_bounds(layer.k, bounds, first, self._stride, self.page)

@@ -3,10 +3,10 @@
 Selecting costs one pass of the model over the observation window, which is fed again: its keys are in the cache, only
 its queries are not. Where a text goes on, the selection grows old, so it is renewed as the text grows.
 
-Which rows are due is told on the device, by their own lengths alone, and the windows of several are fed as one batch,
-so that the weights are read once for them. The host has only to know when some row may be due.
+Which rows are due is told on the device, by their own lengths alone, and the observation windows of several are
+fed as one batch, so that the weights are read once for them. The host has only to know when some row may be due.
 
-Shapes: B slots, W of them whose windows are fed together, T tokens of the observation window, S positions in view,
+Shapes: B slots, W of them that are observed together, T tokens of the observation window, S positions in view,
         L layers, N query heads, K kv heads, G = N // K, H head dim, C listed entries.
 """
 
@@ -23,14 +23,14 @@ from gpt_fast_sd.kernels import top_pages
 from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
 from ..attending import dense_of_slots
+from ..batch_state import BatchState, RoundPlan
 from ..compiling import CompiledStep, span
 from ..config import DraftConfig
-from ..devices import ways_of
-from ..reader import Reader
-from ..rows import RoundPlan, Rows
+from ..devices import traits_of
+from ..runner import Runner
 from .sparse import SlotView
 
-WINDOW = 32  # observation window, as in the paper
+OBSERVED = 32  # observation window, as in the paper
 REFRESH = 64  # tokens from one selection to the next
 KERNEL = 5  # neighbours that a score is averaged over: a selection of stretches, not of lone tokens
 
@@ -43,14 +43,14 @@ class ObservingKV:
     """
 
     layers: Sequence[CacheLayer]
-    in_view: Tensor  # [n_splits, 0]; queries at or past what is in view are nobody's
-    slots: Tensor  # int64 [W], whose windows are fed: all different
+    n_splits_carrier: Tensor  # [n_splits, 0]; queries at or past what is in view are nobody's
+    slots: Tensor  # int64 [W], whose observation windows are fed: all different
     n_listed: int
     listed: list[Tensor] = field(default_factory=list)  # int64 [W, K, C] a layer; no layer's mass outlives it
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Attend: q [W, N, T, H]; k, v [W, K, T, H] (unused: the cache holds them); pos [W, T] -> [W, N, T, H]."""
-        n_keys = self.in_view.shape[0] * SPLIT
+        n_keys = self.n_splits_carrier.shape[0] * SPLIT
         out, mass = dense_of_slots(q, self.layers[layer], self.slots, pos, n_keys)
         first = torch.where(pos[:, 0] < n_keys, pos[:, 0], 0)  # [W]
         self.listed.append(best_entries(mass, first, self.n_listed))
@@ -63,14 +63,14 @@ def observe_step(
     pos: Tensor,
     slots: Tensor,
     layers: list[CacheLayer],
-    in_view: Tensor,
+    n_splits_carrier: Tensor,
     n_listed: int,
 ) -> Tensor:
     """What the committed tokens [W, T] at pos [W, T] of slots [W] attend to most before them: int64 [L, W, K, C].
 
-    What is listed for a window at or past all keys in view means nothing.
+    What is listed for an observation window at or past all keys in view means nothing.
     """
-    kv = ObservingKV(layers, in_view, slots, n_listed)
+    kv = ObservingKV(layers, n_splits_carrier, slots, n_listed)
     model.hidden(tokens, pos, kv)
     return torch.stack(kv.listed)
 
@@ -87,49 +87,49 @@ def best_entries(mass: Tensor, end: Tensor, n: int) -> Tensor:
     return top_pages(pooled, end[:, None], n)
 
 
-def _tail(budget: int, refresh: int, window: int) -> int:
-    """Entries of the window and of what comes before the next selection: at most half of the budget or so."""
-    return min(window + refresh, max(budget // 2, window + window // 4))
+def _window(budget: int, refresh: int, n_observed: int) -> int:
+    """Observed entries and what comes before the next selection: at most half of the budget or so."""
+    return min(n_observed + refresh, max(budget // 2, n_observed + n_observed // 4))
 
 
 class SnapKVView(SlotView):
-    """The entries that the observation window attended to most, and all from the window on, until the tail is full.
+    """The entries that the observation window attended to most, and all from it on, until the window is full.
 
-    A row that fits into the budget is read whole and needs no selection; so every window is full of committed tokens.
+    A row that fits into the budget is read whole and needs no selection; so all observed tokens are committed ones.
     """
 
     about = "what the latest tokens attended to most when it last looked, and a window"
     flags = ("budget", "refresh")
-    window = WINDOW
+    n_observed = OBSERVED
 
     @classmethod
-    def build(cls, config: DraftConfig, reader: Reader, room: int) -> SnapKVView:
+    def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> SnapKVView:
         """Selected anew every 64 tokens, or as the configuration says."""
-        return cls(reader, budget=config.budget, refresh=config.refresh or REFRESH, room=room)
+        return cls(runner, budget=config.budget, refresh=config.refresh or REFRESH, max_new=max_new)
 
     @classmethod
     def least_budget(cls, config: DraftConfig) -> int:
-        """Twice the window."""
-        return 2 * WINDOW
+        """Twice the observation window."""
+        return 2 * OBSERVED
 
     @classmethod
     def refresh_period(cls, config: DraftConfig) -> int:
-        """What the tail has room for beside the window."""
-        return _tail(config.budget, config.refresh or REFRESH, WINDOW) - WINDOW
+        """What the window has room for beside what is observed."""
+        return _window(config.budget, config.refresh or REFRESH, OBSERVED) - OBSERVED
 
-    def __init__(self, reader: Reader, *, budget: int, refresh: int, room: int, window: int = WINDOW) -> None:
+    def __init__(self, runner: Runner, *, budget: int, refresh: int, max_new: int, n_observed: int = OBSERVED) -> None:
         """refresh: committed tokens after which a row is selected anew; sooner where half of the budget is full."""
-        tail = _tail(budget, refresh, window)
-        assert window < tail < budget, "the budget has no room for the window"
-        super().__init__(reader, n_listed=budget - tail, tail=tail, room=room)
-        n_slots = reader.shape[1]
-        self.window, self.refresh_every = window, tail - window
-        self.together = min(n_slots, ways_of(reader.device).windows)  # W
-        # where the last selection of each slot let its tail begin, as far as the host knows: at least, and at most
+        window = _window(budget, refresh, n_observed)
+        assert n_observed < window < budget, "the budget has no room for what is observed"
+        super().__init__(runner, n_listed=budget - window, window=window, max_new=max_new)
+        n_slots = runner.shape[1]
+        self.n_observed, self.refresh_every = n_observed, window - n_observed
+        self.together = min(n_slots, traits_of(runner.device).windows)  # W
+        # where the last selection of each slot let its window begin, as far as the host knows: at least, and at most
         self._bounds = [(0, 0)] * n_slots
         self._asked: dict[int, tuple[int, int]] = {}  # slots that the device was asked for last, and bounds of lengths
         self._asked_in = 0  # round
-        self._step = CompiledStep(observe_step, compiled=reader.compiled)
+        self._step = CompiledStep(observe_step, compiled=runner.compiled)
 
     @property
     def graphs(self) -> int:
@@ -148,9 +148,9 @@ class SnapKVView(SlotView):
         self._asked.pop(slot, None)
 
     def entries_read(self, n_keys: int) -> int:
-        """The list and the tail, and a step's share of a selection, which reads all entries."""
+        """The list and the window, and a step's share of a selection, which reads all entries."""
         selecting = n_keys // self.refresh_every if n_keys > self.budget else 0
-        return super().entries_read(n_keys) + int(selecting * ways_of(self.reader.device).window_reads)
+        return super().entries_read(n_keys) + int(selecting * traits_of(self.runner.device).window_reads)
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """A pass for every W rows that may be due; while a round is under way some passes may find fewer, or none."""
@@ -164,32 +164,32 @@ class SnapKVView(SlotView):
         certain = plan.ahead == 0 and all(low == high for low, high in map(self._bounds.__getitem__, self._asked))
         return [max(some if certain else longest) for some in passes]
 
-    def device_refresh(self, rows: Rows, n_keys: int) -> None:
-        """Select for the first W of the rows whose tail is full, by the windows at the end of what is committed.
+    def device_refresh(self, state: BatchState, n_keys: int) -> None:
+        """Select for the first W of the rows whose window is full, by the observation windows at their ends.
 
-        The list is what a window attends to most before it, the tail is the window.
+        The list is what an observation window attends to most before it, the window begins with it.
         """
-        capacity = self.reader.cache.capacity
-        due = rows.active & (rows.seq_len > self.budget) & (rows.seq_len - self.tail_start > self.tail)  # [B]
+        capacity = self.runner.cache.capacity
+        due = state.active & (state.seq_len > self.budget) & (state.seq_len - self.window_start > self.window)  # [B]
         slots = due.logical_not().long().argsort(stable=True)[: self.together]  # [W]
         chosen = due[slots]  # [W]
         # the others look from behind what can ever be in view, and so cost no reading of keys
-        start = torch.where(chosen, rows.seq_len[slots] - self.window, capacity)  # [W]
-        pos = start[:, None] + torch.arange(self.window, device=start.device)  # [W, T]
-        listed = self._observe(rows.history[slots[:, None], pos], pos, slots, n_keys)  # [L, W, K, C]
+        start = torch.where(chosen, state.seq_len[slots] - self.n_observed, capacity)  # [W]
+        pos = start[:, None] + torch.arange(self.n_observed, device=start.device)  # [W, T]
+        listed = self._observe(state.history[slots[:, None], pos], pos, slots, n_keys)  # [L, W, K, C]
         self.slots.index_copy_(1, slots, torch.where(chosen[:, None, None], listed, self.slots[:, slots]))
-        self.tail_start.index_copy_(0, slots, torch.where(chosen, start, self.tail_start[slots]))
+        self.window_start.index_copy_(0, slots, torch.where(chosen, start, self.window_start[slots]))
 
     def _observe(self, tokens: Tensor, pos: Tensor, slots: Tensor, n_keys: int) -> Tensor:
         """See observe_step: tokens, pos [W, T], slots [W] -> int64 [L, W, K, C]."""
-        cache = self.reader.cache
-        in_view, n_listed = span(cache, n_keys), self.slots.shape[-1]
-        out: Tensor = self._step(self.reader.model, tokens, pos, slots, cache.layers, in_view, n_listed)
+        cache = self.runner.cache
+        n_splits_carrier, n_listed = span(cache, n_keys), self.slots.shape[-1]
+        out: Tensor = self._step(self.runner.model, tokens, pos, slots, cache.layers, n_splits_carrier, n_listed)
         return out
 
     def _full(self, length: int, start: int) -> bool:
-        """What refresh asks on the device, of a row whose tail begins at start."""
-        return length > self.budget and length - start > self.tail
+        """What refresh asks on the device, of a row whose window begins at start."""
+        return length > self.budget and length - start > self.window
 
     def _learn(self, plan: RoundPlan) -> None:
         """Follow what the device decided for the slots it was asked for.
@@ -203,7 +203,7 @@ class SnapKVView(SlotView):
                 shortest = longest = plan.lengths[slot]
             low, high = self._bounds[slot]
             if self._full(shortest, high):
-                self._bounds[slot] = shortest - self.window, longest - self.window
+                self._bounds[slot] = shortest - self.n_observed, longest - self.n_observed
             elif self._full(longest, low):
-                self._bounds[slot] = low, longest - self.window
+                self._bounds[slot] = low, longest - self.n_observed
         self._asked = {}

@@ -1,7 +1,7 @@
-"""The access form that sparse views share: a list of slots a kv head, and a tail of recent positions.
+"""The access form that sparse views share: a list of slots a kv head, and a window of recent positions.
 
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K, H head dim,
-        C listed entries, W entries of the tail, M = C + W + room for the tokens of a round.
+        C listed entries, W entries of the window, M = C + W + max_new.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, SPLIT
 
 from ..attending import ListedKV
+from ..batch_state import BatchState, RoundPlan
 from ..config import DraftConfig
-from ..reader import Reader
-from ..rows import RoundPlan, Rows
+from ..runner import Runner
 from .base import View
 
 
-def positions_of(slots: Tensor, tail_start: Tensor, tail_width: int, pos: Tensor, n_positions: int) -> Tensor:
-    """What ListedKV reads for queries at pos [B]: slots [L, B, K, C], tail_start [B] -> bool [L, B, K, S]."""
+def positions_of(slots: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_positions: int) -> Tensor:
+    """What ListedKV reads for queries at pos [B]: slots [L, B, K, C], window_start [B] -> bool [L, B, K, S]."""
     place = torch.arange(n_positions, device=pos.device)  # [S]
     spare = torch.where(slots >= 0, slots, n_positions)  # an empty entry sets a place of its own
     listed = torch.zeros(*slots.shape[:3], n_positions + 1, dtype=torch.bool, device=pos.device)
     listed = listed.scatter(3, spare, True)[..., :-1]  # [L, B, K, S]
-    start = tail_start[:, None]  # [B, 1]
-    in_tail = (place >= start) & (place < start + tail_width)  # [B, S]
-    return (listed | in_tail[:, None]) & (place <= pos[:, None])[:, None]
+    start = window_start[:, None]  # [B, 1]
+    in_window = (place >= start) & (place < start + window_width)  # [B, S]
+    return (listed | in_window[:, None]) & (place <= pos[:, None])[:, None]
 
 
 class SlotView(View):
-    """C listed entries and a tail of at most W; selecting anew fills the list and shortens the tail.
+    """C listed entries and a window of at most W; selecting anew fills the list and shortens the window.
 
-    Between two selections the tail begins where the last one left off, so nothing falls between list and tail, until it
-    is W long; from then on it slides. What it leaves behind then is listed while the list has room, so that a row of no
-    more than C + W entries is read whole, selected or not. A list holds min(C, tail_start) entries, then empty ones.
+    Between two selections the window begins where the last one left off, so nothing falls between the two, until it is
+    W long; from then on it slides. What it leaves behind then is listed while the list has room, so that a row of no
+    more than C + W entries is read whole, selected or not. A list holds min(C, window_start) entries, then empty ones.
     """
 
     @classmethod
@@ -45,44 +45,44 @@ class SlotView(View):
         """An int64 for each entry of the budget."""
         return n_lists * config.budget * 8
 
-    run = 1  # listed entries come in runs of so many, each a page of the cache
+    page = 1  # listed entries come in runs of so many, each a page of the cache
 
-    def __init__(self, reader: Reader, *, n_listed: int, tail: int, room: int, first_tail: int = 0) -> None:
-        """room: the most tokens a round feeds beyond the committed ones. first_tail: no tail begins before it."""
-        n_layers, n_slots, n_kv = reader.shape
-        self.reader, self.tail, self.tail_width, self.first_tail = reader, tail, tail + room, first_tail
-        self.budget = n_listed + tail
-        self.slots = torch.full((n_layers, n_slots, n_kv, n_listed), -1, dtype=torch.int64, device=reader.device)
+    def __init__(self, runner: Runner, *, n_listed: int, window: int, max_new: int, first_window: int = 0) -> None:
+        """max_new: the most tokens a round feeds beyond the committed ones. first_window: where the first begins."""
+        n_layers, n_slots, n_kv = runner.shape
+        self.runner, self.window, self.window_width, self.first_window = runner, window, window + max_new, first_window
+        self.budget = n_listed + window
+        self.slots = torch.full((n_layers, n_slots, n_kv, n_listed), -1, dtype=torch.int64, device=runner.device)
         self._slots = list(self.slots.unbind())  # the same, layer by layer
-        self.tail_start = torch.full((n_slots,), first_tail, dtype=torch.int64, device=reader.device)
+        self.window_start = torch.full((n_slots,), first_window, dtype=torch.int64, device=runner.device)
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """ListedKV over the tensors that selections are written into."""
-        return ListedKV, (self._slots, self.tail_start, self.tail_width, self.run)
+        return ListedKV, (self._slots, self.window_start, self.window_width, self.page)
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Begin with a tail from the first entries on: the tails of idle slots slide too."""
+        """Begin with a window from the first entries on: the windows of idle slots slide too."""
         self.host_free(slot)
 
-    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
-        """Slide the tail where it would be longer than W; what it leaves behind is listed while the list has room."""
-        start = torch.maximum(self.tail_start, rows.seq_len - self.tail)  # [B]
-        if plan.any_within(self.budget):
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
+        """Slide the window where it would be longer than W; what it leaves behind is listed while the list has room."""
+        start = torch.maximum(self.window_start, state.seq_len - self.window)  # [B]
+        if plan.any_drafted_within(self.budget):  # by then no list is left half full
             entry = torch.arange(self.slots.shape[-1], device=start.device)  # [C]
-            left = (entry >= self.tail_start[:, None]) & (entry < start[:, None])  # [B, C]
+            left = (entry >= self.window_start[:, None]) & (entry < start[:, None])  # [B, C]
             self.slots.copy_(torch.where(left[:, None], entry, self.slots))
-        self.tail_start.copy_(start)
+        self.window_start.copy_(start)
 
     def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
         self.slots[:, slot] = -1
-        self.tail_start[slot] = self.first_tail
+        self.window_start[slot] = self.first_window
 
     def entries_read(self, n_keys: int) -> int:
-        """The list and the tail."""
-        return self.slots.shape[-1] + self.tail_width
+        """The list and the window."""
+        return self.slots.shape[-1] + self.window_width
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """Listed entries and the tail, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
-        n_positions = self.reader.cache.capacity + SPLIT
-        return positions_of(self.slots, self.tail_start, self.tail_width, pos, n_positions)
+        """Listed entries and the window, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
+        n_positions = self.runner.cache.capacity + SPLIT
+        return positions_of(self.slots, self.window_start, self.window_width, pos, n_positions)

@@ -16,15 +16,15 @@ from torch import Tensor
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
+from ..batch_state import BatchState, RoundPlan
 from ..compiling import CompiledStep
 from ..config import DraftConfig
 from ..prefill import CHUNK, Filling, Prefill
-from ..reader import Reader
-from ..rows import RoundPlan, Rows
+from ..runner import Runner
 from .base import Draft, ModelDraft, ModelSteps, View, build_view, draft_step
 
 
-def beside(target: Reader, model: Transformer | None, group: Group) -> Reader:
+def beside(target: Runner, model: Transformer | None, group: Group) -> Runner:
     """A draft model and a cache for it with the target's slots and seq_len; ValueError where there is none that fits.
 
     group: the ranks that hold the draft model together.
@@ -36,7 +36,7 @@ def beside(target: Reader, model: Transformer | None, group: Group) -> Reader:
     n_slots, dtype = target.shape[1], target.cache.dtype
     cache = KVCache(local_config(config, group.size), n_slots, max_seq_len, dtype=dtype, device=target.device)
     cache.seq_len = target.cache.seq_len
-    return Reader(model, cache, target.compiled, group)
+    return Runner(model, cache, target.compiled, group)
 
 
 def check_draft_model(config: ModelConfig, target: ModelConfig, max_seq_len: int) -> None:
@@ -65,11 +65,11 @@ class StandaloneDraft(ModelDraft):
 
     @classmethod
     def build(
-        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> StandaloneDraft:
         """The draft model, through a view of a cache of its own."""
-        reader, (name,) = beside(target, draft_model, draft_group), cls.views(config)
-        return cls(reader, build_view(config, name, reader), target.group)
+        runner, (name,) = beside(target, draft_model, draft_group), cls.views(config)
+        return cls(runner, build_view(config, name, runner), target.group)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
@@ -88,15 +88,15 @@ class StandaloneDraft(ModelDraft):
         """A step of the draft model for each token."""
         return [ModelSteps(draft_model, gamma, cls.views(config)[0])] if draft_model else []
 
-    def __init__(self, reader: Reader, view: View, listeners: Group, *, unfed: int = 2) -> None:
+    def __init__(self, runner: Runner, view: View, listeners: Group, *, unfed: int = 2) -> None:
         """listeners: the ranks that verify, all of which need the same draft.
 
         unfed: tokens at the end of the text, the pending one among them, that a round may leave out of the cache.
         """
-        super().__init__(reader, view, "standalone")
+        super().__init__(runner, view, "standalone")
         self.listeners, self.unfed = listeners, unfed
-        self._prefill = Prefill(reader)
-        self._start = CompiledStep(draft_step, compiled=reader.compiled)
+        self._prefill = Prefill(runner)
+        self._start = CompiledStep(draft_step, compiled=runner.compiled)
         self._prepared: dict[int, Filling] = {}  # by slot, since it was last free
 
     @property
@@ -106,11 +106,11 @@ class StandaloneDraft(ModelDraft):
 
     def warm_up(self) -> None:
         """Compile the prefill and what the view needs; slots of the draft model's cache lose what they hold."""
-        seq_len = self.reader.cache.seq_len
+        seq_len = self.runner.cache.seq_len
         before = seq_len.clone()
         self._prefill.warm_up()
         seq_len.copy_(before)  # it is the target's, too, whose slots keep the prompts that they hold
-        for slot in range(self.reader.shape[1]):
+        for slot in range(self.runner.shape[1]):
             self._prefill.keep(slot, 0)  # steps are timed there
         super().warm_up()
 
@@ -133,42 +133,42 @@ class StandaloneDraft(ModelDraft):
         """Whether rounds passed that drafted nothing, or the view is due."""
         return super().host_must_wait(self._planned(plan)) or not plan.follows_a_draft
 
-    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
+    def host_before_round(self, state: BatchState, plan: RoundPlan) -> None:
         """Catch up, and let the view do its part by the tokens that are in the cache."""
         if not plan.follows_a_draft:
             for slot, length in plan.lengths.items():
                 for start in range(plan.drafted_at[slot], length + 1 - self.unfed, CHUNK):
-                    self._prefill.feed(slot, rows.history[slot, start : start + CHUNK].clone(), start)
-        super().host_before_round(self._fed(rows), self._planned(plan))
+                    self._prefill.feed(slot, state.history[slot, start : start + CHUNK].clone(), start)
+        super().host_before_round(self._fed(state), self._planned(plan))
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
         """The refreshes of the view, by the tokens that are in the cache."""
         return super().host_refreshes(self._planned(plan))
 
-    def device_refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, state: BatchState, n_keys: int) -> None:
         """Let the view select anew from the tokens that are in the cache."""
-        super().device_refresh(self._fed(rows), n_keys)
+        super().device_refresh(self._fed(state), n_keys)
 
-    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
+    def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
         """gamma steps; where several groups of ranks draft with a copy each, what the first of them drafted counts.
 
         As in the target's steps, a slot without a request scribbles behind what can ever be in view: so what is held of
         a prompt stays.
         """
-        behind_all = self.reader.cache.capacity + self.unfed - 1
-        placed = rows.ending_at(torch.where(rows.active, rows.seq_len, behind_all))
+        behind_all = self.runner.cache.capacity + self.unfed - 1
+        placed = state.ending_at(torch.where(state.active, state.seq_len, behind_all))
         draft, mesh = super().propose(placed, plan), self.listeners.mesh
-        if mesh is None or self.reader.group.size == self.listeners.size:
+        if mesh is None or self.runner.group.size == self.listeners.size:
             return draft
-        return replace(draft, tokens=broadcast(draft.tokens, mesh))  # by the first one's q they are judged, see Rows
+        return replace(draft, tokens=broadcast(draft.tokens, mesh))  # judged by the first one's q, see BatchState
 
-    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
         """Let the view slide to the end of what is in the cache."""
-        super().device_before_draft(self._fed(rows), self._planned(plan))
+        super().device_before_draft(self._fed(state), self._planned(plan))
 
-    def _fed(self, rows: Rows) -> Rows:
+    def _fed(self, state: BatchState) -> BatchState:
         """The rows as far as they are surely in the cache."""
-        return rows.ending_at((rows.seq_len - (self.unfed - 1)).clamp(min=0))
+        return state.ending_at((state.seq_len - (self.unfed - 1)).clamp(min=0))
 
     def _planned(self, plan: RoundPlan) -> RoundPlan:
         """The plan for these."""
@@ -178,14 +178,14 @@ class StandaloneDraft(ModelDraft):
         )
         return replace(plan, lengths=lengths, drafted_at=drafted_at)
 
-    def first(self, rows: Rows, plan: RoundPlan) -> Tensor:
+    def first(self, state: BatchState, plan: RoundPlan) -> Tensor:
         """Feed the last tokens of the text, the pending one at the end -> logits [B, V] after it.
 
         A text shorter than that has its first token fed several times, to the same place.
         """
-        behind = torch.arange(1 - self.unfed, 1, device=rows.seq_len.device)  # [T]
-        pos = (rows.seq_len[:, None] + behind).clamp(min=0)  # [B, T]
-        return self.feed(rows.history.gather(1, pos), pos, plan.n_keys, self._start)
+        behind = torch.arange(1 - self.unfed, 1, device=state.seq_len.device)  # [T]
+        pos = (state.seq_len[:, None] + behind).clamp(min=0)  # [B, T]
+        return self.feed(state.history.gather(1, pos), pos, plan.n_keys, self._start)
 
     def host_free(self, slot: int) -> None:
         """Forget the slot; of the prompt it holds what the first round fed nothing of."""

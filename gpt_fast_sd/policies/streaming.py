@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..batch_state import BatchState, RoundPlan
 from ..config import DraftConfig
-from ..reader import Reader
-from ..rows import RoundPlan, Rows
+from ..runner import Runner
 from .sparse import SlotView
 
 
@@ -17,23 +17,23 @@ class StreamingView(SlotView):
     flags = ("budget", "n_sink")
 
     @classmethod
-    def build(cls, config: DraftConfig, reader: Reader, room: int) -> StreamingView:
+    def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> StreamingView:
         """Sinks and window of a budget."""
-        return cls(reader, budget=config.budget, n_sink=config.n_sink, room=room)
+        return cls(runner, budget=config.budget, n_sink=config.n_sink, max_new=max_new)
 
     @classmethod
     def least_budget(cls, config: DraftConfig) -> int:
         """The sinks and a few tokens."""
         return config.n_sink + 8
 
-    def __init__(self, reader: Reader, *, budget: int, n_sink: int, room: int) -> None:
-        super().__init__(reader, n_listed=n_sink, tail=budget - n_sink, room=room, first_tail=n_sink)
-        self.slots.copy_(torch.arange(n_sink, device=reader.device).expand_as(self.slots))
+    def __init__(self, runner: Runner, *, budget: int, n_sink: int, max_new: int) -> None:
+        super().__init__(runner, n_listed=n_sink, window=budget - n_sink, max_new=max_new, first_window=n_sink)
+        self.slots.copy_(torch.arange(n_sink, device=runner.device).expand_as(self.slots))
 
-    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
         """Let the window end with the committed tokens, forwards or, after tokens that were only drafted, backwards."""
-        self.tail_start.copy_((rows.seq_len - self.tail).clamp(min=self.first_tail))
+        self.window_start.copy_((state.seq_len - self.window).clamp(min=self.first_window))
 
     def host_free(self, slot: int) -> None:
         """The sinks are the same for every row."""
-        self.tail_start[slot] = self.first_tail
+        self.window_start[slot] = self.first_window

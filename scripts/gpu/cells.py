@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.measuring.machine import clocks
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, step_seconds
 from gpt_fast_sd.measuring.turns import spread
 from gpt_fast_sd.planner import GammaPlanner
-from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import GREEDY
 
 from .aims import LLAMA, ROOM, Arm, Cell, planned, predict
@@ -33,7 +33,7 @@ TO_THE_END = 96  # new tokens of the runs that go on until the last row is finis
 PLENTY = 2**30  # tokens that a row may still emit, where none is to end
 
 
-def pretend(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+def fake_prefill(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
     """Let the slots hold these prompts, over random keys and values: a step costs what it would after a prefill."""
     for buffer in engine.cache.buffers:
         buffer.normal_()
@@ -81,7 +81,7 @@ class Bench:
         engine.warm_up()
         with torch.inference_mode():  # as rounds run: outside of it the steps would be compiled once more
             engine.rounds.warm_up([0, *self.timed], [GREEDY])
-        pretend(engine, self.prompts)
+        fake_prefill(engine, self.prompts)
 
     # ---------------------------------------------------------------- rounds
 
@@ -125,7 +125,7 @@ class Bench:
     @torch.inference_mode()
     def steps(self) -> Record:
         """Figures of the parts of a round: T_T, T_D, T_V by gamma, judging with commit, selecting by mass."""
-        rows, policy, rounds = self.engine.rows, self.engine.policy, self.engine.rounds
+        state, policy, rounds = self.engine.state, self.engine.policy, self.engine.rounds
         assert policy
         self.watch = Stopwatch(self.setup, repeats=20)
         found: Record = {"verify": {}, "judge": {}, "draft": {}, "select": {}}
@@ -133,21 +133,21 @@ class Bench:
         for gamma in self.timed:
             plan = RoundPlan(gamma=gamma, n_keys=self.engine.cache.capacity - gamma, captured=True)
             self.pose(gamma)
-            draft = policy.propose(rows, plan)
-            tokens = torch.cat([rows.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
+            draft = policy.propose(state, plan)
+            tokens = torch.cat([state.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
             logits, mass = rounds.feed(tokens, plan.n_keys + gamma)
             if "target" not in found:
-                found["target"] = self.figure("target", 0, partial(rounds.feed, rows.pending[:, None], plan.n_keys))
+                found["target"] = self.figure("target", 0, partial(rounds.feed, state.pending[:, None], plan.n_keys))
             parts: dict[str, Callable[[], object]] = {
-                "draft": partial(policy.propose, rows, plan),
+                "draft": partial(policy.propose, state, plan),
                 "verify": partial(rounds.feed, tokens, plan.n_keys + gamma),
-                "judge": partial(rounds.judged, logits, draft, GREEDY),
+                "judge": partial(rounds.accept, logits, draft, GREEDY),
             }
             if policy.wants_mass:
-                parts["select"] = partial(policy.device_after_verify, rows, mass)
+                parts["select"] = partial(policy.device_after_verify, state, mass)
             for name, part in parts.items():
                 found[name][str(gamma)] = self.figure(name, gamma, part)
-        rows.active.fill_(False)
+        state.active.fill_(False)
         for slot in range(self.batch):
             policy.host_free(slot)
         return found
@@ -164,19 +164,19 @@ class Bench:
     def strike(self) -> None:
         """Remember the pose of rows in the middle of decoding, from which every timed call starts."""
         engine, policy = self.engine, self.engine.policy
-        rows = engine.rows
+        state = engine.state
         assert policy
-        rows.seq_len.fill_(self.context)
-        rows.active.fill_(True)
-        rows.heeds_eos.fill_(False)
-        rows.remaining.fill_(PLENTY)
+        state.seq_len.fill_(self.context)
+        state.active.fill_(True)
+        state.stop_on_eos.fill_(False)
+        state.remaining.fill_(PLENTY)
         self.kept.rewind()
         for slot, prompt in enumerate(self.prompts):
             policy.host_admit(slot, prompt)
-            rows.pending[slot] = prompt[-1]
+            state.pending[slot] = prompt[-1]
         # a view that lists by a pass of its own has no list before
         engine.rounds.refresh(RoundPlan.of(dict.fromkeys(range(self.batch), self.context), gamma=max(self.timed)))
-        owners = (rows, self.kept, self._view())
+        owners = (state, self.kept, self._view())
         tensors = {id(x): x for owner in owners for x in vars(owner).values() if isinstance(x, Tensor)}
         self._struck = [(x, x.clone()) for x in tensors.values()]
 
@@ -193,13 +193,13 @@ class Bench:
         rows whose selection is another afterwards.
         """
         self.pose(gamma)
-        rows, policy, view = self.engine.rows, self.engine.policy, self._view()
-        seen: Record = {"rows_active": int(rows.active.sum())}
-        slots, before = getattr(view, "slots", None), rows.seq_len.clone()
+        state, policy, view = self.engine.state, self.engine.policy, self._view()
+        seen: Record = {"rows_active": int(state.active.sum())}
+        slots, before = getattr(view, "slots", None), state.seq_len.clone()
         held = None if slots is None else slots.clone()
         out = call()
         if fed:
-            last = torch.where(rows.active, rows.seq_len, -fed) + fed - 1  # [B] an idle row reads nothing
+            last = torch.where(state.active, state.seq_len, -fed) + fed - 1  # [B] an idle row reads nothing
             read = [last + 1]
             if drafts:  # by the first and by the last of its steps
                 read = [policy.positions_read(at).sum(-1) for at in (last - fed + 1, last)]  # type: ignore[union-attr]
@@ -207,7 +207,7 @@ class Bench:
             seen["keys_in_view"] = [int(read[0].min()), int(read[-1].max())]
         elif isinstance(out, Tensor):
             seen["tokens_judged"], seen["tokens_emitted"] = out[:, 1].tolist(), out[:, 0].tolist()
-            seen["rows_grown"] = int((rows.seq_len > before).sum())
+            seen["rows_grown"] = int((state.seq_len > before).sum())
         elif slots is not None and held is not None:
             seen["rows_selected"] = int((slots != held).any(-1).any(-1).any(0).sum())
         return seen

@@ -71,12 +71,12 @@ def dense(pos: Tensor, n_keys: int) -> Record:
     return among(torch.where(pos < n_keys, pos + 1, 0).amax(-1), pos)
 
 
-def sparse(slots: Tensor, start: Tensor, tail: int, pos: Tensor, n_keys: int) -> Record:
-    """The same of a list [B, K, C], -1 being nothing, and a tail from start [B] on."""
+def sparse(slots: Tensor, start: Tensor, window: int, pos: Tensor, n_keys: int) -> Record:
+    """The same of a list [B, K, C], -1 being nothing, and a window from start [B] on."""
     seen, listed = pos[:, -1:, None], (slots >= 0) & (slots < start[:, None, None])
     n_listed = (listed & (slots <= seen)).sum(-1)  # [B, K]
-    in_tail = (torch.minimum(pos[:, -1] + 1, start + tail) - start).clamp(min=0)[:, None]  # [B, 1]
-    return among(torch.where(pos[:, -1:] < n_keys, n_listed + in_tail, 0).amin(-1), pos)
+    in_window = (torch.minimum(pos[:, -1] + 1, start + window) - start).clamp(min=0)[:, None]  # [B, 1]
+    return among(torch.where(pos[:, -1:] < n_keys, n_listed + in_window, 0).amin(-1), pos)
 
 
 def among(keys: Tensor, pos: Tensor) -> Record:
@@ -208,24 +208,24 @@ def peers(setup: Setup, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[
 
 
 def timed_sparse(setup: Setup) -> Record:
-    """A draft step's attention at several budgets: half of them listed by pages of 16 or one by one, half a tail."""
+    """A draft step's attention at several budgets: half of them listed by pages of 16 or one by one, half a window."""
     timings = Timings(setup)
     heads = dense_heads(setup, 28672)[0]
     k, v = buffers(setup, heads)
     q, pos = queries(setup, heads, 1)
     for budget in (64, 128) if setup.tiny else (128, 256, 512, 1024, 2048, 4096):
-        listed, tail = budget // 2, budget // 2
-        start = torch.full((heads.batch,), heads.context - tail, device=setup.device)
+        listed, window = budget // 2, budget // 2
+        start = torch.full((heads.batch,), heads.context - window, device=setup.device)
         for page in (1, 16):
-            n = (heads.context - tail) // page
+            n = (heads.context - window) // page
             choice = torch.rand(heads.batch, heads.n_kv, n, device=setup.device).topk(listed // page).indices
             slots = (choice[..., None] * page + torch.arange(page, device=setup.device)).flatten(-2)  # [B, K, C]
-            args = (q, k, v, slots, start, tail, pos, heads.context, page)
+            args = (q, k, v, slots, start, window, pos, heads.context, page)
             timings.time(
                 "sparse_attention", f"{heads.batch} rows, budget {budget:,}, page {page}",
                 partial(kernels.sparse_attention, *args),
                 heads.kv_bytes / heads.context * budget + slots.numel() * slots.element_size(),
-                does=sparse(slots, start, tail, pos, heads.context),
+                does=sparse(slots, start, window, pos, heads.context),
             )  # fmt: skip
     return timings.record()
 
@@ -245,12 +245,12 @@ def timed_prefill(setup: Setup) -> Record:
         beside = ours()
         for name, call in prefill_peers(setup, heads, q, k, v).items():
             timings.time(name, what, call, heads.kv_bytes, flops, does=does, beside=beside, peer=True)
-    window = queries(setup, heads, 32)
-    _, sums = kernels.prefill_attention_with_lse(window[0], k, v, window[1], context)
+    observed = queries(setup, heads, 32)
+    _, sums = kernels.prefill_attention_with_lse(observed[0], k, v, observed[1], context)
     timings.time(
-        "key_mass", heads.label(32), partial(kernels.key_mass, window[0], k, sums, window[1], context, 1),
+        "key_mass", heads.label(32), partial(kernels.key_mass, observed[0], k, sums, observed[1], context, 1),
         heads.kv_bytes / 2, 2 * 32 * context * heads.n_kv * heads.group * heads.head_dim,
-        does=dense(window[1], context),
+        does=dense(observed[1], context),
     )  # fmt: skip
     return timings.record()
 

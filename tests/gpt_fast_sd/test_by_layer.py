@@ -16,10 +16,10 @@ import gpt_fast_sd.loading
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.by_layer import _alike
 from gpt_fast_sd.compiling import CompiledStep, span, varying
-from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.policies import build_policy
-from gpt_fast_sd.policies.base import Reader, draft_step
+from gpt_fast_sd.policies.base import Runner, draft_step
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantize import quantize
 from gpt_fast_sd.target import decode_step
@@ -63,7 +63,7 @@ def arguments(name: str, model: Transformer, cache: KVCache) -> tuple[Callable[.
     if kind == "prefill":
         return prefill_step, (model, *tokens_at(256, 256, 1), cache.slot(1), span(cache, 512))
     if kind == "draft":
-        policy: Any = build_policy(DraftConfig(policy=detail, budget=64, gamma=3), Reader(model, cache, None), None)
+        policy: Any = build_policy(DraftConfig(policy=detail, budget=64, gamma=3), Runner(model, cache, None), None)
         for slot in range(SLOTS):
             policy.host_admit(slot, random_ids(400, seed=slot))
         return draft_step, (model, *tokens_at(399, 1), cache.layers, span(cache, 400), *policy.view.kv())
@@ -116,7 +116,7 @@ def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_an
 ) -> None:
     """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
     monkeypatch.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
-    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
+    monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
     as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=2, max_seq_len=300, device="cpu", dtype="fp32")
     found = []

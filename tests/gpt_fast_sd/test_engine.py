@@ -299,7 +299,7 @@ def test_a_stream_left_half_way_frees_its_slots(leave: str) -> None:
         stream.close()
     del stream
     gc.collect()
-    assert not one.rows.active.any()
+    assert not one.state.active.any()
     assert tokens_of(one.generate(PROMPTS[3:6], params)) == expected
 
 

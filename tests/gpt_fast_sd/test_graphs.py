@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.calibration import time_selecting, time_steps
-from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.graphs import GraphPool, steps_of
 from gpt_fast_sd.inflight import Rounds
 from gpt_fast_sd.measuring.replay import Replay
 from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.policies import build_policy
-from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.tp import Parallel
 from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -54,7 +54,7 @@ def rule(request: pytest.FixtureRequest) -> str:
 def cuda(rule: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     """Engines on the CPU capture, by the rules of each version of torch."""
     gc.collect()
-    monkeypatch.setitem(WAYS, "cpu", dataclasses.replace(WAYS["cpu"], captures=True))
+    monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cpu"], captures=True))
     with stand_in(rule) as cuda:
         yield cuda
 
@@ -74,7 +74,7 @@ def tokens(one: Engine, params: SamplingParams = GREEDY, **how: Any) -> list[lis
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """What every greedy run has to emit: made without any capture, outside of the stand-in."""
-    assert not WAYS["cpu"].captures
+    assert not TRAITS["cpu"].captures
     return tokens(engine("off"))
 
 
@@ -84,7 +84,7 @@ def expected() -> list[list[int]]:
 def test_graphs_of_a_calibration_leave_a_pool_that_rounds_can_use(cuda: Cuda, expected: list[list[int]]) -> None:
     one = engine(gamma="auto")
     assert tokens(one) == expected
-    assert one.rounds.lateness == 1 and len(one.schedule.flights) == 0
+    assert one.rounds.results_behind == 1 and len(one.schedule.in_flight) == 0
 
 
 def test_a_sweep_of_drafts_captures_round_after_round_into_one_pool(cuda: Cuda, expected: list[list[int]]) -> None:
@@ -210,8 +210,8 @@ def test_a_result_is_waited_for_on_the_stream_that_its_round_is_replayed_on(
 def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cuda: Cuda) -> None:
     one = engine()
     tokens(one)
-    assert [place.numel() for place in one.rounds._landing] == [3 * (2 * 2 + 5)] * 2
-    assert all(type(place).__name__ == "Pinned" for place in one.rounds._landing)
+    assert [place.numel() for place in one.rounds._pinned] == [3 * (2 * 2 + 5)] * 2
+    assert all(type(place).__name__ == "Pinned" for place in one.rounds._pinned)
 
 
 @ONE_RULE
@@ -321,11 +321,12 @@ def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None
     assert [b - a for a, b in itertools.pairwise(counts)] == [0, 1, 0, 1]
 
 
-# what a round reads of Rounds, Rows and its plan on the host, and who answers for it
+# what a round reads of Rounds, BatchState and its plan on the host, and who answers for it
 IN_THE_KEY = {"replay", "kind", "gamma", "n_keys", "width"}
 CLEARED = {"policy", "draft", "page", "capture"}
-FOR_GOOD = {"target", "rows", "decode", "verify", "judge", "vocab_size", "vocabulary", "table", "captured", "kernel"}
-UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_rows
+FOR_GOOD = {"target", "state", "decode", "verify", "accept_compiled", "captured", "kernel"}
+FOR_GOOD |= {"vocab_size", "vocabulary", "table"}
+UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_batch_state
 BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
 
 
@@ -346,7 +347,7 @@ def test_whatever_a_captured_round_reads_on_the_host_is_accounted_for(
             capturing.pop()
 
     monkeypatch.setattr(GraphPool, "__call__", noted)
-    for kind in (Rounds, Rows, RoundPlan):
+    for kind in (Rounds, BatchState, RoundPlan):
 
         def noting(self: Any, name: str) -> Any:
             value = object.__getattribute__(self, name)
@@ -529,9 +530,9 @@ STEPS: dict[str, Callable[[Engine], tuple[Any, str, int]]] = {
     "renewal": lambda one: (one.policy, "host_before_round", 1),
     "draft": lambda one: (one.policy, "propose", 0),
     "verification": lambda one: (one.rounds, "feed", 0),
-    "judgement": lambda one: (one.rounds, "judge", 0),
+    "judgement": lambda one: (one.rounds, "accept_compiled", 0),
     "observation": lambda one: (one.policy, "device_after_verify", 0),
-    "landing": lambda one: (one.schedule, "_land", 1),
+    "collection": lambda one: (one.schedule, "_collect", 1),
 }
 
 
@@ -547,7 +548,7 @@ def test_an_engine_works_after_a_step_failed(
         failing_once(failing, *STEPS[step](one)[:2], error, STEPS[step](one)[2])
         with pytest.raises(type(error)) as told:
             tokens(one, SAMPLED)
-    assert told.value is error and not one._access.running and not one.rows.active.any()
+    assert told.value is error and not one._access.running and not one.state.active.any()
     assert tokens(one) == expected
     assert one.generate(PROMPTS[2:3], GREEDY)[0].tokens == expected[2]
 
@@ -562,7 +563,7 @@ def test_a_warm_up_that_failed_is_made_again(
         failing_once(failing, one.rounds, "feed", error, 9)  # while steps are timed over prompts that slots hold
         with pytest.raises(type(error)):
             tokens(one)
-    assert not one._access.running and not one.rows.active.any()
+    assert not one._access.running and not one.state.active.any()
     assert tokens(one) == expected
 
 
@@ -578,7 +579,7 @@ def test_timing_that_fails_puts_back_what_it_changed(
         failing_once(failing, one.rounds, "synchronize", out_of_memory(), 1)
         with pytest.raises(torch.OutOfMemoryError):
             timed(one.schedule, *([2] if timed is time_steps else []), 500)
-    assert not one.rows.active.any() and torch.equal(one.cache.seq_len, before)
+    assert not one.state.active.any() and torch.equal(one.cache.seq_len, before)
 
 
 def test_a_capture_that_failed_leaves_an_engine_that_works(cuda: Cuda, expected: list[list[int]]) -> None:

@@ -16,14 +16,14 @@ import gpt_fast_sd.engine as engine_module
 import gpt_fast_sd.loading as loading
 import gpt_fast_sd.packing as packing
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
+from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.graphs import MOST_STEPS
 from gpt_fast_sd.kernels import pack
 from gpt_fast_sd.memory import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
 from gpt_fast_sd.model import PRESETS, SPLIT
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.round import judge_step
-from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.tp import Parallel
 from scripts import batch
@@ -59,11 +59,11 @@ def test_caches_and_selections_take_what_the_plan_says(policy: str) -> None:
         return sum(tensor.nbytes for tensor in tensors)
 
     assert expected.kv == nbytes(*engine.cache.buffers)
-    assert expected.text == nbytes(engine.rows.history)
+    assert expected.text == nbytes(engine.state.history)
     policy_bytes = 0
     view: Any = getattr(engine.policy, "view", None)
     if policy == "standalone":
-        cache = view.reader.cache
+        cache = view.runner.cache
         assert expected.draft_kv == nbytes(*cache.buffers)
     elif policy == "quest":
         policy_bytes += nbytes(*view.bounds, *view.chosen)
@@ -127,18 +127,18 @@ def test_drawing_and_judging_hold_no_more_than_the_plan_says(
     of: str, params: SamplingParams, gamma: int, with_q: bool
 ) -> None:
     n_slots, vocab = 3, 20_000
-    rows = Rows.idle(torch.zeros(n_slots, dtype=torch.int64), 2 * SPLIT, vocab, ())
+    state = BatchState.idle(torch.zeros(n_slots, dtype=torch.int64), 2 * SPLIT, vocab, ())
     for slot in range(n_slots):
-        rows.put(slot, [1, 2, 3], params, seed=slot)
+        state.assign(slot, [1, 2, 3], params, seed=slot)
     kind = Kind.of([params])
     with torch.inference_mode():
         logits = torch.randn(n_slots, gamma + 1, vocab)
         q = torch.rand(n_slots, gamma, vocab).softmax(-1) if with_q and gamma and params.temperature else None
         draft = Draft(torch.zeros(n_slots, gamma, dtype=torch.int64), q, torch.full((n_slots,), gamma))
         with LiveBytes(of) as judging:
-            judge_step(rows, kind, logits, draft, None)
+            accept_step(state, kind, logits, draft, None)
         with LiveBytes(of) as choosing:
-            rows.choose(logits[:, 0], rows.seq_len + 3, kind, 1)
+            state.choose(logits[:, 0], state.seq_len + 3, kind, 1)
     row, wide = logits[:, 0].nbytes, FILTERING_BY_SORT if of == "cpu" else FILTERING
     planned = max(wide * (gamma + 1), 2 * gamma + DRAWING if gamma else DRAWING_ALONE)
     assert judging.peak <= planned * row + SMALL
@@ -153,22 +153,22 @@ def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, 
     of "cuda": an engine on a CPU that goes the ways of CUDA, but for captures.
     """
     if of == "cuda":
-        monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
+        monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
         as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=3, max_seq_len=length + 100, device="cpu", dtype="fp32", compile=False)
     draft = DraftConfig(policy=policy, budget=96, gamma=4)
     engine = Engine(tiny_model(tiny_config(vocab_size=vocab)), None, config, draft)
-    rows, peaks = engine.rows, list[int]()
+    state, peaks = engine.state, list[int]()
     with torch.inference_mode():
         with LiveBytes(of) as live:
             engine._prefill.chunk(0, [1] * engine._prefill.sizes[0], 0)
         peaks.append(live.peak)
         for slot in range(3):
-            rows.put(slot, random_ids(length, seed=slot, vocab_size=vocab), FILTERED, seed=slot)
+            state.assign(slot, random_ids(length, seed=slot, vocab_size=vocab), FILTERED, seed=slot)
         plan = RoundPlan.of(dict.fromkeys(range(3), length - 1), [FILTERED], gamma=draft.max_gamma)
         with LiveBytes(of) as live:
             if engine.policy:
-                engine.policy.host_before_round(rows, plan)
+                engine.policy.host_before_round(state, plan)
                 assert engine.rounds.refresh(plan) == (policy == "snapkv") * (1 if of == "cuda" else 3)
         peaks.append(live.peak)
         with LiveBytes(of) as live:
@@ -196,7 +196,7 @@ def test_observing_windows_holds_what_the_plan_says(
     group: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As CUDA's operators allocate: keys of few rows are split, which 16 query heads a kv head are too many for."""
-    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False, chunks=(SPLIT,)))
+    monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False, chunks=(SPLIT,)))
     as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=batch_size, max_seq_len=6_000, device="cpu", dtype="fp32", compile=False)
     draft = DraftConfig(policy="snapkv", budget=1_024, gamma=1)
@@ -204,13 +204,13 @@ def test_observing_windows_holds_what_the_plan_says(
     model = tiny_model(tiny_config(**sizes, vocab_size=64, max_seq_len=8_192))
     engine = Engine(model, None, config, draft)
     planned = MemoryPlan.of(config, draft, engine.model.config, None, torch.float32).workspace
-    rows = engine.rows
+    state = engine.state
     with torch.inference_mode():
         for slot in range(batch_size):
-            rows.put(slot, random_ids(5_800, seed=slot, vocab_size=64), GREEDY, seed=slot)
+            state.assign(slot, random_ids(5_800, seed=slot, vocab_size=64), GREEDY, seed=slot)
         plan = RoundPlan.of(dict.fromkeys(range(batch_size), 5_799), gamma=1)
         with LiveBytes("cuda") as live:
-            assert engine.rounds.refresh(plan) == -(-batch_size // WAYS["cpu"].windows)
+            assert engine.rounds.refresh(plan) == -(-batch_size // TRAITS["cpu"].windows)
     assert 0.4 * planned <= live.peak <= planned + SMALL
 
 

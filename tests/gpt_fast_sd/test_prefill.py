@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.prefill import CHUNK, Prefill
-from gpt_fast_sd.reader import Reader
+from gpt_fast_sd.runner import Runner
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 MAX_LEN = 4 * CHUNK
@@ -31,12 +31,12 @@ OTHER = random_ids(MAX_LEN, seed=2)
 def prefill(n_slots: int = 3) -> Prefill:
     """An eager prefill of the tiny model over an empty cache."""
     cache = KVCache(MODEL.config, n_slots, MAX_LEN, dtype=torch.float32, device=torch.device("cpu"))
-    return Prefill(Reader(MODEL, cache, compiled=False))
+    return Prefill(Runner(MODEL, cache, compiled=False))
 
 
 def keys(one: Prefill, slot: int) -> Tensor:
     """All keys and values of a slot: [2 * L, K, S, H]."""
-    cache = one.reader.cache
+    cache = one.runner.cache
     return torch.stack([buffer[slot] for buffer in cache.buffers])
 
 
@@ -51,7 +51,7 @@ def holds(one: Prefill, slot: int, body: Sequence[int]) -> bool:
     """Whether the slot is what a fresh prefill makes it, bit for bit, with zeros behind the last chunk."""
     n_chunks = -(-len(body) // CHUNK)
     got = keys(one, slot)
-    assert int(one.reader.cache.seq_len[slot]) == one.held(slot) == len(body)
+    assert int(one.runner.cache.seq_len[slot]) == one.held(slot) == len(body)
     return torch.equal(got[:, :, : len(body)], fresh(body)) and not got[:, :, n_chunks * CHUNK :].any()
 
 
@@ -84,7 +84,7 @@ def test_a_reused_prefix_has_the_keys_of_a_fresh_prefill_bit_for_bit(case: str, 
     one.fill(source, held)
     one.fill(1 if source == 2 else 2, OTHER[:400])
     if poison:  # what decoding left behind a text, and what the slot's last occupant was
-        for buffer in one.reader.cache.buffers:
+        for buffer in one.runner.cache.buffers:
             buffer[source, :, len(held) :] = float("nan")
             if source != 1:
                 buffer[1] = float("nan")
@@ -106,7 +106,7 @@ def test_whatever_slots_held_before_each_holds_what_it_was_last_filled_with(data
         reused = max(len(body) if body == held else _common(body, held) // CHUNK * CHUNK for held in bodies)
         assert one.fill(slot, body) == len(body) - reused
         bodies[slot] = body
-        for buffer in one.reader.cache.buffers:  # decoding writes behind the text
+        for buffer in one.runner.cache.buffers:  # decoding writes behind the text
             buffer[slot, :, len(body) : len(body) + 9] = float("nan")
     for slot, body in enumerate(bodies):
         assert torch.equal(keys(one, slot)[:, :, : len(body)], fresh(body))
@@ -121,7 +121,7 @@ def test_a_slot_is_relied_on_no_further_than_it_is_kept() -> None:
     one = prefill()
     one.fill(0, TEXT[:600])
     one.keep(0, 2 * CHUNK - 1)
-    for buffer in one.reader.cache.buffers:
+    for buffer in one.runner.cache.buffers:
         buffer[0, :, 2 * CHUNK - 1 :] = float("nan")
     assert one.fill(1, TEXT[:600]) == 600 - CHUNK
     assert holds(one, 1, TEXT[:600])
@@ -253,7 +253,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def chunks_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU prefills by the chunks that CUDA has; its indexing checks every bound."""
-    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cpu"], chunks=WAYS["cuda"].chunks))
+    monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], chunks=TRAITS["cuda"].chunks))
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ends, feed = [], Prefill.feed
 
     def watched(self: Prefill, slot: int, tokens: Tensor, start: int) -> None:
-        assert start + len(tokens) <= self.reader.cache.capacity
+        assert start + len(tokens) <= self.runner.cache.capacity
         ends.append(start + len(tokens))
         feed(self, slot, tokens, start)
 
@@ -294,4 +294,4 @@ def test_no_chunk_of_cuda_is_written_past_the_end_of_a_cache(
 @pytest.mark.parametrize(("max_seq_len", "sizes"), [(2, [256]), (1800, [256]), (2048, [256]), (2049, [2048, 256])])
 def test_a_size_that_no_prompt_fills_is_not_built(max_seq_len: int, sizes: list[int], chunks_of_cuda: None) -> None:
     cache = KVCache(MODEL.config, 1, max_seq_len, dtype=torch.float32, device=torch.device("cpu"))
-    assert Prefill(Reader(MODEL, cache, compiled=False)).sizes == sizes
+    assert Prefill(Runner(MODEL, cache, compiled=False)).sizes == sizes

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, EngineConfig, registry
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.measuring import grid
 from gpt_fast_sd.memory import MemoryPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
-from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.tp import Group
 from scripts import generate
 from tests.drafts import POLICIES, VIEWS
@@ -37,12 +37,12 @@ class Toy(DraftPolicy):
 
     @classmethod
     def build(
-        cls, config: DraftConfig, target: Reader, draft_model: Transformer | None, draft_group: Group
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> DraftPolicy:
         return cls()
 
-    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
-        return Draft(rows.pending[:, None].repeat(1, plan.gamma), None, torch.full_like(rows.pending, plan.gamma))
+    def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
+        return Draft(state.pending[:, None].repeat(1, plan.gamma), None, torch.full_like(state.pending, plan.gamma))
 
 
 @pytest.fixture

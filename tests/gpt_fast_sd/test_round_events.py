@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.requests import RoundEvent
-from gpt_fast_sd.rows import RoundPlan, Rows
 from tests.gpuless.recorder import capture
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -92,8 +92,8 @@ def test_the_refused_drafts_are_those_that_the_policy_proposed(policy: str, monk
     assert one.policy
     propose, proposed = one.policy.propose, []
 
-    def note(rows: Rows, plan: RoundPlan) -> Draft:
-        draft = propose(rows, plan)
+    def note(state: BatchState, plan: RoundPlan) -> Draft:
+        draft = propose(state, plan)
         proposed.append(draft.tokens.tolist())
         return draft
 
@@ -152,9 +152,9 @@ def test_pages_that_a_guided_draft_chose_are_told_as_they_were_before_the_verifi
     assert one.policy
     propose, before = one.policy.propose, []
 
-    def note(rows: Rows, plan: RoundPlan) -> Draft:
-        draft = propose(rows, plan)
-        before.append(one.policy.positions_read(rows.seq_len + plan.gamma - 1).float().mean((0, 2)))  # type: ignore
+    def note(state: BatchState, plan: RoundPlan) -> Draft:
+        draft = propose(state, plan)
+        before.append(one.policy.positions_read(state.seq_len + plan.gamma - 1).float().mean((0, 2)))  # type: ignore
         return draft
 
     monkeypatch.setattr(one.policy, "propose", note)

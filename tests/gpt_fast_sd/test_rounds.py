@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.inflight import Flight
+from gpt_fast_sd.batch_state import RoundPlan
+from gpt_fast_sd.inflight import InFlightRound
 from gpt_fast_sd.measuring.replay import Replay
-from gpt_fast_sd.rows import RoundPlan
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.kernels.references import as_on_cuda
 from tests.gpuless.recorder import HostRead, capture
@@ -104,8 +104,8 @@ def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_unde
     one.warm_up()
     launched, launch, before = list[tuple[int, int]](), one.rounds.launch, one.schedule.n_rounds
 
-    def noted(plan: RoundPlan, *args: Any, **kwargs: Any) -> Flight:
-        launched.append((plan.gamma, len(one.schedule.flights)))
+    def noted(plan: RoundPlan, *args: Any, **kwargs: Any) -> InFlightRound:
+        launched.append((plan.gamma, len(one.schedule.in_flight)))
         return launch(plan, *args, **kwargs)
 
     monkeypatch.setattr(one.rounds, "launch", noted)
@@ -160,18 +160,18 @@ def test_one_graph_serves_all_rows_of_a_gamma_and_a_doubling_of_the_view() -> No
 
 def test_a_result_is_read_when_the_next_round_is_under_way() -> None:
     one, order = captured("streaming"), list[str]()
-    launch, read = one.rounds.launch, Flight.read
+    launch, read = one.rounds.launch, InFlightRound.read
 
-    def launched(*args: Any, **kwargs: Any) -> Flight:
+    def launched(*args: Any, **kwargs: Any) -> InFlightRound:
         order.append("launch")
-        flight = launch(*args, **kwargs)
+        round_ = launch(*args, **kwargs)
 
         def noted(wait: Any) -> list[list[int]]:
             order.append("read")
-            return read(flight, wait)
+            return read(round_, wait)
 
-        flight.read = noted  # type: ignore[method-assign]
-        return flight
+        round_.read = noted  # type: ignore[method-assign]
+        return round_
 
     one.rounds.launch = launched  # type: ignore[method-assign]
     one.generate(PROMPTS[:1], SamplingParams(max_tokens=30, ignore_eos=True))
@@ -195,7 +195,7 @@ def test_a_stream_left_half_way_leaves_nothing_in_the_air() -> None:
     for _ in range(5):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert not one.schedule.flights
+    assert not one.schedule.in_flight
     assert [c.tokens for c in one.generate(PROMPTS, GREEDY)] == [
         c.tokens for c in engine("off").generate(PROMPTS, GREEDY)
     ]
@@ -210,9 +210,9 @@ def test_a_policy_that_reads_on_the_host_cannot_be_captured() -> None:
     one = captured("streaming")
     begin = one.policy.device_before_draft  # type: ignore[union-attr]
 
-    def peeking(rows: Any, plan: Any) -> None:
-        begin(rows, plan)
-        if int(rows.seq_len.max()) > 10**9:
+    def peeking(state: Any, plan: Any) -> None:
+        begin(state, plan)
+        if int(state.seq_len.max()) > 10**9:
             raise AssertionError
 
     one.policy.device_before_draft = peeking  # type: ignore[union-attr]

@@ -134,7 +134,7 @@ def test_all_positions_of_a_row_share_its_parameters(n_positions: int, filtered:
 
 def test_a_reused_slot_forgets_the_parameters_of_its_last_request() -> None:
     table = table_of([SamplingParams(temperature=0.3, top_k=2, top_p=0.2, min_p=0.5, seed=9)], 30)
-    table.put(0, SamplingParams(temperature=1.0), 4, 30)
+    table.assign(0, SamplingParams(temperature=1.0), 4, 30)
     logits = torch.randn(1, 30)
     fresh = table_of([SamplingParams(temperature=1)], 30)
     assert torch.equal(probabilities(logits, table), probabilities(logits, fresh))
@@ -452,6 +452,6 @@ def test_what_runs_eagerly_samples_without_a_build(monkeypatch: pytest.MonkeyPat
     config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1))
-    object.__setattr__(one.rows, "kernel", True)
+    object.__setattr__(one.state, "kernel", True)
     with pytest.raises(AssertionError, match="asked for"):
         one.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1))

@@ -17,7 +17,7 @@ from gpt_fast_sd import Engine, SamplingParams
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import CHUNK, Prefill
-from gpt_fast_sd.reader import Reader
+from gpt_fast_sd.runner import Runner
 from tests.gpt_fast_sd.policies.drafting import drafting
 from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
@@ -93,7 +93,7 @@ def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
         computed, body = fill(), arrival.request.prompt[:-1]
         for prefill in (one._prefill, own_prefill(one)):
             if prefill and one.schedule.arrival is None:
-                assert torch.equal(held(prefill.reader, arrival.slot, len(body)), fresh(prefill.reader, body))
+                assert torch.equal(held(prefill.runner, arrival.slot, len(body)), fresh(prefill.runner, body))
                 seen.append(len(body))
         return computed
 
@@ -115,15 +115,15 @@ def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
             assert told(alone) == told([got[i]])
 
 
-def held(reader: Reader, slot: int, n: int) -> Tensor:
+def held(runner: Runner, slot: int, n: int) -> Tensor:
     """The first n keys and values of a slot: [2 * L, K, T, H]."""
-    return torch.stack([buffer[slot, :, :n].clone() for buffer in reader.cache.buffers])
+    return torch.stack([buffer[slot, :, :n].clone() for buffer in runner.cache.buffers])
 
 
-def fresh(reader: Reader, body: Sequence[int]) -> Tensor:
+def fresh(runner: Runner, body: Sequence[int]) -> Tensor:
     """Those of a body that is prefilled in one go, into a cache of its own."""
-    cache = KVCache(reader.model.config, 1, reader.cache.max_seq_len, dtype=torch.float32, device=reader.device)
-    alone = Reader(reader.model, cache, compiled=False)
+    cache = KVCache(runner.model.config, 1, runner.cache.max_seq_len, dtype=torch.float32, device=runner.device)
+    alone = Runner(runner.model, cache, compiled=False)
     Prefill(alone).fill(0, body)
     return held(alone, 0, len(body))
 
@@ -176,7 +176,7 @@ def test_a_stream_left_while_a_prompt_is_half_filled_leaves_the_engine_as_good_a
     one = KINDS[kind](name)
     expected = told(KINDS[kind](name).generate(PROMPTS, PARAMS))
     half_way(one).close()  # type: ignore[attr-defined]
-    assert one.schedule.arrival is None and not any(one.schedule.slots) and not one.rows.active.any()
+    assert one.schedule.arrival is None and not any(one.schedule.slots) and not one.state.active.any()
     assert int(one.cache.seq_len.max()) < one.config.max_seq_len
     assert told(one.generate(PROMPTS, PARAMS)) == expected
 
@@ -197,7 +197,7 @@ def test_a_chunk_that_fails_ends_the_stream_and_leaves_nothing_to_rely_on(
         patched.setattr(Prefill, "chunk", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             one.generate(PROMPTS, PARAMS)
-    assert one.schedule.arrival is None and not any(one.schedule.slots) and not one.rows.active.any()
+    assert one.schedule.arrival is None and not any(one.schedule.slots) and not one.state.active.any()
     assert told(one.generate(PROMPTS, PARAMS)) == told(engine(name).generate(PROMPTS, PARAMS))
 
 

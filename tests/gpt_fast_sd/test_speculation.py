@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
@@ -25,9 +26,8 @@ from gpt_fast_sd.policies.base import ModelDraft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.requests import Completion, TokenEvent
-from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.runner import Runner
 from tests.drafts import POLICIES, draft_of
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
@@ -64,21 +64,21 @@ class Script(DraftPolicy):
     def host_must_wait(self, plan: RoundPlan) -> bool:
         return False
 
-    def host_before_round(self, rows: Rows, plan: RoundPlan) -> None:
+    def host_before_round(self, state: BatchState, plan: RoundPlan) -> None:
         self.calls.append("renew")
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
         return [7]
 
-    def device_refresh(self, rows: Rows, n_keys: int) -> None:
+    def device_refresh(self, state: BatchState, n_keys: int) -> None:
         self.calls.append(f"refresh {n_keys}")
 
-    def propose(self, rows: Rows, plan: RoundPlan) -> Draft:
+    def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
         gamma = plan.gamma
         self.calls.append(f"propose {gamma}")
-        n, i = len(rows.pending), torch.arange(gamma)
+        n, i = len(state.pending), torch.arange(gamma)
         right, count = (self._of(x, n) for x in (self.right, self.count or [gamma]))
-        tokens = (rows.pending[:, None] + 1 + i + (i >= right[:, None]).long()) % 258  # [B, gamma]
+        tokens = (state.pending[:, None] + 1 + i + (i >= right[:, None]).long()) % 258  # [B, gamma]
         by = (i % 2).expand(n, -1) if len(self.proposers) > 1 else None
         return Draft(tokens, None, count.clamp(max=gamma), by)
 
@@ -88,7 +88,7 @@ class Script(DraftPolicy):
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         self.calls.append(f"admit {slot}")
 
-    def device_after_verify(self, rows: Rows, mass: Tensor | None) -> None:
+    def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
         self.calls.append("observe")
 
     def host_free(self, slot: int) -> None:
@@ -143,8 +143,8 @@ def test_rounds_and_drafts_are_as_many_as_a_walk_by_hand_has(
 
 def test_drafts_that_are_a_view_of_what_the_round_writes_are_told_as_they_were_proposed() -> None:
     script = Script([0])
-    script.propose = lambda rows, plan: Draft(  # type: ignore[method-assign]
-        rows.pending[:, None].expand(-1, plan.gamma), None, torch.full_like(rows.pending, plan.gamma)
+    script.propose = lambda state, plan: Draft(  # type: ignore[method-assign]
+        state.pending[:, None].expand(-1, plan.gamma), None, torch.full_like(state.pending, plan.gamma)
     )
     events = list(counting(script, gamma=3).stream([[10]], SamplingParams(max_tokens=6)))
     assert [event.tokens for event in events] == [[11], [12], [13], [14], [15], [16]]
@@ -422,7 +422,7 @@ def committed(cache: KVCache, slot: int, n: int) -> Tensor:
 def prefilled(model: Transformer, text: Sequence[int]) -> Tensor:
     """The same of a text that is prefilled into a cache of its own."""
     cache = KVCache(model.config, 1, MAX_LEN, dtype=torch.float32, device=torch.device("cpu"))
-    Prefill(Reader(model, cache, compiled=False)).fill(0, text)
+    Prefill(Runner(model, cache, compiled=False)).fill(0, text)
     return committed(cache, 0, len(text))
 
 
@@ -442,7 +442,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(name: str, promp
             if request is not None:
                 text, n = texts[request.index], request.length
                 assert int(one.cache.seq_len[slot]) == n
-                assert one.rows.history[slot, : n + 1].tolist() == text[: n + 1]
+                assert one.state.history[slot, : n + 1].tolist() == text[: n + 1]
                 # fp32: the same sums over other shapes; keys and values are of size 1
                 got, expected = committed(one.cache, slot, n), fresh[request.index][:, :, :n]
                 torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -452,7 +452,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(name: str, promp
 def caches_of(one: Engine) -> list[KVCache]:
     """The target's cache, and those that drafting models have of their own."""
     levels = (one.policy, getattr(one.policy, "cheap", None))
-    own = [level.reader.cache for level in levels if isinstance(level, StandaloneDraft)]
+    own = [level.runner.cache for level in levels if isinstance(level, StandaloneDraft)]
     return [one.cache, *own]
 
 
@@ -468,7 +468,7 @@ def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytes
         place = torch.arange(one.cache.layers[0].k.shape[2])  # [S]
         before = [x.clone() for cache in caches_of(one) for x in cache.buffers]
         # a standalone draft feeds up to three tokens again
-        spare = (place >= one.cache.capacity) & ~one.rows.active[:, None]  # never in view: where free slots scribble
+        spare = (place >= one.cache.capacity) & ~one.state.active[:, None]  # never in view: where free slots scribble
         beyond = (place > lengths + reach) & ~spare
         untouched = [((place < lengths - n) & ~spare) | beyond for n in (0, 2)]
         launched = launch(speculate)
@@ -504,7 +504,7 @@ def test_a_row_that_computes_nan_spoils_neither_its_neighbours_nor_the_next_in_i
     one, bad = speculator(name), 257
     levels = (one, one.policy, getattr(one.policy, "cheap", None))
     models = [level.model for level in levels if isinstance(level, Engine)]
-    models += [level.reader.model for level in levels if isinstance(level, ModelDraft)]
+    models += [level.runner.model for level in levels if isinstance(level, ModelDraft)]
     for model in models:
         model.output.weight[bad] = 0.0  # said by no row of itself
     alone = [one.generate([prompt], params)[0] for prompt in good]

@@ -18,7 +18,7 @@ from torch._dynamo.backends.registry import lookup_backend
 import gpt_fast_sd.loading
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import CompiledStep
-from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.sampling import Kind
@@ -37,7 +37,7 @@ MIXED = [GREEDY, SAMPLED, FILTERED, GREEDY]
 @pytest.fixture(autouse=True)
 def as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(WAYS, "cpu", replace(WAYS["cuda"], captures=False))
+        patched.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
         references.as_on_cuda(patched)
         patched.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph.forward)
         patched.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
@@ -83,7 +83,7 @@ def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_grap
     for params in (MIXED, SAMPLED, FILTERED):
         one.generate(PROMPTS, params)
     # three kinds of sampling, none, one or several drafts; drawn by chance or not, by one proposer or two
-    assert one.rounds.judge.graphs <= 3 * 3 * 3
+    assert one.rounds.accept_compiled.graphs <= 3 * 3 * 3
     assert one.rounds.decode.graphs == 1 and one.rounds.verify.graphs <= 2  # with and without mass
     before = one.schedule.graphs
     for params in (GREEDY, SAMPLED, FILTERED, MIXED[::-1]):
@@ -99,7 +99,7 @@ def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:
             one.redraft(DraftConfig(policy=policy, budget=100, gamma=gamma, page=page))
             as_captured(one)
             assert tokens(one.generate(PROMPTS, GREEDY)) == plain(), (policy, gamma)
-    assert one.rounds.decode.graphs == 1 and one.rounds.judge.graphs == 3
+    assert one.rounds.decode.graphs == 1 and one.rounds.accept_compiled.graphs == 3
     assert one.rounds.verify.graphs == 3  # without mass, and with it by pages of 16 and of 32 keys
 
 
@@ -123,15 +123,15 @@ def test_judging_is_one_graph_whatever_is_drafted(
     model = tiny_model(tiny_config(n_layers=1, eos_ids=(3, 5, 7)))
     config = EngineConfig(batch_size=3, max_seq_len=400, device="cpu", dtype="fp32")
     one = Engine(model, None, config, DraftConfig(policy="streaming", budget=24))
-    rows, rounds = one.rows, one.rounds
+    state, rounds = one.state, one.rounds
     kind = Kind(sampled, filtered)
     with torch.inference_mode():
         for gamma in (8, 6, 4, 3, 2, 16):
             for slot, params in enumerate((GREEDY, SAMPLED if sampled else GREEDY, FILTERED if filtered else GREEDY)):
-                rows.put(slot, [1, 2, 3], params, slot)
+                state.assign(slot, [1, 2, 3], params, slot)
             for drawn, by_two in ((False, False), (sampled, True)):
-                rounds.judged(torch.randn(3, gamma + 1, 258), a_draft(gamma, drawn=drawn, by_two=by_two), kind)
-    assert rounds.judge.graphs == 2
+                rounds.accept(torch.randn(3, gamma + 1, 258), a_draft(gamma, drawn=drawn, by_two=by_two), kind)
+    assert rounds.accept_compiled.graphs == 2
 
 
 def test_rounds_that_are_not_captured_draft_less_at_a_text_s_end_without_another_graph() -> None:
@@ -140,7 +140,7 @@ def test_rounds_that_are_not_captured_draft_less_at_a_text_s_end_without_another
     for params in (GREEDY, SAMPLED, FILTERED):
         one.generate(PROMPTS, params)
         assert len(one.stats.rounds_by_gamma) > 1
-    assert one.rounds.judge.graphs <= 9 and one.rounds.verify.graphs == 1
+    assert one.rounds.accept_compiled.graphs <= 9 and one.rounds.verify.graphs == 1
 
 
 def test_exact_mode_has_one_width() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.tp import why_no_cuda
 from tests.gpt_fast_sd.kernels import references
 from tests.gpu.place import INTERPRETED, Place
@@ -63,7 +63,7 @@ def captures(place: Place) -> Iterator[None]:
     from tests.gpuless.pools import stand_in
 
     with pytest.MonkeyPatch.context() as patch, stand_in("2.13"):
-        patch.setitem(WAYS, "cpu", dataclasses.replace(WAYS["cpu"], captures=True))
+        patch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cpu"], captures=True))
         yield
 
 

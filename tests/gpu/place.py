@@ -69,11 +69,11 @@ class Place:
         return case
 
     def listed_case(self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, page: int) -> listed.Case:
-        """The same rows, their tails begun some entries before the first query."""
+        """The same rows, their windows begun some entries before the first query."""
         ends, n_keys = self.ends(n_tokens)
-        tails = [max(0, min(end - n_tokens - 19, n_keys)) // page * page for end in ends]
+        windows = [max(0, min(end - n_tokens - 19, n_keys)) // page * page for end in ends]
         case = listed.Case(
-            tails, ends, page=page, n_listed=96, width=40, n_tokens=n_tokens, group=group, head_dim=head_dim,
+            windows, ends, page=page, n_listed=96, width=40, n_tokens=n_tokens, group=group, head_dim=head_dim,
             n_keys=n_keys, dtype=dtype,
         )  # fmt: skip
         case.q = case.q * 2

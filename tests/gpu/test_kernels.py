@@ -45,11 +45,11 @@ def test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
 @pytest.mark.parametrize(
     ("group", "head_dim", "n_tokens", "dtype"), of_dtypes(tuple(shape for shape in SHAPES if shape[2] <= 9))
 )
-def test_listed_entries_and_a_tail_are_attended_to_as_in_fp64(
+def test_listed_entries_and_a_window_are_attended_to_as_in_fp64(
     place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, page: int
 ) -> None:
     case = place.listed_case(group, head_dim, n_tokens, dtype, page)
-    q, k, v, slots, start, pos = place.put(case.q, case.k, case.v, case.slots, case.tail_start, case.pos)
+    q, k, v, slots, start, pos = place.put(case.q, case.k, case.v, case.slots, case.window_start, case.pos)
     got = kernels.sparse_attention(q, k, v, slots, start, case.width, pos, case.n_keys, page)
     assert near(got, case.expected()[0], dtype)
 

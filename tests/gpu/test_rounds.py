@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
+from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.measuring.prompts import tokens_of
-from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.sampling import GREEDY, Kind
 from tests.gpu.place import SMALL, Place, random_model
 from tests.gpuless.recorder import Recording
@@ -127,20 +127,20 @@ def no_waiting(device: torch.device) -> Iterator[None]:
 @torch.inference_mode()
 def round_without_waiting(engine: Engine, gamma: int, kind: Kind) -> Tensor:
     """What a round says of rows in the middle of decoding, int64 [B, 2 * gamma + 5]; the host may not wait in it."""
-    rows = engine.rows
-    rows.seq_len.fill_(64)
-    rows.active.fill_(True)
-    rows.heeds_eos.fill_(False)
-    rows.remaining.fill_(4 * (gamma + 1))  # neither round is the last of a row
-    rows.table.temperature.fill_(0.8 if kind.sampled else 0.0)
+    state = engine.state
+    state.seq_len.fill_(64)
+    state.active.fill_(True)
+    state.stop_on_eos.fill_(False)
+    state.remaining.fill_(4 * (gamma + 1))  # neither round is the last of a row
+    state.table.temperature.fill_(0.8 if kind.sampled else 0.0)
     plan = RoundPlan(gamma=gamma, n_keys=engine.cache.capacity - gamma, kind=kind, captured=True)
     try:
         engine.rounds.device_round(plan)
-        with no_waiting(rows.seq_len.device):
+        with no_waiting(state.seq_len.device):
             return engine.rounds.device_round(plan)
     finally:
-        rows.active.fill_(False)
-        rows.table.temperature.fill_(0.0)
+        state.active.fill_(False)
+        state.table.temperature.fill_(0.0)
 
 
 @pytest.mark.parametrize("kind", [GREEDY, Kind(True, True)], ids=["greedy", "sampled"])

@@ -14,9 +14,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.attending import DenseKV, ListedKV
 from gpt_fast_sd.config import gamma_tiers
-from gpt_fast_sd.judging import Verdict
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies.sparse import positions_of
@@ -61,7 +61,7 @@ def test_every_repeat_of_every_timed_call_finds_all_rows_in_the_middle_of_decodi
     bench, read, calls = a_bench(arm, gammas), list[tuple[str, int, int]](), list[list[Any]]()
 
     def dense(self: Any, layer: int, *args: Any, right: Any = DenseKV.attend) -> Tensor:
-        pos, n_keys = args[-1], self.in_view.shape[0] * SPLIT
+        pos, n_keys = args[-1], self.n_splits_carrier.shape[0] * SPLIT
         n = torch.where(pos < n_keys, pos + 1, 0).amax(1)
         if layer == 0:
             read.append((f"target T {pos.shape[1]}", int(n.min()), int(n.max())))
@@ -85,8 +85,8 @@ def test_every_repeat_of_every_timed_call_finds_all_rows_in_the_middle_of_decodi
         for _ in range(4):
             before()
             read.clear()
-            rows, slots = bench.engine.rows, bench.engine.policy.view.slots.clone()  # type: ignore[union-attr]
-            active, seq_len = int(rows.active.sum()), rows.seq_len.tolist()
+            state, slots = bench.engine.state, bench.engine.policy.view.slots.clone()  # type: ignore[union-attr]
+            active, seq_len = int(state.active.sum()), state.seq_len.tolist()
             out = call()
             judged = out[:, :3].tolist() if isinstance(out, Tensor) and out.dtype == torch.int64 else None
             changed = (slots != bench.engine.policy.view.slots).any(-1).any(-1).any(0)  # type: ignore[union-attr]
@@ -122,19 +122,19 @@ def test_every_repeat_of_every_timed_call_finds_all_rows_in_the_middle_of_decodi
 
 
 def row_idles(bench: Bench, gamma: int) -> None:
-    bench.engine.rows.active[0] = False
+    bench.engine.state.active[0] = False
 
 
 def rows_end(bench: Bench, gamma: int) -> None:
-    bench.engine.rows.remaining.zero_()
+    bench.engine.state.remaining.zero_()
 
 
 def rows_are_short(bench: Bench, gamma: int) -> None:
-    bench.engine.rows.seq_len.fill_(9)
+    bench.engine.state.seq_len.fill_(9)
 
 
 def nothing_is_due(bench: Bench, gamma: int) -> None:
-    bench.engine.policy.view.selected_at.copy_(bench.engine.rows.seq_len)  # type: ignore[union-attr]
+    bench.engine.policy.view.selected_at.copy_(bench.engine.state.seq_len)  # type: ignore[union-attr]
 
 
 def nothing_is_listed(bench: Bench, gamma: int) -> None:
@@ -167,8 +167,8 @@ def test_a_call_that_does_not_do_what_it_is_timed_for_is_an_error_and_has_no_sec
 
 
 def test_a_replay_whose_rounds_do_not_keep_what_the_table_says_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_kept(self: Replay, verdict: Verdict, drafted: Tensor, cap: Tensor) -> Verdict:
-        return Verdict(cap.clone(), verdict.next_token)
+    def all_kept(self: Replay, result: AcceptResult, drafted: Tensor, max_accept: Tensor) -> AcceptResult:
+        return AcceptResult(max_accept.clone(), result.next_token)
 
     bench = a_bench("streaming", {"streaming": 2})
     bench.replay("streaming")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import kernels
-from gpt_fast_sd.judging import Verdict
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.acceptance import AcceptResult
+from gpt_fast_sd.batch_state import BatchState
 from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import BF16
 from tests.gpt_fast_sd.kernels.selected import best
@@ -91,14 +91,15 @@ def test_the_smoke_test_finds_rows_that_are_short_and_text_that_drafting_changes
     assert made.counted(completions)
     with pytest.raises(AssertionError):
         made.counted([replace(one, tokens=one.tokens[:-1]) for one in completions])
-    right = Rows.judge
+    right = BatchState.accept
 
-    def sevens(self: Rows, *args: Any, **kwargs: Any) -> Any:
-        verdict, p = right(self, *args, **kwargs)
+    def sevens(self: BatchState, *args: Any, **kwargs: Any) -> Any:
+        result, p = right(self, *args, **kwargs)
         drafted = args[3]
-        return (Verdict(verdict.n_accepted, torch.full_like(verdict.next_token, 7)) if drafted.shape[1] else verdict), p
+        own = AcceptResult(result.n_accepted, torch.full_like(result.next_token, 7))
+        return own if drafted.shape[1] else result, p
 
     assert made.both_ways()
-    monkeypatch.setattr(Rows, "judge", sevens)
+    monkeypatch.setattr(BatchState, "accept", sevens)
     with pytest.raises(AssertionError):
         made.both_ways()

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from gpt_fast_sd.batch_state import BatchState
 from gpt_fast_sd.compiling import span
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.round import judge_step
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.target import decode_step
 from gpt_fast_sd.tp import Parallel, Vocabulary, local_config, start
@@ -54,10 +54,10 @@ def test_judging_gathers_the_vocabulary_once_within_its_graph(sampled: bool, two
     with fake_cuda_tensors(), torch.inference_mode():
         rig = fake_rig()
         vocabulary, tokens = Vocabulary(two_ranks.group.mesh), rig.tokens(5)
-        rows = Rows.idle(rig.cache.seq_len, CAPACITY + 256, rig.rows.vocab_size, EOS, vocabulary)
-        logits = torch.zeros(SLOTS, 6, rows.vocab_size // 2, device=CUDA)
-        q = torch.zeros(SLOTS, 5, rows.vocab_size, device=CUDA) if sampled else None
-        step = cuda_code(judge_step, rows, Kind(sampled), logits, Draft(tokens, q, rows.remaining.clone()), None)
+        state = BatchState.idle(rig.cache.seq_len, CAPACITY + 256, rig.state.vocab_size, EOS, vocabulary)
+        logits = torch.zeros(SLOTS, 6, state.vocab_size // 2, device=CUDA)
+        q = torch.zeros(SLOTS, 5, state.vocab_size, device=CUDA) if sampled else None
+        step = cuda_code(accept_step, state, Kind(sampled), logits, Draft(tokens, q, state.remaining.clone()), None)
     ops = Counter(op.removeprefix("_c10d_functional.").removesuffix("_out").removesuffix("_") for op in step.others)
     # what the first rank drew counts
     drawn = {"broadcast": 1} if sampled else {}

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.inflight import Flight
+from gpt_fast_sd.batch_state import RoundPlan
+from gpt_fast_sd.inflight import InFlightRound
 from gpt_fast_sd.measuring.machine import peak_bytes
-from gpt_fast_sd.rows import RoundPlan
 from gpt_fast_sd.tp import TIMEOUT, Agreement, Parallel, start
 from tests.helpers import random_ids, tiny_model
 from tests.tp.spawn import ROOT, WORKERS, run, torchrun
@@ -56,10 +56,10 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parallel]:
     dist.destroy_process_group()
 
 
-def flight(landed: Round) -> Flight:
+def round_(done_event: Round) -> InFlightRound:
     """A round of one row under way."""
     plan, result = RoundPlan(gamma=0, n_keys=1), torch.tensor([[1, 0, 0, 7]])
-    return Flight(plan, [], False, 0.0, result, landed)  # type: ignore[arg-type]
+    return InFlightRound(plan, [], False, 0.0, result, done_event)  # type: ignore[arg-type]
 
 
 def test_a_round_that_a_lost_rank_never_ends_ends_the_process_with_one_sentence(
@@ -67,7 +67,7 @@ def test_a_round_that_a_lost_rank_never_ends_ends_the_process_with_one_sentence(
 ) -> None:
     began = time.monotonic()
     with pytest.raises(Left, match="1"):
-        flight(Round(looks=float("inf"))).read(two_ranks.wait_for)
+        round_(Round(looks=float("inf"))).read(two_ranks.wait_for)
     assert 0.05 <= time.monotonic() - began < 5
     out, err = capfd.readouterr()
     why = "another rank is gone, or did not answer within 0.05 s (a step that they share does not end)"
@@ -76,10 +76,10 @@ def test_a_round_that_a_lost_rank_never_ends_ends_the_process_with_one_sentence(
 
 def test_a_round_that_ends_is_read_however_often_the_host_has_to_look(two_ranks: Parallel) -> None:
     for looks in (0, 1, 20):
-        assert flight(Round(looks)).read(two_ranks.wait_for) == [[1, 0, 0, 7]]
+        assert round_(Round(looks)).read(two_ranks.wait_for) == [[1, 0, 0, 7]]
     alone = Parallel(torch.device("cpu"))
     asleep = Round(looks=3)
-    assert flight(asleep).read(alone.wait_for) == [[1, 0, 0, 7]]
+    assert round_(asleep).read(alone.wait_for) == [[1, 0, 0, 7]]
     assert asleep.looks == 3  # nobody can be lost: the driver waits
 
 

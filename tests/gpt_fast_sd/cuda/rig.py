@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpt_fast_sd.batch_state import BatchState
 from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import build_view
 from gpt_fast_sd.policies.base import View
-from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.rows import Rows
+from gpt_fast_sd.runner import Runner
 
 SLOTS, LAYERS, CAPACITY, EOS = 4, 2, 4096, (7, 9)
 CUDA = torch.device("cuda")
@@ -24,12 +24,12 @@ class Rig:
 
     model: Transformer
     cache: KVCache
-    rows: Rows
+    state: BatchState
 
     def view(self, name: str, budget: int = 512) -> View:
         """The view of that name over the cache, as an engine builds it."""
         config = DraftConfig(policy=name, budget=budget, gamma=5)
-        return build_view(config, name, Reader(self.model, self.cache, compiled=False))
+        return build_view(config, name, Runner(self.model, self.cache, compiled=False))
 
     def tokens(self, n: int, slots: int = SLOTS) -> Tensor:
         """int64 [B, n]: token ids, or positions, which have no values here."""
@@ -47,4 +47,4 @@ def fake_rig(head_dim: int = 64) -> Rig:
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.bfloat16(), requires_grad=False))
     cache = KVCache(config, SLOTS, CAPACITY, dtype=torch.bfloat16, device=CUDA)
-    return Rig(model, cache, Rows.idle(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS))
+    return Rig(model, cache, BatchState.idle(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS))

@@ -14,9 +14,9 @@ from gpt_fast_sd.config import MAX_GAMMA
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.base import draft_step
-from gpt_fast_sd.policies.snapkv import WINDOW, observe_step
+from gpt_fast_sd.policies.snapkv import OBSERVED, observe_step
 from gpt_fast_sd.prefill import CHUNK, prefill_step
-from gpt_fast_sd.round import judge_step
+from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.target import decode_step
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, SLOTS, Rig, fake_rig
@@ -54,16 +54,16 @@ QUICK = {"decode", "verify mass", "draft streaming", "prefill"}
 
 def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of the engine and its arguments, as the engine calls it."""
-    cache, in_view = rig.cache, span(rig.cache, CAPACITY)
+    cache, n_splits_carrier = rig.cache, span(rig.cache, CAPACITY)
     kind, _, detail = name.partition(" ")
     if kind == "prefill":
         tokens = rig.tokens(CHUNK, slots=1)
-        return prefill_step, (rig.model, tokens, tokens.clone(), cache.slot(2), in_view)
+        return prefill_step, (rig.model, tokens, tokens.clone(), cache.slot(2), n_splits_carrier)
     if kind == "observe":
-        tokens, slots = rig.tokens(WINDOW, slots=2), rig.tokens(1, slots=2)[:, 0]
-        return observe_step, (rig.model, tokens, tokens.clone(), slots, cache.layers, in_view, 96)
+        tokens, slots = rig.tokens(OBSERVED, slots=2), rig.tokens(1, slots=2)[:, 0]
+        return observe_step, (rig.model, tokens, tokens.clone(), slots, cache.layers, n_splits_carrier, 96)
     tokens = rig.tokens(6 if kind == "verify" else 1)
-    common = (rig.model, tokens, tokens.clone(), cache.layers, in_view)
+    common = (rig.model, tokens, tokens.clone(), cache.layers, n_splits_carrier)
     if kind == "draft":
         return draft_step, (*common, *rig.view(detail).kv())
     return decode_step, (*common, 64 if detail == "mass" else 0)
@@ -113,13 +113,13 @@ def test_one_graph_serves_verifications_of_several_widths() -> None:
 @pytest.mark.parametrize(("sampled", "filtered", "launches"), [(False, False, 12), (True, False, 14), (True, True, 18)])
 def test_judging_is_one_graph_of_few_launches(sampled: bool, filtered: bool, launches: int) -> None:
     with fake_cuda_tensors(), torch.inference_mode():
-        rows, tokens = (rig := fake_rig()).rows, rig.tokens(5)
-        logits = torch.zeros(SLOTS, 6, rows.vocab_size, device=tokens.device)
+        state, tokens = (rig := fake_rig()).state, rig.tokens(5)
+        logits = torch.zeros(SLOTS, 6, state.vocab_size, device=tokens.device)
         q = logits[:, 1:].softmax(-1) if sampled else None
         varying(logits, min=3)
         varying(*(x for x in (tokens, q) if x is not None), max=MAX_GAMMA)
-        draft = Draft(tokens, q, rows.remaining.clone())
-        step = cuda_code(judge_step, rows, Kind(sampled, filtered), logits, draft, None)
+        draft = Draft(tokens, q, state.remaining.clone())
+        step = cuda_code(accept_step, state, Kind(sampled, filtered), logits, draft, None)
     assert step.launches <= launches, step
     assert step.ours == ["likeliest"] * filtered and step.others == step.products == []
     assert step.graphs == 1 and step.no_cudagraph is None
@@ -127,10 +127,10 @@ def test_judging_is_one_graph_of_few_launches(sampled: bool, filtered: bool, lau
 
 def test_filtering_rows_of_any_number_of_positions_is_one_graph_without_a_sort() -> None:
     with fake_cuda_tensors(), torch.inference_mode():
-        rows = fake_rig().rows
-        logits = torch.zeros(SLOTS, 6, rows.vocab_size, device=rows.pending.device)
+        state = fake_rig().state
+        logits = torch.zeros(SLOTS, 6, state.vocab_size, device=state.pending.device)
         torch._dynamo.mark_dynamic(logits, 1, min=2, max=9)
-        step = cuda_code(lambda rows, logits: rows.probabilities(logits, Kind(True, True)), rows, logits)
+        step = cuda_code(lambda state, logits: state.probabilities(logits, Kind(True, True)), state, logits)
     assert step.ours == ["likeliest"] and step.others == step.products == []
     assert step.launches <= 8, step
     assert step.graphs == 1 and step.no_cudagraph is None

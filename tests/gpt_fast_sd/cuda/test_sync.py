@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpt_fast_sd.acceptance import verify_greedy, verify_sampled
+from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.compiling import span
 from gpt_fast_sd.inflight import Rounds
-from gpt_fast_sd.judging import verify_greedy, verify_sampled
 from gpt_fast_sd.measuring.replay import Replay
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
-from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.rows import RoundPlan
+from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.target import decode_step
 from tests.drafts import POLICIES, VIEWS, draft_of
@@ -39,73 +39,74 @@ def rig() -> Iterator[Rig]:
 
 
 def drafts(rig: Rig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits [B, gamma + 1, V], tokens [B, gamma], their q [B, gamma, V] and cap [B]."""
-    vocab = rig.rows.vocab_size
+    """Logits [B, gamma + 1, V], tokens [B, gamma], their q [B, gamma, V] and max_accept [B]."""
+    vocab = rig.state.vocab_size
     logits = torch.zeros(SLOTS, GAMMA + 1, vocab, device=rig.cache.seq_len.device)
-    return logits, rig.tokens(GAMMA), logits[:, 1:].softmax(-1), rig.rows.remaining
+    return logits, rig.tokens(GAMMA), logits[:, 1:].softmax(-1), rig.state.remaining
 
 
 @pytest.mark.parametrize("page", [0, 64])
 @pytest.mark.parametrize("n_tokens", [1, GAMMA + 1])
 def test_the_targets_step_does_not_wait(rig: Rig, n_tokens: int, page: int) -> None:
     tokens, cache = rig.tokens(n_tokens), rig.cache
-    in_view = span(cache, CAPACITY)
-    assert waits(lambda: decode_step(rig.model, tokens, tokens.clone(), cache.layers, in_view, page)) == []
+    n_splits_carrier = span(cache, CAPACITY)
+    assert waits(lambda: decode_step(rig.model, tokens, tokens.clone(), cache.layers, n_splits_carrier, page)) == []
 
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     view, cache, token = rig.view(name), rig.cache, rig.tokens(1)
     make, args = view.kv()
-    assert waits(lambda: view.device_refresh(rig.rows, CAPACITY)) == []
-    assert waits(lambda: view.device_before_draft(rig.rows, TO_CAPTURE)) == []
-    in_view = span(cache, CAPACITY)
-    assert waits(lambda: draft_step(rig.model, token, token.clone(), cache.layers, in_view, make, args)) == []
+    assert waits(lambda: view.device_refresh(rig.state, CAPACITY)) == []
+    assert waits(lambda: view.device_before_draft(rig.state, TO_CAPTURE)) == []
+    n_splits_carrier = span(cache, CAPACITY)
+    assert waits(lambda: draft_step(rig.model, token, token.clone(), cache.layers, n_splits_carrier, make, args)) == []
     mass = torch.zeros(*cache.shape, CAPACITY // 64, device=cache.seq_len.device)
-    assert waits(lambda: view.device_after_verify(rig.rows, mass if view.wants_mass else None)) == []
+    assert waits(lambda: view.device_after_verify(rig.state, mass if view.wants_mass else None)) == []
 
 
 @pytest.mark.parametrize(("sampled", "filtered"), [(False, False), (True, False), (True, True)])
 def test_choosing_and_judging_do_not_wait(rig: Rig, sampled: bool, filtered: bool) -> None:
-    rows, kind = rig.rows, Kind(sampled, filtered)
-    logits, tokens, q, cap = drafts(rig)
+    state, kind = rig.state, Kind(sampled, filtered)
+    logits, tokens, q, max_accept = drafts(rig)
     pos = rig.tokens(GAMMA + 1)
-    assert waits(lambda: rows.choose(logits[:, 0], pos[:, 0], kind, 1)) == []
-    assert waits(lambda: rows.judge(logits, pos, kind, tokens, q if sampled else None, cap, accept=2, own=0)) == []
-    assert waits(lambda: rows.judge(logits, pos, kind, tokens, None, cap, accept=2, own=0)) == []
+    assert waits(lambda: state.choose(logits[:, 0], pos[:, 0], kind, 1)) == []
+    told = q if sampled else None
+    assert waits(lambda: state.accept(logits, pos, kind, tokens, told, max_accept, accept=2, own=0)) == []
+    assert waits(lambda: state.accept(logits, pos, kind, tokens, None, max_accept, accept=2, own=0)) == []
 
 
 def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
-    logits, tokens, q, cap = drafts(rig)
-    verdict = verify_greedy(logits, tokens, cap)
-    assert waits(lambda: verify_greedy(logits, tokens, cap)) == []
+    logits, tokens, q, max_accept = drafts(rig)
+    result = verify_greedy(logits, tokens, max_accept)
+    assert waits(lambda: verify_greedy(logits, tokens, max_accept)) == []
     p, u = logits.softmax(-1), torch.zeros(SLOTS, GAMMA + 1, device=logits.device)
-    assert waits(lambda: verify_sampled(p, q, tokens, cap, u[:, 1:], u)) == []
-    assert waits(lambda: rig.rows.commit(tokens, cap, verdict)) == []
+    assert waits(lambda: verify_sampled(p, q, tokens, max_accept, u[:, 1:], u)) == []
+    assert waits(lambda: rig.state.commit(tokens, max_accept, result)) == []
 
 
 @pytest.mark.parametrize("kind", [(False, False), (True, True)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool]) -> None:
     config = draft_of(name, GAMMA, **{} if name == "lookup" else {"budget": 512})
-    target = Reader(rig.model, rig.cache, compiled=False)
+    target = Runner(rig.model, rig.cache, compiled=False)
     policy = build_policy(config, target, fake_rig().model if config.draft_model else None)
-    rounds = Rounds(target, rig.rows, policy, config)
+    rounds = Rounds(target, rig.state, policy, config)
     rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
     plan = replace(TO_CAPTURE, kind=Kind(*kind))
     assert waits(lambda: rounds.device_round(plan)) == []
 
 
 BAD: dict[str, Callable[[Rig, GuidedView], Any]] = {
-    "a view as long as the longest row": lambda rig, view: rig.cache.layers[0].k[:, :, : int(rig.rows.seq_len.max())],
-    "a commit of active rows alone": lambda rig, view: rig.rows.seq_len[rig.rows.active],
-    "a round that ends early": lambda rig, view: bool(rig.rows.active.any()),
+    "a view as long as the longest row": lambda rig, view: rig.cache.layers[0].k[:, :, : int(rig.state.seq_len.max())],
+    "a commit of active rows alone": lambda rig, view: rig.state.seq_len[rig.state.active],
+    "a round that ends early": lambda rig, view: bool(rig.state.active.any()),
     "a list of ids made each step": lambda rig, view: torch.isin(
-        rig.rows.pending, torch.tensor([7, 9], device=rig.rows.pending.device)
+        rig.state.pending, torch.tensor([7, 9], device=rig.state.pending.device)
     ),
-    "positions counted on the host": lambda rig, view: rig.rows.seq_len + torch.arange(SLOTS),
+    "positions counted on the host": lambda rig, view: rig.state.seq_len + torch.arange(SLOTS),
     "a selection read back": lambda rig, view: view.slots[0].tolist(),
-    "the distinct tokens of a row": lambda rig, view: rig.rows.history[0].unique(),
+    "the distinct tokens of a row": lambda rig, view: rig.state.history[0].unique(),
 }
 
 

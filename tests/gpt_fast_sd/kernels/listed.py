@@ -1,7 +1,7 @@
-"""What tests of sparse attention kernels attend: lists of entries and a tail for each row; and the fp64 truth.
+"""What tests of sparse attention kernels attend: lists of entries and a window for each row; and the fp64 truth.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
-        C listed entries, W entries of the tail.
+        C listed entries, W entries of the window.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tests.gpt_fast_sd.kernels.dense import FP32, NAN, SPARE
 
 
 class Case:
-    """Rows whose tails begin at `tails` and whose last query stands at `ends`; each kv head has a list of its own.
+    """Rows whose windows begin at `windows` and whose last query stands at `ends`; each kv head has a list of its own.
 
-    The list takes about half of the pages that begin before the tail, as far as it has room, in any order and with gaps
-    of -1. Entries that no query of their row and head reads are NaN.
+    The list takes about half of the pages that begin before the window, as far as it has room, in any order and with
+    gaps of -1. Entries that no query of their row and head reads are NaN.
     """
 
     def __init__(
-        self, tails: Sequence[int], ends: Sequence[int], *, page: int = 16, n_listed: int = 128, width: int = 40,
+        self, windows: Sequence[int], ends: Sequence[int], *, page: int = 16, n_listed: int = 128, width: int = 40,
         n_tokens: int = 1, group: int = 2, n_kv: int = 2, head_dim: int = 64, n_keys: int = 320,
         dtype: torch.dtype = FP32, list_dtype: torch.dtype = torch.int64,
     ) -> None:  # fmt: skip
-        generator, n_rows = torch.Generator().manual_seed(0), len(tails)
+        generator, n_rows = torch.Generator().manual_seed(0), len(windows)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
@@ -35,13 +35,13 @@ class Case:
         self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
         # as a cache holds them: some slots of a larger buffer
         self.k, self.v = (normal(n_rows + 2, n_kv, n_keys + SPARE, head_dim)[1:-1] for _ in range(2))
-        self.tail_start = torch.tensor(tails)
+        self.window_start = torch.tensor(windows)
         self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
         self.n_keys, self.page, self.width = n_keys, page, width
         runs = torch.full((n_rows, n_kv, n_listed // page), -1)
-        for row, tail in enumerate(tails):
+        for row, window in enumerate(windows):
             for head in range(n_kv):
-                n_pages = -(-tail // page)
+                n_pages = -(-window // page)
                 pages = torch.randperm(n_pages, generator=generator)[: min(runs.shape[-1], n_pages // 2 + 1)]
                 runs[row, head, torch.randperm(runs.shape[-1], generator=generator)[: len(pages)]] = pages
         entries = runs[..., None] * page + torch.arange(page)
@@ -60,9 +60,9 @@ class Case:
         place = torch.arange(n_positions)
         listed = torch.zeros(*self.slots.shape[:2], n_positions + 1, dtype=torch.bool)
         listed.scatter_(2, torch.where(self.slots >= 0, self.slots, n_positions).long(), True)
-        start = self.tail_start[:, None]  # [B, 1]
-        in_tail = (place >= start) & (place < start + self.width)  # [B, S]
-        may = (listed[..., :-1] & (place < start)[:, None]) | in_tail[:, None]  # [B, K, S]
+        start = self.window_start[:, None]  # [B, 1]
+        in_window = (place >= start) & (place < start + self.width)  # [B, S]
+        may = (listed[..., :-1] & (place < start)[:, None]) | in_window[:, None]  # [B, K, S]
         return may[:, :, None] & ((place <= self.pos[..., None]) & (self.pos < self.n_keys)[..., None])[:, None]
 
     def expected(self) -> tuple[Tensor, Tensor]:

@@ -403,14 +403,14 @@ def n_kernels(graph: torch.fx.GraphModule) -> int:
 
 
 def attend_all_ways(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, in_view: Tensor, page: int
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_splits_carrier: Tensor, page: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense attention, attention with mass, the mass, and attention to listed entries, as the engine's caches do it."""
     new, layer = k[:, :, : q.shape[2]] * 0.5, CacheLayer(k, v)
-    kv = DenseKV([layer], in_view, page)
+    kv = DenseKV([layer], n_splits_carrier, page)
     kv_indices, window_start = torch.arange(200).expand(k.shape[0], k.shape[1], -1), pos.new_full((len(pos),), 200)
     with_mass = kv.attend(0, q, new, new, pos)
-    dense = DenseKV([layer], in_view).attend(0, q, new, new, pos)
+    dense = DenseKV([layer], n_splits_carrier).attend(0, q, new, new, pos)
     return dense, with_mass, kv.mass[0], listed(q, layer, kv_indices, window_start, 100, pos)
 
 
@@ -426,9 +426,9 @@ def test_one_graph_serves_every_number_of_keys_in_view() -> None:
     step, graphs = traced(attend_all_ways)
     results = []
     for n in (2, 3, 6, 4):
-        *args, in_view = a_step(2)[:-1], torch.empty(n, 0)
-        torch._dynamo.mark_dynamic(in_view, 0, min=2, max=6)
-        results.append(step(*args[0], in_view, 64))
+        *args, n_splits_carrier = a_step(2)[:-1], torch.empty(n, 0)
+        torch._dynamo.mark_dynamic(n_splits_carrier, 0, min=2, max=6)
+        results.append(step(*args[0], n_splits_carrier, 64))
     assert len(graphs) == 1 and n_kernels(graphs[0]) == 3
     for n, (dense, with_mass, mass, at_listed) in zip((2, 3, 6, 4), results, strict=True):
         assert torch.equal(dense, results[0][0]) and torch.equal(with_mass, dense) and torch.equal(at_listed, dense)

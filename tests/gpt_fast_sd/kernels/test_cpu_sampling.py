@@ -47,7 +47,7 @@ def spread(logits: Tensor, top_k: list[int], top_p: list[float], *, min_p: float
 def table(params: SamplingParams, n_rows: int, n_vocab: int) -> SamplingTable:
     made = SamplingTable.empty(n_rows, n_vocab, torch.device("cpu"))
     for slot in range(n_rows):
-        made.put(slot, params, slot, n_vocab)
+        made.assign(slot, params, slot, n_vocab)
     return made
 
 

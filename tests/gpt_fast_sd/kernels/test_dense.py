@@ -69,14 +69,14 @@ def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(op: str) -> 
         return graph
 
     @torch.compile(fullgraph=True, backend=backend)
-    def step(in_view: torch.Tensor, *arguments: Any) -> Any:
-        return function(*arguments[:4], in_view.shape[0] * 32, *arguments[5:])  # n_keys is the fifth of all
+    def step(n_splits_carrier: torch.Tensor, *arguments: Any) -> Any:
+        return function(*arguments[:4], n_splits_carrier.shape[0] * 32, *arguments[5:])  # n_keys is the fifth of all
 
     case = Case([40, 150], n_tokens=3)
     for n in (6, 5, 7):
-        in_view = torch.empty(n, 0)
-        torch._dynamo.mark_dynamic(in_view, 0, min=2, max=8)
-        got = step(in_view, *calls(case)[op])
+        n_splits_carrier = torch.empty(n, 0)
+        torch._dynamo.mark_dynamic(n_splits_carrier, 0, min=2, max=8)
+        got = step(n_splits_carrier, *calls(case)[op])
         case.n_keys = n * 32
         expected = function(*calls(case)[op])
         torch.testing.assert_close(got, expected, rtol=0, atol=0)

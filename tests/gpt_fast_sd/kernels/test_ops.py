@@ -46,7 +46,7 @@ def slots() -> Tensor:
     return torch.where(pages[..., None] >= 0, listed, -1).flatten(-2)
 
 
-def tail_start() -> Tensor:
+def window_start() -> Tensor:
     return torch.tensor([96, 96])
 
 
@@ -68,7 +68,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "decode_attention": lambda: (queries(), entries(), entries(), places(), 256, 256),
     "decode_attention_with_mass": lambda: (queries(), entries(), entries(), places(), 256, 256, 64),
     "sparse_attention": lambda: (
-        queries(), entries(), entries(), slots(), tail_start(), 16, places(), 256, 16,
+        queries(), entries(), entries(), slots(), window_start(), 16, places(), 256, 16,
     ),
     "prefill_attention": lambda: (queries(), entries(), entries(), places(), 256),
     "prefill_attention_with_lse": lambda: (queries(), entries(), entries(), places(), 256),

@@ -29,7 +29,7 @@ def slow(value: object) -> object:
 
 
 OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
-ONE_CHUNK, SEVERAL = (112, 42), (448, 74)  # listed entries, width of the tail
+ONE_CHUNK, SEVERAL = (112, 42), (448, 74)  # listed entries, width of the window
 
 
 def launched(
@@ -105,7 +105,7 @@ def test_every_kernel_is_built_well(n_rows: int, head_dim: int, dtype: torch.dty
 @pytest.mark.parametrize("cap", [80, 90])
 def test_sizes_that_vary_between_calls_build_nothing_anew(cap: int) -> None:
     first = launched(cap, SEVERAL)
-    # rows, tokens, lists, tails and keys in view: of 1, not of 16, one more than before
+    # rows, tokens, lists, windows and keys in view: of 1, not of 16, one more than before
     for varied in (
         launched(cap, SEVERAL, n_batch=1),
         launched(cap, SEVERAL, n_batch=3, n_tokens=2),

@@ -1,4 +1,4 @@
-"""Acceptance replay: tables that follow their profiles, and verdicts that keep what the table says."""
+"""Acceptance replay: tables that follow their profiles, and results that keep what the table says."""
 
 import itertools
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.compiling import own_code
-from gpt_fast_sd.judging import Verdict
 from gpt_fast_sd.measuring.replay import PROFILES, ROW_STD, Profile, Replay, replay_table
 from gpt_fast_sd.measuring.roofline import omega
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.round import judge_step
+from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import GREEDY
 from tests.helpers import random_ids, tiny_model
 
@@ -65,25 +65,25 @@ def test_a_replayed_verdict_keeps_what_the_table_says_row_after_row_and_wraps_ro
     table = torch.tensor([[0, 3, 2], [2, 1, 0]])
     replay = Replay(table)
     drafted = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
-    verdict = Verdict(torch.tensor([1, 1, 2]), torch.tensor([100, 200, 300]))
-    cap = torch.full((3,), 3)
-    first = replay.apply(verdict, drafted, cap)
+    result = AcceptResult(torch.tensor([1, 1, 2]), torch.tensor([100, 200, 300]))
+    max_accept = torch.full((3,), 3)
+    first = replay.apply(result, drafted, max_accept)
     assert first.n_accepted.tolist() == [0, 3, 2]
-    # row 0: the draft at place 0; row 1: all kept, so the target's; row 2: where the verdict stood, the target's
+    # row 0: the draft at place 0; row 1: all kept, so the target's; row 2: where the result stood, the target's
     assert first.next_token.tolist() == [10, 200, 300]
-    second = replay.apply(verdict, drafted, cap)
+    second = replay.apply(result, drafted, max_accept)
     assert (second.n_accepted.tolist(), second.next_token.tolist()) == ([2, 1, 0], [12, 200, 30])
-    assert replay.apply(verdict, drafted, cap).n_accepted.tolist() == [0, 3, 2]
+    assert replay.apply(result, drafted, max_accept).n_accepted.tolist() == [0, 3, 2]
     replay.rewind()
-    assert replay.apply(verdict, drafted, cap).n_accepted.tolist() == [0, 3, 2]
+    assert replay.apply(result, drafted, max_accept).n_accepted.tolist() == [0, 3, 2]
 
 
 def test_a_replayed_verdict_stays_below_the_cap_and_plain_rounds_do_not_move_the_table() -> None:
     replay = Replay(torch.tensor([[3, 3], [1, 1]]))
-    verdict = Verdict(torch.tensor([0, 0]), torch.tensor([8, 9]))
-    plain = replay.apply(verdict, torch.empty(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-    assert plain is verdict
-    capped = replay.apply(verdict, torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([2, 0]))
+    result = AcceptResult(torch.tensor([0, 0]), torch.tensor([8, 9]))
+    plain = replay.apply(result, torch.empty(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    assert plain is result
+    capped = replay.apply(result, torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([2, 0]))
     assert capped.n_accepted.tolist() == [2, 0]
     assert capped.next_token.tolist() == [3, 9]
 
@@ -94,7 +94,7 @@ def test_replaying_reads_nothing_on_the_host() -> None:
     replay = Replay(torch.zeros(4, 2, dtype=torch.int64, device=meta))
     ones = torch.ones(2, dtype=torch.int64, device=meta)
     replay.rewind()
-    out = replay.apply(Verdict(ones, ones), torch.ones(2, 3, dtype=torch.int64, device=meta), ones)
+    out = replay.apply(AcceptResult(ones, ones), torch.ones(2, 3, dtype=torch.int64, device=meta), ones)
     assert out.n_accepted.shape == out.next_token.shape == (2,)
 
 
@@ -119,20 +119,20 @@ def test_an_engine_that_replays_keeps_what_the_table_says_and_goes_on_as_ever_wi
 def test_judging_with_a_replay_compiles_once_whichever_table_it_has() -> None:
     config = EngineConfig(batch_size=2, max_seq_len=128, compile=False, device="cpu")
     engine = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=16, gamma=3))
-    engine.rows.remaining.fill_(100)
-    engine.rows.active.fill_(True)
+    engine.state.remaining.fill_(100)
+    engine.state.active.fill_(True)
     graphs = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
         graphs.append(graph)
         return graph
 
-    step = torch.compile(own_code(judge_step), fullgraph=True, dynamic=False, backend=count)
+    step = torch.compile(own_code(accept_step), fullgraph=True, dynamic=False, backend=count)
     with torch.inference_mode():
         for seed in range(2):
             replay = Replay(replay_table(PROFILES["snapkv"], 4, 2, 3, seed, CPU))
             for row in range(3):
                 draft = Draft(torch.randint(200, (2, 3)), None, torch.full((2,), 3))
-                result = step(engine.rows, GREEDY, torch.randn(2, 4, 258), draft, replay)  # [B, 2 * gamma + 5]
+                result = step(engine.state, GREEDY, torch.randn(2, 4, 258), draft, replay)  # [B, 2 * gamma + 5]
                 assert result[:, 2].tolist() == replay.table[row].tolist()
     assert len(graphs) == 1

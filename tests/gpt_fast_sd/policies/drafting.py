@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.reader import Reader
 from gpt_fast_sd.requests import Completion
-from gpt_fast_sd.rows import RoundPlan
+from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.sampling import probabilities
 from tests.helpers import chi_square, random_ids, table_of, tiny_config, tiny_model, whole_text_logits
 
@@ -121,14 +121,14 @@ def nearly(model: Transformer, *, by: float, seed: int = 1) -> Transformer:
     return other
 
 
-def prefilled(reader: Reader, text: Sequence[int]) -> list[Tensor]:
+def prefilled(runner: Runner, text: Sequence[int]) -> list[Tensor]:
     """Keys and values of a text, prefilled into a cache of its own: 2 * L of [K, T, H]."""
-    cache = KVCache(reader.model.config, 1, reader.cache.max_seq_len, dtype=torch.float32, device=reader.device)
-    Prefill(Reader(reader.model, cache, compiled=False)).fill(0, text)
+    cache = KVCache(runner.model.config, 1, runner.cache.max_seq_len, dtype=torch.float32, device=runner.device)
+    Prefill(Runner(runner.model, cache, compiled=False)).fill(0, text)
     return [x[0, :, : len(text)] for x in cache.buffers]
 
 
-def holds_what_a_prefill_gives(one: Engine, reader: Reader, prompts: Sequence[Sequence[int]], unfed: int) -> list[int]:
+def holds_what_a_prefill_gives(one: Engine, runner: Runner, prompts: Sequence[Sequence[int]], unfed: int) -> list[int]:
     """Decode prompts; after every round the draft cache of each live row must hold what a prefill of its text would.
 
     unfed: tokens at the end of the text that need not be there. Returns how many drafts the rounds accepted.
@@ -142,7 +142,7 @@ def holds_what_a_prefill_gives(one: Engine, reader: Reader, prompts: Sequence[Se
             continue
         text = [*request.prompt, *request.tokens]
         n = len(text) - unfed
-        for got, expected in zip(entries(reader.cache, slot, n), prefilled(reader, text[:n]), strict=True):
+        for got, expected in zip(entries(runner.cache, slot, n), prefilled(runner, text[:n]), strict=True):
             # fp32, the same sums in another order
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     return accepted
@@ -175,34 +175,34 @@ def first_tokens(one: Engine, gamma: int, params: SamplingParams, repeats: int, 
     The rounds are the engine's own steps; only that all slots begin again, with new seeds, is done here.
     plant: what to do to each draft before it is judged.
     """
-    rows, policy, n_slots, start = one.rows, one.policy, one.config.batch_size, len(TOY_PROMPT) - 1
+    state, policy, n_slots, start = one.state, one.policy, one.config.batch_size, len(TOY_PROMPT) - 1
     assert policy is not None
     one.warm_up()
     one._prefill.fill(0, TOY_PROMPT[:-1])
     for slot in range(n_slots):
-        rows.put(slot, TOY_PROMPT, params, slot)
+        state.assign(slot, TOY_PROMPT, params, slot)
     policy.host_admit(0, TOY_PROMPT)
     levels: list[Any] = [policy, getattr(policy, "cheap", None)]
-    caches = [one.cache, *[level.reader.cache for level in levels if hasattr(level, "reader")]]
+    caches = [one.cache, *[level.runner.cache for level in levels if hasattr(level, "runner")]]
     for buffer in (buffer for cache in caches for buffer in cache.buffers):
         buffer[1:] = buffer[:1]  # all slots hold the prompt
     views = [level.view for level in levels if hasattr(level, "view")]
-    tails = [view.tail_start.clone() for view in views]
+    windows = [view.window_start.clone() for view in views]
     emitted = []
     for repeat in range(repeats):
-        rows.table.seed.copy_(torch.arange(n_slots) + repeat * n_slots)
-        for state, value in ((rows.seq_len, start), (rows.pending, TOY_PROMPT[-1]), (rows.remaining, 100)):
-            state.fill_(value)
-        for view, tail in zip(views, tails, strict=True):
-            view.tail_start.copy_(tail)
-        while int(rows.seq_len.min()) < start + N_JOINT:
-            plan = RoundPlan.of(dict(enumerate(rows.seq_len.tolist())), [params], gamma=gamma)
-            draft = policy.propose(rows, plan)
+        state.table.seed.copy_(torch.arange(n_slots) + repeat * n_slots)
+        for tensor, value in ((state.seq_len, start), (state.pending, TOY_PROMPT[-1]), (state.remaining, 100)):
+            tensor.fill_(value)
+        for view, window in zip(views, windows, strict=True):
+            view.window_start.copy_(window)
+        while int(state.seq_len.min()) < start + N_JOINT:
+            plan = RoundPlan.of(dict(enumerate(state.seq_len.tolist())), [params], gamma=gamma)
+            draft = policy.propose(state, plan)
             draft = plant(one, plan, draft) if plant else draft
-            logits, mass = one.rounds.feed(torch.cat([rows.pending[:, None], draft.tokens], 1), plan.n_keys + gamma)
-            one.rounds.judge(rows, plan.kind, logits, draft, None)
-            policy.device_after_verify(rows, mass)
-        emitted.append(rows.history[:, start + 1 : start + 1 + N_JOINT].clone())
+            logits, mass = one.rounds.feed(torch.cat([state.pending[:, None], draft.tokens], 1), plan.n_keys + gamma)
+            one.rounds.accept_compiled(state, plan.kind, logits, draft, None)
+            policy.device_after_verify(state, mass)
+        emitted.append(state.history[:, start + 1 : start + 1 + N_JOINT].clone())
     return torch.cat(emitted)
 
 
@@ -238,9 +238,9 @@ def toy_engine(policy: str, *, n_layers: int = 1, **draft: Any) -> Engine:
 
 def told_the_targets_own(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
     """q is what the target thinks, not what the tokens were drawn from: nothing is ever rejected."""
-    fed = torch.cat([one.rows.pending[:, None], draft.tokens], 1)
+    fed = torch.cat([one.state.pending[:, None], draft.tokens], 1)
     logits, _ = one.rounds.feed(fed, plan.n_keys + plan.gamma)
-    return Draft(draft.tokens, one.rows.probabilities(logits, plan.kind)[:, : plan.gamma], draft.count, draft.proposer)
+    return Draft(draft.tokens, one.state.probabilities(logits, plan.kind)[:, : plan.gamma], draft.count, draft.proposer)
 
 
 def choosing_what_to_show(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:

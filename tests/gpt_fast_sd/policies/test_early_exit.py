@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpt_fast_sd import SamplingParams
+from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import ModelDraft
-from gpt_fast_sd.rows import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     changes_no_greedy_token,
@@ -52,7 +52,7 @@ def test_the_first_layers_are_the_models_own_and_give_the_logits_of_a_truncated_
 def test_it_reads_the_first_layers_of_the_targets_own_cache() -> None:
     one = drafting("early_exit", model=tiny_model(DEEP), exit_layers=3, view="full", gamma=2)
     assert isinstance(one.policy, ModelDraft)
-    cache = one.policy.reader.cache
+    cache = one.policy.runner.cache
     assert [id(layer) for layer in cache.layers] == [id(layer) for layer in one.cache.layers[:3]]
     assert cache.seq_len is one.cache.seq_len and cache.capacity == one.cache.capacity
     assert len(one.cache.layers) == 4 and cache.bytes_per_token * 4 == one.cache.bytes_per_token * 3
@@ -64,10 +64,10 @@ def test_its_draft_is_what_the_first_layers_would_say_of_the_whole_text() -> Non
     prompt, short = random_ids(300), model.first_layers(2)
     rounds = one.stream([prompt], SamplingParams(max_tokens=50))
     next(rounds)  # what drafts and verification wrote is in the cache now
-    text = one.rows.history[0, : int(one.rows.seq_len[0]) + 1].tolist()
+    text = one.state.history[0, : int(one.state.seq_len[0]) + 1].tolist()
     assert one.policy is not None
     with torch.inference_mode():
-        drafted = one.policy.propose(one.rows, RoundPlan.of({0: len(text) - 1}, gamma=4)).tokens[0].tolist()
+        drafted = one.policy.propose(one.state, RoundPlan.of({0: len(text) - 1}, gamma=4)).tokens[0].tolist()
     for token in drafted:
         assert token == int(whole_text_logits(short, text)[-1].argmax())
         text.append(token)
@@ -97,18 +97,18 @@ def test_a_guided_view_selects_from_the_mass_of_its_own_layers() -> None:
     mass = torch.zeros(4, 4, 2, one.cache.capacity // 16)
     mass[:2, ..., 4] = 1.0
     mass[2:, ..., 9] = 100.0
-    one.rows.seq_len.fill_(500)
-    policy.device_after_verify(one.rows, mass)
-    read = policy.positions_read(one.rows.seq_len)
+    one.state.seq_len.fill_(500)
+    policy.device_after_verify(one.state, mass)
+    read = policy.positions_read(one.state.seq_len)
     assert read.shape[0] == 2
     assert read[..., 64:80].all() and not read[..., 144:160].any()
 
 
 def test_half_of_the_layers_draft_unless_told_otherwise() -> None:
     one: Any = drafting("early_exit", model=tiny_model(DEEP), gamma=2).policy
-    assert one.reader.model.config.n_layers == 2
+    assert one.runner.model.config.n_layers == 2
     one = drafting("early_exit", model=tiny_model(tiny_config(n_layers=3)), gamma=2).policy
-    assert one.reader.model.config.n_layers == 1
+    assert one.runner.model.config.n_layers == 1
 
 
 @pytest.mark.parametrize(("n_layers", "exit_layers"), [(4, 4), (4, 9), (1, None)])

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, HierarchyDraft, cheap_plan, n_middle_steps
 from gpt_fast_sd.policies.standalone import StandaloneDraft
-from gpt_fast_sd.rows import RoundPlan, Rows
 from gpt_fast_sd.sampling import ACCEPT_STREAM, CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM, TARGET_STREAM
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
@@ -103,7 +103,7 @@ def test_a_view_has_room_for_the_last_token_that_a_middle_step_feeds(view: str) 
     for event in one.stream([random_ids(300)], SamplingParams(max_tokens=40)):
         committed = int(one.cache.seq_len[0])
         with torch.inference_mode():
-            middle(one).view.device_before_draft(one.rows, RoundPlan.of({0: committed}))
+            middle(one).view.device_before_draft(one.state, RoundPlan.of({0: committed}))
         for pos in range(committed, committed + gamma + CHEAP_GAMMA + 1):
             assert event.completion or middle(one).positions_read(torch.full((4,), pos))[:, 0, :, pos].all()
 
@@ -122,7 +122,7 @@ def test_filtered_tokens_follow_the_target_exactly() -> None:
 
 def told_the_cheap_ones(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
     """q is what the cheap level drew from: right for no token, as the middle level had its say about each."""
-    drawn = middle(one).cheap.propose(one.rows, cheap_plan(plan, 0))
+    drawn = middle(one).cheap.propose(one.state, cheap_plan(plan, 0))
     assert draft.q is not None and drawn.q is not None
     return Draft(draft.tokens, torch.cat([drawn.q, draft.q[:, CHEAP_GAMMA:]], 1), draft.count, draft.proposer)
 
@@ -153,13 +153,13 @@ def scripted(one: Engine, n_right: list[list[int]], text: list[list[int]]) -> No
     calls = iter(n_right)
     start = one.cache.seq_len.clone()
 
-    def propose(rows: Rows, plan: RoundPlan) -> Draft:
+    def propose(state: BatchState, plan: RoundPlan) -> Draft:
         gamma = plan.gamma
         tokens = torch.zeros(len(text), gamma, dtype=torch.int64)
         for row, n in enumerate(next(calls)):
-            place = int(rows.seq_len[row] - start[row])  # tokens drafted so far
-            assert rows.history[row, : int(rows.seq_len[row]) + 1].tolist()[-1 - place :] == text[row][: place + 1]
-            assert int(rows.pending[row]) == text[row][place]
+            place = int(state.seq_len[row] - start[row])  # tokens drafted so far
+            assert state.history[row, : int(state.seq_len[row]) + 1].tolist()[-1 - place :] == text[row][: place + 1]
+            assert int(state.pending[row]) == text[row][place]
             right = text[row][place + 1 : place + 1 + gamma]
             tokens[row] = torch.tensor([t if i < n else (t + 1) % 258 for i, t in enumerate(right)])
         return Draft(tokens, None, torch.full((len(text),), gamma))
@@ -180,7 +180,7 @@ def test_each_row_advances_by_what_the_middle_level_kept() -> None:
         text[slot] = text[slot][n:]
     plan = RoundPlan.of(dict(enumerate(one.cache.seq_len.tolist())), gamma=6)
     scripted(one, [[0, 1, 3, 2], [0, 1, 3, 3], [0, 1, 0, 0]], text)
-    draft = middle(one).propose(one.rows, plan)
+    draft = middle(one).propose(one.state, plan)
     assert draft.q is None and draft.proposer is not None
     assert draft.count.tolist() == [3, 6, 6, 6]
     assert [draft.tokens[row, :n].tolist() for row, n in enumerate((3, 6, 6, 6))] == [
@@ -207,8 +207,8 @@ def test_what_is_committed_is_never_the_scratch_of_a_draft() -> None:
             if request is not None:
                 text = [*request.prompt, *request.tokens]
                 assert int(one.cache.seq_len[slot]) == len(text) - 1
-                assert one.rows.history[slot, : len(text)].tolist() == text
-                assert int(one.rows.pending[slot]) == text[-1]
+                assert one.state.history[slot, : len(text)].tolist() == text
+                assert int(one.state.pending[slot]) == text[-1]
     assert 0 < one.stats.acceptance_rate < 1
 
 
@@ -219,7 +219,7 @@ def test_a_standalone_cheap_level_keeps_its_cache_whatever_both_judges_keep() ->
     one = drafting("hierarchy", model=target, budget=24, gamma=8, cheap="standalone", draft_model=near)
     cheap: Any = middle(one).cheap
     assert isinstance(cheap, StandaloneDraft)
-    accepted = holds_what_a_prefill_gives(one, cheap.reader, PROMPTS, unfed=3)
+    accepted = holds_what_a_prefill_gives(one, cheap.runner, PROMPTS, unfed=3)
     assert len(set(accepted)) > 4
 
 
@@ -230,28 +230,28 @@ def test_a_standalone_cheap_level_may_be_two_tokens_behind() -> None:
     cheap: Any = middle(one).cheap
     propose, calls = cheap.propose, 0
 
-    def right_in_every_fourth_step(rows: Rows, plan: RoundPlan) -> Draft:
+    def right_in_every_fourth_step(state: BatchState, plan: RoundPlan) -> Draft:
         nonlocal calls
         calls += 1
-        draft: Draft = propose(rows, plan)
+        draft: Draft = propose(state, plan)
         return Draft(draft.tokens if calls % 4 == 0 else (draft.tokens + 1) % 258, draft.q, draft.count)
 
     cheap.propose = right_in_every_fourth_step
-    accepted = holds_what_a_prefill_gives(one, cheap.reader, PROMPTS[:4], unfed=3)
+    accepted = holds_what_a_prefill_gives(one, cheap.runner, PROMPTS[:4], unfed=3)
     assert accepted.count(7) >= 12
 
 
 def test_no_two_decisions_share_a_stream_of_random_numbers() -> None:
     """Of a round with two middle steps: three cheap drafts, whether they are kept, the middle level's own token."""
     one = drafting("hierarchy", view="streaming", budget=32, gamma=3, **ALIKE)
-    streams, uniform = [], one.rows.uniform
+    streams, uniform = [], one.state.uniform
 
-    def recorded(self: Rows, pos: torch.Tensor, stream: int) -> torch.Tensor:
+    def recorded(self: BatchState, pos: torch.Tensor, stream: int) -> torch.Tensor:
         streams.append(stream)
         return uniform(pos, stream)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rows, "uniform", recorded)
+        patch.setattr(BatchState, "uniform", recorded)
         next(one.stream(PROMPTS[:4], SamplingParams(max_tokens=20, temperature=1.0)))
     step = [CHEAP_STREAM] * CHEAP_GAMMA + [CHEAP_ACCEPT_STREAM, DRAFT_STREAM]
     assert streams == [*step, *step, ACCEPT_STREAM, TARGET_STREAM]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.requests import Request
-from gpt_fast_sd.rows import RoundPlan, Rows
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     TOY,
@@ -74,7 +74,7 @@ def test_all_drafts_of_the_targets_own_weights_are_accepted(gamma: int) -> None:
 
 def test_after_every_round_the_cache_holds_what_a_prefill_gives() -> None:
     one, policy = standalone(nearly(tiny_model(), by=0.05))
-    accepted = holds_what_a_prefill_gives(one, policy.reader, PROMPTS, unfed=2)
+    accepted = holds_what_a_prefill_gives(one, policy.runner, PROMPTS, unfed=2)
     assert set(accepted) == {0, 1, 2, 3, 4}  # every pattern occurred
 
 
@@ -82,14 +82,14 @@ def test_one_committed_token_at_most_is_missing_after_a_round() -> None:
     """The claim above is sharp: had all rounds fed their last draft, the second token of a step would be idle."""
     one, policy = standalone()
     with pytest.raises(AssertionError, match="not close"):
-        holds_what_a_prefill_gives(one, policy.reader, PROMPTS[:4], unfed=1)
+        holds_what_a_prefill_gives(one, policy.runner, PROMPTS[:4], unfed=1)
 
 
-def assert_holds(policy: StandaloneDraft, rows: Rows, lengths: Mapping[int, int]) -> None:
+def assert_holds(policy: StandaloneDraft, state: BatchState, lengths: Mapping[int, int]) -> None:
     """The cache of each slot begins with what a prefill of so many tokens of its text gives."""
     for slot, length in lengths.items():
-        found = entries(policy.reader.cache, slot, length)
-        wanted = prefilled(policy.reader, rows.history[slot, :length].tolist())
+        found = entries(policy.runner.cache, slot, length)
+        wanted = prefilled(policy.runner, state.history[slot, :length].tolist())
         # fp32, the same sums in another order
         assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(found, wanted, strict=True))
 
@@ -101,11 +101,11 @@ def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
     drafting_now_and_then(one, pattern)
     propose, rounds = policy.propose, 0
 
-    def checked(rows: Rows, plan: RoundPlan) -> Draft:
+    def checked(state: BatchState, plan: RoundPlan) -> Draft:
         nonlocal rounds
         rounds += 1
-        draft = propose(rows, plan)
-        assert_holds(policy, rows, {slot: length + 1 for slot, length in plan.lengths.items()})
+        draft = propose(state, plan)
+        assert_holds(policy, state, {slot: length + 1 for slot, length in plan.lengths.items()})
         return draft
 
     policy.propose = checked  # type: ignore[method-assign]
@@ -122,9 +122,9 @@ def test_a_view_is_shown_no_token_that_is_not_in_the_cache(pattern: list[int]) -
     drafting_now_and_then(one, pattern)
     shown: list[int] = []
 
-    def begin(rows: Rows, plan: RoundPlan) -> None:
-        assert all(int(rows.seq_len[slot]) == length for slot, length in plan.lengths.items())
-        assert_holds(policy, rows, plan.lengths)
+    def begin(state: BatchState, plan: RoundPlan) -> None:
+        assert all(int(state.seq_len[slot]) == length for slot, length in plan.lengths.items())
+        assert_holds(policy, state, plan.lengths)
         shown.extend(plan.lengths.values())
 
     policy.view.device_before_draft = begin  # type: ignore[method-assign]
@@ -155,7 +155,7 @@ def test_a_prompt_that_a_live_slot_holds_is_copied_as_it_was_prefilled() -> None
     rounds = one.stream([prompt, *PROMPTS[:3], prompt], [SamplingParams(max_tokens=n) for n in (40, 4, 40, 40, 40)])
     while one.schedule.slots[1] is None or one.schedule.slots[1].index != 4:
         next(rounds)
-    for got, expected in zip(entries(policy.reader.cache, 1, 298), prefilled(policy.reader, prompt[:-1]), strict=True):
+    for got, expected in zip(entries(policy.runner.cache, 1, 298), prefilled(policy.runner, prompt[:-1]), strict=True):
         assert torch.equal(got, expected[:, :298])
     request = Request(0, prompt, SamplingParams(), frozenset(), None)
     one.schedule.release(1)
@@ -163,7 +163,7 @@ def test_a_prompt_that_a_live_slot_holds_is_copied_as_it_was_prefilled() -> None
         one.schedule._admit(request)
         while one.schedule.arrival:
             one.schedule._fill()
-    found, wanted = entries(policy.reader.cache, 1, 299), prefilled(policy.reader, prompt[:-1])
+    found, wanted = entries(policy.runner.cache, 1, 299), prefilled(policy.runner, prompt[:-1])
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
@@ -179,9 +179,9 @@ def test_a_prompt_held_by_an_idle_slot_is_there_unharmed_when_it_comes_again(vie
         one.logits(other[:3])  # empties slot 0 of the target's cache
         one.generate([other], params)
     next(one.stream([prompt], params))
-    slot = next(i for i in range(4) if one.rows.history[i, :300].tolist() == prompt)
+    slot = next(i for i in range(4) if one.state.history[i, :300].tolist() == prompt)
     next(fresh.stream([prompt], params))
-    found, wanted = entries(policy.reader.cache, slot, 298), entries(expected.reader.cache, 0, 298)
+    found, wanted = entries(policy.runner.cache, slot, 298), entries(expected.runner.cache, 0, 298)
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
@@ -192,7 +192,7 @@ def test_a_prompt_that_was_prepared_is_not_filled_again(monkeypatch: pytest.Monk
     cleared, vacate = list[tuple[bool, int]](), KVCache.vacate
 
     def noted(self: KVCache, slot: int, keep: int = 0) -> None:
-        cleared.append((self is policy.reader.cache, slot))
+        cleared.append((self is policy.runner.cache, slot))
         vacate(self, slot, keep)
 
     monkeypatch.setattr(KVCache, "vacate", noted)
@@ -210,7 +210,7 @@ def test_a_policy_that_is_admitted_to_without_preparing_prefills_by_itself() -> 
                     filling.step()
             policy.host_admit(0, prompt)
             for got, expected in zip(
-                entries(policy.reader.cache, 0, 299), prefilled(policy.reader, prompt[:-1]), strict=True
+                entries(policy.runner.cache, 0, 299), prefilled(policy.runner, prompt[:-1]), strict=True
             ):
                 assert torch.equal(got, expected)
             policy.host_free(0)
@@ -235,7 +235,7 @@ def test_a_policy_that_is_given_back_does_not_rely_on_what_timing_wrote_over() -
     drafting_now_and_then(one, [4])
     one.generate([prompt], params)
     assert one.stats.acceptance_rate == 1.0
-    found, wanted = entries(policy.reader.cache, 0, 599), prefilled(policy.reader, prompt[:-1])
+    found, wanted = entries(policy.runner.cache, 0, 599), prefilled(policy.runner, prompt[:-1])
     # fp32, the same sums in another order
     assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(found, wanted, strict=True))
 
@@ -252,8 +252,8 @@ def test_a_seed_gives_the_same_tokens_again_when_the_prompt_is_held_already() ->
 
 def test_both_caches_share_one_record_of_what_is_committed() -> None:
     one, policy = standalone(tiny_model(SMALLER))
-    assert policy.reader.cache.seq_len is one.cache.seq_len
-    assert policy.reader.cache.capacity == one.cache.capacity and policy.reader.shape == (1, 4, 3)
+    assert policy.runner.cache.seq_len is one.cache.seq_len
+    assert policy.runner.cache.capacity == one.cache.capacity and policy.runner.shape == (1, 4, 3)
     assert policy.positions_read(one.cache.seq_len).shape == (1, 4, 3, one.cache.layers[0].k.shape[2])
 
 

@@ -59,7 +59,7 @@ def test_verification_notes_the_mass_of_every_layer_and_gives_the_same_logits() 
 
 def select(rig: Rig, mass: Tensor) -> None:
     """Let the view select from this mass, in the lengths as they are."""
-    rig.view.device_after_verify(rig.rows, mass)
+    rig.view.device_after_verify(rig.state, mass)
 
 
 @pytest.mark.parametrize(("budget", "page"), [(100, 16), (48, 16), (250, 16), (192, 64), (400, 32)])
@@ -70,10 +70,10 @@ def test_the_blocks_of_most_mass_are_listed_whole(budget: int, page: int) -> Non
     select(rig, mass)
     view = rig.view
     n_blocks = view.slots.shape[-1] // page
-    assert view.slots.shape[-1] + view.tail == budget
+    assert view.slots.shape[-1] + view.window == budget
     for row, length in enumerate(lengths):
-        start = int(view.tail_start[row])
-        assert start % page == 0 and start <= length and length - start <= view.tail
+        start = int(view.window_start[row])
+        assert start % page == 0 and start <= length and length - start <= view.window
         assert length <= budget or length - start > page  # a block and more of what is most recent
         for layer in range(2):
             for head in range(2):
@@ -98,24 +98,24 @@ def test_blocks_without_any_mass_are_listed_where_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("refresh", [1, 7, 20, 500])
-def test_a_row_is_selected_anew_when_it_has_grown_by_refresh_tokens_or_its_tail_is_full(refresh: int) -> None:
+def test_a_row_is_selected_anew_when_it_has_grown_by_refresh_tokens_or_its_window_is_full(refresh: int) -> None:
     rig = Rig("guided", [300, 400, 500, 600], budget=160, refresh=refresh)
     view, selections = rig.view, [0] * 4
     for _ in range(30):
         rig.begin()
-        for row in range(4):  # nothing was lost between list and tail
-            assert rig.lengths[row] - int(view.tail_start[row]) <= view.tail
-            assert int(view.tail_start[row]) % 16 == 0
+        for row in range(4):  # nothing was lost between list and window
+            assert rig.lengths[row] - int(view.window_start[row]) <= view.window
+            assert int(view.window_start[row]) % 16 == 0
         before = view.selected_at.tolist()
-        start = view.tail_start.tolist()
+        start = view.window_start.tolist()
         rig.grow([1, 2, 3, 5])
         for row in range(4):
             length = rig.lengths[row]
-            due = length - before[row] >= refresh or length - start[row] > view.tail
+            due = length - before[row] >= refresh or length - start[row] > view.window
             assert int(view.selected_at[row]) == (length if due else before[row])
             selections[row] += due
     for n, by in zip(selections, [1, 2, 3, 5], strict=True):
-        apart = min(refresh, 160 // 4)  # the tail has room for no more
+        apart = min(refresh, 160 // 4)  # the window has room for no more
         assert 30 * by // (apart + 16 + by) <= n <= 1 + 30 * by / min(refresh, 160 // 4 - 16)
 
 

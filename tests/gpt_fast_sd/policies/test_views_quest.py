@@ -32,13 +32,13 @@ def corners(keys: Tensor, page: int) -> Tensor:
 
 
 def check_bounds(rig: Rig) -> None:
-    """The tail begins at the edge of a page, and all pages before it have the bounds of their keys."""
+    """The window begins at the edge of a page, and all pages before it have the bounds of their keys."""
     page, view = rig.draft.page, rig.view
     for layer, bound in zip(rig.cache.layers, view.bounds, strict=True):
         truth = corners(layer.k, page)
         for row, length in rig.lengths.items():
-            start = int(view.tail_start[row])
-            assert start == math.ceil(max(0, length - view.tail) / page) * page
+            start = int(view.window_start[row])
+            assert start == math.ceil(max(0, length - view.window) / page) * page
             assert torch.equal(bound[row, :, : start // page], truth[row, :, : start // page])
 
 
@@ -168,5 +168,6 @@ def test_every_layer_of_a_draft_step_chooses_for_its_own_queries(group: int, n_t
         for row in range(4):
             for head in range(2):
                 rows = q[row].unflatten(0, (2, group))[head].flatten(0, 1)  # [R, H]
-                check_pages(chosen[row, head], slow_pages(rows, bounds[row, head], int(rig.view.tail_start[row]) // 16))
+                n = int(rig.view.window_start[row]) // 16
+                check_pages(chosen[row, head], slow_pages(rows, bounds[row, head], n))
     assert any(not torch.equal(rig.view.chosen[0], other) for other in rig.view.chosen[1:])

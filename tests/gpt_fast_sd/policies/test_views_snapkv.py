@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.devices import WAYS
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
+from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.model import SPLIT, CausalSelf, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import snapkv
-from gpt_fast_sd.policies.snapkv import WINDOW, SnapKVView, best_entries
+from gpt_fast_sd.policies.snapkv import OBSERVED, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.runner import Runner
 from tests.gpt_fast_sd.kernels.references import as_on_cuda
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpuless.recorder import capture
@@ -56,15 +56,15 @@ def text(group: int) -> tuple[Transformer, list[int], KVCache, Recording]:
     tokens = torch.tensor(ids[:-1])[None]
     tiny_model(config).double().hidden(tokens, torch.arange(LONGEST)[None], recording)
     cache = KVCache(config, 3, 512, dtype=torch.float32, device=torch.device("cpu"))
-    prefill = Prefill(Reader(model, cache, compiled=False))
+    prefill = Prefill(Runner(model, cache, compiled=False))
     for slot in range(3):
         prefill.fill(slot, ids[:-1])
     return model, ids, cache, recording
 
 
-def slow_scores(q: Tensor, k: Tensor, n: int, window: int, scale: float) -> Tensor:
+def slow_scores(q: Tensor, k: Tensor, n: int, observed: int, scale: float) -> Tensor:
     """fp64 [K, n - window]: head by head, query by query."""
-    start, group = n - window, q.shape[0] // k.shape[0]
+    start, group = n - observed, q.shape[0] // k.shape[0]
     scores = torch.zeros(k.shape[0], start, dtype=torch.float64)
     for kv_head in range(k.shape[0]):
         for head in range(kv_head * group, (kv_head + 1) * group):
@@ -76,16 +76,16 @@ def slow_scores(q: Tensor, k: Tensor, n: int, window: int, scale: float) -> Tens
     return scores
 
 
-def rows_of(model: Transformer, cache: KVCache) -> Rows:
-    return Rows.idle(cache.seq_len, cache.capacity + SPLIT, model.config.vocab_size, ())
+def state_of(model: Transformer, cache: KVCache) -> BatchState:
+    return BatchState.idle(cache.seq_len, cache.capacity + SPLIT, model.config.vocab_size, ())
 
 
-def admit(view: SnapKVView, rows: Rows, slot: int, prompt: list[int]) -> None:
+def admit(view: SnapKVView, state: BatchState, slot: int, prompt: list[int]) -> None:
     """Put a prompt into a slot, whose keys are there, and let a round begin."""
-    rows.put(slot, prompt, SamplingParams(), 0)
+    state.assign(slot, prompt, SamplingParams(), 0)
     view.host_admit(slot, prompt)
     for n_keys in view.host_refreshes(RoundPlan.of({slot: len(prompt) - 1})):
-        view.device_refresh(rows, n_keys)
+        view.device_refresh(state, n_keys)
 
 
 def are_best(listed: Tensor, scores: Tensor) -> bool:
@@ -97,32 +97,33 @@ def are_best(listed: Tensor, scores: Tensor) -> bool:
     return bool((chosen.sum(1) == listed.shape[1]).all() and (worst >= missed * (1 - 1e-3)).all())
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("observed", WINDOWS)
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(group: int, window: int) -> None:
+def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(group: int, observed: int) -> None:
     model, ids, cache, recording = text(group)
-    view = SnapKVView(Reader(model, cache, compiled=False), budget=window + 40, refresh=8, room=6, window=window)
-    rows = rows_of(model, cache)
+    runner = Runner(model, cache, compiled=False)
+    view = SnapKVView(runner, budget=observed + 40, refresh=8, max_new=6, n_observed=observed)
+    state = state_of(model, cache)
     n_listed = view.slots.shape[-1]
     for i, n in enumerate(
-        [1, window - 1, window, window + 1, window + 39, window + 40, window + 41, 2 * window + 57, 330]
+        [1, observed - 1, observed, observed + 1, observed + 39, observed + 40, observed + 41, 2 * observed + 57, 330]
     ):
         slot = i % 3
-        admit(view, rows, slot, ids[: n + 1])
-        if n <= window + 40:  # the tail, which slides when a round begins, and the list hold it all
-            assert int(view.tail_start[slot]) == 0 and (view.slots[:, slot] == -1).all()
+        admit(view, state, slot, ids[: n + 1])
+        if n <= observed + 40:  # the window, which slides when a round begins, and the list hold it all
+            assert int(view.window_start[slot]) == 0 and (view.slots[:, slot] == -1).all()
             continue
-        assert int(view.tail_start[slot]) == n - window
+        assert int(view.window_start[slot]) == n - observed
         for layer, (q, k) in enumerate(zip(recording.q, recording.k, strict=True)):
             listed = view.slots[layer, slot]  # [K, C]
-            assert are_best(listed, slow_scores(q, k, n, window, q.shape[-1] ** -0.5))
-            assert listed.shape == (2, n_listed) and int(listed.max()) < n - window
+            assert are_best(listed, slow_scores(q, k, n, observed, q.shape[-1] ** -0.5))
+            assert listed.shape == (2, n_listed) and int(listed.max()) < n - observed
 
 
 def test_without_the_scale_by_the_head_dim_other_entries_would_be_listed() -> None:
     model, ids, cache, recording = text(4)
-    view = SnapKVView(Reader(model, cache, compiled=False), budget=72, refresh=8, room=6)
-    admit(view, rows_of(model, cache), 0, ids)
+    view = SnapKVView(Runner(model, cache, compiled=False), budget=72, refresh=8, max_new=6)
+    admit(view, state_of(model, cache), 0, ids)
     q, k = recording.q[0], recording.k[0]
     assert are_best(view.slots[0, 0], slow_scores(q, k, LONGEST, 32, q.shape[-1] ** -0.5))
     assert not are_best(view.slots[0, 0], slow_scores(q, k, LONGEST, 32, 1.0))
@@ -138,7 +139,7 @@ def test_observing_changes_no_bit_of_the_cache() -> None:
     rig = Rig("snapkv", [700, 500, 300, 200], budget=80)
     before = [x.clone() for x in rig.cache.buffers]
     rig.begin()
-    assert rig.view.tail_start.tolist() == [668, 468, 268, 168]
+    assert rig.view.window_start.tolist() == [668, 468, 268, 168]
     assert all(torch.equal(a, b) for a, b in zip(rig.cache.buffers, before, strict=True))
 
 
@@ -150,7 +151,7 @@ def test_a_selection_in_the_middle_of_an_output_is_that_of_a_prompt_of_the_same_
     grown.begin()
     for slot in range(4):
         prompt = grown.prompts[slot]
-        length = int(grown.view.tail_start[slot]) + 32
+        length = int(grown.view.window_start[slot]) + 32
         assert grown.lengths[slot] - length <= 8  # at a budget of 80, room for 8 tokens
         fresh = Rig("snapkv", [0] * 4, budget=80, refresh=10)
         fresh.admit(slot, length)
@@ -160,37 +161,37 @@ def test_a_selection_in_the_middle_of_an_output_is_that_of_a_prompt_of_the_same_
 
 
 class Watched(SnapKVView):
-    """Counts selections, and looks at every round's beginning that nothing falls between list and tail.
+    """Counts selections, and looks at every round's beginning that nothing falls between list and window.
 
     What the host knows of the device's decisions must be what they were, where no round is under way.
     """
 
-    def __init__(self, reader: Reader, **kwargs: Any) -> None:
-        super().__init__(reader, **kwargs)
+    def __init__(self, runner: Runner, **kwargs: Any) -> None:
+        super().__init__(runner, **kwargs)
         self.selections: list[tuple[int, int]] = []  # slot, length
         self.passes = 0
-        self.selected_to = [0] * reader.shape[1]
+        self.selected_to = [0] * runner.shape[1]
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
         self.lengths = plan.lengths
         return super().host_refreshes(plan)
 
-    def device_refresh(self, rows: Rows, n_keys: int) -> None:
-        before, self.passes = self.tail_start.tolist(), self.passes + 1
-        super().device_refresh(rows, n_keys)
-        for slot, (was, start) in enumerate(zip(before, self.tail_start.tolist(), strict=True)):
+    def device_refresh(self, state: BatchState, n_keys: int) -> None:
+        before, self.passes = self.window_start.tolist(), self.passes + 1
+        super().device_refresh(state, n_keys)
+        for slot, (was, start) in enumerate(zip(before, self.window_start.tolist(), strict=True)):
             if start != was:
                 self.selections.append((slot, self.lengths[slot]))
-                self.selected_to[slot] = self.lengths[slot] - self.window
+                self.selected_to[slot] = self.lengths[slot] - self.n_observed
                 assert start == self.selected_to[slot]
 
-    def device_before_draft(self, rows: Rows, plan: RoundPlan) -> None:
-        super().device_before_draft(rows, plan)
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
+        super().device_before_draft(state, plan)
         self._learn(plan)
         for slot, length in plan.lengths.items():
-            start = int(self.tail_start[slot])
+            start = int(self.window_start[slot])
             assert self._bounds[slot] == (start, start) or length <= self.budget
-            assert length - start <= self.tail
+            assert length - start <= self.window
             if length > self.budget:
                 assert start == self.selected_to[slot]
 
@@ -200,7 +201,7 @@ def watched_engine(config: ModelConfig, *, refresh: int, gamma: int) -> tuple[En
     draft = DraftConfig(policy="snapkv", budget=160, refresh=refresh, gamma=gamma)
     engine = Engine(tiny_model(config), None, engine_config, draft)
     policy: Any = engine.policy
-    policy.view = Watched(policy.reader, budget=160, refresh=refresh, room=gamma + 2)
+    policy.view = Watched(policy.runner, budget=160, refresh=refresh, max_new=gamma + 2)
     return engine, policy.view
 
 
@@ -211,8 +212,8 @@ def test_long_outputs_are_selected_for_again_and_again(refresh: int, gamma: int)
     view.passes = 0
     lengths = {"long": 301, "short": 61}
     engine.generate([random_ids(n) for n in lengths.values()], SamplingParams(max_tokens=400))
-    apart = min(refresh, 160 // 2 - 32)  # half of the budget is tail at most
-    assert view.tail == 32 + apart and view.tail + view.slots.shape[-1] == 160 and view.refresh_every == apart
+    apart = min(refresh, 160 // 2 - 32)  # half of the budget is window at most
+    assert view.window == 32 + apart and view.window + view.slots.shape[-1] == 160 and view.refresh_every == apart
     assert view.passes == len(view.selections)  # none was in vain
     for slot, n in enumerate(lengths.values()):
         at = [length for selected, length in view.selections if selected == slot]
@@ -234,7 +235,7 @@ def test_a_row_that_fits_the_budget_is_never_selected_for() -> None:
 @pytest.fixture
 def four_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows of four rows are one batch, as on CUDA."""
-    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cpu"], windows=4))
+    monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], windows=4))
 
 
 @pytest.fixture
@@ -243,7 +244,7 @@ def windows_fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes, hidden = list[tuple[int, ...]](), Transformer.hidden
 
     def noted(self: Transformer, tokens: Tensor, pos: Tensor, kv: Any) -> Tensor:
-        if tokens.shape[1] == WINDOW:
+        if tokens.shape[1] == OBSERVED:
             shapes.append(tuple(tokens.shape))
         return hidden(self, tokens, pos, kv)
 
@@ -277,11 +278,11 @@ def told(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
 def test_the_windows_of_all_rows_that_are_due_are_one_batch(windows_fed: list[tuple[int, ...]]) -> None:
     rig = Rig("snapkv", [700, 500, 300, 200], budget=80)
     rig.begin()
-    assert windows_fed == [(4, WINDOW)]
+    assert windows_fed == [(4, OBSERVED)]
     windows_fed.clear()
     rig.grow([40, 40, 40, 40])
     rig.begin()
-    assert windows_fed == [(4, WINDOW)]
+    assert windows_fed == [(4, OBSERVED)]
     rig.grow([1, 2, 3, 4])
     rig.begin()
     assert len(windows_fed) == 1
@@ -307,7 +308,7 @@ def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
 def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
     name: str, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cpu"], windows=windows))
+    monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], windows=windows))
     assert told(drafting(name).generate(LONG, SAMPLED)) == told(drafting(name, captured=False).generate(LONG, SAMPLED))
 
 
@@ -323,14 +324,14 @@ def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pyt
     """It counts rounds by the most that they may add, so it asks early, once or twice; else it asks for nothing."""
     one = drafting("snapkv", slots=1, gamma=4)
     policy: Any = one.policy
-    view = policy.view = SnapKVView(policy.reader, budget=160, refresh=20, room=6)
+    view = policy.view = SnapKVView(policy.runner, budget=160, refresh=20, max_new=6)
     asked, starts, refresh = [], [], one.rounds.refresh
 
     def noted(plan: RoundPlan) -> int:
-        before = int(view.tail_start[0])
+        before = int(view.window_start[0])
         passes = refresh(plan)
         asked.append(passes)
-        starts.append(int(view.tail_start[0]) != before)
+        starts.append(int(view.window_start[0]) != before)
         return passes
 
     monkeypatch.setattr(one.rounds, "refresh", noted)
@@ -352,13 +353,13 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
         refresh = one.rounds.refresh
 
         def checked(
-            plan: RoundPlan, view: Any = view, refresh: Any = refresh, rows: Rows = one.rows, name: str = name
+            plan: RoundPlan, view: Any = view, refresh: Any = refresh, state: BatchState = one.state, name: str = name
         ) -> int:
             passes: int = refresh(plan)
-            seq_len = (rows.seq_len - int(name == "standalone")).tolist()
-            starts = view.tail_start.tolist()
+            seq_len = (state.seq_len - int(name == "standalone")).tolist()
+            starts = view.window_start.tolist()
             for slot in plan.lengths:
-                assert not view._full(seq_len[slot], starts[slot]) or not rows.active[slot]
+                assert not view._full(seq_len[slot], starts[slot]) or not state.active[slot]
                 low, high = view._bounds[slot]
                 if view._full(seq_len[slot], 0) and slot not in view._asked:
                     assert low <= starts[slot] <= high
@@ -386,7 +387,7 @@ def test_the_entries_of_most_mass_are_those_before_each_rows_own_end_whatever_is
 @pytest.mark.parametrize("together", [1, 4])
 def test_cudas_operators_list_the_same_entries(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = []
-    monkeypatch.setitem(WAYS, "cpu", replace(WAYS["cpu"], windows=together))
+    monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cpu"], windows=together))
     for operators in (False, True):
         if operators:
             as_on_cuda(monkeypatch)
@@ -394,7 +395,7 @@ def test_cudas_operators_list_the_same_entries(together: int, monkeypatch: pytes
         rig.begin()
         rig.grow([20, 20, 20, 20])
         rig.begin()
-        assert rig.view.tail_start.tolist() == [688, 58, 288, 188]
+        assert rig.view.window_start.tolist() == [688, 58, 288, 188]
         lists.append(rig.view.slots.sort(-1).values)
     assert torch.equal(*lists)
 

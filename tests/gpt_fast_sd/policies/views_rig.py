@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, SamplingParams
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.model import SPLIT, CacheLayer, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import ModelDraft, build_view
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.target import decode_step
 from tests.drafts import VIEWS
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -38,7 +38,7 @@ def prefilled(config: ModelConfig) -> tuple[Transformer, list[list[int]], KVCach
     """A tiny model, a prompt of MAX_LEN for each row, and the keys and values of all of it."""
     model, cache = tiny_model(config), new_cache(config)
     prompts = [random_ids(MAX_LEN, seed=100 + row) for row in range(N_ROWS)]
-    prefill = Prefill(Reader(model, cache, compiled=False))
+    prefill = Prefill(Runner(model, cache, compiled=False))
     for slot, prompt in enumerate(prompts):
         prefill.fill(slot, prompt)
     return model, prompts, cache
@@ -52,11 +52,11 @@ class Rig:
         self.cache = new_cache(self.model.config)
         for buffer in self.cache.buffers:
             buffer.normal_(generator=torch.Generator().manual_seed(1))
-        self.rows = Rows.idle(self.cache.seq_len, self.cache.capacity + SPLIT, self.model.config.vocab_size, ())
+        self.state = BatchState.idle(self.cache.seq_len, self.cache.capacity + SPLIT, self.model.config.vocab_size, ())
         self.draft = DraftConfig(**({"policy": name, "gamma": 4} | draft))
-        self.reader = Reader(self.model, self.cache, compiled=False)
-        self.view: Any = build_view(self.draft, name, self.reader)
-        self.policy = ModelDraft(self.reader, self.view, name)
+        self.runner = Runner(self.model, self.cache, compiled=False)
+        self.view: Any = build_view(self.draft, name, self.runner)
+        self.policy = ModelDraft(self.runner, self.view, name)
         self.lengths, self.drafted_at = dict(enumerate(lengths)), dict[int, int]()
         for slot, length in self.lengths.items():
             self.admit(slot, length)
@@ -65,15 +65,15 @@ class Rig:
         """Put the first `length` tokens of the slot's prompt into it, and the next one is pending."""
         self.lengths[slot] = self.drafted_at[slot] = length
         self._reveal(slot, 0, length)
-        self.rows.put(slot, self.prompts[slot][: length + 1], SamplingParams(), 0)
+        self.state.assign(slot, self.prompts[slot][: length + 1], SamplingParams(), 0)
         self.policy.host_admit(slot, self.prompts[slot][: length + 1])
 
     def begin(self) -> None:
         self.plan = RoundPlan.of(self.lengths, drafted_at=self.drafted_at, gamma=self.draft.max_gamma)
-        self.policy.host_before_round(self.rows, self.plan)
+        self.policy.host_before_round(self.state, self.plan)
         for n_keys in self.policy.host_refreshes(self.plan):
-            self.policy.device_refresh(self.rows, n_keys)
-        self.policy.device_before_draft(self.rows, self.plan)
+            self.policy.device_refresh(self.state, n_keys)
+        self.policy.device_before_draft(self.state, self.plan)
         self.drafted_at = dict(self.lengths)
 
     def grow(self, by: Sequence[int], *, observed: bool = True) -> None:
@@ -82,22 +82,23 @@ class Rig:
         for slot, n in zip(list(self.lengths), by, strict=False):
             before, after = self.lengths[slot], min(self.lengths[slot] + n, MAX_LEN - 20)
             self._reveal(slot, before, after)
-            self.rows.put(slot, self.prompts[slot][: after + 1], SamplingParams(), 0)
+            self.state.assign(slot, self.prompts[slot][: after + 1], SamplingParams(), 0)
             self.lengths[slot] = after
         if observed:
-            self.policy.device_after_verify(self.rows, mass)
+            self.policy.device_after_verify(self.state, mass)
 
     def verify(self) -> tuple[Tensor, Tensor | None]:
         """Logits [B, T, V] and mass of the next T = gamma + 1 tokens of every row; the cache stays as it is."""
         tokens = torch.tensor([[*p[n : n + 5]] for p, n in zip(self.prompts, self.cache.seq_len.tolist(), strict=True)])
         pos = self.cache.seq_len[:, None] + torch.arange(5)  # [B, T]
         layers = [CacheLayer(*(x.clone() for x in layer.buffers)) for layer in self.cache.layers]
-        in_view = torch.empty(self.cache.splits(int(pos.max()) + 1), 0)
-        return decode_step(self.model, tokens, pos, layers, in_view, self.draft.page if self.view.wants_mass else 0)
+        n_splits_carrier = torch.empty(self.cache.splits(int(pos.max()) + 1), 0)
+        page = self.draft.page if self.view.wants_mass else 0
+        return decode_step(self.model, tokens, pos, layers, n_splits_carrier, page)
 
     def step(self) -> Tensor:
         """The first draft step of a round: logits [B, V]."""
-        return self.policy.first(self.rows, self.plan)
+        return self.policy.first(self.state, self.plan)
 
     def reads(self) -> Tensor:
         """What that step reads: bool [L, B, K, S]."""

@@ -24,12 +24,11 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd import rows as rows_module
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, batch_state
 from gpt_fast_sd.compiling import CompiledStep
 from gpt_fast_sd.loading import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Weights, load_model, save_hugging_face
-from gpt_fast_sd.round import judge_step
+from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.tp import (
     Agreement,
     Disagreement,
@@ -350,8 +349,8 @@ def a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was(parallel: Parallel,
         assert engine.model.output.weight.shape[0] == 260 // parallel.tp
         assert engine.cache.layers[0].k.shape[1] == 4 // parallel.tp
         assert engine.policy is not None
-        assert engine.policy.reader.model.output.weight.shape[0] == 260 // draft_tp
-        assert engine.policy.reader.cache.layers[0].k.shape[1] == 4 // draft_tp
+        assert engine.policy.runner.model.output.weight.shape[0] == 260 // draft_tp
+        assert engine.policy.runner.cache.layers[0].k.shape[1] == 4 // draft_tp
         with Collectives() as seen:
             engine.generate(PROMPTS[2:], SamplingParams(max_tokens=4, ignore_eos=True))
         assert ("broadcast" in seen.names) == (draft_tp < parallel.tp), seen.names
@@ -455,7 +454,7 @@ def other_probabilities(parallel: Parallel, harshly: bool) -> Iterator[None]:
     In the last bit it matters where a draw falls on the edge between two tokens, and here each draw does: of 256 tokens
     that are all as likely. What is impossible stays so.
     """
-    true, place, rank = rows_module.probabilities, rows_module.uniform, parallel.tp_rank
+    true, place, rank = batch_state.probabilities, batch_state.uniform, parallel.tp_rank
 
     def probabilities(*args: Any, **kwargs: Any) -> Tensor:
         p = true(*args, **kwargs)
@@ -470,8 +469,8 @@ def other_probabilities(parallel: Parallel, harshly: bool) -> Iterator[None]:
         return (place(*args) * 256).floor() / 256
 
     with (
-        mock.patch.object(rows_module, "probabilities", probabilities),
-        mock.patch.object(rows_module, "uniform", place if harshly else uniform),
+        mock.patch.object(batch_state, "probabilities", probabilities),
+        mock.patch.object(batch_state, "uniform", place if harshly else uniform),
     ):
         yield
 
@@ -551,7 +550,7 @@ def other_tokens_on_a_rank_are_noticed_in_that_round(parallel: Parallel, folder:
     def go_astray(engine: Engine) -> None:
         stream = engine.stream([[1, 2, 3]], dataclasses.replace(GREEDY, max_tokens=60))
         next(stream)
-        engine.rows.active.logical_and_(torch.tensor(parallel.tp_rank == 0))
+        engine.state.active.logical_and_(torch.tensor(parallel.tp_rank == 0))
         list(stream)
 
     _noticed(parallel, go_astray, "tokens of round ")
@@ -604,11 +603,11 @@ def compiled_rounds_give_the_tokens_of_one_rank(parallel: Parallel, folder: Path
 def compiled_judging_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     # as on CUDA, where what gathers the vocabulary's parts is compiled with what judges
     together, alone = engine_of(parallel), engine_of(None)
-    together.rounds.judge = CompiledStep(judge_step, compiled=True)
+    together.rounds.accept_compiled = CompiledStep(accept_step, compiled=True)
     for params in (GREEDY, SAMPLED):
         theirs, ours = together.generate(PROMPTS, params), alone.generate(PROMPTS, params)
         assert [c.tokens for c in theirs] == [c.tokens for c in ours]
-    assert together.rounds.judge.graphs > 0
+    assert together.rounds.accept_compiled.graphs > 0
 
 
 @check

@@ -1,7 +1,7 @@
-"""Interpreted sparse attention beside fp64: right for any list and tail, deaf to all else, the same bits always.
+"""Interpreted sparse attention beside fp64: right for any list and window, deaf to all else, the same bits always.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
-        C listed entries, W entries of the tail.
+        C listed entries, W entries of the window.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Case(listed.Case):
         self, rows: slice = slice(None), *, page: int | None = None, body: Callable[..., Tensor] | None = None
     ) -> Tensor:
         return (body or interpreted)(
-            self.q[rows], self.k[rows], self.v[rows], self.slots[rows], self.tail_start[rows], self.width,
+            self.q[rows], self.k[rows], self.v[rows], self.slots[rows], self.window_start[rows], self.width,
             self.pos[rows], self.n_keys, page or self.page,
         )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
-def test_lists_may_be_empty_and_tails_may_begin_at_0_or_reach_past_the_queries(
+def test_lists_may_be_empty_and_windows_may_begin_at_0_or_reach_past_the_queries(
     n_listed: int, width: int, page: int
 ) -> None:
     case = Case([0, 0, 192, 192], [0, 37, 192, 200], page=page, n_listed=n_listed, width=width, n_tokens=2)
@@ -99,14 +99,14 @@ def test_lists_may_be_empty_and_tails_may_begin_at_0_or_reach_past_the_queries(
 def test_a_query_that_reads_nothing_gives_0(n_listed: int, width: int) -> None:
     case = Case([192, 320, 0], [215, 321, 9], n_listed=n_listed, width=width, n_tokens=2)
     case.pos[0, 1] = case.n_keys  # its neighbour still reads
-    case.tail_start[2] = 12
+    case.window_start[2] = 12
     check(case)
     for body in (interpreted, references.sparse_attention):
         out = case.attend(body=body)
         assert out[0, :, 0].ne(0).all() and out[0, :, 1].eq(0).all() and out[1:].eq(0).all()
 
 
-def test_a_list_may_be_of_int32_and_a_tail_may_stand_alone() -> None:
+def test_a_list_may_be_of_int32_and_a_window_may_stand_alone() -> None:
     case = Case([192, 96], [215, 127], list_dtype=torch.int32)
     check(case)
     case.slots = case.slots[..., :0]
@@ -118,10 +118,10 @@ def test_a_list_may_stand_alone() -> None:
 
 
 @pytest.mark.parametrize("page", [16, 32])
-def test_a_page_that_reaches_into_the_tail_is_read_as_far_as_the_tail_begins(page: int) -> None:
+def test_a_page_that_reaches_into_the_window_is_read_as_far_as_the_window_begins(page: int) -> None:
     case = Case([187, 20], [215, 40], page=page, n_listed=256, n_tokens=2)  # room for all pages
-    begins = case.slots[:, :, ::page] < case.tail_start[:, None, None]
-    reaches = case.slots[:, :, page - 1 :: page] >= case.tail_start[:, None, None]
+    begins = case.slots[:, :, ::page] < case.window_start[:, None, None]
+    reaches = case.slots[:, :, page - 1 :: page] >= case.window_start[:, None, None]
     assert (begins & reaches).any()
     check(case)
 

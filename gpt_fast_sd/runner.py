@@ -13,7 +13,7 @@ from .compiling import Options
 
 
 @dataclass(frozen=True)
-class Reader:
+class Runner:
     """A model and the cache it reads and writes. A self-draft's is the target's own."""
 
     model: Transformer

@@ -1,4 +1,4 @@
-"""Verdicts against slow references in whole numbers, then text: whatever is drafted, it follows the target's own law.
+"""Accepting against slow references in whole numbers, then text: whatever is drafted, it follows the target's own law.
 
 Shapes: B batch rows, gamma drafts a row, V vocabulary.
 """
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.judging import Verdict, verify_greedy, verify_sampled
+from gpt_fast_sd.acceptance import AcceptResult, verify_greedy, verify_sampled
 from gpt_fast_sd.sampling import (
     ACCEPT_STREAM,
     DRAFT_STREAM,
@@ -30,9 +30,9 @@ from gpt_fast_sd.sampling import (
 from tests.helpers import chi_square, table_of
 
 BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives
-Judge = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Verdict]
+Accept = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], AcceptResult]
 
-# ---- one verdict ---------------------------------------------------------------------------------------------------
+# ---- one result ----------------------------------------------------------------------------------------------------
 
 
 def best_of(logits: Sequence[float]) -> int:
@@ -40,10 +40,10 @@ def best_of(logits: Sequence[float]) -> int:
     return min(range(len(logits)), key=lambda x: (-logits[x], x))
 
 
-def slow_greedy(logits: Sequence[Sequence[float]], drafted: Sequence[int], cap: int) -> tuple[int, int]:
+def slow_greedy(logits: Sequence[Sequence[float]], drafted: Sequence[int], max_accept: int) -> tuple[int, int]:
     """One row: the number of accepted drafts, and the token after them."""
     n = 0
-    while n < cap and drafted[n] == best_of(logits[n]):
+    while n < max_accept and drafted[n] == best_of(logits[n]):
         n += 1
     return n, best_of(logits[n])
 
@@ -62,18 +62,18 @@ def slow_sampled(
     p: Sequence[Sequence[float]],
     q: Sequence[Sequence[float]],
     drafted: Sequence[int],
-    cap: int,
+    max_accept: int,
     accept_u: Sequence[float],
     next_u: Sequence[float],
 ) -> tuple[int, int]:
     """One row, as Leviathan et al. write it (their algorithm 1), in fractions."""
     target, draft = ([[Fraction(x) for x in row] for row in rows] for rows in (p, q))
-    for i, x in enumerate(drafted[:cap]):
+    for i, x in enumerate(drafted[:max_accept]):
         ratio = target[i][x] / draft[i][x] if draft[i][x] else Fraction(target[i][x] > 0)
         if Fraction(accept_u[i]) >= min(ratio, Fraction(1)):
             residual = [max(a - b, Fraction(0)) for a, b in zip(target[i], draft[i], strict=True)]
             return i, slow_draw(residual if any(residual) else target[i], Fraction(next_u[i]))
-    return cap, slow_draw(target[cap], Fraction(next_u[cap]))
+    return max_accept, slow_draw(target[max_accept], Fraction(next_u[max_accept]))
 
 
 def sixteenths(rng: np.random.Generator, *shape: int) -> Tensor:
@@ -82,9 +82,9 @@ def sixteenths(rng: np.random.Generator, *shape: int) -> Tensor:
     return torch.from_numpy(rng.multinomial(16, weights)).float() / 16
 
 
-def judged(verdict: Verdict) -> list[tuple[int, int]]:
-    assert verdict.n_accepted.dtype == verdict.next_token.dtype == torch.int64
-    return list(zip(verdict.n_accepted.tolist(), verdict.next_token.tolist(), strict=True))
+def outcome(result: AcceptResult) -> list[tuple[int, int]]:
+    assert result.n_accepted.dtype == result.next_token.dtype == torch.int64
+    return list(zip(result.n_accepted.tolist(), result.next_token.tolist(), strict=True))
 
 
 SIZES = {
@@ -103,9 +103,9 @@ def test_greedy_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: int
     guesses = rng.integers(0, vocab_size, (n_rows, gamma))
     right = logits[:, :gamma].argmax(-1).numpy()
     drafted = torch.from_numpy(np.where(rng.random((n_rows, gamma)) < 0.7, right, guesses))
-    cap = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
-    rows = zip(logits.tolist(), drafted.tolist(), cap.tolist(), strict=True)
-    assert judged(verify_greedy(logits, drafted, cap)) == [slow_greedy(*row) for row in rows]
+    max_accept = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
+    rows = zip(logits.tolist(), drafted.tolist(), max_accept.tolist(), strict=True)
+    assert outcome(verify_greedy(logits, drafted, max_accept)) == [slow_greedy(*row) for row in rows]
 
 
 @settings(deadline=None, max_examples=80)
@@ -116,12 +116,12 @@ def test_sampled_verdicts_are_those_of_the_slow_reference(n_rows: int, gamma: in
     same = torch.from_numpy(rng.random((n_rows, gamma, 1)) < 0.3)
     q = torch.where(same, p[:, :gamma], q)
     drafted = torch.from_numpy(rng.integers(0, vocab_size, (n_rows, gamma)))  # q(x) = 0 as well
-    cap = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
+    max_accept = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
     accept_u = torch.from_numpy(rng.integers(0, 16, (n_rows, gamma))).float() / 16
     next_u = torch.from_numpy(rng.integers(0, 16, (n_rows, gamma + 1))).float() / 16
-    arguments = (p, q, drafted, cap, accept_u, next_u)
+    arguments = (p, q, drafted, max_accept, accept_u, next_u)
     rows = zip(*(x.tolist() for x in arguments), strict=True)
-    assert judged(verify_sampled(*arguments)) == [slow_sampled(*row) for row in rows]
+    assert outcome(verify_sampled(*arguments)) == [slow_sampled(*row) for row in rows]
 
 
 @settings(deadline=None, max_examples=40)
@@ -130,22 +130,22 @@ def test_drafts_are_accepted_up_to_the_first_bad_one(n_rows: int, gamma: int, vo
     rng = np.random.default_rng(seed)
     vocab_size += 1  # a bad draft needs a second token
     logits = torch.from_numpy(rng.normal(size=(n_rows, gamma + 1, vocab_size))).float()
-    cap = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
+    max_accept = torch.from_numpy(rng.integers(0, gamma + 1, n_rows))
     best = logits.argmax(-1)  # [B, gamma + 1]
     p = probabilities(logits, table_of([SamplingParams()] * n_rows, vocab_size))
     q = torch.full((n_rows, gamma, vocab_size), 1 / vocab_size)
     accept_u, next_u = (torch.from_numpy(rng.random((n_rows, n), np.float32)) for n in (gamma, gamma + 1))
     for n_good in (0, gamma, int(rng.integers(0, gamma + 1))):  # never, always, sometimes
         drafted = torch.where(torch.arange(gamma) < n_good, best[:, :gamma], (best[:, :gamma] + 1) % vocab_size)
-        expected = [(min(n_good, c), best[b, min(n_good, c)].item()) for b, c in enumerate(cap.tolist())]
-        assert judged(verify_greedy(logits, drafted, cap)) == expected
-        assert judged(verify_sampled(p, q, drafted, cap, accept_u, next_u)) == expected
+        expected = [(min(n_good, c), best[b, min(n_good, c)].item()) for b, c in enumerate(max_accept.tolist())]
+        assert outcome(verify_greedy(logits, drafted, max_accept)) == expected
+        assert outcome(verify_sampled(p, q, drafted, max_accept, accept_u, next_u)) == expected
 
 
 def test_of_equal_logits_only_the_lowest_id_is_accepted() -> None:
     logits = torch.tensor([0.0, 2.0, 1.0, 2.0]).expand(2, 3, 4)
-    verdict = verify_greedy(logits, torch.tensor([[1, 3], [3, 1]]), torch.tensor([2, 2]))
-    assert judged(verdict) == [(1, 1), (0, 1)]
+    result = verify_greedy(logits, torch.tensor([[1, 3], [3, 1]]), torch.tensor([2, 2]))
+    assert outcome(result) == [(1, 1), (0, 1)]
 
 
 def random_round(n_rows: int, gamma: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -153,8 +153,8 @@ def random_round(n_rows: int, gamma: int, vocab_size: int) -> tuple[Tensor, Tens
     logits = torch.randn(n_rows, gamma + 1, vocab_size)
     p, q = logits.softmax(-1), (logits + 0.7 * torch.randn_like(logits))[:, :gamma].softmax(-1)
     drafted = draw(q.flatten(0, 1), torch.rand(n_rows * gamma)).view(n_rows, gamma)
-    cap = torch.randint(gamma + 1, (n_rows,))
-    return p, q, drafted, cap, torch.rand(n_rows, gamma), torch.rand(n_rows, gamma + 1)
+    max_accept = torch.randint(gamma + 1, (n_rows,))
+    return p, q, drafted, max_accept, torch.rand(n_rows, gamma), torch.rand(n_rows, gamma + 1)
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
@@ -162,31 +162,31 @@ def test_a_cap_is_the_same_as_so_many_drafts(gamma: int) -> None:
     n_rows = 200
     p, q, drafted, _, accept_u, next_u = random_round(n_rows, gamma, 9)
     for c in range(gamma + 1):
-        cap = torch.full((n_rows,), c)
-        fewer = verify_sampled(p[:, : c + 1], q[:, :c], drafted[:, :c], cap, accept_u[:, :c], next_u[:, : c + 1])
+        max_accept = torch.full((n_rows,), c)
+        fewer = verify_sampled(p[:, : c + 1], q[:, :c], drafted[:, :c], max_accept, accept_u[:, :c], next_u[:, : c + 1])
         unread_p, unread_q = p.clone(), q.clone()
         unread_p[:, c + 1 :] = unread_q[:, c:] = float("nan")
-        assert judged(verify_sampled(unread_p, unread_q, drafted, cap, accept_u, next_u)) == judged(fewer)
-        fewer = verify_greedy(p[:, : c + 1], drafted[:, :c], cap)
-        assert judged(verify_greedy(unread_p, drafted, cap)) == judged(fewer)
+        assert outcome(verify_sampled(unread_p, unread_q, drafted, max_accept, accept_u, next_u)) == outcome(fewer)
+        fewer = verify_greedy(p[:, : c + 1], drafted[:, :c], max_accept)
+        assert outcome(verify_greedy(unread_p, drafted, max_accept)) == outcome(fewer)
 
 
 def test_rows_do_not_know_of_each_other() -> None:
     arguments = random_round(64, 3, 11)
     order = torch.randperm(64)
     for verify, inputs in ((verify_sampled, arguments), (verify_greedy, (arguments[0], *arguments[2:4]))):
-        together = judged(verify(*inputs))
+        together = outcome(verify(*inputs))
         assert len(set(together)) > 10
-        shuffled = judged(verify(*(x[order] for x in inputs)))
+        shuffled = outcome(verify(*(x[order] for x in inputs)))
         assert shuffled == [together[i] for i in order.tolist()]
-        assert [judged(verify(*(x[b : b + 1] for x in inputs)))[0] for b in range(64)] == together
+        assert [outcome(verify(*(x[b : b + 1] for x in inputs)))[0] for b in range(64)] == together
 
 
 def test_without_drafts_a_round_is_plain_sampling() -> None:
-    p, q, drafted, cap, accept_u, next_u = random_round(500, 0, 12)
+    p, q, drafted, max_accept, accept_u, next_u = random_round(500, 0, 12)
     expected = [(0, token) for token in draw(p[:, 0], next_u[:, 0]).tolist()]
-    assert judged(verify_sampled(p, q, drafted, cap, accept_u, next_u)) == expected
-    assert judged(verify_greedy(p, drafted, cap)) == [(0, token) for token in p[:, 0].argmax(-1).tolist()]
+    assert outcome(verify_sampled(p, q, drafted, max_accept, accept_u, next_u)) == expected
+    assert outcome(verify_greedy(p, drafted, max_accept)) == [(0, token) for token in p[:, 0].argmax(-1).tolist()]
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, BELOW_1])
@@ -195,7 +195,7 @@ def test_a_token_of_probability_0_is_never_emitted(u: float) -> None:
     rng = np.random.default_rng(0)
     p, q = sixteenths(rng, n_rows, gamma + 1, vocab_size), sixteenths(rng, n_rows, gamma, vocab_size)
     drafted = torch.randint(vocab_size, (n_rows, gamma))
-    verdict = verify_sampled(
+    result = verify_sampled(
         p,
         q,
         drafted,
@@ -204,10 +204,10 @@ def test_a_token_of_probability_0_is_never_emitted(u: float) -> None:
         torch.full((n_rows, gamma + 1), u),
     )
     p_drafted = p[:, :gamma].gather(-1, drafted[..., None]).squeeze(-1)  # [B, gamma]
-    accepted = torch.arange(gamma) < verdict.n_accepted[:, None]
+    accepted = torch.arange(gamma) < result.n_accepted[:, None]
     assert accepted.any() and not accepted.all() and p_drafted.eq(0).any()
     assert p_drafted[accepted].gt(0).all()
-    assert p[torch.arange(n_rows), verdict.n_accepted, verdict.next_token].gt(0).all()
+    assert p[torch.arange(n_rows), result.n_accepted, result.next_token].gt(0).all()
 
 
 def test_a_rejection_that_leaves_no_residual_draws_from_p() -> None:
@@ -215,8 +215,8 @@ def test_a_rejection_that_leaves_no_residual_draws_from_p() -> None:
     q = torch.tensor([[[0.0, 1.0, 1e-9, 0.0]]])  # sums to 1 in fp32
     for u in (0.0, 0.5, BELOW_1):
         numbers = torch.full((1, 2), u)
-        verdict = verify_sampled(p, q, torch.tensor([[2]]), torch.tensor([1]), numbers[:, :1], numbers)
-        assert judged(verdict) == [(0, 1)]
+        result = verify_sampled(p, q, torch.tensor([[2]]), torch.tensor([1]), numbers[:, :1], numbers)
+        assert outcome(result) == [(0, 1)]
 
 
 @pytest.mark.parametrize("proposer", ["a model", "a lookup"])
@@ -230,13 +230,13 @@ def test_a_greedy_row_among_sampled_ones_is_judged_greedily(proposer: str) -> No
     if proposer == "a lookup":
         q = torch.zeros_like(q).scatter(-1, draft_logits.argmax(-1, keepdim=True), 1.0)
     drafted = draw(q.flatten(0, 1), torch.rand(n_rows * gamma)).view(n_rows, gamma)
-    cap = torch.randint(gamma + 1, (n_rows,))
-    expected = judged(verify_greedy(logits, drafted, cap))[::2]
+    max_accept = torch.randint(gamma + 1, (n_rows,))
+    expected = outcome(verify_greedy(logits, drafted, max_accept))[::2]
     assert {n for n, _ in expected} == {0, 1, 2, 3}
     p = probabilities(logits, table)
     for u in (0.0, 0.5, BELOW_1):
         accept_u, next_u = torch.full((n_rows, gamma), u), torch.full((n_rows, gamma + 1), u)
-        assert judged(verify_sampled(p, q, drafted, cap, accept_u, next_u))[::2] == expected
+        assert outcome(verify_sampled(p, q, drafted, max_accept, accept_u, next_u))[::2] == expected
 
 
 # ---- whole texts: chi-square of the first token, and of the first two together ------------------------------------
@@ -265,14 +265,14 @@ def tables(params: SamplingParams) -> tuple[Tensor, Tensor]:
     return target, draft
 
 
-def written(p: Tensor, q: Tensor, judge: Judge, *, gamma: int = 2, n_tokens: int = 2) -> Tensor:
+def written(p: Tensor, q: Tensor, accept: Accept, *, gamma: int = 2, n_tokens: int = 2) -> Tensor:
     """N_TEXTS texts of n_tokens after token 0, in rounds of draft, judge, commit: p, q [V, V] -> int64 [N, n_tokens].
 
     As in the engine a number belongs to a place in the text, so a rejected draft's place is drafted again with the same
     numbers. Texts differ in how many drafts count.
     """
     seed = torch.arange(N_TEXTS)
-    cap, index = seed % (gamma + 1), torch.arange(gamma + 1)
+    max_accept, index = seed % (gamma + 1), torch.arange(gamma + 1)
     text = torch.zeros(N_TEXTS, 1 + n_tokens * (gamma + 1), dtype=torch.int64)
     length = torch.ones_like(seed)
     for _ in range(n_tokens):
@@ -284,10 +284,10 @@ def written(p: Tensor, q: Tensor, judge: Judge, *, gamma: int = 2, n_tokens: int
         for i in range(gamma):
             chain.append(draw(q[chain[-1]], draft_u[:, i]))
         context = torch.stack(chain, 1)  # [N, gamma + 1]: the pending token, then the drafts
-        verdict = judge(p[context], q[context[:, :-1]], context[:, 1:], cap, accept_u[:, :-1], next_u)
-        accepted = index < verdict.n_accepted[:, None]
-        text.scatter_(1, place, torch.where(accepted, context.roll(-1, 1), verdict.next_token[:, None]))
-        length += verdict.n_accepted + 1
+        result = accept(p[context], q[context[:, :-1]], context[:, 1:], max_accept, accept_u[:, :-1], next_u)
+        accepted = index < result.n_accepted[:, None]
+        text.scatter_(1, place, torch.where(accepted, context.roll(-1, 1), result.next_token[:, None]))
+        length += result.n_accepted + 1
     return text[:, 1 : 1 + n_tokens]
 
 
@@ -321,59 +321,61 @@ def test_a_draft_with_other_parameters_never_changes_the_distribution() -> None:
     assert max(misfit(p, written(p, q, verify_sampled))) < 1
 
 
-def after(n_accepted: Tensor, p: Tensor, q: Tensor, cap: Tensor, next_u: Tensor) -> Verdict:
+def after(n_accepted: Tensor, p: Tensor, q: Tensor, max_accept: Tensor, next_u: Tensor) -> AcceptResult:
     """The right next token, whichever way n_accepted was found."""
     rows = torch.arange(len(p))
-    q_next = q[rows, n_accepted.clamp(max=q.shape[1] - 1)] * (n_accepted < cap)[:, None]
-    return Verdict(n_accepted, draw((p[rows, n_accepted] - q_next).clamp(min=0), next_u[rows, n_accepted]))
+    q_next = q[rows, n_accepted.clamp(max=q.shape[1] - 1)] * (n_accepted < max_accept)[:, None]
+    return AcceptResult(n_accepted, draw((p[rows, n_accepted] - q_next).clamp(min=0), next_u[rows, n_accepted]))
 
 
-def right(p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor) -> Verdict:
+def right(p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor) -> AcceptResult:
     """No bug: the parts the others are made of."""
-    n_accepted = verify_sampled(p, q, drafted, cap, accept_u, next_u).n_accepted
-    return after(n_accepted, p, q, cap, next_u)
+    n_accepted = verify_sampled(p, q, drafted, max_accept, accept_u, next_u).n_accepted
+    return after(n_accepted, p, q, max_accept, next_u)
 
 
-def resamples_from_p(p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor) -> Verdict:
+def resamples_from_p(
+    p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor
+) -> AcceptResult:
     """After a rejection LongSpec's code draws from p, not from (p - q)+: drafts that p likes come too often."""
-    n_accepted = verify_sampled(p, q, drafted, cap, accept_u, next_u).n_accepted
-    return after(n_accepted, p, torch.zeros_like(q), cap, next_u)
+    n_accepted = verify_sampled(p, q, drafted, max_accept, accept_u, next_u).n_accepted
+    return after(n_accepted, p, torch.zeros_like(q), max_accept, next_u)
 
 
 def subtracts_at_the_cap(
-    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
-) -> Verdict:
-    n_accepted = verify_sampled(p, q, drafted, cap, accept_u, next_u).n_accepted
-    return after(n_accepted, p, q, torch.full_like(cap, q.shape[1]), next_u)
+    p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor
+) -> AcceptResult:
+    n_accepted = verify_sampled(p, q, drafted, max_accept, accept_u, next_u).n_accepted
+    return after(n_accepted, p, q, torch.full_like(max_accept, q.shape[1]), next_u)
 
 
 def accepts_at_temperature_1(
-    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
-) -> Verdict:
+    p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor
+) -> AcceptResult:
     """The temperature is 0.6, and only the acceptance does not know."""
     p1, q1 = (x.pow(0.6) / x.pow(0.6).sum(-1, keepdim=True) for x in (p, q))
-    n_accepted = verify_sampled(p1, q1, drafted, cap, accept_u, next_u).n_accepted
-    return after(n_accepted, p, q, cap, next_u)
+    n_accepted = verify_sampled(p1, q1, drafted, max_accept, accept_u, next_u).n_accepted
+    return after(n_accepted, p, q, max_accept, next_u)
 
 
 def accepts_where_p_is_at_least_q(
-    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
-) -> Verdict:
-    return verify_sampled(p, q, drafted, cap, torch.full_like(accept_u, BELOW_1), next_u)
+    p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor
+) -> AcceptResult:
+    return verify_sampled(p, q, drafted, max_accept, torch.full_like(accept_u, BELOW_1), next_u)
 
 
 def accepts_and_draws_with_one_number(
-    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
-) -> Verdict:
-    return verify_sampled(p, q, drafted, cap, next_u[:, :-1], next_u)
+    p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor
+) -> AcceptResult:
+    return verify_sampled(p, q, drafted, max_accept, next_u[:, :-1], next_u)
 
 
 def caps_what_it_does_not_like(
-    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor
-) -> Verdict:
+    p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor
+) -> AcceptResult:
     """The cap looks at the very draft that it cuts off."""
     unsure = q[:, 0].gather(-1, drafted[:, :1]).squeeze(1) < 0.3
-    return verify_sampled(p, q, drafted, torch.where(unsure, 0, cap), accept_u, next_u)
+    return verify_sampled(p, q, drafted, torch.where(unsure, 0, max_accept), accept_u, next_u)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +389,7 @@ def caps_what_it_does_not_like(
         caps_what_it_does_not_like,
     ],
 )
-def test_the_chi_square_test_sees_a_planted_bug(bug: Judge) -> None:
+def test_the_chi_square_test_sees_a_planted_bug(bug: Accept) -> None:
     p, q = tables(SamplingParams(temperature=0.6))
     assert max(misfit(p, written(p, q, right))) < 1
     assert max(misfit(p, written(p, q, bug))) > 1
@@ -396,7 +398,9 @@ def test_the_chi_square_test_sees_a_planted_bug(bug: Judge) -> None:
 # ---- where it runs -------------------------------------------------------------------------------------------------
 
 
-def whole_round(logits: Tensor, draft_logits: Tensor, table: SamplingTable, length: Tensor, cap: Tensor) -> Verdict:
+def whole_round(
+    logits: Tensor, draft_logits: Tensor, table: SamplingTable, length: Tensor, max_accept: Tensor
+) -> AcceptResult:
     """Everything a sampled round does once both models have spoken."""
     n_rows, gamma, _ = draft_logits.shape
     p, q = probabilities(logits, table), probabilities(draft_logits, table)
@@ -405,11 +409,13 @@ def whole_round(logits: Tensor, draft_logits: Tensor, table: SamplingTable, leng
         uniform(table.seed[:, None], place, stream) for stream in (DRAFT_STREAM, ACCEPT_STREAM, TARGET_STREAM)
     )
     drafted = draw(q.flatten(0, 1), draft_u[:, :gamma].flatten()).view(n_rows, gamma)
-    return verify_sampled(p, q, drafted, cap, accept_u[:, :gamma], next_u)
+    return verify_sampled(p, q, drafted, max_accept, accept_u[:, :gamma], next_u)
 
 
-def greedy_round(logits: Tensor, draft_logits: Tensor, table: SamplingTable, length: Tensor, cap: Tensor) -> Verdict:
-    return verify_greedy(logits, draft_logits.argmax(-1), cap)
+def greedy_round(
+    logits: Tensor, draft_logits: Tensor, table: SamplingTable, length: Tensor, max_accept: Tensor
+) -> AcceptResult:
+    return verify_greedy(logits, draft_logits.argmax(-1), max_accept)
 
 
 def round_inputs(gamma: int) -> tuple[Tensor, Tensor, SamplingTable, Tensor, Tensor]:
@@ -421,11 +427,11 @@ def round_inputs(gamma: int) -> tuple[Tensor, Tensor, SamplingTable, Tensor, Ten
 
 @pytest.mark.parametrize("gamma", [0, 3])
 @pytest.mark.parametrize("one_round", [whole_round, greedy_round])
-def test_a_round_is_one_graph(one_round: Callable[..., Verdict], gamma: int) -> None:
+def test_a_round_is_one_graph(one_round: Callable[..., AcceptResult], gamma: int) -> None:
     torch._dynamo.reset()
     inputs = round_inputs(gamma)
     traced = torch.compile(one_round, fullgraph=True, dynamic=False, backend="aot_eager")
-    assert judged(traced(*inputs)) == judged(one_round(*inputs))
+    assert outcome(traced(*inputs)) == outcome(one_round(*inputs))
 
 
 @pytest.mark.slow
@@ -435,14 +441,14 @@ def test_compiled_verdicts_are_the_eager_ones(gamma: int) -> None:
     arguments = random_round(200, gamma, 40)
     for verify, inputs in ((verify_sampled, arguments), (verify_greedy, (arguments[0], *arguments[2:4]))):
         compiled = torch.compile(verify, fullgraph=True, dynamic=False)
-        assert judged(compiled(*inputs)) == judged(verify(*inputs))
+        assert outcome(compiled(*inputs)) == outcome(verify(*inputs))
 
 
 @pytest.mark.parametrize("gamma", [0, 3])
 @pytest.mark.parametrize("one_round", [whole_round, greedy_round])
-def test_a_round_never_waits_for_a_value(one_round: Callable[..., Verdict], gamma: int) -> None:
-    logits, draft_logits, table, length, cap = round_inputs(gamma)
+def test_a_round_never_waits_for_a_value(one_round: Callable[..., AcceptResult], gamma: int) -> None:
+    logits, draft_logits, table, length, max_accept = round_inputs(gamma)
     on_meta = SamplingTable(*(column.to("meta") for column in vars(table).values()))  # a tensor without values
-    verdict = one_round(logits.to("meta"), draft_logits.to("meta"), on_meta, length.to("meta"), cap.to("meta"))
-    assert verdict.n_accepted.shape == verdict.next_token.shape == (5,)
-    assert verdict.n_accepted.dtype == verdict.next_token.dtype == torch.int64
+    result = one_round(logits.to("meta"), draft_logits.to("meta"), on_meta, length.to("meta"), max_accept.to("meta"))
+    assert result.n_accepted.shape == result.next_token.shape == (5,)
+    assert result.n_accepted.dtype == result.next_token.dtype == torch.int64

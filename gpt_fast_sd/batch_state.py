@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gpt_fast_sd.tp import Vocabulary
 
+from .acceptance import WHOLE, AcceptResult, verify_greedy, verify_sampled
 from .config import SamplingParams
-from .judging import WHOLE, Verdict, verify_greedy, verify_sampled
 from .sampling import GREEDY, Kind, SamplingTable, draw, probabilities, uniform
 
 
@@ -50,9 +50,9 @@ class RoundPlan:
         """Keys in use on average of all slots, rounded down: idle ones have none."""
         return (sum(self.lengths.values()) + len(self.lengths) * (1 + self.ahead)) // n_slots
 
-    def any_within(self, n: int) -> bool:
-        """Whether some live row may have no more than n committed positions; in a captured round some row may."""
-        return self.captured or any(length <= n for length in self.lengths.values())
+    def any_drafted_within(self, n: int) -> bool:
+        """Whether some live row may have drafted last at no more than n committed positions; captured, some row may."""
+        return self.captured or any(self.drafted_at[slot] <= n for slot in self.lengths)
 
     def to_capture(self, n_keys: int) -> RoundPlan:
         """The same for whatever rows of up to n_keys keys, of which nothing more is known."""
@@ -60,7 +60,7 @@ class RoundPlan:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Rows:
+class BatchState:
     """B slots: the pending token (emitted, not yet fed), the text so far, and what may still be emitted.
 
     A round writes these tensors in place, and captured ones know where they are: none is ever replaced. seq_len is the
@@ -72,7 +72,7 @@ class Rows:
     history: Tensor  # int64 [B, S] committed, then pending
     active: Tensor  # bool [B] a request is being decoded
     remaining: Tensor  # int64 [B] tokens that may still be emitted
-    heeds_eos: Tensor  # bool [B]
+    stop_on_eos: Tensor  # bool [B]
     eos_ids: Tensor  # int64 [n]
     table: SamplingTable
     vocabulary: Vocabulary = WHOLE  # who has the target's logits of which tokens
@@ -83,37 +83,37 @@ class Rows:
     def idle(
         seq_len: Tensor, history_len: int, vocab_size: int, eos_ids: Sequence[int], vocabulary: Vocabulary = WHOLE,
         *, kernel: bool = False,
-    ) -> Rows:  # fmt: skip
+    ) -> BatchState:  # fmt: skip
         """As many slots as seq_len has, of which nobody has any."""
         n, device = seq_len.shape[0], seq_len.device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        return Rows(
+        return BatchState(
             seq_len=seq_len, pending=zeros(n), history=zeros(n, history_len), active=zeros(n, dtype=torch.bool),
-            remaining=zeros(n), heeds_eos=zeros(n, dtype=torch.bool), table=SamplingTable.empty(n, vocab_size, device),
-            eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=device), vocabulary=vocabulary,
-            vocab_size=vocab_size, kernel=kernel,
+            remaining=zeros(n), stop_on_eos=zeros(n, dtype=torch.bool), vocabulary=vocabulary, vocab_size=vocab_size,
+            eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=device),
+            table=SamplingTable.empty(n, vocab_size, device), kernel=kernel,
         )  # fmt: skip
 
-    def put(self, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
+    def assign(self, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
         """Give the slot to a request whose prompt, but for the last token, is in the cache."""
         self.seq_len[slot] = len(prompt) - 1
         self.history[slot, : len(prompt)] = torch.tensor(list(prompt), device=self.history.device)
         self.pending[slot] = prompt[-1]
         self.remaining[slot] = params.max_tokens
-        self.heeds_eos[slot] = not params.ignore_eos
-        self.table.put(slot, params, seed, self.vocab_size)
+        self.stop_on_eos[slot] = not params.ignore_eos
+        self.table.assign(slot, params, seed, self.vocab_size)
         self.active[slot] = True
 
-    def vacate(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free the slot; it idles at position 0, greedy."""
         self.pending[slot] = self.remaining[slot] = 0
         self.active[slot] = False
         self.table.temperature[slot] = 0.0
 
-    def ending_at(self, seq_len: Tensor, pending: Tensor | None = None) -> Rows:
+    def ending_at(self, seq_len: Tensor, pending: Tensor | None = None) -> BatchState:
         """The rows as if so many [B] of their tokens were committed, and this one [B] pending; all else is shared."""
         return replace(self, seq_len=seq_len, pending=self.pending if pending is None else pending)
 
@@ -140,45 +140,45 @@ class Rows:
         (token,) = vocabulary.decided(draw(q, self.uniform(pos, stream), kernel=self.kernel))
         return token, q
 
-    def judge(
-        self, logits: Tensor, pos: Tensor, kind: Kind, drafted: Tensor, q: Tensor | None, cap: Tensor, *,
+    def accept(
+        self, logits: Tensor, pos: Tensor, kind: Kind, drafted: Tensor, q: Tensor | None, max_accept: Tensor, *,
         accept: int, own: int,
-    ) -> tuple[Verdict, Tensor | None]:  # fmt: skip
-        """Which of drafted [B, T - 1] ~ q [B, T - 1, V] stay, at most cap [B], by logits [B, T, V] after pos [B, T].
+    ) -> tuple[AcceptResult, Tensor | None]:  # fmt: skip
+        """Which drafted [B, T - 1] ~ q [B, T - 1, V] stay, at most max_accept [B]. logits [B, T, V] follow pos [B, T].
 
         q None: drafted without chance. accept and own are the streams that decide on drafts and draw the next token.
-        -> the verdict, and p [B, T, V] where any row samples. As in choose, the first rank's verdict counts, by its p
+        -> the result, and p [B, T, V] where any row samples. As in choose, the first rank's result counts, by its p
         and q: those of the others decide nothing.
         """
         if not kind.sampled:
-            return verify_greedy(logits, drafted, cap, self.vocabulary), None
+            return verify_greedy(logits, drafted, max_accept, self.vocabulary), None
         p = self.probabilities(self.vocabulary.whole(logits), kind)
         if q is None:
             # not F.one_hot, which reads the tokens on the host to check them where torch 2.11 runs it on a CPU
             q = (drafted[..., None] == torch.arange(p.shape[-1], device=p.device)).to(p.dtype)
         accept_u, next_u = self.uniform(pos[:, :-1], accept), self.uniform(pos, own)
-        verdict = verify_sampled(p, q, drafted, cap, accept_u, next_u, kernel=self.kernel)
-        return Verdict(*self.vocabulary.decided(verdict.n_accepted, verdict.next_token)), p
+        result = verify_sampled(p, q, drafted, max_accept, accept_u, next_u, kernel=self.kernel)
+        return AcceptResult(*self.vocabulary.decided(result.n_accepted, result.next_token)), p
 
-    def commit(self, drafted: Tensor, cap: Tensor, verdict: Verdict) -> Tensor:
+    def commit(self, drafted: Tensor, max_accept: Tensor, result: AcceptResult) -> Tensor:
         """Keep the accepted prefix and the next token: seq_len grows by n_accepted + 1, less what EOS or the end cuts.
 
-        drafted [B, gamma]; cap [B] drafts that counted -> int64 [B, gamma + 4], all that the host has to read: tokens
-        emitted, drafts judged, drafts accepted, then the tokens (past the emitted ones drafts that go unused).
+        drafted [B, gamma]; max_accept [B] drafts that counted -> int64 [B, gamma + 4], all that the host has to read:
+        tokens emitted, drafts judged, drafts accepted, then the tokens (past the emitted ones drafts that go unused).
         """
         gamma = drafted.shape[1]
         step = torch.arange(gamma + 1, device=drafted.device)  # [gamma + 1]
-        at = verdict.n_accepted[:, None]  # [B, 1]
+        at = result.n_accepted[:, None]  # [B, 1]
         tokens = torch.cat([drafted, drafted.new_zeros(drafted.shape[0], 1)], 1)  # [B, gamma + 1]
-        tokens = torch.where(step == at, verdict.next_token[:, None], tokens)
-        emitted = torch.minimum(verdict.n_accepted + 1, self.remaining)  # [B]
+        tokens = torch.where(step == at, result.next_token[:, None], tokens)
+        emitted = torch.minimum(result.n_accepted + 1, self.remaining)  # [B]
         # not torch.isin, which compiles for a gamma of its own: how it searches hangs on how many tokens there are
         is_eos = (tokens[..., None] == self.eos_ids).any(-1)  # [B, gamma + 1]
-        ends = is_eos & self.heeds_eos[:, None] & (step < emitted[:, None])
+        ends = is_eos & self.stop_on_eos[:, None] & (step < emitted[:, None])
         first = torch.where(ends, step, gamma + 1).amin(1)  # [B] index of the first EOS
         emitted = torch.minimum(emitted, first + 1) * self.active
-        accepted = torch.minimum(verdict.n_accepted, emitted)
-        judged = torch.where(emitted <= verdict.n_accepted, emitted, cap) * self.active
+        accepted = torch.minimum(result.n_accepted, emitted)
+        judged = torch.where(emitted <= result.n_accepted, emitted, max_accept) * self.active
         place = self.seq_len[:, None] + 1 + step  # [B, gamma + 1]
         kept = torch.where(step < emitted[:, None], tokens, self.history.gather(1, place))
         self.history.scatter_(1, place, kept)

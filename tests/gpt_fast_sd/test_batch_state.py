@@ -1,4 +1,4 @@
-"""Rows: a round's commit is what a slow loop over rows and tokens does, whatever the drafts, the ends and the rows.
+"""A round's commit is what a slow loop over rows and tokens does, whatever the drafts, the ends and the rows.
 
 Shapes: B slots, gamma drafts a row, S places of history a slot.
 """
@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.acceptance import AcceptResult
+from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.compiling import Options
 from gpt_fast_sd.inflight import Rounds
-from gpt_fast_sd.judging import Verdict
 from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.model import KVCache
-from gpt_fast_sd.reader import Reader
-from gpt_fast_sd.rows import RoundPlan, Rows
+from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.sampling import Kind
 from tests.gpt_fast_sd.policies.drafting import plans_of
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -29,11 +29,11 @@ HISTORY = 24
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Rows, torch.Tensor, torch.Tensor, Verdict]:
-    """Rows in the middle of their texts, drafts and any verdict on them."""
+def cases(draw: st.DrawFn) -> tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult]:
+    """Rows in the middle of their texts, drafts and any result of them."""
     n_rows, gamma = draw(st.integers(1, 4)), draw(st.integers(0, 5))
     eos_ids = draw(st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True))
-    rows = Rows.idle(torch.zeros(n_rows, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
+    state = BatchState.idle(torch.zeros(n_rows, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
 
     def whole(low: int, high: int) -> int:
         return draw(st.integers(low, high))
@@ -44,33 +44,33 @@ def cases(draw: st.DrawFn) -> tuple[Rows, torch.Tensor, torch.Tensor, Verdict]:
     caps, accepted = [], []
     for slot in range(n_rows):
         length = whole(0, HISTORY - gamma - 2)
-        rows.history[slot] = torch.tensor(tokens(HISTORY))
-        rows.seq_len[slot] = length
-        rows.pending[slot] = rows.history[slot, length]
-        rows.active[slot] = alive = draw(st.booleans())
-        rows.remaining[slot] = whole(1, gamma + 3) if alive else 0
-        rows.heeds_eos[slot] = draw(st.booleans())
+        state.history[slot] = torch.tensor(tokens(HISTORY))
+        state.seq_len[slot] = length
+        state.pending[slot] = state.history[slot, length]
+        state.active[slot] = alive = draw(st.booleans())
+        state.remaining[slot] = whole(1, gamma + 3) if alive else 0
+        state.stop_on_eos[slot] = draw(st.booleans())
         caps.append(whole(0, gamma))  # the engine leaves room for the target's own token; a commit does not rely on it
         accepted.append(whole(0, caps[-1]))
     drafted = torch.tensor([tokens(gamma) for _ in range(n_rows)], dtype=torch.int64).view(n_rows, gamma)
-    verdict = Verdict(torch.tensor(accepted), torch.tensor(tokens(n_rows)))
-    return rows, drafted, torch.tensor(caps), verdict
+    result = AcceptResult(torch.tensor(accepted), torch.tensor(tokens(n_rows)))
+    return state, drafted, torch.tensor(caps), result
 
 
 def slow_commit(
-    rows: Rows, slot: int, drafted: list[int], cap: int, n_accepted: int, next_token: int
+    state: BatchState, slot: int, drafted: list[int], max_accept: int, n_accepted: int, next_token: int
 ) -> dict[str, object]:
     """What a round does to one slot, token by token."""
-    length, history = int(rows.seq_len[slot]), rows.history[slot].tolist()
-    remaining, active = int(rows.remaining[slot]), bool(rows.active[slot])
-    pending, emitted, judged = int(rows.pending[slot]), [], 0
+    length, history = int(state.seq_len[slot]), state.history[slot].tolist()
+    remaining, active = int(state.remaining[slot]), bool(state.active[slot])
+    pending, emitted, judged = int(state.pending[slot]), [], 0
     for i, token in enumerate([*drafted[:n_accepted], next_token]):
         if not active:
             break
         emitted.append(token)
         remaining -= 1
-        judged = i + 1 if i < n_accepted else cap  # the target's own token: all drafts have been looked at
-        if (token in rows.eos_ids.tolist() and bool(rows.heeds_eos[slot])) or remaining == 0:
+        judged = i + 1 if i < n_accepted else max_accept  # the target's own token: all drafts have been looked at
+        if (token in state.eos_ids.tolist() and bool(state.stop_on_eos[slot])) or remaining == 0:
             active = False
     for token in emitted:
         length, pending = length + 1, token
@@ -84,41 +84,41 @@ def slow_commit(
 @settings(max_examples=400, deadline=None)
 @given(case=cases())
 def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(
-    case: tuple[Rows, torch.Tensor, torch.Tensor, Verdict],
+    case: tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult],
 ) -> None:
-    rows, drafted, cap, verdict = case
+    state, drafted, max_accept, result = case
     expected = [
-        slow_commit(rows, slot, drafted[slot].tolist(), int(cap[slot]), int(verdict.n_accepted[slot]),
-                    int(verdict.next_token[slot]))
-        for slot in range(len(cap))
+        slow_commit(state, slot, drafted[slot].tolist(), int(max_accept[slot]), int(result.n_accepted[slot]),
+                    int(result.next_token[slot]))
+        for slot in range(len(max_accept))
     ]  # fmt: skip
-    seq_len = rows.seq_len
-    chosen = rows.commit(drafted, cap, verdict)
-    assert chosen.shape == (len(cap), drafted.shape[1] + 4) and chosen.dtype == torch.int64
+    seq_len = state.seq_len
+    chosen = state.commit(drafted, max_accept, result)
+    assert chosen.shape == (len(max_accept), drafted.shape[1] + 4) and chosen.dtype == torch.int64
     for slot, (emitted, judged, accepted, *tokens) in enumerate(chosen.tolist()):
         got = {
-            "emitted": tokens[:emitted], "judged": judged, "accepted": accepted, "seq_len": int(rows.seq_len[slot]),
-            "pending": int(rows.pending[slot]), "history": rows.history[slot].tolist(),
-            "remaining": int(rows.remaining[slot]), "active": bool(rows.active[slot]),
+            "emitted": tokens[:emitted], "judged": judged, "accepted": accepted, "seq_len": int(state.seq_len[slot]),
+            "pending": int(state.pending[slot]), "history": state.history[slot].tolist(),
+            "remaining": int(state.remaining[slot]), "active": bool(state.active[slot]),
         }  # fmt: skip
         assert got == expected[slot]
-    assert rows.seq_len is seq_len  # the cache's own tensor, written in place
+    assert state.seq_len is seq_len  # the cache's own tensor, written in place
 
 
-def rows_of(n: int, *, eos_ids: tuple[int, ...] = (), max_tokens: int = 10, ignore_eos: bool = False) -> Rows:
+def state_of(n: int, *, eos_ids: tuple[int, ...] = (), max_tokens: int = 10, ignore_eos: bool = False) -> BatchState:
     """n slots that were given the prompt 1, 2, 3 of which 3 is pending."""
-    rows = Rows.idle(torch.zeros(n, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
+    state = BatchState.idle(torch.zeros(n, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
     for slot in range(n):
-        rows.put(slot, [1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=slot)
-    return rows
+        state.assign(slot, [1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=slot)
+    return state
 
 
-def commit(rows: Rows, drafted: list[int], n_accepted: int, next_token: int) -> list[list[int]]:
+def commit(state: BatchState, drafted: list[int], n_accepted: int, next_token: int) -> list[list[int]]:
     """The same round for all slots -> emitted, judged, accepted and the tokens emitted, of each."""
-    n, gamma = len(rows.pending), len(drafted)
-    cap = torch.minimum(torch.tensor([gamma]), rows.remaining - 1).clamp(min=0)
-    verdict = Verdict(torch.minimum(torch.tensor([n_accepted]), cap), torch.full((n,), next_token))
-    out = rows.commit(torch.tensor([drafted] * n, dtype=torch.int64).view(n, gamma), cap, verdict)
+    n, gamma = len(state.pending), len(drafted)
+    max_accept = torch.minimum(torch.tensor([gamma]), state.remaining - 1).clamp(min=0)
+    result = AcceptResult(torch.minimum(torch.tensor([n_accepted]), max_accept), torch.full((n,), next_token))
+    out = state.commit(torch.tensor([drafted] * n, dtype=torch.int64).view(n, gamma), max_accept, result)
     return [[emitted, judged, accepted, *tokens[:emitted]] for emitted, judged, accepted, *tokens in out.tolist()]
 
 
@@ -126,48 +126,48 @@ def commit(rows: Rows, drafted: list[int], n_accepted: int, next_token: int) -> 
 def test_eos_at_every_place_of_a_round_is_the_last_token_kept(place: int) -> None:
     tokens = [4, 5, 4, 5, 4]
     tokens[place] = 6
-    rows = rows_of(1, eos_ids=(6,))
+    state = state_of(1, eos_ids=(6,))
     kept = tokens[: place + 1]
-    assert commit(rows, tokens[:4], 4, tokens[4]) == [[len(kept), min(place + 1, 4), min(place + 1, 4), *kept]]
-    assert rows.history[0, : 3 + len(kept)].tolist() == [1, 2, 3, *kept]
-    assert rows.seq_len.tolist() == [2 + len(kept)] and rows.pending.tolist() == [6]
-    assert rows.active.tolist() == [False] and rows.remaining.tolist() == [10 - len(kept)]
+    assert commit(state, tokens[:4], 4, tokens[4]) == [[len(kept), min(place + 1, 4), min(place + 1, 4), *kept]]
+    assert state.history[0, : 3 + len(kept)].tolist() == [1, 2, 3, *kept]
+    assert state.seq_len.tolist() == [2 + len(kept)] and state.pending.tolist() == [6]
+    assert state.active.tolist() == [False] and state.remaining.tolist() == [10 - len(kept)]
 
 
 def test_eos_that_is_ignored_or_behind_the_end_of_the_round_ends_nothing() -> None:
-    rows = rows_of(1, eos_ids=(6,), ignore_eos=True)
-    assert commit(rows, [6, 6], 2, 6) == [[3, 2, 2, 6, 6, 6]] and rows.active.tolist() == [True]
-    rows = rows_of(1, eos_ids=(6,))
-    assert commit(rows, [4, 6, 6], 1, 5) == [[2, 3, 1, 4, 5]] and rows.active.tolist() == [True]
+    state = state_of(1, eos_ids=(6,), ignore_eos=True)
+    assert commit(state, [6, 6], 2, 6) == [[3, 2, 2, 6, 6, 6]] and state.active.tolist() == [True]
+    state = state_of(1, eos_ids=(6,))
+    assert commit(state, [4, 6, 6], 1, 5) == [[2, 3, 1, 4, 5]] and state.active.tolist() == [True]
 
 
 def test_a_row_that_ended_is_changed_by_no_later_round() -> None:
-    rows = rows_of(2, eos_ids=(6,))
-    rows.heeds_eos[1] = False
-    commit(rows, [6, 4], 2, 5)
-    ended = [x[0].clone() for x in (rows.seq_len, rows.pending, rows.history, rows.remaining)]
-    assert commit(rows, [5, 4], 2, 4) == [[0, 0, 0], [3, 2, 2, 5, 4, 4]]
-    for before, now in zip(ended, (rows.seq_len, rows.pending, rows.history, rows.remaining), strict=True):
+    state = state_of(2, eos_ids=(6,))
+    state.stop_on_eos[1] = False
+    commit(state, [6, 4], 2, 5)
+    ended = [x[0].clone() for x in (state.seq_len, state.pending, state.history, state.remaining)]
+    assert commit(state, [5, 4], 2, 4) == [[0, 0, 0], [3, 2, 2, 5, 4, 4]]
+    for before, now in zip(ended, (state.seq_len, state.pending, state.history, state.remaining), strict=True):
         assert torch.equal(before, now[0])
-    assert rows.active.tolist() == [False, True]
+    assert state.active.tolist() == [False, True]
 
 
 def test_a_text_ends_where_its_tokens_are_used_up() -> None:
-    rows = rows_of(1, max_tokens=3)
-    assert commit(rows, [4, 4, 4, 4], 4, 5) == [[3, 2, 2, 4, 4, 5]]  # the cap leaves room for the target's own
-    assert rows.active.tolist() == [False] and rows.remaining.tolist() == [0]
+    state = state_of(1, max_tokens=3)
+    assert commit(state, [4, 4, 4, 4], 4, 5) == [[3, 2, 2, 4, 4, 5]]  # max_accept leaves room for the target's own
+    assert state.active.tolist() == [False] and state.remaining.tolist() == [0]
 
 
 def test_a_vacant_slot_is_put_to_use_again_with_nothing_left_of_its_last_text() -> None:
-    rows = rows_of(2, max_tokens=2)
-    rows.table.temperature[0] = 1.0
-    commit(rows, [4], 1, 5)
-    rows.vacate(0)
-    assert rows.pending.tolist()[0] == 0 and float(rows.table.temperature[0]) == 0.0
-    rows.put(0, [6], SamplingParams(max_tokens=4, ignore_eos=True), seed=9)
-    assert rows.seq_len.tolist() == [0, 4] and rows.pending.tolist() == [6, 5]
-    assert commit(rows, [1], 1, 2) == [[2, 1, 1, 1, 2], [0, 0, 0]]
-    assert rows.history[0, :3].tolist() == [6, 1, 2]
+    state = state_of(2, max_tokens=2)
+    state.table.temperature[0] = 1.0
+    commit(state, [4], 1, 5)
+    state.free(0)
+    assert state.pending.tolist()[0] == 0 and float(state.table.temperature[0]) == 0.0
+    state.assign(0, [6], SamplingParams(max_tokens=4, ignore_eos=True), seed=9)
+    assert state.seq_len.tolist() == [0, 4] and state.pending.tolist() == [6, 5]
+    assert commit(state, [1], 1, 2) == [[2, 1, 1, 1, 2], [0, 0, 0]]
+    assert state.history[0, :3].tolist() == [6, 1, 2]
 
 
 def test_what_a_round_needs_from_the_host_is_taken_from_the_live_requests_alone() -> None:
@@ -196,18 +196,18 @@ def test_a_plan_to_capture_knows_nothing_of_the_rows_that_are_live() -> None:
         {0: 19, 2: 9}, params, gamma=3, ahead=2, number=7, follows_a_draft=False, drafted_at={0: 5, 2: 9}
     )
     assert plan.to_capture(509) == RoundPlan(gamma=3, n_keys=509, kind=Kind(True, True), captured=True)
-    assert not plan.any_within(8) and plan.to_capture(509).any_within(8)
+    assert plan.any_drafted_within(5) and not plan.any_drafted_within(4) and plan.to_capture(509).any_drafted_within(0)
 
 
 @pytest.mark.parametrize("field", ["seq_len", "pending", "active"])
 def test_no_tensor_of_rows_takes_the_place_of_another(field: str) -> None:
     """Captured rounds know where they are."""
-    rows = rows_of(2)
+    state = state_of(2)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(rows, field, torch.zeros(2))
-    other = rows.ending_at(rows.seq_len + 1, rows.pending + 1)
-    assert rows.seq_len.tolist() == [2, 2] and other.seq_len.tolist() == [3, 3] and other.pending.tolist() == [4, 4]
-    assert other.history is rows.history and other.table is rows.table
+        setattr(state, field, torch.zeros(2))
+    other = state.ending_at(state.seq_len + 1, state.pending + 1)
+    assert state.seq_len.tolist() == [2, 2] and other.seq_len.tolist() == [3, 3] and other.pending.tolist() == [4, 4]
+    assert other.history is state.history and other.table is state.table
 
 
 @pytest.mark.parametrize("compiled", [None, False, True, {}])
@@ -219,8 +219,8 @@ def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
     """Else a step reads the view of the longest row for every row, however few keys the others have."""
     model = tiny_model(tiny_config(n_layers=1, head_dim=head_dim))
     cache = KVCache(model.config, 4, 128, dtype=dtype, device=torch.device("cpu"))
-    rows = Rows.idle(cache.seq_len, HISTORY, VOCAB, [])
-    rounds = Rounds(Reader(model, cache, compiled), rows, None, DraftConfig())
+    state = BatchState.idle(cache.seq_len, HISTORY, VOCAB, [])
+    rounds = Rounds(Runner(model, cache, compiled), state, None, DraftConfig())
     keys = cache.layers[0].k
     ours = compiled in (True, {}) and cpu_attention_fits(keys, keys)
     assert rounds.keys_read(RoundPlan.of({0: 19, 2: 9})) == (7 if ours else 20)

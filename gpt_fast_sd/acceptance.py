@@ -20,63 +20,63 @@ WHOLE = Vocabulary()
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AcceptResult:
     """The outcome of a round: of each row's drafts the first n_accepted stay, next_token follows them."""
 
-    n_accepted: Tensor  # int64 [B], 0..cap
+    n_accepted: Tensor  # int64 [B], 0..max_accept
     next_token: Tensor  # int64 [B]
 
 
 class Override(Protocol):
-    """What may change every verdict before it is committed, for timing alone; it may be part of a captured graph."""
+    """What may change every result before it is committed, for timing alone; it may be part of a captured graph."""
 
     place: Tensor  # how far it is, on the device: rounds that are only tried out leave it as they found it
 
-    def apply(self, verdict: Verdict, drafted: Tensor, cap: Tensor) -> Verdict:
-        """The verdict to commit: drafted int64 [B, gamma], cap int64 [B]. Nothing here is read by the host."""
+    def apply(self, result: AcceptResult, drafted: Tensor, max_accept: Tensor) -> AcceptResult:
+        """The result to commit: drafted int64 [B, gamma], max_accept int64 [B]. Nothing here is read by the host."""
         ...
 
 
-def verify_greedy(logits: Tensor, drafted: Tensor, cap: Tensor, vocabulary: Vocabulary = WHOLE) -> Verdict:
+def verify_greedy(logits: Tensor, drafted: Tensor, max_accept: Tensor, vocabulary: Vocabulary = WHOLE) -> AcceptResult:
     """Keep the drafts that the target would have chosen itself, up to the first other one.
 
-    logits [B, gamma + 1, V], drafted int64 [B, gamma], cap int64 [B]: only the first cap drafts of a row count.
+    logits [B, gamma + 1, V], drafted int64 [B, gamma], max_accept int64 [B]: so many of a row's first drafts count.
     vocabulary: who has the logits of which tokens.
     """
     best = vocabulary.argmax(logits)  # [B, gamma + 1], of equals the lowest id, as in plain decoding
-    n_accepted = _n_leading(best[:, :-1] == drafted, cap)
-    return Verdict(n_accepted, _each_row_at(best, n_accepted))
+    n_accepted = _n_leading(best[:, :-1] == drafted, max_accept)
+    return AcceptResult(n_accepted, _each_row_at(best, n_accepted))
 
 
 def verify_sampled(
-    p: Tensor, q: Tensor, drafted: Tensor, cap: Tensor, accept_u: Tensor, next_u: Tensor, *, kernel: bool = True
-) -> Verdict:
+    p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor, *, kernel: bool = True
+) -> AcceptResult:
     """Keep drafts so that what is emitted follows p exactly, however far q is from it.
 
-    p [B, gamma + 1, V] target, q [B, gamma, V] draft probabilities, drafted int64 [B, gamma] ~ q, cap int64 [B],
+    p [B, gamma + 1, V] target, q [B, gamma, V] draft probabilities, drafted int64 [B, gamma] ~ q, max_accept int64 [B],
     accept_u fp32 [B, gamma] and next_u fp32 [B, gamma + 1], one number in [0, 1) for each index; kernel: see draw.
 
     Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): draft x is kept
     with probability min(1, p(x) / q(x)); the first that is not is replaced by a draw from (p - q)+. Exact as long as
-    cap does not hang on the drafts that it cuts off: a cap may be chosen from drafts before it only.
+    max_accept does not hang on the drafts that it cuts off: it may be chosen from drafts before it only.
     """
     gamma, chosen = drafted.shape[1], drafted[..., None]  # [B, gamma, 1]
     p_chosen, q_chosen = (x.gather(-1, chosen).squeeze(-1) for x in (p[:, :gamma], q))  # [B, gamma]
     # strictly below: p(x) = 0 fails even where u or q(x) is 0
-    n_accepted = _n_leading(accept_u * q_chosen < p_chosen, cap)
+    n_accepted = _n_leading(accept_u * q_chosen < p_chosen, max_accept)
     weight = p_next = _each_row_at(p, n_accepted)  # [B, V]
     if gamma:
         q_next = _each_row_at(q, n_accepted.clamp(max=gamma - 1))  # [B, V]; at gamma nothing was rejected
-        rejected = (n_accepted < cap)[:, None]
+        rejected = (n_accepted < max_accept)[:, None]
         residual = (p_next - q_next).clamp(min=0)
         # a residual of zeros after a rejection: p and q differ by rounding only
         weight = torch.where(rejected & (residual > 0).any(-1, keepdim=True), residual, p_next)
-    return Verdict(n_accepted, draw(weight, _each_row_at(next_u, n_accepted), kernel=kernel))
+    return AcceptResult(n_accepted, draw(weight, _each_row_at(next_u, n_accepted), kernel=kernel))
 
 
-def _n_leading(good: Tensor, cap: Tensor) -> Tensor:
-    """How many of each row's first cap entries are true before the first false one: [B, gamma], [B] -> int64 [B]."""
-    counted = torch.arange(good.shape[1], device=good.device) < cap[:, None]
+def _n_leading(good: Tensor, max_accept: Tensor) -> Tensor:
+    """How many of each row's first max_accept entries are true before a false one: [B, gamma], [B] -> int64 [B]."""
+    counted = torch.arange(good.shape[1], device=good.device) < max_accept[:, None]
     return (good & counted).cumprod(-1, dtype=torch.int64).sum(-1)
 
 
