@@ -1,10 +1,10 @@
 """How many tokens to draft a round: measured step times and the run's own acceptance, over a few tiers.
 
-A round of gamma drafts costs T_D(gamma), a start and a step for each, + T_V(gamma) + T_H, what the host adds, and T_S for every token that it emits a
-row, the share of a pass that selects anew what drafts read, where such passes are made. It emits 1 + r_1 + r_1 r_2 +
-... tokens a row, r_i how often the i-th draft was accepted where the one before it was (Leviathan et al. 2023, arXiv
-2211.17192, with a measured r_i where they have alpha). The tier with the most tokens a second wins; 0 is plain
-decoding.
+A round of gamma drafts costs T_D(gamma), a start and a step per draft, T_V(gamma), T_H, what the host adds, and per
+token that it emits a row T_S, the share of a pass that selects anew what drafts read, where such passes are made. It
+emits 1 + r_1 + r_1 r_2 + ... tokens per row, r_i how often the i-th draft was accepted where the one before it was
+(Leviathan et al. 2023, arXiv 2211.17192, with a measured r_i where they have alpha). The tier with the most tokens per
+second wins; 0 is plain decoding.
 """
 
 from __future__ import annotations
