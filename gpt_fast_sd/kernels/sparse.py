@@ -31,8 +31,8 @@ def sparse_attention(
 
     A query that sees none of them, or that is at or past n_keys, gives 0. Nothing else of the cache is read.
     kv_indices: integers [B, K, C] without repeats; -1 is empty, and so is anything not below window_start. They come
-    in runs of `page` consecutive entries (or of as many -1), each beginning at a multiple of page: for an incomplete
-    run, Triton goes by its first entry, a CPU by each entry. A page of 1 is a list in any order.
+    in runs of `page` consecutive entries (or of as many -1), each beginning at a multiple of page and complete except
+    for what is in the window: Triton looks only at the first entry. A page of 1 is a list in any order.
 
     q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; window_start int64 [B]; pos int64 [B, T]
     -> [B, N, T, H]
