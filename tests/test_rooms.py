@@ -175,7 +175,7 @@ def test_programs_import_the_package_and_never_each_other() -> None:
 ASKS_FOR_A_DEVICE = re.compile(r"\.is_cuda|device\.type|triton_serves|cpu_attention|is_compiling")
 
 
-def test_what_is_read_and_when_does_not_hang_on_who_attends() -> None:
+def test_what_is_read_and_when_does_not_depend_on_who_attends() -> None:
     """Which body attends or selects is chosen inside kernels/, once for policies, prefill and caches."""
     paths = [*files_of("gpt_fast_sd/policies"), "gpt_fast_sd/attending.py", "gpt_fast_sd/prefill.py", "model/cache.py"]
     assert [path for path in paths if ASKS_FOR_A_DEVICE.search((ROOT / path).read_text(encoding="utf-8"))] == []

@@ -134,7 +134,7 @@ def test_eos_at_every_place_of_a_round_is_the_last_token_kept(place: int) -> Non
     assert state.active.tolist() == [False] and state.remaining.tolist() == [10 - len(kept)]
 
 
-def test_eos_that_is_ignored_or_behind_the_end_of_the_round_ends_nothing() -> None:
+def test_eos_that_is_ignored_or_past_the_end_of_the_round_ends_nothing() -> None:
     state = state_of(1, eos_ids=(6,), ignore_eos=True)
     assert commit(state, [6, 6], 2, 6) == [[3, 2, 2, 6, 6, 6]] and state.active.tolist() == [True]
     state = state_of(1, eos_ids=(6,))

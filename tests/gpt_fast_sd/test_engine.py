@@ -55,7 +55,7 @@ def text_engine(**changes: Any) -> Engine:
 # ---- what shares the batch -----------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_are_those_of_the_whole_text_run_anew() -> None:
+def test_greedy_tokens_are_those_of_the_whole_text_run_again() -> None:
     prompts = [PROMPTS[i] for i in (0, 1, 3, 5, 6)]
     completions = engine().generate(prompts, SamplingParams(max_tokens=8))
     assert tokens_of(completions) == [slow_greedy(prompt, 8) for prompt in prompts]

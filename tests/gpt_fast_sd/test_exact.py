@@ -73,7 +73,7 @@ def covers(got: tuple[list[list[int]], Bits], plain: tuple[list[list[int]], Bits
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_plain_and_speculative_decoding_give_the_same_bits(name: str, dtype: str) -> None:
+def test_plain_and_speculative_decoding_are_bit_identical(name: str, dtype: str) -> None:
     one = Watched(name, dtype=dtype)
     plain = one.run(PROMPTS, PARAMS, speculate=False)
     assert len({token for tokens in plain[0] for token in tokens}) > 20  # the model is not stuck on a token
@@ -91,7 +91,7 @@ def bits_of(run: tuple[list[list[int]], Bits], i: int, prompt: list[int]) -> lis
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["streaming", "guided", "hierarchy"])
-def test_a_text_has_the_same_bits_alone_and_in_a_batch_and_in_any_slot(name: str, dtype: str) -> None:
+def test_a_text_is_bit_identical_alone_and_in_a_batch_and_in_any_slot(name: str, dtype: str) -> None:
     one, other = Watched(name, dtype=dtype, max_seq_len=900), random_ids(800)  # with it four splits of keys are in view
     together = one.run(PROMPTS, PARAMS)
     for i in (1, 2, 5):
@@ -172,7 +172,7 @@ def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "config"), [("streaming", WIDE), ("guided", WIDE), ("snapkv", tiny_config())])
-def test_compiled_steps_give_the_same_bits(name: str, config: ModelConfig, dtype: str) -> None:
+def test_compiled_steps_are_bit_identical(name: str, config: ModelConfig, dtype: str) -> None:
     with warnings.catch_warnings(record=True):
         if not can_compile(torch.device("cpu")):
             pytest.skip("there is no C++ compiler")
@@ -205,7 +205,7 @@ def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("slots", "gamma"), [(1, 1), (1, 4), (5, 1), (5, 4)])
-def test_steps_of_our_kernels_give_the_same_bits_on_any_number_of_threads(
+def test_steps_of_our_kernels_are_bit_identical_on_any_number_of_threads(
     slots: int, gamma: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on: list[int] = []
@@ -225,7 +225,7 @@ def test_steps_of_our_kernels_give_the_same_bits_on_any_number_of_threads(
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("slots", "gamma"), [(1, 1), (5, 4)])
-def test_compiled_steps_give_the_same_bits_on_any_number_of_threads(slots: int, gamma: int) -> None:
+def test_compiled_steps_are_bit_identical_on_any_number_of_threads(slots: int, gamma: int) -> None:
     with warnings.catch_warnings(record=True):
         if not can_compile(torch.device("cpu")):
             pytest.skip("there is no C++ compiler")

@@ -261,7 +261,7 @@ def test_a_policy_of_another_page_is_given_the_mass_by_its_own(cuda: Cuda, expec
 
 
 @ONE_RULE
-def test_what_is_no_policy_of_this_engine_is_refused_where_it_is_set(cuda: Cuda, expected: list[list[int]]) -> None:
+def test_what_is_not_a_policy_of_this_engine_is_refused_when_it_is_set(cuda: Cuda, expected: list[list[int]]) -> None:
     one, other = engine(), engine("hierarchy")
     for policy, said in (("guided", "got 'guided': Engine.redraft takes a DraftConfig"), (other.policy, "another")):
         with pytest.raises(ValueError, match=said):

@@ -81,7 +81,7 @@ def test_llama_8b_fits_an_h200_where_it_should(batch: int, context: int, fits: b
         assert (wanted.total <= 139 * GIB) is fits
 
 
-def test_a_device_keeps_a_reserve_for_what_is_allocated_beside_torch() -> None:
+def test_a_device_keeps_a_reserve_for_what_is_allocated_outside_torch() -> None:
     alone, shared = plan(16, 57_344), plan(16, 57_344, groups=2)
     assert alone.reserve == GIB + int(0.03 * 140 * GIB)
     assert shared.total - alone.total == shared.reserve - alone.reserve == 2 * GIB

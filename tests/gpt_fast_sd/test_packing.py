@@ -84,7 +84,7 @@ def test_swiglu_takes_gates_of_any_size() -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_threads: int) -> None:
+def test_a_row_is_bit_identical_in_any_batch_and_on_any_number_of_threads(n_threads: int) -> None:
     linear, *_ = packed(160, 96)
     x = torch.randn(130, 96).to(BF16)
     torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_t
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
-def test_a_row_of_swiglu_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_threads: int) -> None:
+def test_a_row_of_swiglu_is_bit_identical_in_any_batch_and_on_any_number_of_threads(n_threads: int) -> None:
     linear, *_ = packed(160, 96)
     x = torch.randn(130, 96).to(BF16)
     torch.set_num_threads(1)
@@ -147,7 +147,7 @@ def model_of(**changes: object) -> Transformer:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_packed_model_is_the_model_to_whoever_asks_it(tied: bool, tmp_path: Path) -> None:
+def test_a_packed_model_is_used_like_the_model_itself(tied: bool, tmp_path: Path) -> None:
     model = model_of(vocab_size=512, tie_embeddings=tied)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tokens = torch.randint(0, 512, (3, 7))

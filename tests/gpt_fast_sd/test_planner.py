@@ -406,7 +406,7 @@ def test_a_round_cut_short_at_the_end_of_a_text_teaches_the_tier_it_is_next_to()
     assert plan.draft is not None and plan.draft.correction == pytest.approx(1.0)
 
 
-def test_selecting_anew_is_part_of_what_a_round_costs() -> None:
+def test_refreshing_a_selection_is_part_of_the_cost_of_a_round() -> None:
     world, free = World(0.1), planner(World(0.1))
     plan = GammaPlanner("auto", GAMMA_TIERS)
     plan.calibrate(world.measure, FEW, MANY, lambda n_keys: 1e-4 * n_keys)

@@ -200,7 +200,7 @@ def test_a_prompt_takes_the_free_slot_that_holds_most_of_it() -> None:
 
 
 @pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided", "early_exit"])
-def test_nothing_behind_a_held_prompt_reaches_the_next_occupant(policy: str) -> None:
+def test_nothing_past_a_held_prompt_reaches_the_next_occupant(policy: str) -> None:
     one = engine(policy)
     params = SamplingParams(max_tokens=12)
     one.generate([TEXT[:600], OTHER[:300]], params)

@@ -252,7 +252,7 @@ def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pyt
 # ---- progress --------------------------------------------------------------------------------------------------------
 
 
-def test_whoever_asks_is_told_how_far_a_prompt_is() -> None:
+def test_on_progress_tells_how_far_a_prompt_is() -> None:
     one, told_so = engine("standalone"), list[tuple[str, int, int]]()
     one.warm_up()
     one.on_progress = lambda what, done, total: told_so.append((what, done, total))
@@ -336,7 +336,7 @@ def test_a_prompt_that_cannot_run_ends_the_stream_where_it_is_reached() -> None:
     assert len(one.generate([[1]], params)[0].tokens) == 4
 
 
-def test_an_error_of_whoever_gives_the_prompts_comes_through() -> None:
+def test_an_error_of_the_prompts_iterator_propagates() -> None:
     one, params = engine("off"), SamplingParams(max_tokens=4)
 
     def prompts() -> Iterator[list[int]]:

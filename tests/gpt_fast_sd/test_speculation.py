@@ -175,7 +175,7 @@ def test_only_drafts_that_are_offered_count() -> None:
 
 
 @pytest.mark.parametrize("eos", range(41, 54))
-def test_eos_at_every_place_of_a_round_is_the_last_token_and_drafts_behind_it_do_not_count(eos: int) -> None:
+def test_eos_at_every_place_of_a_round_is_the_last_token_and_drafts_after_it_do_not_count(eos: int) -> None:
     one = counting(Script([3]), gamma=3, slots=2, eos_ids=(eos,))
     params = [SamplingParams(max_tokens=13), SamplingParams(max_tokens=13, ignore_eos=True)]
     ended, other = one.generate([[40], [40]], params)
@@ -457,7 +457,7 @@ def caches_of(one: Engine) -> list[KVCache]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_is_written_except_past_its_own_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """MagicDec's stop after 80 tokens let a row run over into the pages of the next."""
     one, gamma = speculator(name), 4
     reach = gamma + (CHEAP_GAMMA if name.startswith("hierarchy") else 0)  # positions behind the pending token's

@@ -231,7 +231,7 @@ def test_yarn_that_a_file_does_not_say_whole_is_refused_by_name(case: str, tmp_p
     assert says in say(path)
 
 
-def test_yarn_beside_rotary_factors_is_refused(tmp_path: Path) -> None:
+def test_yarn_together_with_rotary_factors_is_refused(tmp_path: Path) -> None:
     tensors = {"rope_freqs.weight": plain(8, fill=2)}
     theirs = transformers_model("Llama")
     path = write_gguf(tmp_path / "model.gguf", theirs, fields=yarn_fields(QWEN_YARN), tensors=tensors)
@@ -528,7 +528,7 @@ def test_scales_that_are_no_numbers_are_one_sentence_and_no_warning(kind: Kind, 
     assert say(path) == f"{path} is damaged: blk.1.ffn_down.weight holds NaN or infinity"
 
 
-def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_a_gguf_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "image.gguf"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1000))
     assert say(path) == rf"{path} is not a GGUF file: it begins with b'\x89PNG', not with b'GGUF'"

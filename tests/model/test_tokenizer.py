@@ -401,7 +401,7 @@ def test_a_sentencepiece_chat_reads_the_special_tokens_of_its_template(tmp_path:
     assert load(folder).chat(MESSAGES) == theirs
 
 
-def test_a_template_file_beside_the_config_is_found(tmp_path: Path, bpe: Any) -> None:
+def test_a_template_file_next_to_the_config_is_found(tmp_path: Path, bpe: Any) -> None:
     folder = llama_3(tmp_path, bpe, chat_template=[{"name": "default", "template": "one"}])
     assert load(folder).chat(MESSAGES) == load(folder).encode("one", bos=False)
     (folder / "chat_template.jinja").write_text("two")
@@ -517,7 +517,7 @@ def test_more_token_ids_than_the_model_has_are_refused_with_both_numbers(
         load_tokenizer(folder, config)
 
 
-def test_tokens_added_beside_a_sentencepiece_model_count_and_are_found(tmp_path: Path, proto: bytes) -> None:
+def test_tokens_added_next_to_a_sentencepiece_model_count_and_are_found(tmp_path: Path, proto: bytes) -> None:
     added = {"400": {"content": "<|im_start|>", "special": True}, "401": {"content": "<think>", "special": False}}
     ours = load(llama_2(tmp_path, proto, added_tokens_decoder=added))
     assert ours.vocab_size == 402

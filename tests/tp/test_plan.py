@@ -120,7 +120,7 @@ def test_every_preset_splits_among_eight_ranks_or_says_why_not() -> None:
 
 @pytest.mark.parametrize("as_one_of", [2, 4, 8], indirect=True)
 @pytest.mark.parametrize("n_layers", [1, 3])
-def test_a_step_has_two_sums_a_layer_one_for_the_embedding_and_one_gather(as_one_of: Parallel, n_layers: int) -> None:
+def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_one_gather(as_one_of: Parallel, n_layers: int) -> None:
     config = tiny_config(n_layers=n_layers, n_heads=8, n_kv_heads=4, vocab_size=264)
     model, vocabulary = as_one_of.group.shard(tiny_model(config)), Vocabulary(as_one_of.group.mesh)
     expected = collectives_per_step(config, as_one_of.tp)

@@ -137,7 +137,7 @@ def test_rows_may_end_anywhere_around_the_edges_of_tiles_and_splits(head_dim: in
 
 @needs_kernel
 @pytest.mark.parametrize("capacity", [1, 2, 63, 64, 65, 100, 4095, 4096, 4097, 4160])
-def test_a_cache_may_end_anywhere_and_nothing_behind_it_is_read(capacity: int) -> None:
+def test_a_cache_may_end_anywhere_and_nothing_past_it_is_read(capacity: int) -> None:
     case = Case([capacity - 1, capacity // 2], n_kv=2, group=3, capacity=capacity)
     assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, capacity), case.expected())
     index = torch.arange(capacity).flip(0).expand(2, 2, -1)
@@ -162,7 +162,7 @@ def test_queries_may_stand_in_any_order_and_at_position_0() -> None:
 
 
 @needs_kernel
-def test_no_value_and_no_key_behind_a_row_reaches_it_whatever_it_is() -> None:
+def test_no_value_and_no_key_past_a_row_reaches_it_whatever_it_is() -> None:
     for bad in (float("nan"), float("inf"), float("-inf"), 3e38):
         for end in (0, 1, 62, 63, 64, 200, 4095, 4096):
             case = Case([end, 4200], n_tokens=1, n_kv=1, head_dim=128)
@@ -181,7 +181,7 @@ def test_no_value_and_no_key_behind_a_row_reaches_it_whatever_it_is() -> None:
 @needs_kernel
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
-def test_a_querys_output_hangs_on_nothing_but_its_own_row(group: int, head_dim: int) -> None:
+def test_a_querys_output_depends_only_on_its_own_row(group: int, head_dim: int) -> None:
     case = Case([4500, 63, 130, 4096], n_tokens=7, group=group, head_dim=head_dim, capacity=5120)
     k, v = case.finite()  # a query alone sees less than the last of seven: what is behind it is another row's NaN
     together, mass = cpu_attention_with_mass(case.q, k, v, case.pos, 4608)
@@ -312,7 +312,7 @@ def test_listing_all_entries_in_their_order_gives_the_dense_bits(head_dim: int) 
 
 @needs_kernel
 @pytest.mark.parametrize("run", [1, 16])
-def test_neither_what_is_empty_nor_keys_behind_a_row_reach_it(run: int) -> None:
+def test_neither_empty_entries_nor_keys_past_a_row_reach_it(run: int) -> None:
     case = Case([100, 30], group=2, capacity=320)  # NaN behind 100 and 30
     case.v = case.v.nan_to_num(0.0)  # values behind it must be finite: they count with a weight of 2^-126
     index = listing(case, 60, run)
@@ -467,7 +467,7 @@ def test_steps_that_run_eagerly_build_no_kernel(rebuilt: None, monkeypatch: pyte
 
 
 @needs_kernel
-def test_a_compiler_that_does_not_know_the_instructions_is_no_error(
+def test_a_compiler_that_does_not_know_the_instructions_is_not_an_error(
     rebuilt: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "cpu_attention.cpp"

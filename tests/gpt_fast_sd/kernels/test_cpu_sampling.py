@@ -104,7 +104,7 @@ def test_a_temperature_near_0_and_greedy_rows_among_others_are_one_hot_at_the_be
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_rows_bits_hang_neither_on_its_batch_nor_on_threads(threads: int) -> None:
+def test_a_row_depends_neither_on_its_batch_nor_on_threads_to_the_last_bit(threads: int) -> None:
     logits, n = torch.randn(9, LARGE) * 3, torch.get_num_threads()
     top_k, top_p = [LARGE, 50, LARGE] * 3, [0.95, 1.0, 1.0] * 3
     u = torch.rand(9)

@@ -129,6 +129,6 @@ def test_a_device_takes_the_tables_of_a_family_whose_shared_memory_it_has(arch: 
 
 
 @pytest.mark.parametrize("arch", [70, 75, "gfx942", "gfx90a"])
-def test_a_device_that_no_table_was_reckoned_for_is_refused_in_a_sentence(arch: int | str) -> None:
+def test_a_device_that_no_table_covers_is_refused_in_a_sentence(arch: int | str) -> None:
     with pytest.raises(ValueError, match=f"compute capability 8.0 and later, not for {arch!r}"):
         launched(arch)

@@ -50,7 +50,7 @@ def test_there_are_interpreted_tests() -> None:
 
 
 @pytest.mark.parametrize("body", ["assert False", "import pytest; pytest.skip('no kernel')"], ids=["failed", "skipped"])
-def test_a_file_whose_tests_do_not_pass_is_no_success(tmp_path: Path, body: str) -> None:
+def test_a_file_whose_tests_do_not_pass_is_not_a_success(tmp_path: Path, body: str) -> None:
     (file := tmp_path / "test_body.py").write_text(f"def test_body():\n    {body}\n", encoding="utf-8")
     with pytest.raises(AssertionError, match="body"):
         run_interpreted(file, "not slow")

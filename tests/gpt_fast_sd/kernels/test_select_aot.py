@@ -116,7 +116,7 @@ def kernels(launches: list[Launch]) -> list[Any]:
     return [launch.kernel for launch in launches]
 
 
-def test_sizes_that_vary_between_calls_build_nothing_anew() -> None:
+def test_sizes_that_vary_between_calls_rebuild_nothing() -> None:
     """Pages in view, rows, tokens, pages chosen: of 1, of 16, one more than before."""
     assert kernels(top(90, 1, 24, 4, 8)) == kernels(top(90, 4096, 1, 1, 8)) == kernels(top(90, 100_001, 25, 16, 1, 3))
     assert kernels(guided(90, 16, 24, 16)) == kernels(guided(90, 20_000, 1, 16, n_batch=1))

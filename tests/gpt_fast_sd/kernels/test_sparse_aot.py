@@ -103,7 +103,7 @@ def test_every_kernel_is_built_well(n_rows: int, head_dim: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("cap", [80, 90])
-def test_sizes_that_vary_between_calls_build_nothing_anew(cap: int) -> None:
+def test_sizes_that_vary_between_calls_rebuild_nothing(cap: int) -> None:
     first = launched(cap, SEVERAL)
     # rows, tokens, lists, windows and keys in view: of 1, not of 16, one more than before
     for varied in (

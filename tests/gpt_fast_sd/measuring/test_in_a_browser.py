@@ -204,7 +204,7 @@ def test_the_picture_of_what_was_read_follows_light_and_dark(browser: Browser, t
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_rounds_of_which_no_part_was_seen_are_drawn_whole(browser: Browser, tmp_path: Path, timed: bool) -> None:
+def test_rounds_without_timed_parts_are_drawn_whole(browser: Browser, tmp_path: Path, timed: bool) -> None:
     shown(browser, tmp_path, Story(TEXT, timed=timed))
     said = browser.run("document.querySelectorAll('.round')[3].getAttribute('aria-label')")
     assert ("verify" in said) == timed

@@ -145,7 +145,7 @@ def test_measured_rates_make_a_chip_and_nonsense_makes_none() -> None:
         Chip(name="none", bandwidth=0, peak=1)
 
 
-def test_expected_steps_of_a_full_h200_lie_where_their_parts_were_reckoned_to() -> None:
+def test_expected_steps_of_a_full_h200_match_the_estimates_of_their_parts() -> None:
     """Worked out apart from the model: milliseconds of parts, and the ranges that they add up to."""
     steps = {
         e: System(model=LLAMA, chip=H200).forecast(

@@ -136,7 +136,7 @@ def told_the_cheap_ones(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
         ("standalone", told_the_cheap_ones),
     ],
 )
-def test_a_wrong_q_or_a_count_that_hangs_on_the_draft_would_be_found(cheap: str, plant: Any) -> None:
+def test_a_wrong_q_or_a_count_that_depends_on_the_draft_would_be_found(cheap: str, plant: Any) -> None:
     assert misfit(toy(cheap), 4, SAMPLED, plant) > 1
 
 

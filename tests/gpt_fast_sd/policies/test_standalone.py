@@ -78,7 +78,7 @@ def test_after_every_round_the_cache_holds_what_a_prefill_gives() -> None:
     assert set(accepted) == {0, 1, 2, 3, 4}  # every pattern occurred
 
 
-def test_one_committed_token_at_most_is_missing_after_a_round() -> None:
+def test_at_most_one_committed_token_is_missing_after_a_round() -> None:
     """The claim above is sharp: had all rounds fed their last draft, the second token of a step would be idle."""
     one, policy = standalone()
     with pytest.raises(AssertionError, match="not close"):

@@ -227,7 +227,7 @@ def test_a_small_budget_changes_no_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_drafts_do_not_hang_on_who_used_the_slot_before(name: str) -> None:
+def test_drafts_do_not_depend_on_who_used_the_slot_before(name: str) -> None:
     params = SamplingParams(max_tokens=40)
     used = engine(name, gamma=3, budget=64)
     many = used.generate([*SWEEP, *SWEEP[::-1]], params)

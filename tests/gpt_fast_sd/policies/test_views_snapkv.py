@@ -313,7 +313,7 @@ def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
 
 
 @pytest.mark.usefixtures("four_together")
-def test_what_a_row_drafts_does_not_hang_on_its_neighbours() -> None:
+def test_what_a_row_drafts_does_not_depend_on_its_neighbours() -> None:
     together = told(drafting("snapkv", slots=4).generate(LONG, SAMPLED))
     for i in (1, 3):
         assert told(drafting("snapkv", slots=4).generate([LONG[i]], SAMPLED[i])) == [together[i]]

@@ -421,7 +421,7 @@ def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[t
 
 
 @check
-def exact_decoding_gives_the_same_bits_though_sums_hang_on_the_place(parallel: Parallel, folder: Path) -> None:
+def exact_decoding_is_bit_identical_though_sums_depend_on_the_place(parallel: Parallel, folder: Path) -> None:
     draft = DraftConfig(policy="streaming", budget=40, gamma=3)
     for dtype in ("fp32", "bf16"):
         with mock.patch.object(functional, "all_reduce", ring_all_reduce):
@@ -496,7 +496,7 @@ def the_first_ranks_draws_are_everyones(parallel: Parallel, folder: Path) -> Non
 
 
 @check
-def the_first_ranks_draws_are_everyones_whoever_drafts(parallel: Parallel, folder: Path) -> None:
+def the_first_ranks_draws_count_for_all_whatever_drafts(parallel: Parallel, folder: Path) -> None:
     drawn_together(
         parallel,
         DraftConfig(policy="lookup", gamma=3),

@@ -70,7 +70,7 @@ def test_a_row_that_holds_nan_neither_hangs_nor_troubles_the_others() -> None:
         assert found(body, bad, [30] * 3, ["0.9"] * 3)[1] == expected(scores[1:2], [30], ["0.9"])[0]
 
 
-def test_no_rows_are_no_trouble() -> None:
+def test_no_rows_are_fine() -> None:
     for body in (filters_triton.likeliest, reference.likeliest):
         cut, last = body(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
         assert cut.shape == last.shape == (0,)

@@ -81,7 +81,7 @@ def test_how_many_are_valid_is_broadcast_and_may_be_none() -> None:
         assert got.flatten(0, 2).tolist() == [best(row, valid, 9) for row, valid in rows]
 
 
-def test_what_is_behind_the_valid_scores_does_not_matter() -> None:
+def test_what_is_past_the_valid_scores_does_not_matter() -> None:
     scores = torch.randn(4, 60)
     n_valid = torch.tensor(33)
     expected = select_triton.top_pages(scores, n_valid, 8)
