@@ -1,4 +1,4 @@
-"""What README and docs/ say: links resolve, code runs, commands have the flags they name, figures are of a run."""
+"""The claims of README and docs/: links resolve, code runs, commands have the flags they name, figures are of a run."""
 
 from __future__ import annotations
 

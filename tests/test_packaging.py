@@ -1,4 +1,4 @@
-"""A checkout and an installed copy are entered by the same names, and the door of the package stays light."""
+"""A checkout and an installed copy are imported by the same names, and importing the package stays cheap."""
 
 import os
 import shutil

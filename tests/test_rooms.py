@@ -161,7 +161,7 @@ def test_every_import_looks_downhill_through_a_door() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Not even for types alone, nor inside functions: whoever opens a file can read what it stands on first."""
+    """Not even for types alone, nor inside functions: a reader of a file can first read what it is built on."""
     paths = files_of(*PACKAGES, "scripts")
     assert circle({path: (ROOT / path).read_text(encoding="utf-8") for path in paths}) == []
 
@@ -176,7 +176,7 @@ ASKS_FOR_A_DEVICE = re.compile(r"\.is_cuda|device\.type|triton_serves|cpu_attent
 
 
 def test_what_is_read_and_when_does_not_depend_on_who_attends() -> None:
-    """Which body attends or selects is chosen inside kernels/, once for policies, prefill and caches."""
+    """The body that attends or selects is chosen inside kernels/, once for policies, prefill and caches."""
     paths = [*files_of("gpt_fast_sd/policies"), "gpt_fast_sd/attending.py", "gpt_fast_sd/prefill.py", "model/cache.py"]
     assert [path for path in paths if ASKS_FOR_A_DEVICE.search((ROOT / path).read_text(encoding="utf-8"))] == []
 

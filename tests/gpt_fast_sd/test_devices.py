@@ -1,7 +1,7 @@
-"""What a device cannot do is said in one sentence before weights are read, by whoever asks: engine, scripts, torchrun.
+"""A device that cannot work is refused in one sentence before weights are read, by engine, scripts and torchrun.
 
-No GPU is here: torch.cuda answers as it would on a machine that the test describes. What Triton does at its first
-launch is its own code, with a compiler, headers or a libcuda taken away from it.
+No GPU is here: torch.cuda answers as it would on the machine that the test describes. At its first launch Triton runs
+its own code, with the compiler, headers or libcuda missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 def gpu(
     monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0), *, n: int = 1
 ) -> list[int]:
-    """A machine with n such GPUs, of which torch knows this much; gives the list of the devices made current."""
+    """A machine with n such GPUs, as torch would report them -> the list of the devices made current."""
     current: list[int] = [0]
     for attribute, answer in {
         "is_available": lambda: n > 0,
@@ -72,7 +72,7 @@ def gpu(
 
 
 def no_gpu(monkeypatch: pytest.MonkeyPatch, says: str, *, built: str | None = "13.0") -> None:
-    """torch, built for such a CUDA, sees no device and says so when it is to begin."""
+    """torch, built for such a CUDA, sees no device and says so when it initializes."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(says)))

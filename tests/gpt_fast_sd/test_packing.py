@@ -1,4 +1,4 @@
-"""Products with packed weights beside fp64: right for any number of rows, and a row's bits hang on nothing but itself.
+"""Products with packed weights against fp64: right for any number of rows, and a row's bits depend only on itself.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -19,7 +19,7 @@ from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.packing import pack_linears
 from tests.helpers import random_ids, tiny_config, tiny_model
 
-build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # what is tested lies behind the door
+build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # not exported by its package
 cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")
 
 BF16 = torch.bfloat16

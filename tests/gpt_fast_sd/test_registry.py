@@ -1,4 +1,4 @@
-"""A policy is one file and one line: what is registered, configuration, memory, programs, README and tests know."""
+"""A policy is one file and one line: configuration, memory, programs, README and tests all read the registry."""
 
 from __future__ import annotations
 

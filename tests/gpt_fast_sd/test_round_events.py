@@ -1,4 +1,4 @@
-"""What a run tells of its rounds, where somebody listens: who proposed what, what was refused and read, and when.
+"""The events of a run's rounds, if somebody listens: who proposed what, what was refused and read, and when.
 
 Shapes: B slots, S positions, L layers, K kv heads, gamma tokens drafted.
 """

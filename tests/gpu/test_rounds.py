@@ -1,4 +1,4 @@
-"""Rounds on the device: captured they say what others say, token for token; and no round makes the host wait."""
+"""Rounds on the device: captured ones equal the others, token for token; and no round makes the host wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF file is the model that transformers reads from it; one that is damaged or lies is one sentence."""
+"""A GGUF file is the model that transformers reads from it; a damaged or lying one is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -635,7 +635,7 @@ def test_a_name_twice_and_names_that_are_no_text_are_refused(tmp_path: Path) -> 
     assert "an entry of tokenizer.ggml.tokens is not UTF-8" in say(path)
     path.write_bytes(whole.replace(b"gpt2", b"\xff\xff\xff\xff"))
     assert "tokenizer.ggml.model is b'" in say(path)
-    path.write_bytes(whole.replace(b"xyzzy", b"\xff\xff\xff\xff\xff"))  # nobody asks for it
+    path.write_bytes(whole.replace(b"xyzzy", b"\xff\xff\xff\xff\xff"))  # nothing reads it
     read_config(path)
 
 

@@ -1,4 +1,4 @@
-"""A chat template gets its own answer, whoever else asks, and leaves no process behind."""
+"""A chat template gets its own answer, whatever else is asked, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-templating = importlib.import_module("gpt_fast_sd.model.templating")  # what is tested lies behind the door
+templating = importlib.import_module("gpt_fast_sd.model.templating")  # not exported by its package
 Template, TemplateError = templating.Template, templating.TemplateError
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

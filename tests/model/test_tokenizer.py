@@ -157,7 +157,7 @@ def fast_llama_2(folder: Path, proto: bytes) -> Path:
 
 
 def tiktoken_file(folder: Path, bpe: Any) -> Path:
-    """The vocabulary of a byte-level BPE as Meta writes it: one base64 token and its rank a line."""
+    """The vocabulary of a byte-level BPE as Meta writes it: one base64 token and its rank per line."""
     alphabet = load(write_library(folder, bpe))
     lines = [f"{base64.b64encode(alphabet.token_bytes(i)).decode()} {i}\n" for i in range(bpe.get_vocab_size())]
     (folder / "tokenizer.json").unlink()

@@ -1,4 +1,4 @@
-"""The plan on paper: one process that takes itself for one of many ranks, whose collectives come to nothing."""
+"""The plan on paper: one process that acts as one of many ranks, with collectives that do nothing."""
 
 from collections.abc import Iterator
 from unittest import mock

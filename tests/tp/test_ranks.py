@@ -66,7 +66,7 @@ COMPILED = [
 
 
 def spawned(n: int, tp: int, names: Sequence[str]) -> Callable[[pytest.TempPathFactory], Complaints]:
-    """A fixture: what n ranks, tp of which hold a model, complain of. One start serves all its checks."""
+    """A fixture: the complaints of n ranks, tp of which hold a model. One start serves all its checks."""
 
     @pytest.fixture(scope="module")
     def complaints(tmp_path_factory: pytest.TempPathFactory) -> Complaints:

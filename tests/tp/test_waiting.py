@@ -1,4 +1,4 @@
-"""What ranks wait for, and how long: a device that stays in a round, one another, the word of one that refuses."""
+"""What ranks wait for, and how long: a device that stays in a round, each other, the message of one that refuses."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_round_that_ends_is_read_however_often_the_host_has_to_look(two_ranks:
     alone = Parallel(torch.device("cpu"))
     asleep = Round(looks=3)
     assert round_(asleep).read(alone.wait_for) == [[1, 0, 0, 7]]
-    assert asleep.looks == 3  # nobody can be lost: the driver waits
+    assert asleep.looks == 3  # no rank can be lost: the driver waits
 
 
 def test_an_engines_rounds_wait_as_its_ranks_do(two_ranks: Parallel) -> None:
@@ -109,7 +109,7 @@ def test_ranks_meet_on_the_host_and_never_by_the_default_group(
 def test_processes_that_cannot_reach_one_another_are_told_which_setting_is_missing(
     two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gloo binds to what the machine's name resolves to, and that may be an address that nobody else can reach."""
+    """gloo binds to the address of the machine's name, which the others may not be able to reach."""
 
     def refused(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("Gloo connectFullMesh failed: Connection refused, remote=[127.0.1.1]:5\nframes")

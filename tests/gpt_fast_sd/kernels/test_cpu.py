@@ -1,4 +1,4 @@
-"""The CPU kernel beside fp64: right at every edge, deaf to what it may not see, the same bits in any company.
+"""The CPU kernel against fp64: right at every edge, blind to what it may not see, bit-identical in any batch.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         M entries listed.
@@ -24,7 +24,7 @@ from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.model import SPLIT, CacheLayer
 from tests.gpt_fast_sd.kernels.references import attend_reference
 
-cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")  # what is tested lies behind the door
+cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")  # not exported by its package
 cpu_attention, cpu_attention_at, cpu_attention_with_mass = (
     cpu.cpu_attention,
     cpu.cpu_attention_at,
@@ -46,7 +46,7 @@ def why_not() -> str:
 
 @pytest.fixture(scope="module", params=["tiles", "dots"])
 def body(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Once with what this CPU has, and where that is AMX, once as a process that may not use it has it."""
+    """Once with all that this CPU has, and if it has AMX, once as in a process that may not use it."""
     if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()) and request.param == "tiles":
         pytest.skip("this CPU or its system has no AMX")
     with pytest.MonkeyPatch.context() as patch:
@@ -60,14 +60,14 @@ def body(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def needs_kernel(test: Callable[..., None]) -> Callable[..., None]:
-    """It runs with each body of the kernel, where there is one."""
+    """It runs with each body of the kernel, if there is one."""
     return pytest.mark.skipif(bool(why_not()), reason=why_not())(pytest.mark.usefixtures("body")(test))
 
 
 class Case:
     """bf16 queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
 
-    What lies behind a row's end is NaN. sharp: how large scores are.
+    What is past a row's end is NaN. sharp: how large scores are.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ def test_no_value_and_no_key_past_a_row_reaches_it_whatever_it_is() -> None:
             assert (mass[0, :, end // PAGE + 1 :] < 1e-30).all()
 
 
-# ---- the same bits in any company -----------------------------------------------------------------------------------
+# ---- bit-identical in any batch -----------------------------------------------------------------------------------
 
 
 @needs_kernel
@@ -240,7 +240,7 @@ def expected_at(case: Case, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def listing(case: Case, n: int, run: int = 1) -> Tensor:
-    """[B, K, M] n entries a head, `run` neighbours at a time, the runs in no order.
+    """[B, K, M] n entries per head, `run` neighbours at a time, the runs in no order.
 
     Among them the row's own last entry, entries behind it and behind the cache, and -1s.
     """
@@ -366,7 +366,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 
 @pytest.fixture
 def rebuilt() -> Iterator[None]:
-    """Ask anew whether the kernel can be built, and again when the test is over."""
+    """Ask again whether the kernel can be built, and again when the test is over."""
     caches = (cpu_build.builds, cpu_build.library, cpu._kernel)
     for cache in caches:
         cache.cache_clear()
@@ -481,7 +481,7 @@ def test_a_compiler_that_does_not_know_the_instructions_is_not_an_error(
 
 @needs_kernel
 def test_one_core_builds_the_kernel_too(tmp_path: Path) -> None:
-    """Torch compiles with as many threads as there are cores; with one, handing it the work once waited for itself."""
+    """Torch compiles with as many threads as cores; with one, handing over the work once waited for itself."""
     code = "from gpt_fast_sd.kernels import cpu; assert cpu._kernel(64)"
     env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
@@ -514,7 +514,7 @@ def test_a_cpu_without_the_instructions_builds_nothing(rebuilt: None, monkeypatc
 @needs_kernel
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_what_a_query_may_not_see_weighs_nothing_at_all(head_dim: int) -> None:
-    """Where all that it sees is 0 it gets 0, whoever else is fed beside it."""
+    """If all that it sees is 0 it gets 0, whatever else is in the batch."""
     q, k = torch.randn(2, 1, 8, head_dim).bfloat16(), torch.randn(2, 1, TILE, head_dim).bfloat16()
     v = torch.full((2, 1, TILE, head_dim), 4.0).bfloat16()
     v[:, :, :20] = 0.0

@@ -1,4 +1,4 @@
-"""The search for the cut compiled for GPUs that are not there: no spills, many programs an SM, nothing built twice.
+"""The search for the cut compiled for GPUs that are not there: no spills, many programs per SM, nothing built twice.
 
 Shapes: B rows of scores, V vocabulary.
 """

@@ -21,7 +21,7 @@ def why_not() -> str | None:
         triton = version("triton")
     except PackageNotFoundError:
         return "triton is not installed"
-    # a loop over range(lo, hi, step) with bounds of the kernel's own: arrays of one element are no numbers any more
+    # a loop over range(lo, hi, step) with computed bounds: arrays of one element no longer pass as numbers
     if triton.startswith("3.6.") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4):
         return "the interpreter of triton 3.6 needs numpy before 2.4"
     return None

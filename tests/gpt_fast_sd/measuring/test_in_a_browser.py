@@ -197,7 +197,7 @@ def test_the_picture_of_what_was_read_follows_light_and_dark(browser: Browser, t
     light = browser.run(first)
     scheme = {"name": "prefers-color-scheme", "value": "dark"}
     browser.call("Emulation.setEmulatedMedia", features=[scheme])
-    until = time.monotonic() + 10  # it is told with the next frame
+    until = time.monotonic() + 10  # it is reported with the next frame
     while browser.run(first) == light:
         assert time.monotonic() < until
         time.sleep(0.02)

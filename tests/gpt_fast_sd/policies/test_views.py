@@ -1,4 +1,4 @@
-"""What every view of a cache promises: it reads what it says, within its budget, and loses nothing that fits.
+"""The promises of every view of a cache: it reads what it reports, within its budget, and loses nothing that fits.
 
 Shapes: B slots, S cache capacity, L layers, K kv heads.
 """

@@ -1,4 +1,4 @@
-"""Interpreted flash-decoding beside fp64: right at every edge, deaf to what it may not see, the same bits always.
+"""Interpreted flash-decoding against fp64: right at every edge, blind to what it may not see, bit-identical always.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, TOLERANCE, Case, assert_close
 
-decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # what is tested lies behind the door
+decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # not exported by its package
 decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
 
 SPLIT = 64

@@ -1,4 +1,4 @@
-"""Interpreted flash attention over a cache, and the attention that keys received, beside fp64.
+"""Interpreted flash attention over a cache, and the attention that keys received, against fp64.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, TOLERANCE, Case, assert_close
 
-prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")  # what is tested lies behind the door
+prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")  # not exported by its package
 prefill_triton = importlib.import_module("gpt_fast_sd.kernels.prefill_triton")
 
 

@@ -18,10 +18,10 @@ from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN
 from tests.gpt_fast_sd.kernels.selected import INF, best, rows_of_every_kind
 
 select, select_triton = (
-    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # what is tested lies behind the door
+    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # not exported by its package
     for name in ("select", "select_triton")
 )
-ROOMS = select, select_triton, references  # what a CPU runs, what CUDA does, and what is obvious
+ROOMS = select, select_triton, references  # the CPU's code, CUDA's code, and the obvious one
 
 
 @pytest.fixture(autouse=True)

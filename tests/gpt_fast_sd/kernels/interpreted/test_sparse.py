@@ -1,4 +1,4 @@
-"""Interpreted sparse attention beside fp64: right for any list and window, deaf to all else, the same bits always.
+"""Interpreted sparse attention against fp64: right for any list and window, blind to all else, bit-identical always.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         C listed entries, W entries of the window.
@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.gpt_fast_sd.kernels import listed, references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, assert_close
 
-sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")  # what is tested lies behind the door
+sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")  # not exported by its package
 
 ARCH = 90
 
