@@ -118,7 +118,7 @@ def chunk_kernel(
         # [BLOCK_N]
         o_n = j + tl.arange(0, BLOCK_N)
         m_listed = o_n < n_listed
-        # One number a page is looked at; the window has none.
+        # One number per page is read; the window has none.
         b_first = tl.load(p_slots + o_n // PAGE * PAGE, mask=m_listed, other=-1).to(tl.int32)
         b_entry = tl.where(m_listed, b_first + o_n % PAGE, window_start + (o_n - n_listed))
         # A page that reaches into the window is read as far as the window's beginning.
