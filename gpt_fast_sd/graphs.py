@@ -4,9 +4,9 @@ A captured matrix product contains the address of a cuBLAS workspace. torch keep
 it from the graphs' pool if the first product on that stream is a captured one. Three rules follow:
 
 - A pool whose graphs are all freed must not be used again: where the workspace outlives them (torch 2.11) the allocator
-refuses. So every pool has one graph that stays.
+  refuses. So every pool has one graph that stays.
 - Where freeing a graph frees its stream's workspace (torch 2.12, 2.13), all others captured on that stream are invalid.
-So every pool has its own streams, and its graphs are freed together or not at all.
+  So every pool has its own streams, and its graphs are freed together or not at all.
 - An NCCL process group does not end while a graph exists in which its collectives were captured: see Engine.close.
 """
 

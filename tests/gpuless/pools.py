@@ -7,7 +7,7 @@ The rules, as read in torch's sources and, for reset, in the binaries of 2.11 an
 
 - The first matrix product that is captured on a stream takes the stream's cuBLAS workspace from the graph's pool.
 - "2.11": the workspace stays when graphs are freed. "2.13" (and 2.12): freeing a graph frees its stream's workspace,
-whatever else captured it.
+  whatever else captured it.
 - A pool that no graph uses any more, while something in it lives, can never be captured into again.
 - 32 streams are handed out cyclically.
 - Copies into pinned memory arrive when something waits for an event after them, or for the device.
