@@ -40,8 +40,8 @@ class Override(Protocol):
 def verify_greedy(logits: Tensor, drafted: Tensor, max_accept: Tensor, vocabulary: Vocabulary = WHOLE) -> AcceptResult:
     """Keep the drafts that the target would have chosen itself, up to the first that it would not.
 
-    logits [B, gamma + 1, V], drafted int64 [B, gamma], max_accept int64 [B]: so many of a row's first drafts count.
-    vocabulary: who has the logits of which tokens.
+    logits [B, gamma + 1, V], drafted int64 [B, gamma], max_accept int64 [B]: how many of a row's first drafts count.
+    vocabulary: which rank has which tokens' logits.
     """
     best = vocabulary.argmax(logits)  # [B, gamma + 1], ties go to the lowest id, as in plain decoding
     n_accepted = _n_leading(best[:, :-1] == drafted, max_accept)

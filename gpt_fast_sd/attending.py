@@ -28,7 +28,7 @@ MOST_DECODED = 32  # query tokens that flash-decoding serves; more of them keep 
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
     """Attend to those of a layer's first n_keys entries at or before each query; a query past them all gives 0.
 
-    q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page the attention mass that each block of so many keys
+    q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page the attention mass that each block of page keys
     received: fp32 [B, K, n_keys // page]
     """
     asked = q.to(layer.k.dtype), layer.k, layer.v, pos, n_keys

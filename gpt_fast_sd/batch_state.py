@@ -51,7 +51,7 @@ class RoundPlan:
         return (sum(self.lengths.values()) + len(self.lengths) * (1 + self.ahead)) // n_slots
 
     def any_drafted_within(self, n: int) -> bool:
-        """Whether some live row may have drafted last at no more than n committed positions; captured, some row may."""
+        """Whether some live row may have last drafted at no more than n committed positions; if captured, some may."""
         return self.captured or any(self.drafted_at[slot] <= n for slot in self.lengths)
 
     def to_capture(self, n_keys: int) -> RoundPlan:
@@ -75,7 +75,7 @@ class BatchState:
     stop_on_eos: Tensor  # bool [B]
     eos_ids: Tensor  # int64 [n]
     table: SamplingTable
-    vocabulary: Vocabulary = WHOLE  # who has the target's logits of which tokens
+    vocabulary: Vocabulary = WHOLE  # which rank has which of the target's logits
     vocab_size: int
     kernel: bool = False  # whether sampling may use a kernel that must be built here: eager steps start at once
 

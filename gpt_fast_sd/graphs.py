@@ -38,7 +38,7 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 KINDS = 3
 MOST_STEPS = KINDS * (1 + MAX_GAMMA)
 REFRESH_STEPS = 2  # what a refreshing pass counts for: it launches more than a step does
-N_STREAMS = 32  # torch has so many streams a device, and deals them round and round
+N_STREAMS = 32  # torch has this many streams per device, and hands them out cyclically
 
 
 def steps_of(draft: DraftConfig, gamma: int) -> int:

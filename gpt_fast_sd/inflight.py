@@ -109,7 +109,7 @@ class Rounds(Round):
             def timestamp() -> None:
                 self.synchronize()
                 round_.timestamps.append(time.perf_counter())
-                if watched and plan.gamma and self.policy and len(round_.timestamps) == 3:  # before it selects anew
+                if watched and plan.gamma and self.policy and len(round_.timestamps) == 3:  # before its next refresh
                     round_.seen = self.seen(self.policy, plan)
                     round_.watching = time.perf_counter() - round_.timestamps[-1]
 

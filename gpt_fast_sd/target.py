@@ -75,7 +75,7 @@ def decode_step(
     """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
 
     n_splits_carrier [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in
-    view. With a page, the attention mass that each block of so many keys received too: fp32 [L, B, K, n_keys // page].
+    view. With a page, also the attention mass that each block of page keys received: fp32 [L, B, K, n_keys // page].
     """
     kv = DenseKV(layers, n_splits_carrier, page)
     logits = model(tokens, pos, kv).float()  # [B, T, V]

@@ -46,14 +46,14 @@ class Closes(Protocol):
 
 
 class DoneEvent(Protocol):
-    """A place among what a device was given to do, as a torch.cuda.Event is."""
+    """A place in a device's queue of work, such as a torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached it."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has reached it."""
         ...
 
 
@@ -268,7 +268,7 @@ def _own_group(rows: Tensor, timeout: timedelta, backend: str | None = None) -> 
         reason = str(error).partition("\n")[0][:200]
         raise ValueError(
             f"the processes met, but cannot reach one another ({reason}): across machines GLOO_SOCKET_IFNAME must name "
-            "the network interface that they share, unless each machine's name stands for its address there"
+            "the network interface that they share, unless each machine's name resolves to its address there"
         ) from error
     own: dist.ProcessGroup = next(
         group for row, group in zip(rows.tolist(), made, strict=True) if dist.get_rank() in row

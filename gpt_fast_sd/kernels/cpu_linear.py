@@ -97,7 +97,7 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None, gated: bool) -> Ten
         raise TypeError(f"the bias of packed weights is bf16, got {bias.dtype}")
     n_out, n_in = packed.shape
     if x.shape[-1] != n_in:
-        raise ValueError(f"packed weights of {n_in} inputs multiply rows of as many, got {tuple(x.shape)}")
+        raise ValueError(f"packed weights of {n_in} inputs need rows of {n_in} numbers, got {tuple(x.shape)}")
     rows, apart = x, n_in  # [M, I], from one row to the next
     if not x.is_contiguous():
         rows = x.reshape(-1, n_in)

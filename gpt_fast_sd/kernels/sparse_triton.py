@@ -121,7 +121,7 @@ def chunk_kernel(
         # One number per page is read; the window has none.
         b_first = tl.load(p_slots + o_n // PAGE * PAGE, mask=m_listed, other=-1).to(tl.int32)
         b_entry = tl.where(m_listed, b_first + o_n % PAGE, window_start + (o_n - n_listed))
-        # A page that reaches into the window is read as far as the window's beginning.
+        # A page that reaches into the window is read up to the beginning of the window.
         m_n = tl.where(m_listed, (b_first >= 0) & (b_entry < window_start), o_n < n_entries) & (b_entry <= last)
         # [BLOCK_N, BLOCK_H]
         o_kv = b_entry.to(tl.int64)[:, None] * H + o_h[None, :]

@@ -247,5 +247,5 @@ def test_a_process_that_may_not_use_tiles_has_none(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("shape", [(1, 64), (4, 64), (3, 2, 160)])
 def test_rows_of_another_width_are_refused(shape: tuple[int, ...]) -> None:
     linear, *_ = packed(32, 128)
-    with pytest.raises(ValueError, match="packed weights of 128 inputs multiply rows of as many, got"):
+    with pytest.raises(ValueError, match="packed weights of 128 inputs need rows of 128 numbers, got"):
         linear(torch.zeros(shape, dtype=BF16))
