@@ -61,7 +61,7 @@ def listed(
 ) -> Tensor:
     """Attend to listed entries of a layer and to window_width from window_start on, those at or before each query.
 
-    q [B, N, T, H]; kv_indices int64 [B, K, C] below window_start, -1 is nothing, in runs of whole pages;
+    q [B, N, T, H]; kv_indices int64 [B, K, C] below window_start, -1 is empty, in runs of whole pages;
     window_start int64 [B]; pos [B, T] -> [B, N, T, H]
     """
     asked = q.to(layer.k.dtype), layer.k, layer.v

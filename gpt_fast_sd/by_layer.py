@@ -114,7 +114,7 @@ class ByLayer:
         weights = {node.name for node, value in pairs if isinstance(value, torch.nn.Parameter)}
         strange = [n.name for node in within for n in node.all_input_nodes if n.name in weights - set(self._own)]
         assert not strange, f"weights that are none of this layer's: {strange}"
-        # if nothing reads the output of the last layer, that one does no more than the others
+        # if nothing reads the output of the last layer, that layer computes only its other results
         whole = n_layers > 1 or taken in wanted
         self._layer = self._part(within, [*beside, taken]) if whole else None
         self._last = self._layer if taken in wanted else self._part(within, beside)

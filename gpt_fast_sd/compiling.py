@@ -35,7 +35,7 @@ class CompiledStep:
         self._compiles = compiled is not None and compiled is not False
         self._variants: dict[Hashable, Callable[..., Any]] = {}
         self._layered: LayeredModel | None = None
-        self._layers: list[Layer] = []  # of the call that is under way
+        self._layers: list[Layer] = []  # of the current call
         # torch keeps every backend for good, and compiled results with the code: neither may keep weights alive
         self._backend = functools.partial(_backend, weakref.ref(self))
 

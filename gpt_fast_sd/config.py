@@ -82,7 +82,7 @@ class EngineConfig:
     batch_size: int = _flag(8, "slots; more prompts wait in a queue", metavar="B")
     max_seq_len: int = _flag(8192, "tokens that a slot can hold, prompt and output together")
     device: str = _flag("auto", "where the model runs", allowed=DEVICES)
-    dtype: str = _flag("auto", "of weights and activations; auto: as stored, where that is fast", allowed=DTYPES)
+    dtype: str = _flag("auto", "of weights and activations; auto: as stored, if that is fast", allowed=DTYPES)
     compile: bool = _flag(True, "run eagerly: starts at once, decodes slower")
     exact: bool = _flag(
         False, "plain and speculative decoding are bit-identical in any dtype; slower, needs a draft policy"

@@ -89,7 +89,7 @@ class Engine:
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
         self._capture = GraphPool(self.device) if captures else None
         self._prefill, self._access = Prefill(self.target), Access(self.device)
-        self._compile_seconds: float | None = None  # None: the steps are still to be compiled
+        self._compile_seconds: float | None = None  # None: the steps are not compiled yet
         self.schedule = Schedule(self._prefill, self.state, self._rounds_of(self.draft, draft_model), self.parallel)
         self.parallel.close_before(self)
 
@@ -197,7 +197,7 @@ class Engine:
 
     @on_progress.setter
     def on_progress(self, tell: Callable[[str, int, int], None] | None) -> None:
-        """Tell this one."""
+        """Set the callback."""
         self.schedule.on_progress = tell
 
     @property
@@ -207,7 +207,7 @@ class Engine:
 
     @on_round.setter
     def on_round(self, tell: Callable[[RoundEvent], None] | None) -> None:
-        """Tell this one."""
+        """Set the callback."""
         self.schedule.on_round = tell
 
     @property
@@ -217,7 +217,7 @@ class Engine:
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Let this one do so from now on."""
+        """Set the tokenizer."""
         self._intake.tokenizer = tokenizer
 
     @property
@@ -248,7 +248,7 @@ class Engine:
 
     @replay.setter
     def replay(self, replay: Override | None) -> None:
-        """Let it decide from now on."""
+        """Set the override."""
         self._access.require_idle()
         self.rounds.set_replay(replay)
 

@@ -235,7 +235,7 @@ class _Work:
 
     @property
     def observing(self) -> int:
-        """A view's passes over windows of several rows, and what they choose."""
+        """A view's passes over windows of several rows, and their selections."""
         model, b = self.model, self.config.batch_size
         n_observed: int = registry.view_class(self.draft.view_name).n_observed if self.draft.view_name else 0
         if not n_observed:

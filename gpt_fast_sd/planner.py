@@ -20,7 +20,7 @@ Steps = Callable[[int], float]  # gamma -> draft steps that drafting so many tok
 
 Selecting = Callable[[int], float]  # n_keys -> seconds of selecting for a token that every row emits
 
-PRIOR = 0.7  # chance that a draft is accepted, until the run has shown its own; later positions expect the same
+PRIOR = 0.7  # chance that a draft is accepted, until the run has shown its own; later positions as the last seen
 PRIOR_WEIGHT = 2.0  # number of drafts that this expectation counts as
 RATE = 0.1  # weight of a new step time, once a few were seen
 KEPT_WEIGHT = 8.0  # number of drafts that earlier runs count as: a round of eight rows outweighs them

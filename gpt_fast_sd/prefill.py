@@ -1,4 +1,4 @@
-"""Prompts into the cache, chunk by chunk; what a slot already holds of a prompt is not computed again.
+"""Prompts into the cache, chunk by chunk; the part of a prompt that a slot already holds is not computed again.
 
 Shapes: T tokens of a chunk, L layers.
 """

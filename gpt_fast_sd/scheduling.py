@@ -28,7 +28,7 @@ from .stats import EngineStats
 
 
 class Schedule:
-    """B slots, what occupies them, and the rounds under way; see Engine for on_progress and on_round."""
+    """B slots, what occupies them, and the rounds in flight; see Engine for on_progress and on_round."""
 
     on_progress: Callable[[str, int, int], None] | None = None
     on_round: Callable[[RoundEvent], None] | None = None

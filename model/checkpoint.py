@@ -266,7 +266,7 @@ class Weights:
         return self._file[self.called(name)][0]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise unless exactly these tensors are stored, with these shapes, as floats, or old rotary tables as well."""
+        """Raise unless exactly these tensors are stored, with these shapes, as floats; old rotary tables may be extra."""
         asked = {self.called(name): shape for name, shape in shapes.items()}
         for name, shape in asked.items():
             if name not in self._file:
@@ -297,7 +297,7 @@ class Weights:
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """Rows and columns of a stored [R, C] tensor, or rows of a stored [R], on the CPU in the stored dtype.
 
-        What is stored in blocks comes as fp32.
+        Tensors that are stored in blocks are returned as fp32.
         """
         name = self.called(name)
         path, file = self._file[name]

@@ -306,7 +306,7 @@ class Header(Fields):
             self.refuse("split.count", f"{len(parts)}, {said}")
         held = self.raw.get("split.tensors.count")
         if held is not None and count and held != len(self._tensors):
-            self.refuse("split.tensors.count", f"what the parts hold, {len(self._tensors):,}")
+            self.refuse("split.tensors.count", f"the number of tensors in the parts, {len(self._tensors):,}")
 
     # ---------------------------------------------------------------- the shape of the model
 

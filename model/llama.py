@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; storing and reading keys is the kv's business.
+    """Grouped-query attention; storing and reading keys is left to the kv.
 
     wqkv holds, for each kv head in turn, its G query heads, its key head and its value head ([K, G + 2, H, D]), so that
     a plain split of the rows into contiguous parts keeps every group whole.

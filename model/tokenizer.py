@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 class StreamDecoder:
-    """Text that grows with its tokens: the pushes and the flush join to what the tokens add to the context's text."""
+    """Text that grows with its tokens: pushes and flush, joined, are what the tokens add to the context's text."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._token_bytes = tokenizer.token_bytes

@@ -33,7 +33,7 @@ Item = TypeVar("Item")
 # seconds that a rank waits for the others: 80 layers may take 20 minutes to compile, and if the caches of compiled
 # code differ, one rank compiles while the others wait
 TIMEOUT = 1800.0
-POLL = 5e-5  # seconds between two looks at a device
+POLL = 5e-5  # seconds between two checks of a device
 LOST = ("connection", "peer", "timed out", "timeout", "socket", "gloo", "nccl")  # words in the errors of a lost rank
 
 

@@ -131,7 +131,7 @@ class Group:
         """Cut a whole model down, in place, to this rank's part; ValueError if it cannot be split into that many."""
         if self.mesh is not None:
             assert len(model.embedding.weight) == model.config.vocab_size, "the model is a part already"
-            if any(hasattr(weight, "is_packed") for weight in model.parameters()):  # their rows are not where they were
+            if any(hasattr(weight, "is_packed") for weight in model.parameters()):  # packed rows are in another order
                 raise ValueError("an engine has packed this model's weights for its CPU: load it again to split it")
             check_split(model.config, self.size)
             repeat_kv_heads(model, kv_copies(model.config, self.size))
@@ -178,7 +178,7 @@ ALONE = Group()
 
 @dataclass(frozen=True)
 class Part:
-    """What load_model asks about the part of a model that a rank of a group holds."""
+    """Tells load_model which part of a model a rank of a group holds."""
 
     group: Group
 

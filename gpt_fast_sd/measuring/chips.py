@@ -1,6 +1,6 @@
 """Chips by name, with their vendor's figures, or the one of this machine, measured; the links between several of them.
 
-A figure of a data sheet is a ceiling, and none of these was measured with this code.
+A data sheet's figure is a ceiling, and none of these was measured with this code.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def steady_speed(marks: Sequence[Mark]) -> float | None:
 
 @dataclass(frozen=True)
 class Run:
-    """All prompts to their ends, once."""
+    """One run of all prompts to their ends."""
 
     stats: EngineStats
     steady: float | None  # tokens per second
