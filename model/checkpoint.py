@@ -266,7 +266,7 @@ class Weights:
         return self._file[self.called(name)][0]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise unless exactly these tensors are stored, with these shapes, as floats; old rotary tables may be extra."""
+        """Raise unless exactly these tensors are stored, with these shapes, as floats; old rotary tables may stay."""
         asked = {self.called(name): shape for name, shape in shapes.items()}
         for name, shape in asked.items():
             if name not in self._file:
