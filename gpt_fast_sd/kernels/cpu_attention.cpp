@@ -21,7 +21,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 typedef uint16_t bf16, fp16;
@@ -221,7 +220,7 @@ template <int H> static inline void group_values(const Tile<bf16>& tile, __m512i
     }
 }
 
-// The same by quads of keys, in the order in which soften packs the weights.
+// The same by quads of keys, in the order in which soften packs the weights, which are 0 for what does not exist.
 template <int H> static inline void group_values(const Tile<int8_t>& tile, __m512i (*quads)[H / 16], int from, int to) {
     for (int j = from; j < to; j += 4) {
         const int8_t* value = tile.value[j / 16] + j % 16 * H;
