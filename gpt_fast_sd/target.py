@@ -87,8 +87,8 @@ def reads_own_keys(target: Runner) -> bool:
 
     What attends otherwise reads for every row, idle ones too, as many keys as the longest one has in view.
     """
-    keys, compiled = target.cache.layers[0].k, target.compiled is not None and target.compiled is not False
-    return triton_serves(target.device) or (compiled and cpu_attention_fits(keys, keys))
+    keys = target.cache.layers[0].k
+    return triton_serves(target.device) or (target.compiles and cpu_attention_fits(keys, keys))
 
 
 def sums_by_row(target: Runner) -> bool:

@@ -35,7 +35,7 @@ def builds(source: Path, head_dim: int = 0) -> bool:
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
-    flags = "-std=c++20", "-fsyntax-only", *(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl", "bf16"))
+    flags = "-std=c++20", "-fsyntax-only", *(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl", "bf16", "vnni"))
     try:
         command = (get_cpp_compiler(), *flags, "-x", "c++", "-")
         return not subprocess.run(command, input=text(source, head_dim), capture_output=True, text=True).returncode
@@ -66,7 +66,7 @@ def text(source: Path, head_dim: int = 0) -> str:
     """
     named = [f"#define HEAD_DIM {head_dim}\n"] if head_dim else []
     if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
-        named.append("#undef __AMX_BF16__\n")
+        named.append("#undef __AMX_BF16__\n#undef __AMX_INT8__\n")
     return "".join([*named, source.read_text(encoding="utf-8")])
 
 

@@ -1,13 +1,14 @@
-// y = x W' (+ bias) in bf16 with fp32 sums, for any number of rows of x, on a CPU with AMX tiles or AVX-512 bf16 dot
-// products. W is packed once: tiles of 16 outputs x 32 inputs, an output in every lane, pairs of inputs side by side.
-// Where outputs are pairs of gate and up, SwiGLU may be taken of the sums before they are rounded.
+// y = x W' (+ bias) for any number of rows of a bf16 x, on a CPU with AMX tiles or AVX-512 dot products. W is bf16, and
+// sums are fp32; or W is int8 with a scale for each output, x is quantized row by row on the way in, and sums are exact.
+// W is packed once: tiles of 16 outputs x 64 bytes, an output in every lane, 4 bytes of inputs side by side. Where
+// outputs are pairs of gate and up, SwiGLU may be taken of the sums before they are rounded.
 //
 // A row's bits never depend on how many rows there are nor on the number of threads: the sum of an output runs over all
 // inputs in order, in one place. Up to 32 rows read each weight once; the tiles do the operations of 16 rows in the time
 // of one. With more rows the weights of 32 outputs stay in a cache while the rows pass by, and those that come next are
 // fetched meanwhile, a few lines a step.
 //
-// Names: M rows, I inputs, O outputs. I and O are multiples of 32.
+// Names: M rows, I inputs, O outputs, n lines: 64 bytes of inputs. O is a multiple of 32, I of 32 (bf16) or 64 (int8).
 #include <immintrin.h>
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +20,7 @@ namespace { // a process may hold this built in two ways, whose names must not m
 #ifndef AHEAD
 #define AHEAD 8192
 #endif
-constexpr int TILE = 16 * 32; // elements: 16 outputs x 32 inputs of W, or 16 rows x 32 inputs of x
+constexpr int LINE = 64, TILE = 16 * LINE; // bytes: a tile is 16 outputs x a line of W, or 16 rows x a line of x
 
 // x / (1 + e^-x), relative error of the exponential below 3e-6; NaN and the infinities as they are elsewhere
 static inline __m512 silu(__m512 x) {
@@ -39,20 +40,30 @@ static inline __m512 wide(const bf16* x) {
 
 // What is multiplied, and where its results go.
 struct Product {
-    const bf16 *x, *w, *bias; // bias null or [O]
+    const char *x, *w; // rows of x that are loaded as they lie, `apart` of them
+    const float* w_scale; // int8: [O]
+    const bf16* bias; // null or [O]
     bf16* y; // [M, O], gated [M, O / 2]
-    int64_t M, I, O, x_row;
+    int64_t M, n, O, x_row; // x_row: bytes
     bool gated; // outputs 2 j and 2 j + 1 are gate and up
-    bf16* tiles; // rows of x from `apart` on, by 16 and then by 32 inputs; zeros follow the last one
     int64_t apart;
+    char* tiles; // rows of x from `apart` on, by 16 and then by lines; zeros follow the last one
+    float* x_scale; // int8: [M]
+    int32_t* offset; // int8 without tiles: [M], what the sums of a row begin at
 
     // n_rows of sums [n_rows, 32] from row m and output o on
-    void store(const float* sums, int64_t m, int64_t n_rows, int64_t o) const {
+    template <bool INT8> void store(const float* sums, int64_t m, int64_t n_rows, int64_t o) const {
         const __m512 none = _mm512_setzero_ps(), low = bias ? wide(bias + o) : none, high = bias ? wide(bias + o + 16) : none;
         const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
         const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
         for (int64_t r = 0; r < n_rows; r++) {
-            const __m512 a = _mm512_add_ps(_mm512_loadu_ps(sums + 32 * r), low), b = _mm512_add_ps(_mm512_loadu_ps(sums + 32 * r + 16), high);
+            __m512 a = _mm512_loadu_ps(sums + 32 * r), b = _mm512_loadu_ps(sums + 32 * r + 16);
+            if (INT8) {
+                const __m512 scale = _mm512_set1_ps(x_scale[m + r]);
+                a = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(a)), _mm512_mul_ps(scale, _mm512_loadu_ps(w_scale + o)));
+                b = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(b)), _mm512_mul_ps(scale, _mm512_loadu_ps(w_scale + o + 16)));
+            }
+            a = _mm512_add_ps(a, low), b = _mm512_add_ps(b, high);
             if (gated) {
                 const __m512 gate = _mm512_permutex2var_ps(a, even, b), up = _mm512_permutex2var_ps(a, odd, b);
                 _mm256_storeu_si256((__m256i*)(y + ((m + r) * O + o) / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(silu(gate), up)));
@@ -61,61 +72,64 @@ struct Product {
     }
 };
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// 16 rows of x: where they lie, from one to the next, and from 32 inputs to the next 32.
+// 16 rows of x: where they lie, from one to the next, and from a line to the next.
 struct Sixteen {
-    const bf16* at;
+    const char* at;
     int64_t bytes, step;
 };
 
+#define MULTIPLY(sum, x, w) if (INT8) _tile_dpbssd(sum, x, w); else _tile_dpbf16ps(sum, x, w)
 // 16 * A rows x 32 outputs, w being the tiles of those outputs; of what `ahead` points to `lines` are fetched a step.
-template <int A> static inline void block(const Sixteen* x, const bf16* w, int64_t n, float* sums, const char* ahead, int lines) {
+template <bool INT8, int A> static inline void block(const Sixteen* x, const char* w, int64_t n, float* sums, const char* ahead, int lines) {
     _tile_zero(0); _tile_zero(1);
     if (A == 2) { _tile_zero(2); _tile_zero(3); }
     for (int64_t i = 0; i < n; i++) {
         if (lines == 32)
 #pragma GCC unroll 32
-            for (int line = 0; line < 32; line++) _mm_prefetch(ahead + 64 * (32 * i + line), _MM_HINT_T0);
+            for (int line = 0; line < 32; line++) _mm_prefetch(ahead + LINE * (32 * i + line), _MM_HINT_T0);
         else
-            for (int line = 0; line < lines; line++) _mm_prefetch(ahead + 64 * (lines * i + line), _MM_HINT_T1);
-        _tile_loadd(6, w + 2 * i * TILE, 64);
-        _tile_loadd(7, w + (2 * i + 1) * TILE, 64);
+            for (int line = 0; line < lines; line++) _mm_prefetch(ahead + LINE * (lines * i + line), _MM_HINT_T1);
+        _tile_loadd(6, w + 2 * i * TILE, LINE);
+        _tile_loadd(7, w + (2 * i + 1) * TILE, LINE);
         _tile_loadd(4, x[0].at + i * x[0].step, x[0].bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        MULTIPLY(0, 4, 6);
+        MULTIPLY(1, 4, 7);
         if (A == 2) {
             _tile_loadd(5, x[1].at + i * x[1].step, x[1].bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            MULTIPLY(2, 5, 6);
+            MULTIPLY(3, 5, 7);
         }
     }
     _tile_stored(0, sums, 128); _tile_stored(1, sums + 16, 128);
     if (A == 2) { _tile_stored(2, sums + 16 * 32, 128); _tile_stored(3, sums + 16 * 32 + 16, 128); }
 }
+#undef MULTIPLY
 constexpr int ROWS = 32; // taken at once
+constexpr bool TILES = true;
 
-static void rows_of(const Product& p, int64_t m, int64_t o, float* sums) {
-    const int64_t n_rows = std::min<int64_t>(ROWS, p.M - m), turns = (p.M + ROWS - 1) / ROWS, n = p.I / 32;
+template <bool INT8> static void rows_of(const Product& p, int64_t m, int64_t o, float* sums) {
+    const int64_t n_rows = std::min<int64_t>(ROWS, p.M - m), turns = (p.M + ROWS - 1) / ROWS, n = p.n;
     Sixteen x[2];
     for (int64_t b = 0; b < 2; b++) {
         const int64_t first = m + 16 * b;
-        if (first < p.apart) x[b] = {p.x + first * p.x_row, 2 * p.x_row, 32};
-        else x[b] = {p.tiles + (first - p.apart) * p.I, 64, TILE};
+        if (first < p.apart) x[b] = {p.x + first * p.x_row, p.x_row, LINE};
+        else x[b] = {p.tiles + (first - p.apart) * n * LINE, LINE, TILE};
     }
-    const bf16* w = p.w + o * p.I;
+    const char* w = p.w + o * n * LINE;
     // the only reading of these weights fetches what it comes to soon; where rows come in turns, each fetches a part of
     // the next outputs' weights
     const int lines = turns == 1 ? 32 : (int)((32 + turns - 1) / turns);
-    const char* ahead = turns == 1 ? (const char*)w + AHEAD : (const char*)(w + 32 * p.I) + m / ROWS * 64 * lines * n;
-    if (n_rows > 16) block<2>(x, w, n, sums, ahead, lines);
-    else block<1>(x, w, n, sums, ahead, lines);
-    p.store(sums, m, n_rows, o);
+    const char* ahead = turns == 1 ? w + AHEAD : w + 32 * n * LINE + m / ROWS * LINE * lines * n;
+    if (n_rows > 16) block<INT8, 2>(x, w, n, sums, ahead, lines);
+    else block<INT8, 1>(x, w, n, sums, ahead, lines);
+    p.store<INT8>(sums, m, n_rows, o);
 }
 // Rows of x that are loaded as they lie: in whole lines, and not so far apart that they meet in a cache.
 static int64_t in_place(const bf16* x, int64_t M, int64_t x_row) { return (uintptr_t)x % 64 || x_row % 32 || !(x_row % 1024) ? 0 : M / 16 * 16; }
@@ -123,53 +137,93 @@ static void begin() { static thread_local TileConfig config; _tile_loadconfig(&c
 static void end() { _tile_release(); }
 #else
 constexpr int ROWS = 8;
-template <int N> static inline void block(const uint32_t* x, const bf16* w, int64_t n, float* sums) {
+constexpr bool TILES = false;
+// unsigned bytes of weights, 128 above what they are, times signed ones of x: offsets of the sums make up for it
+template <bool INT8> static inline __m512 multiply(__m512 sum, int x, __m512i w) {
+    if (INT8) return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum), w, _mm512_set1_epi32(x)));
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+}
+template <bool INT8, int N> static inline void block(const int* x, const int* offset, const char* w, int64_t n, float* sums) {
+    const __m512i above = _mm512_set1_epi8(INT8 ? -128 : 0);
     __m512 sum[N][2];
 #pragma GCC unroll 8
-    for (int r = 0; r < N; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < N; r++) sum[r][0] = sum[r][1] = INT8 ? _mm512_castsi512_ps(_mm512_set1_epi32(offset[r])) : _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i++)
         for (int p = 0; p < 16; p++) {
-            const __m512bh a = (__m512bh)_mm512_loadu_si512(w + 2 * i * TILE + 32 * p), b = (__m512bh)_mm512_loadu_si512(w + (2 * i + 1) * TILE + 32 * p);
+            const __m512i a = _mm512_xor_si512(_mm512_loadu_si512(w + 2 * i * TILE + LINE * p), above);
+            const __m512i b = _mm512_xor_si512(_mm512_loadu_si512(w + (2 * i + 1) * TILE + LINE * p), above);
 #pragma GCC unroll 8
             for (int r = 0; r < N; r++) {
-                const __m512bh pair = (__m512bh)_mm512_set1_epi32(x[(i * 16 + r) * 16 + p]);
-                sum[r][0] = _mm512_dpbf16_ps(sum[r][0], pair, a);
-                sum[r][1] = _mm512_dpbf16_ps(sum[r][1], pair, b);
+                const int inputs = x[(i * 16 + r) * 16 + p];
+                sum[r][0] = multiply<INT8>(sum[r][0], inputs, a);
+                sum[r][1] = multiply<INT8>(sum[r][1], inputs, b);
             }
         }
 #pragma GCC unroll 8
     for (int r = 0; r < N; r++) _mm512_storeu_ps(sums + 32 * r, sum[r][0]), _mm512_storeu_ps(sums + 32 * r + 16, sum[r][1]);
 }
-static void rows_of(const Product& p, int64_t m, int64_t o, float* sums) {
-    const int64_t n_rows = std::min<int64_t>(ROWS, p.M - m), n = p.I / 32;
-    const uint32_t* pairs = (const uint32_t*)(p.tiles + m / 16 * 16 * p.I) + m % 16 * 16;
-    const bf16* w = p.w + o * p.I;
-    if (n_rows == 1) block<1>(pairs, w, n, sums);
-    else if (n_rows == 2) block<2>(pairs, w, n, sums);
-    else if (n_rows <= 4) block<4>(pairs, w, n, sums);
-    else block<8>(pairs, w, n, sums);
-    p.store(sums, m, n_rows, o);
+template <bool INT8> static void rows_of(const Product& p, int64_t m, int64_t o, float* sums) {
+    const int64_t n_rows = std::min<int64_t>(ROWS, p.M - m), n = p.n;
+    const int* x = (const int*)(p.tiles + m / 16 * 16 * n * LINE) + m % 16 * 16;
+    const int* offset = p.offset + m;
+    const char* w = p.w + o * n * LINE;
+    if (n_rows == 1) block<INT8, 1>(x, offset, w, n, sums);
+    else if (n_rows == 2) block<INT8, 2>(x, offset, w, n, sums);
+    else if (n_rows <= 4) block<INT8, 4>(x, offset, w, n, sums);
+    else block<INT8, 8>(x, offset, w, n, sums);
+    p.store<INT8>(sums, m, n_rows, o);
 }
 static int64_t in_place(const bf16*, int64_t, int64_t) { return 0; }
 static void begin() {}
 static void end() {}
 #endif
+
+// Row m of x, bf16, into its lines, TILE apart.
+static void copy_row(const Product& p, const bf16* x, int64_t m, char* lines) {
+    for (int64_t i = 0; i < p.n; i++) _mm512_store_si512(lines + i * TILE, _mm512_loadu_si512(x + 32 * i));
 }
 
-// x [M, I] with rows x_row apart; w packed [O / 32, I / 32, 2, 16, 16, 2]; bias null or [O] -> y [M, O], or gated
-// [M, O / 2]: silu(outputs 2 j) * outputs 2 j + 1
-extern "C" void linear_cpu(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
-    static thread_local std::vector<bf16> kept;
-    const int64_t apart = in_place(x, M, x_row), blocks = (M - apart + 15) / 16, n = I / 32;
-    if ((int64_t)kept.size() < blocks * 16 * I + 32) kept.resize(blocks * 16 * I + 32);
+// The same as int8: x = x_scale * q, q from -127 to 127, ties to even. A row that holds no finite largest value has a
+// scale that is none either, and so has what comes of it.
+static void quantize_row(const Product& p, const bf16* x, int64_t m, char* lines) {
+    __m512i most = _mm512_setzero_si512();
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    for (int64_t i = 0; i < 2 * p.n; i++) most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(x + 32 * i), magnitude));
+    alignas(64) uint16_t each[32];
+    _mm512_store_si512(each, most);
+    const uint32_t bits = (uint32_t)*std::max_element(each, each + 32) << 16; // NaN is above all others
+    float largest;
+    memcpy(&largest, &bits, 4);
+    largest = largest < 1e-30f ? 1e-30f : largest;
+    p.x_scale[m] = largest / 127.f;
+    const __m512 inverse = _mm512_set1_ps(1.f / p.x_scale[m]);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < p.n; i++)
+        for (int part = 0; part < 4; part++) {
+            const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(wide(x + 64 * i + 16 * part), inverse));
+            if (!TILES) sum = _mm512_add_epi32(sum, q);
+            _mm_store_si128((__m128i*)(lines + i * TILE + 16 * part), _mm512_cvtsepi32_epi8(q));
+        }
+    if (!TILES) p.offset[m] = -128 * _mm512_reduce_add_epi32(sum);
+}
+
+template <bool INT8> static void multiply_all(const bf16* x, const char* w, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
+    static thread_local std::vector<char> kept;
+    const int64_t apart = INT8 ? 0 : in_place(x, M, x_row), blocks = (M - apart + 15) / 16, n = INT8 ? I / 64 : I / 32;
+    const int64_t tiles = blocks * TILE * n, each = INT8 ? 4 * M : 0;
+    if ((int64_t)kept.size() < tiles + 2 * each + LINE) kept.resize(tiles + 2 * each + LINE);
     // by address: workers have a vector of their own
-    const Product p{x, w, bias, y, M, I, O, x_row, gated != 0, (bf16*)(((uintptr_t)kept.data() + 63) & ~(uintptr_t)63), apart};
+    char* room = (char*)(((uintptr_t)kept.data() + LINE - 1) & ~(uintptr_t)(LINE - 1));
+    const Product p{(const char*)x, w, scale, bias, y, M, n, O, 2 * x_row, gated != 0, apart, room, (float*)(room + tiles), (int32_t*)(room + tiles + each)};
     auto pack = [&](int64_t b) { // 16 rows
-        for (int64_t r = 0; r < 16; r++)
-            for (int64_t i = 0; i < n; i++) {
-                const int64_t m = apart + 16 * b + r;
-                _mm512_store_si512(p.tiles + b * 16 * I + i * TILE + r * 32, m < M ? _mm512_loadu_si512(x + m * x_row + 32 * i) : _mm512_setzero_si512());
-            }
+        for (int64_t r = 0; r < 16; r++) {
+            const int64_t m = apart + 16 * b + r;
+            char* lines = p.tiles + b * TILE * n + r * LINE;
+            if (m >= M)
+                for (int64_t i = 0; i < n; i++) _mm512_store_si512(lines + i * TILE, _mm512_setzero_si512());
+            else if (INT8) quantize_row(p, x + m * x_row, m, lines);
+            else copy_row(p, x + m * x_row, m, lines);
+        }
     };
     const bool together = blocks >= 4; // packed by all threads
     for (int64_t b = 0; b < blocks && !together; b++) pack(b);
@@ -184,7 +238,14 @@ extern "C" void linear_cpu(const bf16* x, const bf16* w, const bf16* bias, bf16*
         asm volatile("" ::: "memory"); // what was packed is there: compilers do not see that tiles are loaded
 #pragma omp for schedule(static) nowait
         for (int64_t o = 0; o < O; o += 32)
-            for (int64_t m = 0; m < M; m += ROWS) rows_of(p, m, o, sums);
+            for (int64_t m = 0; m < M; m += ROWS) rows_of<INT8>(p, m, o, sums);
         end();
     }
+}
+}
+
+// x bf16 [M, I] with rows x_row apart; w packed [O / 32, n, 2, 16, 64 bytes], bf16, or int8 with a scale [O]; bias null or
+// [O] -> bf16 y [M, O], or gated [M, O / 2]: silu(outputs 2 j) * outputs 2 j + 1
+extern "C" void linear_cpu(const bf16* x, const void* w, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
+    (scale ? multiply_all<true> : multiply_all<false>)(x, (const char*)w, scale, bias, y, M, I, O, x_row, gated, threads);
 }

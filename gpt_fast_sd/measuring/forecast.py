@@ -156,12 +156,13 @@ class System:
         policy, costs = registry.policy_class(draft.policy), {"efficiency": efficiency, **self.costs}
         theirs = self.draft_model and replace(self.draft_model)  # another one, also of the target's shape
         own = {"efficiency": efficiency, **self._costs(self.draft_ranks(draft))}
+        copied = {"weight_bytes": 1.0, "head_bytes": 1.0} if draft.quantize else {}
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
         tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
         for step in policy.model_steps(draft, self.model, theirs, gamma) if gamma else ():
             view = registry.view_class(step.view)
-            of_step = own if step.model is theirs else costs
+            of_step = (own if step.model is theirs else costs) | copied
             size = (step.model, self.chip, batch)
             drafting += step.count * step_seconds(
                 *size, step.n_tokens, view.reads(draft, int(context)), attention=step.view, **of_step
@@ -207,7 +208,7 @@ class System:
         plan = MemoryPlan.of(
             config, draft, target, theirs, TORCH_DTYPES[self.kv_dtype or self.dtype], device=device,
             weights=sum(model.n_params // n * size for model, n in parts), groups=int(self.tp > 1),
-            whole=have or 0, ranks=self.tp, packs=not on_cuda and self.dtype == "bf16" and not self.quantize,
+            whole=have or 0, ranks=self.tp, packs=not on_cuda and self.dtype == "bf16",
         )  # fmt: skip
         try:
             plan.check(have, device, config)

@@ -25,6 +25,7 @@ from ..compiling import CompiledStep, span
 from ..config import DraftConfig
 from ..devices import traits_of
 from ..prefill import Filling
+from ..quantize import drafter
 from ..runner import Runner
 from ..sampling import DRAFT_STREAM
 
@@ -280,13 +281,15 @@ class ModelDraft(DraftPolicy):
     """
 
     about = "the target itself"
+    flags = ("quantize",)
 
     @classmethod
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> DraftPolicy:
         """The target drafts through the view that is its name."""
-        return ModelDraft(target, build_view(config, config.policy, target), config.policy)
+        runner = drafter(target, config.quantize)
+        return ModelDraft(runner, build_view(config, config.policy, runner), config.policy)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
