@@ -16,7 +16,7 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 CUDA_GRAPHS = ("round", "off")
 KV_DTYPES = ("fp32", "bf16", "fp16")
 QUANTIZATIONS = ("int8",)
-DRAFT_QUANTIZATIONS = ("int8",)
+DRAFT_QUANTIZATIONS = ("int8", "float8")
 CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
 GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
 MAX_GAMMA = 16
@@ -133,7 +133,11 @@ class DraftConfig:
     )
     page: int = _flag(16, "entries that are selected together", allowed=PAGES)
     quantize: str | None = _flag(
-        None, "weights of a copy that drafts", allowed=DRAFT_QUANTIZATIONS, unset="no copy", flag="draft_quantize"
+        None,
+        "weights of a copy that drafts: int8 on a CPU, float8 on CUDA",
+        allowed=DRAFT_QUANTIZATIONS,
+        unset="no copy",
+        flag="draft_quantize",
     )
     draft_tp: int | None = _flag(
         None, "processes that hold the draft model together, a divisor of --tp", unset="all", metavar="M"

@@ -59,8 +59,8 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         raise ValueError(f"device {config.device!r} was asked for, but the processes were started for {device.type!r}")
     parallel = parallel or Parallel(device)
     group, theirs = parallel.group, draft_group(draft, parallel)
-    require_draft_precision(draft.quantize, device)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
+    require_draft_precision(draft.quantize, device, dtype)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
     if draft.draft_model is not None:

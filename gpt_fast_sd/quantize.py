@@ -1,7 +1,7 @@
 """Quantized weights: a target's, in place, and those of a copy that drafts for a model and shares all else with it.
 
-"int8" on a CPU is ours: a scale for each output, rows quantized as they come, products of integers. On CUDA it is
-torchao's, weight-only.
+"int8" on a CPU is ours: a scale for each output, rows quantized as they come, products of integers. On CUDA a target's
+is torchao's, weight-only; copies are "float8" there, torchao's again.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import FeedForward, Transformer
+from gpt_fast_sd.model import FeedForward, Linear, Transformer
 
 from .int8 import Int8Linear
 from .kernels import unpack
 from .packing import PackedFeedForward, PackedLinear, pack_linears
 from .runner import Runner
+
+FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
 
 
 def quantize(model: Transformer, name: str) -> None:
@@ -51,10 +53,25 @@ def quantize_as_read(model: Transformer, name: str) -> None:
         model.set_submodule(place, Int8Linear(linear.weight, linear.bias))
 
 
-def require_draft_precision(name: str | None, device: torch.device) -> None:
-    """ValueError where drafts with weights of this precision do not run on a device."""
-    if name is not None and device.type != "cpu":
-        raise ValueError(f"quantize {name!r} of a draft runs on a CPU alone, and the model is on {device.type!r}")
+def require_draft_precision(name: str | None, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError where a device runs no drafts with weights of this precision, made from weights of this dtype."""
+    if name is None:
+        return
+    said = f"quantize {name!r} of a draft"
+    other = {"int8": "float8", "float8": "int8"}[name]
+    needed = {"int8": "cpu", "float8": "cuda"}[name]
+    if device.type != needed:
+        raise ValueError(f"{said} runs on device {needed!r}, and the model is on {device.type!r}: use {other!r}")
+    if name == "int8":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        has, least = (".".join(map(str, c)) for c in (capability, FLOAT8_CAPABILITY))
+        raise ValueError(
+            f"{said} needs compute capability {least} or more (L40S, H100, or later), and this GPU has {has}"
+        )
+    if dtype != torch.bfloat16:
+        raise ValueError(f"{said} needs bf16 weights, and the model's are {str(dtype).removeprefix('torch.')}")
 
 
 def drafter(runner: Runner, name: str | None) -> Runner:
@@ -62,25 +79,25 @@ def drafter(runner: Runner, name: str | None) -> Runner:
 
     ValueError where that does not run on the device.
     """
-    require_draft_precision(name, runner.device)
     if name is None:
         return runner
-    model = draft_copy(runner.model)
-    if runner.compiles:
+    require_draft_precision(name, runner.device, runner.model.embedding.weight.dtype)
+    model = draft_copy(runner.model, name)
+    if runner.compiles and runner.device.type == "cpu":
         pack_linears(model)
     return replace(runner, model=model)
 
 
-def draft_copy(model: Transformer) -> Transformer:
-    """The model with int8 weights of its own in every layer and the head; all else is shared, and it is not touched.
+def draft_copy(model: Transformer, name: str) -> Transformer:
+    """The model with quantized weights of its own in layers and head; all else is shared, and nothing of it is changed.
 
-    Of a model whose layers are int8 already the copy has them, too.
+    Of a model whose layers are int8 already an int8 copy has them, too.
     """
+    quantized = {"int8": int8_of, "float8": float8_of}[name]
 
     def twin(module: nn.Module) -> nn.Module:
-        if isinstance(module, nn.Linear) and not isinstance(module, Int8Linear):
-            weight = unpack(module.weight.detach()) if isinstance(module, PackedLinear) else module.weight
-            return Int8Linear(weight, module.bias)
+        if isinstance(module, nn.Linear):
+            return quantized(module)
         children = {place: twin(child) for place, child in module.named_children()}
         if all(child is module._modules[place] for place, child in children.items()):
             return module
@@ -93,3 +110,37 @@ def draft_copy(model: Transformer) -> Transformer:
     found = twin(model)
     assert isinstance(found, Transformer)
     return found
+
+
+def int8_of(linear: nn.Linear) -> Int8Linear:
+    """The same with int8 weights, the bias shared; itself where it has them."""
+    if isinstance(linear, Int8Linear):
+        return linear
+    weight = unpack(linear.weight.detach()) if isinstance(linear, PackedLinear) else linear.weight
+    return Int8Linear(weight, linear.bias)
+
+
+def float8_of(linear: nn.Linear) -> nn.Linear:
+    """The same with torchao's float8 weights (e4m3), a scale for each output and one for each row that comes.
+
+    ValueError for a size that 16 does not divide.
+    """
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    if type(linear.weight.data) is not Tensor:
+        raise ValueError(
+            "quantize 'float8' of a draft needs a model with plain weights, and the target's are quantized"
+        )
+    # its own kernels are torch's; by default torchao changes Inductor's settings of the whole process
+    config = Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), kernel_preference=KernelPreference.TORCH, set_inductor_config=False
+    )
+    with torch.device("meta"):
+        own = Linear(linear.in_features, linear.out_features, bias=False)
+    own.weight, own.bias = linear.weight, linear.bias
+    quantize_(own.train(False), config, filter_fn=lambda module, _: True)
+    if type(own.weight.data) is Tensor:  # torchao leaves such a one as it is, and says nothing
+        shape = list(linear.weight.shape)
+        raise ValueError(f"quantize 'float8' of a draft needs sizes that 16 divides, and a weight has {shape}")
+    return own

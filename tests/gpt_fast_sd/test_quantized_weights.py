@@ -72,7 +72,7 @@ def test_a_copy_owns_its_matrices_and_shares_all_else_and_the_model_is_not_touch
     if packs and not pack_linears(model):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     before, kinds = bytes_of(model), [type(m) for m in model.modules()]
-    copy = draft_copy(model)
+    copy = draft_copy(model, "int8")
     assert is_untouched(model, before) and [type(m) for m in model.modules()] == kinds
     assert copy.embedding is model.embedding and copy.norm is model.norm and copy.rope_freqs is model.rope_freqs
     assert copy.config is model.config and not copy.training and copy.embedding.weight.dtype == torch.bfloat16
@@ -88,14 +88,14 @@ def test_a_copy_owns_its_matrices_and_shares_all_else_and_the_model_is_not_touch
 
 
 def test_the_copy_of_a_part_of_a_model_owns_no_more_than_that_part() -> None:
-    short = draft_copy(model_of(n_layers=3).first_layers(1))
+    short = draft_copy(model_of(n_layers=3).first_layers(1), "int8")
     assert sum(isinstance(m, Int8Linear) for m in short.modules()) == 5 and short.config.n_layers == 1
 
 
 def test_a_copy_of_int8_layers_has_them_and_a_head_of_its_own() -> None:
     model = model_of()
     quantize(model, "int8")
-    copy = draft_copy(model)
+    copy = draft_copy(model, "int8")
     assert copy.layers is model.layers and isinstance(copy.output, Int8Linear) and type(model.output) is Linear
 
 
@@ -167,6 +167,7 @@ def test_another_draft_may_be_quantized_or_not() -> None:
         assert tokens_of(one) == expected and is_untouched(one.model, before)
 
 
+@pytest.mark.slow
 def test_steps_of_a_copy_are_compiled_once() -> None:
     compiles_once("streaming", n_graphs=1, budget=40, quantize="int8")
 
@@ -179,8 +180,8 @@ def test_steps_of_a_copy_are_compiled_once() -> None:
     [
         ({"quantize": "int8"}, "quantize 'int8' is for a model that drafts: policy 'off' has none"),
         ({"policy": "lookup", "quantize": "int8"}, "quantize 'int8' is for a model that drafts: policy 'lookup'"),
-        ({"policy": "streaming", "quantize": "int3"}, "quantize must be one of int8, got 'int3'"),
-        ({"policy": "streaming", "quantize": True}, "quantize must be one of int8, got True"),
+        ({"policy": "streaming", "quantize": "int3"}, "quantize must be one of int8, float8, got 'int3'"),
+        ({"policy": "streaming", "quantize": True}, "quantize must be one of int8, float8, got True"),
     ],
     ids=str,
 )
@@ -195,7 +196,9 @@ def test_a_device_that_runs_no_such_draft_refuses_it() -> None:
     runner = Runner(model, cache, False)
     meta = type("Meta", (Runner,), {"device": torch.device("meta")})(model, cache, False)
     assert drafter(meta, None) is meta and drafter(runner, None) is runner
-    with pytest.raises(ValueError, match="'int8' of a draft runs on a CPU alone, and the model is on 'meta'"):
+    with pytest.raises(
+        ValueError, match="'int8' of a draft runs on device 'cpu', and the model is on 'meta': use 'float8'"
+    ):
         drafter(meta, "int8")
 
 
