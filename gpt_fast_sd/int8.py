@@ -26,7 +26,8 @@ class Int8Linear(Linear):
         with torch.device("meta"):
             super().__init__(weight.shape[1], weight.shape[0], bias=False)
         self.weight, self.scale = (nn.Parameter(x, requires_grad=False) for x in quantize_rows(weight.detach()))
-        self.bias, self.made_from, self.training = bias, weight.dtype, False
+        self.register_parameter("bias", bias)
+        self.made_from, self.training = weight.dtype, False
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]"""

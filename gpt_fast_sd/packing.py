@@ -72,6 +72,8 @@ class PackedEmbedding(_Packed, nn.Embedding):
 class PackedFeedForward(FeedForward):
     """A FeedForward that takes SwiGLU of what its packed w_in gives while that is at hand."""
 
+    w_in: PackedLinear | PackedInt8Linear
+
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
         out: Tensor = self.w_out(self.w_in.swiglu(x))

@@ -103,7 +103,7 @@ def draft_copy(model: Transformer, name: str) -> Transformer:
             return module
         other = copy.copy(module)
         other._modules = {**module._modules, **children}
-        if isinstance(other, PackedFeedForward):
+        if type(module) is PackedFeedForward:
             other.__class__ = FeedForward
         return other
 

@@ -281,7 +281,7 @@ class ModelDraft(DraftPolicy):
     """
 
     about = "the target itself"
-    flags = ("quantize",)
+    flags: tuple[str, ...] = ("quantize",)
 
     @classmethod
     def build(
