@@ -1,4 +1,4 @@
-"""What Inductor makes of a draft step with float8 weights: a reduction and a product a linear, no weight-sized buffer."""
+"""What Inductor makes of a draft step with float8 weights: a reduction and a product for each, no copy of a weight."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_float8_copy_drafts_with_two_launches_a_linear_and_no_buffer_of_a_weig
 
 def test_what_float8_needs_is_refused_in_a_sentence(capability: mock.Mock) -> None:
     require_draft_precision("float8", CUDA, torch.bfloat16)
-    with pytest.raises(ValueError, match="'int8' of a draft runs on device 'cpu', .* on 'cuda': use 'float8'"):
+    with pytest.raises(ValueError, match=r"'int8' of a draft runs on device 'cpu', .* on 'cuda': use 'float8'"):
         require_draft_precision("int8", CUDA, torch.bfloat16)
     with pytest.raises(ValueError, match="needs bf16 weights, and the model's are float16"):
         require_draft_precision("float8", CUDA, torch.float16)
