@@ -1,12 +1,12 @@
 // y = x W' (+ bias) for any number of rows of a bf16 x, on a CPU with AMX tiles or AVX-512 dot products. W is bf16, and
-// sums are fp32; or W is int8 with a scale for each output, x is quantized row by row on the way in, and sums are exact.
-// W is packed once: tiles of 16 outputs x 64 bytes, an output in every lane, 4 bytes of inputs side by side. Where
-// outputs are pairs of gate and up, SwiGLU may be taken of the sums before they are rounded.
+// sums are fp32; or W is int8 with a scale for each output, each row of x is quantized first, and sums are exact.
+// W is packed once: tiles of 16 outputs x 64 bytes, an output in every lane, 4 bytes of inputs adjacent. If
+// outputs are pairs of gate and up, SwiGLU may be applied to the sums before they are rounded.
 //
-// A row's bits never depend on how many rows there are nor on the number of threads: the sum of an output runs over all
-// inputs in order, in one place. Up to 32 rows read each weight once; the tiles do the operations of 16 rows in the time
-// of one. With more rows the weights of 32 outputs stay in a cache while the rows pass by, and those that come next are
-// fetched meanwhile, a few lines a step.
+// A row's result never depends on the number of rows or threads, down to the last bit: one thread sums each output over
+// all inputs in order. Up to 32 rows read each weight once; the tiles do the operations of 16 rows in the time of one.
+// With more rows the weights of 32 outputs stay in a cache while the rows pass by, and the next ones are prefetched, a
+// few lines per step.
 //
 // Names: M rows, I inputs, O outputs, n lines: 64 bytes of inputs. O is a multiple of 32, I of 32 (bf16) or 64 (int8).
 #include <immintrin.h>
@@ -16,7 +16,7 @@
 #include <vector>
 
 typedef uint16_t bf16;
-namespace { // a process may hold this built in two ways, whose names must not meet
+namespace { // a process may load two builds of this, whose names must not clash
 #ifndef AHEAD
 #define AHEAD 8192
 #endif
@@ -38,9 +38,9 @@ static inline __m512 wide(const bf16* x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
 }
 
-// What is multiplied, and where its results go.
+// The operands, and where the results go.
 struct Product {
-    const char *x, *w; // rows of x that are loaded as they lie, `apart` of them
+    const char *x, *w; // x: the rows that are loaded in place, `apart` of them
     const float* w_scale; // int8: [O]
     const bf16* bias; // null or [O]
     bf16* y; // [M, O], gated [M, O / 2]
@@ -49,7 +49,7 @@ struct Product {
     int64_t apart;
     char* tiles; // rows of x from `apart` on, by 16 and then by lines; zeros follow the last one
     float* x_scale; // int8: [M]
-    int32_t* offset; // int8 without tiles: [M], what the sums of a row begin at
+    int32_t* offset; // int8 without tiles: [M], the initial value of a row's sums
 
     // n_rows of sums [n_rows, 32] from row m and output o on
     template <bool INT8> void store(const float* sums, int64_t m, int64_t n_rows, int64_t o) const {
@@ -79,14 +79,14 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// 16 rows of x: where they lie, from one to the next, and from a line to the next.
+// 16 rows of x: their address, the stride of a row, and that of a line.
 struct Sixteen {
     const char* at;
     int64_t bytes, step;
 };
 
 #define MULTIPLY(sum, x, w) if (INT8) _tile_dpbssd(sum, x, w); else _tile_dpbf16ps(sum, x, w)
-// 16 * A rows x 32 outputs, w being the tiles of those outputs; of what `ahead` points to `lines` are fetched a step.
+// 16 * A rows x 32 outputs, w being the tiles of those outputs; `lines` of what `ahead` points to are fetched per step.
 template <bool INT8, int A> static inline void block(const Sixteen* x, const char* w, int64_t n, float* sums, const char* ahead, int lines) {
     _tile_zero(0); _tile_zero(1);
     if (A == 2) { _tile_zero(2); _tile_zero(3); }
@@ -123,22 +123,22 @@ template <bool INT8> static void rows_of(const Product& p, int64_t m, int64_t o,
         else x[b] = {p.tiles + (first - p.apart) * n * LINE, LINE, TILE};
     }
     const char* w = p.w + o * n * LINE;
-    // the only reading of these weights fetches what it comes to soon; where rows come in turns, each fetches a part of
-    // the next outputs' weights
+    // if these weights are read once, each step prefetches those soon needed; if blocks of rows take turns, each
+    // prefetches a part of the next outputs' weights
     const int lines = turns == 1 ? 32 : (int)((32 + turns - 1) / turns);
     const char* ahead = turns == 1 ? w + AHEAD : w + 32 * n * LINE + m / ROWS * LINE * lines * n;
     if (n_rows > 16) block<INT8, 2>(x, w, n, sums, ahead, lines);
     else block<INT8, 1>(x, w, n, sums, ahead, lines);
     p.store<INT8>(sums, m, n_rows, o);
 }
-// Rows of x that are loaded as they lie: in whole lines, and not so far apart that they meet in a cache.
+// Rows of x that are loaded in place: whole lines, at a stride that does not make them collide in a cache.
 static int64_t in_place(const bf16* x, int64_t M, int64_t x_row) { return (uintptr_t)x % 64 || x_row % 32 || !(x_row % 1024) ? 0 : M / 16 * 16; }
 static void begin() { static thread_local TileConfig config; _tile_loadconfig(&config); }
 static void end() { _tile_release(); }
 #else
 constexpr int ROWS = 8;
 constexpr bool TILES = false;
-// unsigned bytes of weights, 128 above what they are, times signed ones of x: offsets of the sums make up for it
+// unsigned bytes of weights, 128 above what they are, times signed ones of x: the initial sums correct for it
 template <bool INT8> static inline __m512 multiply(__m512 sum, int x, __m512i w) {
     if (INT8) return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum), w, _mm512_set1_epi32(x)));
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
@@ -183,8 +183,8 @@ static void copy_row(const Product& p, const bf16* x, int64_t m, char* lines) {
     for (int64_t i = 0; i < p.n; i++) _mm512_store_si512(lines + i * TILE, _mm512_loadu_si512(x + 32 * i));
 }
 
-// The same as int8: x = x_scale * q, q from -127 to 127, ties to even. A row that holds no finite largest value has a
-// scale that is none either, and so has what comes of it.
+// The same as int8: x = x_scale * q, q from -127 to 127, ties to even. The scale of a row with infinities or NaN is not
+// finite, and so are its results.
 static void quantize_row(const Product& p, const bf16* x, int64_t m, char* lines) {
     __m512i most = _mm512_setzero_si512();
     const __m512i magnitude = _mm512_set1_epi16(0x7fff);
@@ -212,7 +212,7 @@ template <bool INT8> static void multiply_all(const bf16* x, const char* w, cons
     const int64_t apart = INT8 ? 0 : in_place(x, M, x_row), blocks = (M - apart + 15) / 16, n = INT8 ? I / 64 : I / 32;
     const int64_t tiles = blocks * TILE * n, each = INT8 ? 4 * M : 0;
     if ((int64_t)kept.size() < tiles + 2 * each + LINE) kept.resize(tiles + 2 * each + LINE);
-    // by address: workers have a vector of their own
+    // by address: each worker has its own vector
     char* room = (char*)(((uintptr_t)kept.data() + LINE - 1) & ~(uintptr_t)(LINE - 1));
     const Product p{(const char*)x, w, scale, bias, y, M, n, O, 2 * x_row, gated != 0, apart, room, (float*)(room + tiles), (int32_t*)(room + tiles + each)};
     auto pack = [&](int64_t b) { // 16 rows
@@ -235,7 +235,7 @@ template <bool INT8> static void multiply_all(const bf16* x, const char* w, cons
             for (int64_t b = 0; b < blocks; b++) pack(b);
         }
         begin();
-        asm volatile("" ::: "memory"); // what was packed is there: compilers do not see that tiles are loaded
+        asm volatile("" ::: "memory"); // packing must be complete: the compiler does not see that tiles are loaded
 #pragma omp for schedule(static) nowait
         for (int64_t o = 0; o < O; o += 32)
             for (int64_t m = 0; m < M; m += ROWS) rows_of<INT8>(p, m, o, sums);

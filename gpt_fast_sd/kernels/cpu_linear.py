@@ -1,7 +1,7 @@
 """Products of few rows on a CPU: weights held once, packed for cpu_linear.cpp, behind a torch operator.
 
-A library packs the weights anew in every call, or reads them with a horizontal sum a row; packed once, a product reads
-each weight from memory a single time, and a row's bits hang neither on the other rows nor on the number of threads.
+A library packs the weights again in every call, or reads them with a horizontal sum per row; packed once, a product
+reads each weight from memory a single time, and a row's last bits depend neither on other rows nor on threads.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -29,7 +29,7 @@ _library.define("cpu_swiglu(Tensor x, Tensor packed, Tensor? scale=None) -> Tens
 
 
 def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], ...]:
-    """What `begin_building` is to build for a model: sources, each with the head dim that it is built for."""
+    """The sources that `begin_building` builds for a model, each with its head dim."""
     own = [(attention.SOURCE, head_dim)] if head_dim in attention.HEAD_DIMS else []
     drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY else []
     return (*own, (SOURCE, 0), *drawn)
@@ -45,16 +45,16 @@ def packable(weight: Tensor) -> bool:
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
     """x W' + bias: bf16 x [..., I], packed [O, I], bias [O] -> bf16 [..., O]; TypeError for other dtypes.
 
-    With a scale, fp32 [O], packed is int8: see `int8_linear`, of which this has the bits.
+    With a scale, fp32 [O], packed is int8, and the result is that of `int8_linear`, bit for bit.
     """
     out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias, scale)
     return out
 
 
 def packed_swiglu(x: Tensor, packed: Tensor, scale: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, of which packed [2 * F, I] holds the rows in turns: bf16 x [..., I] -> bf16 [..., F].
+    """silu(gate) * up, whose rows alternate in packed [2 * F, I]: bf16 x [..., I] -> bf16 [..., F].
 
-    Taken of fp32 values, before they are rounded; TypeError for other dtypes.
+    Computed from fp32 values, before they are rounded; TypeError for other dtypes.
     """
     out: Tensor = torch.ops.gpt_fast_sd.cpu_swiglu(x, packed, scale)
     return out
@@ -89,7 +89,7 @@ def _kernel() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None, gated: bool) -> Tensor:
-    # of a step with a single row what stands here takes longer than the product of a small weight
+    # in a step with a single row, this Python code takes longer than the product of a small weight
     kind = BF16 if scale is None else INT8
     if x.dtype is not BF16 or packed.dtype is not kind or not packed.is_contiguous():
         raise TypeError(f"packed weights are contiguous {kind} and multiply bf16, got {packed.dtype} and {x.dtype}")
@@ -99,7 +99,7 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | Non
         raise TypeError(f"the bias of packed weights is bf16, got {bias.dtype}")
     n_out, n_in = packed.shape
     if x.shape[-1] != n_in:
-        raise ValueError(f"packed weights of {n_in} inputs multiply rows of as many, got {tuple(x.shape)}")
+        raise ValueError(f"packed weights of {n_in} inputs need rows of {n_in} numbers, got {tuple(x.shape)}")
     rows, apart = x, n_in  # [M, I], from one row to the next
     if not x.is_contiguous():
         rows = x.reshape(-1, n_in)

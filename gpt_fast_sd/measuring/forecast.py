@@ -1,6 +1,6 @@
-"""What the cost model says of speculation before anyone waits for it or buys a chip, and what was measured beside it.
+"""Speculation by the cost model, before anyone waits for it or buys a chip, and measurements next to it.
 
-Shapes: B rows, gamma tokens drafted a round; T_T a step of plain decoding, T_D a draft step, T_V a verification.
+Shapes: B rows, gamma tokens drafted per round; T_T a step of plain decoding, T_D a draft step, T_V a verification.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def shape_of(model: str) -> ModelConfig:
 def chip_for(
     device: str | None, dtype: torch.dtype, bandwidth: float | None, flops: float | None, memory: float | None
 ) -> tuple[Chip, str]:
-    """The chip of a name, the one at hand for "this" (measured, a few seconds), or one of rates alone; and its kind.
+    """The chip of a name, this machine's for "this" (measured, a few seconds), or one given by rates; and its kind.
 
-    bandwidth in GB/s, flops in TFLOP/s and memory in GiB stand in for what is published.
+    bandwidth in GB/s, flops in TFLOP/s and memory in GiB replace what is published.
     """
     units = {"bandwidth": (bandwidth, 1e9, "GB/s"), "peak": (flops, 1e12, "TFLOP/s"), "memory": (memory, GIB, "GiB")}
     for name, (value, _, unit) in units.items():
@@ -80,7 +80,7 @@ def chip_for(
 
 
 def ranks_for(chip: Chip, tp: int, per_node: int, link: float | None, network: float | None) -> Ranks | None:
-    """So many such chips, per_node in a machine; link and network in GB/s each way. None for one chip."""
+    """n such chips, per_node in a machine; link and network in GB/s each way. None for one chip."""
     own = chip.link if link is None else replace(chip.link, name="a link", bandwidth=link * 1e9)
     other = None if network is None else Link(name="a network", bandwidth=network * 1e9, hop=NETWORK_HOP)
     return Ranks(n=tp, link=own, per_node=per_node, network=other) if tp > 1 else None
@@ -91,9 +91,9 @@ def ranks_for(chip: Chip, tp: int, per_node: int, link: float | None, network: f
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """A model on chips: all that the cost of a round depends on beside its rows and its draft.
+    """A model on chips: all that the cost of a round depends on besides its rows and its draft.
 
-    device: of what kind the chips are, "cuda" or "cpu". room: tokens that a row may grow by. ranks: None for one chip.
+    device: the kind of the chips, "cuda" or "cpu". room: tokens that a row may grow by. ranks: None for one chip.
     """
 
     model: ModelConfig
@@ -107,7 +107,7 @@ class System:
     room: int = 512
 
     def __post_init__(self) -> None:
-        local_config(self.model, self.tp)  # which refuses what ranks cannot share
+        local_config(self.model, self.tp)  # refuses a model that ranks cannot share
 
     @property
     def tp(self) -> int:
@@ -115,17 +115,17 @@ class System:
         return self.ranks.n if self.ranks else 1
 
     def draft_ranks(self, draft: DraftConfig) -> Ranks | None:
-        """Those that hold a draft model together."""
+        """Ranks that hold a draft model together."""
         n = draft.draft_tp or self.tp
         return replace(self.ranks, n=n) if self.ranks and n > 1 else None
 
     @property
     def costs(self) -> Record:
-        """What every step of the target is reckoned with: quantizing leaves the output's weights as they are."""
+        """The arguments of every step of the target: quantizing leaves the output's weights as they are."""
         return self._costs(self.ranks) | ({"weight_bytes": 1.0} if self.quantize else {})
 
     def _costs(self, ranks: Ranks | None) -> Record:
-        """The same of any model that these ranks hold, which nobody has quantized."""
+        """The same for any model that these ranks hold unquantized."""
         own = float(TORCH_DTYPES[self.dtype].itemsize)
         return {
             "weight_bytes": own, "head_bytes": own,
@@ -134,7 +134,7 @@ class System:
         }  # fmt: skip
 
     def config(self, batch: int, context: int) -> EngineConfig:
-        """How an engine would run such rows; ValueError where it would not."""
+        """The configuration of an engine for such rows; ValueError if it would refuse them."""
         config = EngineConfig(
             batch_size=batch, max_seq_len=context + self.room, device=self.device, dtype=self.dtype,
             kv_dtype=self.kv_dtype, quantize=self.quantize,
@@ -152,9 +152,9 @@ class System:
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, gamma: int,
         efficiency: Efficiency = IDEAL,
     ) -> Forecast:  # fmt: skip
-        """Rounds of gamma drafts, what their selection costs included; gamma 0 is plain decoding."""
+        """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
         policy, costs = registry.policy_class(draft.policy), {"efficiency": efficiency, **self.costs}
-        theirs = self.draft_model and replace(self.draft_model)  # another one, also of the target's shape
+        theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
         own = {"efficiency": efficiency, **self._costs(self.draft_ranks(draft))}
         copied = {"weight_bytes": 1.0, "head_bytes": 1.0} if draft.quantize else {}
         views = [registry.view_class(name) for name in policy.views(draft)]
@@ -183,7 +183,7 @@ class System:
     def mean_round(
         self, draft: DraftConfig, chance: float, batch: int, context: float, rounds_by_gamma: Mapping[int, int]
     ) -> float:
-        """Seconds of a round on average, where so many drafted each gamma and drafts were kept with this chance."""
+        """Average seconds of a round, given how many drafted each gamma and the chance that drafts were kept."""
         rounds = {gamma: self.forecast(draft, chance, batch, context, gamma) for gamma in rounds_by_gamma}
         spent = sum(n * rounds[gamma].round_seconds for gamma, n in rounds_by_gamma.items())
         return spent / sum(rounds_by_gamma.values())
@@ -191,12 +191,12 @@ class System:
     def best(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
     ) -> Forecast:
-        """Rounds of the gamma that a configuration fixes, or of the best that gamma "auto" may draft."""
+        """Rounds with the gamma that a configuration fixes, or with the best that gamma "auto" may draft."""
         tiers = gamma_tiers(self.model.group_size)[1:] if isinstance(draft.gamma, str) else [draft.gamma]
         return best_gamma(lambda gamma: self.forecast(draft, chances, batch, context, gamma, efficiency), tiers)
 
     def memory(self, draft: DraftConfig, batch: int, context: int) -> tuple[int, str | None]:
-        """Bytes on each chip that an engine would plan with, and None, or what would fit where these do not."""
+        """Bytes on each chip by an engine's memory plan, and None or, if they do not fit, advice on what would."""
         config, device = self.config(batch, context), torch.device(self.device)
         have = None if math.isinf(self.chip.memory) else int(self.chip.memory)
         size, on_cuda = TORCH_DTYPES[self.dtype].itemsize, self.device == "cuda"
@@ -221,13 +221,13 @@ class System:
     def break_even(
         self, draft: DraftConfig, chances: float | Chances, batch: int, efficiency: Efficiency = IDEAL
     ) -> int | None:
-        """The least context in which drafting is faster than plain decoding; None: in none that the model reaches."""
+        """The shortest context at which drafting is faster than plain decoding; None: at none within the model's."""
         return self._first(lambda context: self.best(draft, chances, batch, context, efficiency).ratio > 1)
 
     def critical(
         self, draft: DraftConfig, chances: float | Chances, batches: Sequence[int], efficiency: Efficiency = IDEAL
     ) -> int | None:
-        """The least context in which the largest batch gains at least as much as the smallest; None: in none."""
+        """The shortest context at which the largest batch gains at least as much as the smallest; None: at none."""
 
         def grows(context: int) -> bool:
             few, many = (self.best(draft, chances, n, context, efficiency).ratio for n in (min(batches), max(batches)))
@@ -236,7 +236,7 @@ class System:
         return self._first(grows)
 
     def _first(self, holds: Callable[[int], bool]) -> int | None:
-        """The least context in which something holds that, once it does, holds in every longer one."""
+        """The shortest context at which something holds that, once it does, holds at every longer one."""
         low, high = 0, self.model.max_seq_len - self.room
         if high < 1 or not holds(high):
             return None
@@ -247,7 +247,7 @@ class System:
 
 
 def budget_of(draft: DraftConfig) -> int | None:
-    """The budget of a draft, None where its policy heeds none."""
+    """The budget of a draft, None if its policy uses none."""
     return draft.budget if "budget" in registry.heeds(draft.policy) else None
 
 
@@ -261,14 +261,14 @@ def label(one: Record) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """How many drafts are kept: what a user says, by policy ("" is any), what was measured, else what was published."""
+    """How many drafts are kept: as given, by policy ("" is any), as measured, or else as published."""
 
     said: Mapping[str, float]
     measured: Sequence[Record] = ()
 
     @staticmethod
     def of(texts: Sequence[str]) -> Kept:
-        """From 0.8, streaming=0.8 and results of an earlier run (JSON); ValueError where a text is none of these."""
+        """From 0.8, streaming=0.8 and results of an earlier run (JSON); ValueError if a text is none of these."""
         said: dict[str, float] = {}
         measured: list[Record] = []
         for text in texts:
@@ -287,7 +287,7 @@ class Kept:
         return Kept(said=said, measured=measured)
 
     def chances(self, draft: DraftConfig, context: int) -> tuple[Chances, str]:
-        """The chances of a draft, and where they come from; ValueError where nobody has told any."""
+        """The chances of a draft, and their source; ValueError if there are none."""
         policy, budget = draft.policy, budget_of(draft)
         if (rate := self.said.get(policy, self.said.get(""))) is not None:
             return (rate,), "given"
@@ -302,14 +302,14 @@ class Kept:
             )
         if policy in PROFILES:
             return PROFILES[policy].chances, f"assumed: {PROFILES[policy].source}"
-        raise ValueError(f"nobody published an acceptance of {policy} to assume: give one, as in {policy}=0.5")
+        raise ValueError(f"no published acceptance of {policy} is known: give one, as in {policy}=0.5")
 
 
 def _measured_acceptance(path: Path) -> list[Record]:
-    """Acceptance in the results of a frontier or a sweep, of drafts that follow accepted ones.
+    """Acceptance in the results of a frontier or a sweep, for drafts that follow accepted ones.
 
-    By shares of position i and i - 1, which is exact where every round drafted as many: gamma "auto" drafts far where
-    that pays, so that there it is a guess.
+    From the shares of positions i and i - 1, which is exact if every round drafted equally many: gamma "auto" drafts
+    more where that pays, so there it is a guess.
     """
     document, found = read_document(path, "frontier", "batch"), []
     for one in document.get("results") or document.get("points") or ():
@@ -328,7 +328,7 @@ def _measured_acceptance(path: Path) -> list[Record]:
 
 
 def default_policies(system: System) -> list[str]:
-    """The policies for which an acceptance was published, those of a draft model where there is one."""
+    """The policies for which an acceptance was published, including those of a draft model if there is one."""
     needs = {name for name in registry.policies() if registry.policy_class(name).own_cache}
     return [name for name in registry.policies() if name in PROFILES and (system.draft_model or name not in needs)]
 
@@ -338,9 +338,9 @@ def cell(
 ) -> Record:  # fmt: skip
     """One draft in one batch and context, JSON-ready; times in milliseconds."""
     chances, source = kept.chances(draft, context)
-    n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is reckoned
+    n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is computed
     one, ideal = (system.best(draft, chances, batch, context, e) for e in (efficiency, IDEAL))
-    own = system.costs["head_bytes"]  # as activations have
+    own = system.costs["head_bytes"]  # the same as activations
     together = partial(collective_seconds, system.model, tp=system.tp, weight_bytes=own)
     return {
         "batch": batch, "context": context, "policy": draft.policy, "budget": budget_of(draft),
@@ -356,7 +356,7 @@ def cell(
 
 
 def compare(path: Path) -> list[Record]:
-    """What was measured in a sweep beside what is predicted for that machine's own rates, at the acceptance it had."""
+    """The measurements of a sweep next to the prediction from that machine's own rates, at the same acceptance."""
     document, found = read_document(path, "batch"), []
     up_to_date(document)
     settings = document["settings"]
@@ -389,5 +389,5 @@ def compare(path: Path) -> list[Record]:
 
 
 def _shape(stored: Record | None) -> ModelConfig | None:
-    """A shape as results hold it; how far its positions are stretched costs nothing."""
+    """A shape as stored in results; its position scaling costs nothing and is left out."""
     return ModelConfig(**{**stored, "rope_scaling": None, "eos_ids": ()}) if stored else None

@@ -22,7 +22,7 @@ COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf
 
 
 def check_drawable(flag: str, *files: Path | None) -> None:
-    """ValueError, before any work is done, where matplotlib is missing or knows no such format."""
+    """ValueError, before any work is done, if matplotlib is missing or does not know the format."""
     for file in files:
         if file is not None and file.suffix.lower() not in SUFFIXES:
             raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
@@ -56,7 +56,7 @@ def draw_panels(
     share: str = "",
     legend: bool = False,
 ) -> None:
-    """Draw a grid of panels, size inches each. share: axes that all have in common, "x", "y" or "xy".
+    """Draw a grid of panels, size inches each. share: axes that all panels share, "x", "y" or "xy".
 
     legend: one for all panels, below them.
     """
@@ -85,7 +85,7 @@ def draw_panels(
 
 
 def over_log2(panel: Any, xs: Sequence[int], xlabel: str = "") -> None:
-    """A horizontal axis of doublings, with ticks where something was measured."""
+    """A horizontal log2 axis, with ticks at the measured values."""
     panel.set_xscale("log", base=2)
     panel.set_xticks(xs, [f"{x:,}" for x in xs])
     panel.set_xlim(min(xs) / 1.2, max(xs) * 1.2)
@@ -94,7 +94,7 @@ def over_log2(panel: Any, xs: Sequence[int], xlabel: str = "") -> None:
 
 
 def whiskers(values: Sequence[Record]) -> list[list[float]]:
-    """How far below and above the median each spread reaches."""
+    """How far each spread reaches below and above the median."""
     return [[abs(one[end] - one["median"]) for one in values] for end in ("min", "max")]
 
 
@@ -102,12 +102,12 @@ def whiskers(values: Sequence[Record]) -> list[list[float]]:
 
 
 def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, folder: Path) -> list[Path]:
-    """Pictures of one panel a draft: speed-up over batch, over context, throughput over latency; and the hero."""
+    """Pictures with one panel per draft: speed-up over batch, over context, throughput over latency; and the hero."""
     folder.mkdir(parents=True, exist_ok=True)
     drafts = [*dict.fromkeys(map(draft_label, points))]
     steady = "steady, whiskers: least and greatest pair; dotted: to completion"
     critical = (
-        f"{steady}\ncritical length (red): from there on the speed-up grows with the batch, "
+        f"{steady}\ncritical length (red): beyond it the speed-up grows with the batch, "
         "its least-squares slope over log2 of the batch is above 0"
     )
     pictures: tuple[tuple[str, Callable[[Any, str, list[Record]], None], str, str, str], ...] = (
@@ -138,7 +138,7 @@ def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, 
 
 
 def draw_hero(points: Sequence[Record], path: Path) -> None:
-    """Speed-up over context, a line for each batch, a panel a draft, on no background: for a page light or dark."""
+    """Speed-up over context, a line per batch, a panel per draft, no background: for light and dark pages."""
     pyplot = load_pyplot()
     drafts = [*dict.fromkeys(map(draft_label, points))]
     batches = sorted({r["batch"] for r in points})
@@ -166,13 +166,13 @@ def draw_hero(points: Sequence[Record], path: Path) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(
         handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelcolor=INK
-    )  # as the lines lie, the greatest batch on top
+    )  # in the order of the lines, the largest batch on top
     figure.savefig(path, dpi=200, transparent=True)
     pyplot.close(figure)
 
 
 def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None:
-    """Speed-up over batch or context, a line for each value of the other; thin: to completion."""
+    """Speed-up over batch or context, one line per value of the other; thin: to completion."""
     for i, value in enumerate(sorted({r[by] for r in ours})):
         row = sorted((r for r in ours if r[by] == value), key=lambda r: r[over])
         xs, shown = [r[over] for r in row], [shown_speedup(r) for r in row]
@@ -229,7 +229,7 @@ def over_budget(
     level: float | None = None,
     percent: bool = False,
 ) -> Draw:
-    """A panel over the budget, a colour for each of the policies; those without a budget are horizontal.
+    """A panel over the budget, one colour per policy; those without a budget are horizontal.
 
     ends: least and greatest of a value. level: a line to compare with. percent: values are shares.
     """
@@ -263,7 +263,7 @@ def over_budget(
 
 
 def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
-    """Panels over the budget: acceptance, tokens per round and, where it was timed, speed with its spread."""
+    """Panels over the budget: acceptance, tokens per round and, if it was timed, speed with its spread."""
     timed, policies = [r for r in results if r["ratio"]], [*dict.fromkeys(r["policy"] for r in results)]
     panels = [
         over_budget("acceptance", results, lambda r: r["acceptance_rate"], policies, percent=True),
@@ -279,7 +279,7 @@ def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
 
 
 def draw_acceptance(documents: Sequence[Record], title: str, path: Path) -> None:
-    """Acceptance over the budget, a panel for each document: a row for each temperature, contexts side by side."""
+    """Acceptance over the budget, one panel per document: one row per temperature, contexts side by side."""
     rows: dict[float, list[Draw]] = {}
     policies = [*dict.fromkeys(r["policy"] for document in documents for r in document["results"])]
     for document in sorted(documents, key=lambda d: (d["settings"]["temperature"], d["settings"]["context"])):
@@ -302,9 +302,9 @@ def draw_bars(
     xlabel: str,
     first: str,
 ) -> None:
-    """A grid of panels, each (name, label -> (length, text) of a bar, where a dashed line stands).
+    """A grid of panels, each (name, label -> (length, text) of a bar, the place of a dashed line).
 
-    All panels have a place for every label. first: the label of another colour.
+    All panels have a place for every label. first: the label drawn in another colour.
     """
     labels = [*dict.fromkeys(label for row in cells for _, bars, _ in row for label in bars)]
 
@@ -314,7 +314,7 @@ def draw_bars(
                 length, text = bars.get(label, (0.0, " no result"))
                 panel.barh(i, length, height=0.7, color=color(3) if label == first else color(1))
                 panel.text(length, i, text, va="center", fontsize=8, bbox={"color": "white", "pad": 0})
-            panel.axvline(line, color="black", linestyle="--", linewidth=1)  # texts lie above lines
+            panel.axvline(line, color="black", linestyle="--", linewidth=1)  # texts are drawn over lines
             panel.set_xlim(0, 1.5 * max(line, *(length for length, _ in bars.values()), 0.0))
             panel.set_title(name, fontsize=10)
             panel.set_yticks(range(len(labels)), labels)

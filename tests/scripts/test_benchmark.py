@@ -187,7 +187,7 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_ended(
         capsys, model, *sweep, "--json", str(file), "--seconds", "0.5"
     )
     other = [*sweep, "--json", str(file), "--pairs", "1"]
-    assert "was measured with pairs 2, not 1: name another file, or begin anew with --fresh" in refusal(
+    assert "was measured with pairs 2, not 1: name another file, or start over with --fresh" in refusal(
         capsys, model, *other
     )
     measured.clear()

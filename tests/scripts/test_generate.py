@@ -130,7 +130,7 @@ def test_a_file_is_continued_and_a_trace_is_written(
         (["--prompt", "a", "--draft", "hierarchy", "--cheap", "psychic"], "'psychic'"),
         (["--prompt", "a", "--draft-model", "bundled"], "draft_model is for policy 'standalone'"),
         (["--prompt", "a", "--draft", "standalone", "--draft-model", "nowhere"], "no folder nowhere"),
-        (["--prompt", "a", "--draft", "standalone", "--draft-model", "tests"], "tests is no model folder"),
+        (["--prompt", "a", "--draft", "standalone", "--draft-model", "tests"], "tests is not a model folder"),
         (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "6"], "below the model's 6 layers"),
         (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "0"], "exit_layers"),
         (["--prompt", "a", "--draft", "streaming", "--exit-layers", "2"], "exit_layers is for policy 'early_exit'"),
@@ -341,8 +341,8 @@ def test_a_comparison_shows_both_ways_side_by_side(
     assert "plain" in shown and "speculative" in shown
     assert card["tokens/s"].split() == [*(f"{sorted(kind)[1]:,.1f}" for kind in speeds), f"{plain['ratio']:.2f}", "x"]
     kv = [part["kv_bytes_per_token"] for part in (plain["stats"], stats)]
-    assert card["KV MB a token"].split() == [*(f"{b / 1e6:.2f}" for b in kv), f"{kv[1] / kv[0]:.2f}", "x"]
-    assert card["tokens a round"].split() == ["1.00", f"{stats['tokens_per_round']:.2f}"]
+    assert card["KV MB per token"].split() == [*(f"{b / 1e6:.2f}" for b in kv), f"{kv[1] / kv[0]:.2f}", "x"]
+    assert card["tokens per round"].split() == ["1.00", f"{stats['tokens_per_round']:.2f}"]
     assert card["acceptance"].startswith(f"{stats['acceptance_rate']:.0%} of {stats['drafted']} drafts; by position")
     assert len(card["acceptance"].split("by position ")[1].split()) == len(stats["drafted_by_position"])
     assert card["rounds"] == ", ".join(
@@ -431,7 +431,7 @@ def test_without_a_prompt_the_document_is_sampled_in_colour_and_compared(
     assert "streaming (green)" in shown and "...The captain wrote in his journal that" in shown
     assert shown.count("\033[32m") > 1
     card = rows(shown)
-    assert {"tokens/s", "KV MB a token", "tokens a round", "acceptance"} <= set(card)
+    assert {"tokens/s", "KV MB per token", "tokens per round", "acceptance"} <= set(card)
     assert "plain" in shown and "samples differ by design" in card["outputs"]
     assert "speculative" not in output(script, capsys, "--no-compare")
     plain = output(script, capsys, "--draft", "off")
@@ -497,7 +497,7 @@ def test_a_file_that_is_no_gguf_is_one_sentence(
 ) -> None:
     image = tmp_path / "image.gguf"
     image.write_bytes(b"\x89PNG\r\n" + bytes(99))
-    assert "image.gguf is no GGUF file" in refusal(script, capsys, *NIGHT, "--model", str(image))
+    assert "image.gguf is not a GGUF file" in refusal(script, capsys, *NIGHT, "--model", str(image))
     image.write_bytes(gguf_file.read_bytes()[:20_000])
     assert "image.gguf is damaged or incomplete" in refusal(script, capsys, *NIGHT, "--model", str(image))
     assert "there is no file nowhere.gguf" in refusal(script, capsys, *NIGHT, "--model", "nowhere.gguf")
@@ -787,7 +787,7 @@ def test_a_report_never_takes_the_place_of_what_is_no_file(
     """A page for a device was moved over the device."""
     os.mkfifo(tmp_path / "pipe")
     assert "it is no file that can be replaced" in refusal(script, capsys, *NIGHT, "--report", str(tmp_path / "pipe"))
-    with pytest.raises(OSError, match="it is no file that can be replaced"):
+    with pytest.raises(OSError, match="it is not a file that can be replaced"):
         script.write_whole(tmp_path / "pipe", "text")
     assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
 

@@ -228,7 +228,7 @@ def test_results_of_other_settings_or_of_nothing_of_ours_are_not_written_over(
         return capsys.readouterr().err
 
     a_ledger(tmp_path, device="NVIDIA H200").write()
-    assert "was measured with device NVIDIA H200, not cpu: name another file, or begin anew with --fresh" in refusal()
+    assert "was measured with device NVIDIA H200, not cpu: name another file, or start over with --fresh" in refusal()
     found.write_text("{}")
     assert "holds no results of this benchmark" in refusal()
     found.write_text("half a docu")

@@ -1,4 +1,4 @@
-"""The file of results: whole after each of them, gone on with, and left alone where it is another's."""
+"""The file of results: complete after each of them, resumed, and left alone if it is not ours."""
 
 from __future__ import annotations
 

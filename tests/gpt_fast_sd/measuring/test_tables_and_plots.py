@@ -1,4 +1,4 @@
-"""Tables of which columns are declared once, and pictures of all results in the repository."""
+"""Tables whose columns are declared once, and pictures of all results in the repository."""
 
 from __future__ import annotations
 
