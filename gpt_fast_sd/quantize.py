@@ -70,6 +70,8 @@ def require_draft_precision(name: str | None, device: torch.device, dtype: torch
         raise ValueError(
             f"{said} needs compute capability {least} or more (L40S, H100, or later), and this GPU has {has}"
         )
+    if str(torch.version.cuda).startswith("12.9"):  # https://github.com/pytorch/ao/issues/4582
+        raise ValueError(f"{said} may crash in CUDA 12.9's cuBLAS: use a torch built for another CUDA")
     if dtype != torch.bfloat16:
         raise ValueError(f"{said} needs bf16 weights, and the model's are {str(dtype).removeprefix('torch.')}")
 
@@ -127,8 +129,9 @@ def float8_of(linear: nn.Linear) -> nn.Linear:
     """
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
     from torchao.quantization.quantize_.common import KernelPreference
+    from torchao.utils import TorchAOBaseTensor
 
-    if type(linear.weight.data) is not Tensor:
+    if isinstance(linear.weight.data, TorchAOBaseTensor):
         raise ValueError(
             "quantize 'float8' of a draft needs a model with plain weights, and the target's are quantized"
         )
@@ -140,7 +143,7 @@ def float8_of(linear: nn.Linear) -> nn.Linear:
         own = Linear(linear.in_features, linear.out_features, bias=False)
     own.weight, own.bias = linear.weight, linear.bias
     quantize_(own.train(False), config, filter_fn=lambda module, _: True)
-    if type(own.weight.data) is Tensor:  # torchao leaves such a one as it is, and says nothing
+    if not isinstance(own.weight.data, TorchAOBaseTensor):  # torchao leaves such a one as it is, and says nothing
         shape = list(linear.weight.shape)
         raise ValueError(f"quantize 'float8' of a draft needs sizes that 16 divides, and a weight has {shape}")
     return own

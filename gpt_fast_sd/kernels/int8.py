@@ -1,4 +1,4 @@
-"""Products with int8 weights in PyTorch: rows are quantized as they come, and sums of integers have no order.
+"""Products with int8 weights in PyTorch: rows are made integers, too, whose sums are the same in any order.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -24,13 +24,18 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x W' + bias, each row of x quantized like one of W: x [..., I], int8 weight [O, I], fp32 scale [O] -> [..., O].
+    """x W' + bias: x [..., I], int8 weight [O, I], fp32 scale [O] -> [..., O] in the dtype of x.
 
-    A row that is not finite gives nothing that is.
+    Each row of x becomes integers of 15 bits with a scale of its own, in two planes of int8. A row that is not finite
+    gives nothing that is.
     """
-    rows, own = _quantized(x.reshape(-1, x.shape[-1]))  # [M, I], [M]
-    sums = torch._int_mm(rows, weight.t())  # int32 [M, O]
-    out = sums.float() * (own[:, None] * scale)
+    wide = x.reshape(-1, x.shape[-1]).float()  # [M, I]
+    own = wide.abs().amax(-1).clamp(min=LEAST) / (MOST * 128)  # [M]
+    integers = (wide * own.reciprocal()[:, None]).round().to(torch.int32)
+    upper = (integers + 64) >> 7  # -127 .. 127, and what is left is -64 .. 63
+    planes = [plane.clamp(-MOST - 1, MOST).to(torch.int8) for plane in (upper, integers - (upper << 7))]
+    sums = [torch._int_mm(plane, weight.t()).float() for plane in planes]  # [M, O], exact before they are rounded here
+    out = (sums[0] * 128 + sums[1]) * (own[:, None] * scale)
     out = out if bias is None else out + bias.float()
     return out.to(x.dtype).view(*x.shape[:-1], len(weight))
 
@@ -38,4 +43,4 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
 def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.float()
     scale = wide.abs().amax(-1).clamp(min=LEAST) / MOST
-    return (wide * scale.reciprocal()[:, None]).round().clamp(-MOST - 1, MOST).to(torch.int8), scale
+    return (wide * scale.reciprocal()[:, None]).round().to(torch.int8), scale

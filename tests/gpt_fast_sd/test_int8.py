@@ -76,14 +76,12 @@ def test_the_product_in_pytorch_is_near_that_of_fp64(bias: bool) -> None:
     expected = nn.functional.linear(x.double(), weight.double(), None if linear.bias is None else linear.bias.double())
     got = linear(x)
     assert got.dtype == torch.float32 and got.shape == (3, 7, 96)
-    # both factors are off by 1/254 of their row's largest, which is about three times what is typical
-    assert 0 < (got - expected).norm() <= 0.02 * expected.norm()
-    # of what was quantized, the sums are exact
-    own, x_scale = int8._quantized(x.flatten(0, 1))
-    sums = own.double() @ linear.weight.double().T
-    exact = sums * x_scale.double()[:, None] * linear.scale.double()
-    exact = exact if linear.bias is None else exact + linear.bias.double()
-    torch.testing.assert_close(got.flatten(0, 1).double(), exact, rtol=1e-6, atol=1e-6)
+    # weights are off by up to 1/254 of their row's largest, which is nearly twice what is typical of uniform ones
+    assert 0 < (got - expected).norm() <= 0.006 * expected.norm()
+    weight = linear.weight * linear.scale.double()[:, None]
+    exact = nn.functional.linear(x.double(), weight, None if linear.bias is None else linear.bias.double())
+    # x is off by up to 2^-15 of its row's largest, which is three times what is typical
+    assert (got - exact).norm() <= 1e-4 * exact.norm()
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from unittest import mock
@@ -22,21 +23,23 @@ pytestmark = needs_cuda_code
 CUDA = torch.device("cuda")
 
 
-@pytest.fixture
-def capability(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
-    """A GPU of compute capability 9.0 to whoever asks; a test may say another one."""
-    asked = mock.Mock(return_value=(9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    yield asked
+@contextlib.contextmanager
+def gpu(capability: tuple[int, int] = (9, 0), cuda: str = "13.0") -> Iterator[None]:
+    """A GPU of this compute capability, and a torch built for this CUDA, to whoever asks."""
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.version, "cuda", cuda),
+    ):
+        yield
 
 
-@pytest.mark.usefixtures("capability")
 def test_a_float8_copy_drafts_with_two_launches_a_linear_and_no_buffer_of_a_weights_size() -> None:
     with fake_cuda_tensors(), torch.inference_mode():
         rig = fake_rig()
         before = dict(rig.model.named_parameters(remove_duplicate=False))
-        copy = draft_copy(rig.model, "float8")
+        with gpu():
+            copy = draft_copy(rig.model, "float8")
         assert all(p is before[name] for name, p in rig.model.named_parameters(remove_duplicate=False))
         linears = [m for m in copy.modules() if isinstance(m, nn.Linear)]
         assert len(linears) == 4 * LAYERS + 1 and {type(m.weight.data).__name__ for m in linears} == {"Float8Tensor"}
@@ -51,20 +54,27 @@ def test_a_float8_copy_drafts_with_two_launches_a_linear_and_no_buffer_of_a_weig
     assert step.graphs == 1 and step.no_cudagraph is None
 
 
-def test_what_float8_needs_is_refused_in_a_sentence(capability: mock.Mock) -> None:
-    require_draft_precision("float8", CUDA, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"'int8' of a draft runs on device 'cpu', .* on 'cuda': use 'float8'"):
-        require_draft_precision("int8", CUDA, torch.bfloat16)
-    with pytest.raises(ValueError, match="needs bf16 weights, and the model's are float16"):
-        require_draft_precision("float8", CUDA, torch.float16)
-    capability.return_value = (8, 0)
-    with pytest.raises(ValueError, match=r"needs compute capability 8\.9 or more .*, and this GPU has 8\.0"):
+@pytest.mark.parametrize(
+    ("name", "dtype", "capability", "cuda", "said"),
+    [
+        ("int8", torch.bfloat16, (9, 0), "13.0", r"'int8' .* runs on device 'cpu', .* is on 'cuda': use 'float8'"),
+        ("float8", torch.float16, (9, 0), "13.0", "needs bf16 weights, and the model's are float16"),
+        ("float8", torch.bfloat16, (8, 0), "13.0", r"needs compute capability 8\.9 or more .*, and this GPU has 8\.0"),
+        ("float8", torch.bfloat16, (9, 0), "12.9", r"may crash in CUDA 12\.9's cuBLAS: use a torch built for another"),
+    ],
+)
+def test_what_a_gpu_does_not_draft_with_is_refused_in_a_sentence(
+    name: str, dtype: torch.dtype, capability: tuple[int, int], cuda: str, said: str
+) -> None:
+    with gpu():
         require_draft_precision("float8", CUDA, torch.bfloat16)
+    with gpu(capability, cuda), pytest.raises(ValueError, match=said) as caught:
+        require_draft_precision(name, CUDA, dtype)
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("capability")
 def test_sizes_that_float8_does_not_take_are_refused() -> None:
-    with fake_cuda_tensors():
+    with fake_cuda_tensors(), gpu():
         rig = fake_rig()
         odd = nn.Linear(512, 1000, bias=False, device=CUDA, dtype=torch.bfloat16)
         rig.model.output = odd  # type: ignore[assignment]
