@@ -76,7 +76,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_whole(file, "\ud800")
     assert file.read_text() == "old"
-    with pytest.raises(OSError, match="no file that can be replaced"):
+    with pytest.raises(OSError, match="not a file that can be replaced"):
         write_whole(tmp_path, "x")
     for path, said in ((tmp_path / "no" / "x", "there is no folder"), (tmp_path, "it is a folder")):
         with pytest.raises(ValueError, match=said):
