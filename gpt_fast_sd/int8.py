@@ -13,7 +13,7 @@ from .kernels import int8_linear, quantize_rows
 
 
 class Int8Linear(Linear):
-    """int8 weights with one scale for each output; each row that comes is quantized with a scale of its own.
+    """int8 weights with one scale for each output; each row of activations becomes integers with a scale of its own.
 
     What is saved and loaded of it is a weight in the dtype that it was made from.
     """

@@ -1,7 +1,7 @@
 """Quantized weights: a target's, in place, and those of a copy that drafts for a model and shares all else with it.
 
-"int8" on a CPU is ours: a scale for each output, rows quantized as they come, products of integers. On CUDA a target's
-is torchao's, weight-only; copies are "float8" there, torchao's again.
+"int8" on a CPU is our own: a scale for each output, activations as integers, see kernels/int8.py. On CUDA a target's is
+torchao's, weight-only; copies are "float8" there, also torchao's.
 """
 
 from __future__ import annotations
