@@ -16,6 +16,7 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 CUDA_GRAPHS = ("round", "off")
 KV_DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
 QUANTIZATIONS = ("int8",)
+DRAFT_QUANTIZATIONS = ("int8", "float8")
 CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
 GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
 MAX_GAMMA = 16
@@ -135,6 +136,13 @@ class DraftConfig:
         None, "tokens after which the selection is refreshed", unset="64 for snapkv, every round for guided"
     )
     page: int = _flag(16, "entries that are selected together", allowed=PAGES)
+    quantize: str | None = _flag(
+        None,
+        "weights of a copy that drafts: int8 on a CPU, float8 on CUDA",
+        allowed=DRAFT_QUANTIZATIONS,
+        unset="no copy",
+        flag="draft_quantize",
+    )
     draft_tp: int | None = _flag(
         None, "processes that hold the draft model together, a divisor of --tp", unset="all", metavar="M"
     )
@@ -151,7 +159,7 @@ class DraftConfig:
         for name in ("exit_layers", "refresh", "draft_tp"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
-        _check_allowed(self, "page")
+        _check_allowed(self, "page", "quantize")
         self._check_views()
         needs_model = registry.policy_class(self.policy).needs_model(self)
         if needs_model and self.draft_model is None:
@@ -162,6 +170,8 @@ class DraftConfig:
             raise ValueError(
                 f"draft_tp is for a draft_model: policy {self.policy!r} drafts with the target's own weights"
             )
+        if self.quantize is not None and "quantize" not in registry.policy_class(self.policy).flags:
+            raise ValueError(f"quantize {self.quantize!r} is for a model that drafts: policy {self.policy!r} has none")
         if self.exit_layers is not None and "exit_layers" not in registry.policy_class(self.policy).flags:
             raise ValueError(f"exit_layers is for policy 'early_exit', got policy {self.policy!r}")
 

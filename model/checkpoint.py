@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from .config import ModelConfig, stored_dtype, token_ids
 from .files import CheckpointError, first_line, is_gguf, read_json, readable_name, refuse_pointer
@@ -354,11 +354,18 @@ class Part(Protocol):
 
 
 def load_model(
-    folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, part: Part | None = None
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    part: Part | None = None,
+    settle: Callable[[Transformer, str], None] | None = None,
 ) -> Transformer:
     """The folder's model in evaluation mode, without gradients; dtype None keeps the stored one.
 
     With a part, nothing else is read. Its config is the whole model's.
+    settle: called with the model and the name of each parameter as soon as it is read; it may replace the parameter's
+    module.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a float type, got {dtype}")
@@ -377,27 +384,29 @@ def load_model(
         model = Transformer(laid_out)
     n_rows = {name: len(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     begins = part.cut(model) if part else {}
-    state = {}
     for name, layout in name_table(laid_out, kv_copies).items():
         first_row, first_column = begins.get(name, (0, 0))
-        state[name] = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
-        stored, padding = state[name].tensor_split([max(0, n_rows[name] - first_row)])
+        tensor = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
+        stored, padding = tensor.tensor_split([max(0, n_rows[name] - first_row)])
         padding.zero_()
         if len(stored):
             weights.read_into(stored, layout, first_row, first_column)
+        place, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(place), kind, nn.Parameter(tensor, requires_grad=False))
+        del tensor, stored, padding
+        if settle:
+            settle(model, name)
     if tied_twice:
         first = min(begins.get("embedding.weight", (0, 0))[0], config.vocab_size)
-        rows = slice(first, min(first + len(state["embedding.weight"]), config.vocab_size))
+        rows = slice(first, min(first + len(model.embedding.weight), config.vocab_size))
         if not torch.equal(weights.read("lm_head.weight", rows), weights.read("model.embed_tokens.weight", rows)):
             raise CheckpointError(
                 f"{weights.file_of('lm_head.weight')}: lm_head.weight differs from the embedding, "
                 "but config.json has tie_word_embeddings true"
             )
     if config.tie_embeddings:
-        state["output.weight"] = state["embedding.weight"]
-    model.load_state_dict(state, strict=True, assign=True)
-    if config.tie_embeddings:
-        model.output.weight = model.embedding.weight  # assign made two parameters out of one tensor
+        model.output.weight = model.embedding.weight
+    assert not any(p.is_meta for p in model.parameters()), "the table names every parameter"
     model.rope_freqs = rope_frequencies(config).to(device)  # not stored, and the meta device computed nothing
     model.config = config
     return model.eval().requires_grad_(False)

@@ -9,7 +9,7 @@ Shapes: N query heads, K kv heads, G = N // K, H head dim, D model width, F feed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,16 @@ class Group:
         return model
 
     def load(
-        self, folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+        self,
+        folder: Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        settle: Callable[[Transformer, str], None] | None = None,
     ) -> Transformer:
         """The part of the folder's model for this rank; no other weights are read. See load_model."""
-        if self.mesh is None:
-            return load_model(folder, device=device, dtype=dtype)
-        return load_model(folder, device=device, dtype=dtype, part=Part(self))
+        part = None if self.mesh is None else Part(self)
+        return load_model(folder, device=device, dtype=dtype, part=part, settle=settle)
 
     def check_part(self, model: Transformer) -> None:
         """ValueError unless the model has been cut down to this rank's part."""

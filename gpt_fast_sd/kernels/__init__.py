@@ -4,9 +4,10 @@ Attention: `decode_attention` (and with the mass of each page), `prefill_attenti
 Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages` and, for tokens, `likeliest`. If `triton_serves`,
 these are operators in Triton: `prepare_launches` does beforehand what Triton needs for launching any of them, and
 `launches` says how many kernels one call launches. On a CPU they are C++ if `cpu_attention_fits`, else PyTorch.
-For CPUs with AVX-512 bf16 dot products there are also `packed_linear` and `packed_swiglu`, products with weights that
-`pack` has packed, and for large vocabularies `cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels`
-in the background, with `known_isa` among Inductor's options.
+For CPUs with AVX-512 bf16 dot products there are also `packed_linear` and `packed_swiglu`, products with bf16 or int8
+weights that `pack` has packed (`int8_linear` in PyTorch, with weights from `quantize_rows`), and for large vocabularies
+`cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` in the background, with `known_isa` among
+Inductor's options.
 """
 
 from .choice import triton_serves
@@ -16,6 +17,7 @@ from .cpu_linear import cpu_kernels, pack, packable, packed_linear, packed_rows,
 from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
+from .int8 import ROWS_AT_ONCE, int8_linear, quantize_rows
 from .launch_counts import launches
 from .launching import prepare_launches
 from .on_cpu import QUERY_BLOCK
@@ -31,6 +33,7 @@ from .sparse import sparse_attention
 
 __all__ = [
     "QUERY_BLOCK",
+    "ROWS_AT_ONCE",
     "begin_building",
     "cpu_attention_fits",
     "cpu_distributions",
@@ -41,6 +44,7 @@ __all__ = [
     "decode_attention_with_mass",
     "entries_of",
     "guided_select",
+    "int8_linear",
     "key_mass",
     "known_isa",
     "launches",
@@ -56,6 +60,7 @@ __all__ = [
     "prefill_attention_with_lse",
     "prefill_splits",
     "prepare_launches",
+    "quantize_rows",
     "quest_pages",
     "sparse_attention",
     "split_for",

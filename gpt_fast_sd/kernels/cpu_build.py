@@ -66,7 +66,7 @@ def text(source: Path, head_dim: int = 0) -> str:
     """
     named = [f"#define HEAD_DIM {head_dim}\n"] if head_dim else []
     if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
-        named.append("#undef __AMX_BF16__\n")
+        named.append("#undef __AMX_BF16__\n#undef __AMX_INT8__\n")
     return "".join([*named, source.read_text(encoding="utf-8")])
 
 

@@ -1,13 +1,15 @@
-// y = x W' (+ bias) in bf16 with fp32 sums, for any number of rows of x, on a CPU with AMX tiles or AVX-512 bf16 dot
-// products. W is packed once: tiles of 16 outputs x 32 inputs, an output in every lane, pairs of inputs adjacent.
-// If outputs are pairs of gate and up, SwiGLU may be applied to the sums before they are rounded.
+// y = x W' (+ bias) for any number of rows of a bf16 x, on a CPU with AMX tiles or AVX-512 dot products. W is bf16, and
+// sums are fp32; or W is int8 with a scale for each output, each row of x is quantized to 15 bits first, which are two
+// planes of int8, and sums of integers are exact.
+// W is packed once: tiles of 16 outputs x 64 bytes, an output in every lane, 4 bytes of inputs adjacent. If
+// outputs are pairs of gate and up, SwiGLU may be applied to the sums before they are rounded.
 //
 // A row's result never depends on the number of rows or threads, down to the last bit: one thread sums each output over
 // all inputs in order. Up to 32 rows read each weight once; the tiles do the operations of 16 rows in the time of one.
 // With more rows the weights of 32 outputs stay in a cache while the rows pass by, and the next ones are prefetched, a
 // few lines per step.
 //
-// Names: M rows, I inputs, O outputs. I and O are multiples of 32.
+// Names: M rows, I inputs, O outputs, n lines: 64 bytes of inputs. O is a multiple of 32, I of 32 (bf16) or 64 (int8).
 #include <immintrin.h>
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +21,7 @@ namespace { // a process may load two builds of this, whose names must not clash
 #ifndef AHEAD
 #define AHEAD 8192
 #endif
-constexpr int TILE = 16 * 32; // elements: 16 outputs x 32 inputs of W, or 16 rows x 32 inputs of x
+constexpr int LINE = 64, TILE = 16 * LINE; // bytes: a tile is 16 outputs x a line of W, or 16 rows x a line of x
 
 // x / (1 + e^-x), relative error of the exponential below 3e-6; NaN and the infinities as they are elsewhere
 static inline __m512 silu(__m512 x) {
@@ -37,22 +39,38 @@ static inline __m512 wide(const bf16* x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
 }
 
+// 128 times the integer sums of the upper plane, and those of the lower one.
+static inline __m512 both(const float* sums) {
+    const __m512 upper = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums)), lower = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums + 16 * 32));
+    return _mm512_fmadd_ps(upper, _mm512_set1_ps(128.f), lower);
+}
+
 // The operands, and where the results go.
 struct Product {
-    const bf16 *x, *w, *bias; // bias null or [O]
+    const char *x, *w; // x: the rows that are loaded in place, `apart` of them
+    const float* w_scale; // int8: [O]
+    const bf16* bias; // null or [O]
     bf16* y; // [M, O], gated [M, O / 2]
-    int64_t M, I, O, x_row;
+    int64_t M, n, O, x_row; // x_row: bytes
     bool gated; // outputs 2 j and 2 j + 1 are gate and up
-    bf16* tiles; // rows of x from `apart` on, by 16 and then by 32 inputs; zeros follow the last one
     int64_t apart;
+    char* tiles; // rows of x from `apart` on, by 16, by planes and then by lines; zeros follow the last one
+    float* x_scale; // int8: [M]
+    int32_t* offset; // int8 without tiles: [M, 2], the initial values of a row's sums in both planes
 
-    // n_rows of sums [n_rows, 32] from row m and output o on
-    void store(const float* sums, int64_t m, int64_t n_rows, int64_t o) const {
+    // n_rows of sums [n_rows, 32] from row m and output o on; int8: the lower plane's follow the upper one's 16 rows
+    template <bool INT8> void store(const float* sums, int64_t m, int64_t n_rows, int64_t o) const {
         const __m512 none = _mm512_setzero_ps(), low = bias ? wide(bias + o) : none, high = bias ? wide(bias + o + 16) : none;
         const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
         const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
         for (int64_t r = 0; r < n_rows; r++) {
-            const __m512 a = _mm512_add_ps(_mm512_loadu_ps(sums + 32 * r), low), b = _mm512_add_ps(_mm512_loadu_ps(sums + 32 * r + 16), high);
+            __m512 a = _mm512_loadu_ps(sums + 32 * r), b = _mm512_loadu_ps(sums + 32 * r + 16);
+            if (INT8) {
+                const __m512 scale = _mm512_set1_ps(x_scale[m + r]);
+                a = _mm512_mul_ps(both(sums + 32 * r), _mm512_mul_ps(scale, _mm512_loadu_ps(w_scale + o)));
+                b = _mm512_mul_ps(both(sums + 32 * r + 16), _mm512_mul_ps(scale, _mm512_loadu_ps(w_scale + o + 16)));
+            }
+            a = _mm512_add_ps(a, low), b = _mm512_add_ps(b, high);
             if (gated) {
                 const __m512 gate = _mm512_permutex2var_ps(a, even, b), up = _mm512_permutex2var_ps(a, odd, b);
                 _mm256_storeu_si256((__m256i*)(y + ((m + r) * O + o) / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(silu(gate), up)));
@@ -61,115 +79,170 @@ struct Product {
     }
 };
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// 16 rows of x: their address, the stride of a row, and that of 32 inputs.
+// 16 rows of x: their address, the stride of a row, and that of a line.
 struct Sixteen {
-    const bf16* at;
+    const char* at;
     int64_t bytes, step;
 };
 
+#define MULTIPLY(sum, x, w) if (INT8) _tile_dpbssd(sum, x, w); else _tile_dpbf16ps(sum, x, w)
 // 16 * A rows x 32 outputs, w being the tiles of those outputs; `lines` of what `ahead` points to are fetched per step.
-template <int A> static inline void block(const Sixteen* x, const bf16* w, int64_t n, float* sums, const char* ahead, int lines) {
+template <bool INT8, int A> static inline void block(const Sixteen* x, const char* w, int64_t n, float* sums, const char* ahead, int lines) {
     _tile_zero(0); _tile_zero(1);
     if (A == 2) { _tile_zero(2); _tile_zero(3); }
     for (int64_t i = 0; i < n; i++) {
         if (lines == 32)
 #pragma GCC unroll 32
-            for (int line = 0; line < 32; line++) _mm_prefetch(ahead + 64 * (32 * i + line), _MM_HINT_T0);
+            for (int line = 0; line < 32; line++) _mm_prefetch(ahead + LINE * (32 * i + line), _MM_HINT_T0);
         else
-            for (int line = 0; line < lines; line++) _mm_prefetch(ahead + 64 * (lines * i + line), _MM_HINT_T1);
-        _tile_loadd(6, w + 2 * i * TILE, 64);
-        _tile_loadd(7, w + (2 * i + 1) * TILE, 64);
+            for (int line = 0; line < lines; line++) _mm_prefetch(ahead + LINE * (lines * i + line), _MM_HINT_T1);
+        _tile_loadd(6, w + 2 * i * TILE, LINE);
+        _tile_loadd(7, w + (2 * i + 1) * TILE, LINE);
         _tile_loadd(4, x[0].at + i * x[0].step, x[0].bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        MULTIPLY(0, 4, 6);
+        MULTIPLY(1, 4, 7);
         if (A == 2) {
             _tile_loadd(5, x[1].at + i * x[1].step, x[1].bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            MULTIPLY(2, 5, 6);
+            MULTIPLY(3, 5, 7);
         }
     }
     _tile_stored(0, sums, 128); _tile_stored(1, sums + 16, 128);
     if (A == 2) { _tile_stored(2, sums + 16 * 32, 128); _tile_stored(3, sums + 16 * 32 + 16, 128); }
 }
-constexpr int ROWS = 32; // taken at once
+#undef MULTIPLY
+constexpr int rows_at_once(bool INT8) { return INT8 ? 16 : 32; }
+constexpr bool TILES = true;
 
-static void rows_of(const Product& p, int64_t m, int64_t o, float* sums) {
-    const int64_t n_rows = std::min<int64_t>(ROWS, p.M - m), turns = (p.M + ROWS - 1) / ROWS, n = p.I / 32;
+template <bool INT8> static void rows_of(const Product& p, int64_t m, int64_t o, float* sums) {
+    constexpr int64_t ROWS = rows_at_once(INT8);
+    const int64_t n_rows = std::min<int64_t>(ROWS, p.M - m), turns = (p.M + ROWS - 1) / ROWS, n = p.n;
     Sixteen x[2];
     for (int64_t b = 0; b < 2; b++) {
         const int64_t first = m + 16 * b;
-        if (first < p.apart) x[b] = {p.x + first * p.x_row, 2 * p.x_row, 32};
-        else x[b] = {p.tiles + (first - p.apart) * p.I, 64, TILE};
+        if (INT8) x[b] = {p.tiles + (2 * m + 16 * b) * n * LINE, LINE, TILE}; // its planes
+        else if (first < p.apart) x[b] = {p.x + first * p.x_row, p.x_row, LINE};
+        else x[b] = {p.tiles + (first - p.apart) * n * LINE, LINE, TILE};
     }
-    const bf16* w = p.w + o * p.I;
+    const char* w = p.w + o * n * LINE;
     // if these weights are read once, each step prefetches those soon needed; if blocks of rows take turns, each
     // prefetches a part of the next outputs' weights
     const int lines = turns == 1 ? 32 : (int)((32 + turns - 1) / turns);
-    const char* ahead = turns == 1 ? (const char*)w + AHEAD : (const char*)(w + 32 * p.I) + m / ROWS * 64 * lines * n;
-    if (n_rows > 16) block<2>(x, w, n, sums, ahead, lines);
-    else block<1>(x, w, n, sums, ahead, lines);
-    p.store(sums, m, n_rows, o);
+    const char* ahead = turns == 1 ? w + AHEAD : w + 32 * n * LINE + m / ROWS * LINE * lines * n;
+    if (INT8 || n_rows > 16) block<INT8, 2>(x, w, n, sums, ahead, lines);
+    else block<INT8, 1>(x, w, n, sums, ahead, lines);
+    p.store<INT8>(sums, m, n_rows, o);
 }
 // Rows of x that are loaded in place: whole lines, at a stride that does not make them collide in a cache.
 static int64_t in_place(const bf16* x, int64_t M, int64_t x_row) { return (uintptr_t)x % 64 || x_row % 32 || !(x_row % 1024) ? 0 : M / 16 * 16; }
 static void begin() { static thread_local TileConfig config; _tile_loadconfig(&config); }
 static void end() { _tile_release(); }
 #else
-constexpr int ROWS = 8;
-template <int N> static inline void block(const uint32_t* x, const bf16* w, int64_t n, float* sums) {
-    __m512 sum[N][2];
+constexpr int rows_at_once(bool INT8) { return INT8 ? 4 : 8; }
+constexpr bool TILES = false;
+// unsigned bytes of weights, 128 above what they are, times signed ones of x: the initial sums correct for it
+template <bool INT8> static inline __m512 multiply(__m512 sum, int x, __m512i w) {
+    if (INT8) return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum), w, _mm512_set1_epi32(x)));
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+}
+template <bool INT8, int N> static inline void block(const int* x, const int* offset, const char* w, int64_t n, float* sums) {
+    constexpr int PLANES = INT8 ? 2 : 1;
+    const __m512i above = _mm512_set1_epi8(INT8 ? -128 : 0);
+    const int64_t plane = n * TILE / 4;
+    __m512 sum[N * PLANES][2];
 #pragma GCC unroll 8
-    for (int r = 0; r < N; r++) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < N * PLANES; r++) sum[r][0] = sum[r][1] = INT8 ? _mm512_castsi512_ps(_mm512_set1_epi32(offset[r])) : _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i++)
         for (int p = 0; p < 16; p++) {
-            const __m512bh a = (__m512bh)_mm512_loadu_si512(w + 2 * i * TILE + 32 * p), b = (__m512bh)_mm512_loadu_si512(w + (2 * i + 1) * TILE + 32 * p);
+            const __m512i a = _mm512_xor_si512(_mm512_loadu_si512(w + 2 * i * TILE + LINE * p), above);
+            const __m512i b = _mm512_xor_si512(_mm512_loadu_si512(w + (2 * i + 1) * TILE + LINE * p), above);
 #pragma GCC unroll 8
-            for (int r = 0; r < N; r++) {
-                const __m512bh pair = (__m512bh)_mm512_set1_epi32(x[(i * 16 + r) * 16 + p]);
-                sum[r][0] = _mm512_dpbf16_ps(sum[r][0], pair, a);
-                sum[r][1] = _mm512_dpbf16_ps(sum[r][1], pair, b);
+            for (int r = 0; r < N * PLANES; r++) {
+                const int inputs = x[r % PLANES * plane + (i * 16 + r / PLANES) * 16 + p];
+                sum[r][0] = multiply<INT8>(sum[r][0], inputs, a);
+                sum[r][1] = multiply<INT8>(sum[r][1], inputs, b);
             }
         }
 #pragma GCC unroll 8
-    for (int r = 0; r < N; r++) _mm512_storeu_ps(sums + 32 * r, sum[r][0]), _mm512_storeu_ps(sums + 32 * r + 16, sum[r][1]);
+    for (int r = 0; r < N * PLANES; r++) {
+        float* to = sums + 32 * (r / PLANES + r % PLANES * 16);
+        _mm512_storeu_ps(to, sum[r][0]), _mm512_storeu_ps(to + 16, sum[r][1]);
+    }
 }
-static void rows_of(const Product& p, int64_t m, int64_t o, float* sums) {
-    const int64_t n_rows = std::min<int64_t>(ROWS, p.M - m), n = p.I / 32;
-    const uint32_t* pairs = (const uint32_t*)(p.tiles + m / 16 * 16 * p.I) + m % 16 * 16;
-    const bf16* w = p.w + o * p.I;
-    if (n_rows == 1) block<1>(pairs, w, n, sums);
-    else if (n_rows == 2) block<2>(pairs, w, n, sums);
-    else if (n_rows <= 4) block<4>(pairs, w, n, sums);
-    else block<8>(pairs, w, n, sums);
-    p.store(sums, m, n_rows, o);
+template <bool INT8> static void rows_of(const Product& p, int64_t m, int64_t o, float* sums) {
+    constexpr int64_t ROWS = rows_at_once(INT8);
+    const int64_t n_rows = std::min<int64_t>(ROWS, p.M - m), n = p.n;
+    const int* x = (const int*)(p.tiles + m / 16 * (INT8 ? 2 : 1) * n * TILE) + m % 16 * 16;
+    const int* offset = p.offset + 2 * m;
+    const char* w = p.w + o * n * LINE;
+    if (n_rows == 1) block<INT8, 1>(x, offset, w, n, sums);
+    else if (n_rows == 2) block<INT8, 2>(x, offset, w, n, sums);
+    else if (n_rows <= 4) block<INT8, 4>(x, offset, w, n, sums);
+    else if constexpr (!INT8) block<INT8, 8>(x, offset, w, n, sums);
+    p.store<INT8>(sums, m, n_rows, o);
 }
 static int64_t in_place(const bf16*, int64_t, int64_t) { return 0; }
 static void begin() {}
 static void end() {}
 #endif
+
+// Row m of x, bf16, into its lines, TILE apart.
+static void copy_row(const Product& p, const bf16* x, int64_t m, char* lines) {
+    for (int64_t i = 0; i < p.n; i++) _mm512_store_si512(lines + i * TILE, _mm512_loadu_si512(x + 32 * i));
 }
 
-// x [M, I] with rows x_row apart; w packed [O / 32, I / 32, 2, 16, 16, 2]; bias null or [O] -> y [M, O], or gated
-// [M, O / 2]: silu(outputs 2 j) * outputs 2 j + 1
-extern "C" void linear_cpu(const bf16* x, const bf16* w, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
-    static thread_local std::vector<bf16> kept;
-    const int64_t apart = in_place(x, M, x_row), blocks = (M - apart + 15) / 16, n = I / 32;
-    if ((int64_t)kept.size() < blocks * 16 * I + 32) kept.resize(blocks * 16 * I + 32);
-    // by address: each worker has its own vector
-    const Product p{x, w, bias, y, M, I, O, x_row, gated != 0, (bf16*)(((uintptr_t)kept.data() + 63) & ~(uintptr_t)63), apart};
-    auto pack = [&](int64_t b) { // 16 rows
-        for (int64_t r = 0; r < 16; r++)
-            for (int64_t i = 0; i < n; i++) {
-                const int64_t m = apart + 16 * b + r;
-                _mm512_store_si512(p.tiles + b * 16 * I + i * TILE + r * 32, m < M ? _mm512_loadu_si512(x + m * x_row + 32 * i) : _mm512_setzero_si512());
+// The same as integers: x = x_scale * q, q from -127 * 128 to 127 * 128, ties to even, and q = 128 * upper + lower, both
+// int8. The scale of a row with infinities or NaN is not finite, and so are its results.
+static void quantize_row(const Product& p, const bf16* x, int64_t m, char* lines) {
+    __m512i most = _mm512_setzero_si512();
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    for (int64_t i = 0; i < 2 * p.n; i++) most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(x + 32 * i), magnitude));
+    alignas(64) uint16_t each[32];
+    _mm512_store_si512(each, most);
+    const uint32_t bits = (uint32_t)*std::max_element(each, each + 32) << 16; // NaN is above all others
+    float largest;
+    memcpy(&largest, &bits, 4);
+    largest = largest < 1e-30f ? 1e-30f : largest;
+    p.x_scale[m] = largest / (127.f * 128.f);
+    const __m512 inverse = _mm512_set1_ps(1.f / p.x_scale[m]);
+    __m512i sum[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int64_t i = 0; i < p.n; i++)
+        for (int part = 0; part < 4; part++) {
+            const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(wide(x + 64 * i + 16 * part), inverse));
+            const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
+            const __m512i plane[2] = {upper, _mm512_sub_epi32(q, _mm512_slli_epi32(upper, 7))};
+            for (int k = 0; k < 2; k++) {
+                if (!TILES) sum[k] = _mm512_add_epi32(sum[k], plane[k]);
+                _mm_store_si128((__m128i*)(lines + (k * p.n + i) * TILE + 16 * part), _mm512_cvtsepi32_epi8(plane[k]));
             }
+        }
+    for (int k = 0; k < 2 && !TILES; k++) p.offset[2 * m + k] = -128 * _mm512_reduce_add_epi32(sum[k]);
+}
+
+template <bool INT8> static void multiply_all(const bf16* x, const char* w, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
+    static thread_local std::vector<char> kept;
+    const int64_t apart = INT8 ? 0 : in_place(x, M, x_row), blocks = (M - apart + 15) / 16, n = INT8 ? I / 64 : I / 32;
+    const int64_t lines_of_row = INT8 ? 2 * n : n, tiles = blocks * TILE * lines_of_row, each = INT8 ? 4 * M : 0;
+    if ((int64_t)kept.size() < tiles + 3 * each + LINE) kept.resize(tiles + 3 * each + LINE);
+    // by address: each worker has its own vector
+    char* room = (char*)(((uintptr_t)kept.data() + LINE - 1) & ~(uintptr_t)(LINE - 1));
+    const Product p{(const char*)x, w, scale, bias, y, M, n, O, 2 * x_row, gated != 0, apart, room, (float*)(room + tiles), (int32_t*)(room + tiles + each)};
+    auto pack = [&](int64_t b) { // 16 rows
+        for (int64_t r = 0; r < 16; r++) {
+            const int64_t m = apart + 16 * b + r;
+            char* lines = p.tiles + b * TILE * lines_of_row + r * LINE;
+            if (m >= M)
+                for (int64_t i = 0; i < lines_of_row; i++) _mm512_store_si512(lines + i * TILE, _mm512_setzero_si512());
+            else if (INT8) quantize_row(p, x + m * x_row, m, lines);
+            else copy_row(p, x + m * x_row, m, lines);
+        }
     };
     const bool together = blocks >= 4; // packed by all threads
     for (int64_t b = 0; b < blocks && !together; b++) pack(b);
@@ -184,7 +257,14 @@ extern "C" void linear_cpu(const bf16* x, const bf16* w, const bf16* bias, bf16*
         asm volatile("" ::: "memory"); // packing must be complete: the compiler does not see that tiles are loaded
 #pragma omp for schedule(static) nowait
         for (int64_t o = 0; o < O; o += 32)
-            for (int64_t m = 0; m < M; m += ROWS) rows_of(p, m, o, sums);
+            for (int64_t m = 0; m < M; m += rows_at_once(INT8)) rows_of<INT8>(p, m, o, sums);
         end();
     }
+}
+}
+
+// x bf16 [M, I] with rows x_row apart; w packed [O / 32, n, 2, 16, 64 bytes], bf16, or int8 with a scale [O]; bias null or
+// [O] -> bf16 y [M, O], or gated [M, O / 2]: silu(outputs 2 j) * outputs 2 j + 1
+extern "C" void linear_cpu(const bf16* x, const void* w, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
+    (scale ? multiply_all<true> : multiply_all<false>)(x, (const char*)w, scale, bias, y, M, I, O, x_row, gated, threads);
 }

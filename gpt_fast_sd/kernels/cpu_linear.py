@@ -20,12 +20,12 @@ from . import cpu_sampling as sampling
 from .cpu_build import builds, library
 
 SOURCE = Path(__file__).with_name("cpu_linear.cpp")
-BF16 = torch.bfloat16
-LANES, DEPTH = 32, 32  # outputs and inputs of a block; both sizes of a packed weight are multiples of them
+BF16, INT8 = torch.bfloat16, torch.int8
+LANES, LINE = 32, 64  # outputs of a block, and bytes of inputs: a packed weight is whole blocks
 
 _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
-_library.define("cpu_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
-_library.define("cpu_swiglu(Tensor x, Tensor packed) -> Tensor")
+_library.define("cpu_linear(Tensor x, Tensor packed, Tensor? bias, Tensor? scale=None) -> Tensor")
+_library.define("cpu_swiglu(Tensor x, Tensor packed, Tensor? scale=None) -> Tensor")
 
 
 def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], ...]:
@@ -37,62 +37,64 @@ def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], .
 
 def packable(weight: Tensor) -> bool:
     """Whether the kernel serves a weight [O, I] of this dtype, device and shape, and can be built here."""
-    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.dim() != 2:
+    if weight.dtype not in (BF16, INT8) or weight.device.type != "cpu" or weight.dim() != 2:
         return False
-    return not weight.shape[0] % LANES and not weight.shape[1] % DEPTH and builds(SOURCE)
+    return not weight.shape[0] % LANES and not weight.shape[1] * weight.itemsize % LINE and builds(SOURCE)
 
 
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x W' + bias: bf16 x [..., I], packed [O, I], bias [O] -> bf16 [..., O]; TypeError for other dtypes."""
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias)
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    """x W' + bias: bf16 x [..., I], packed [O, I], bias [O] -> bf16 [..., O]; TypeError for other dtypes.
+
+    With a scale, fp32 [O], packed is int8, and the result is that of `int8_linear`, bit for bit.
+    """
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias, scale)
     return out
 
 
-def packed_swiglu(x: Tensor, packed: Tensor) -> Tensor:
+def packed_swiglu(x: Tensor, packed: Tensor, scale: Tensor | None = None) -> Tensor:
     """silu(gate) * up, whose rows alternate in packed [2 * F, I]: bf16 x [..., I] -> bf16 [..., F].
 
-    Computed from fp32 sums; TypeError for other dtypes.
+    Computed from fp32 values, before they are rounded; TypeError for other dtypes.
     """
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_swiglu(x, packed)
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_swiglu(x, packed, scale)
     return out
 
 
 def packed_rows(packed: Tensor, rows: Tensor) -> Tensor:
     """Rows of a packed weight by their numbers: packed [O, I], int64 rows [...] -> [..., I]"""
     inside = rows % LANES
-    found: Tensor = _blocks(packed)[rows // LANES, :, inside // 16, :, inside % 16]  # [..., I / 32, 16, 2]
+    blocks = packed.view(len(packed) // LANES, -1, 2, 16, 16, 4 // packed.itemsize)
+    found: Tensor = blocks[rows // LANES, :, inside // 16, :, inside % 16]  # bf16: [..., I / 32, 16, 2]
     return found.flatten(-3)
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[O, I] -> the same shape, as [O / 32, I / 32, 2, 16, 16, 2]: blocks of 32 outputs and inputs, inputs by pairs."""
-    n_out, n_in = weight.shape
-    pairs = weight.contiguous().view(torch.int32).view(n_out // LANES, 2, 16, n_in // DEPTH, 16)
-    return pairs.permute(0, 3, 1, 4, 2).contiguous().view(weight.dtype).view(n_out, n_in)
+    """[O, I] -> the same shape, as [O / 32, n, 2, 16, 16, 4 bytes]: 32 outputs x 64 bytes of inputs, 4 at a time."""
+    words = weight.contiguous().view(torch.int32).view(len(weight) // LANES, 2, 16, -1, 16)
+    return words.permute(0, 3, 1, 4, 2).contiguous().view(weight.dtype).view(weight.shape)
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The inverse of `pack`."""
-    return _blocks(packed).permute(0, 2, 4, 1, 3, 5).reshape(packed.shape)
-
-
-def _blocks(packed: Tensor) -> Tensor:
-    n_out, n_in = packed.shape
-    return packed.view(n_out // LANES, n_in // DEPTH, 2, 16, 16, 2)
+    words = packed.view(torch.int32).view(len(packed) // LANES, -1, 2, 16, 16)
+    return words.permute(0, 2, 4, 1, 3).contiguous().view(packed.dtype).view(packed.shape)
 
 
 @functools.cache
 def _kernel() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     kernel = library(SOURCE)().linear_cpu
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes, kernel.restype = [pointer] * 4 + [size] * 4 + [ctypes.c_int] * 2, None
+    kernel.argtypes, kernel.restype = [pointer] * 5 + [size] * 4 + [ctypes.c_int] * 2, None
     return kernel
 
 
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None, gated: bool) -> Tensor:
     # in a step with a single row, this Python code takes longer than the product of a small weight
-    if x.dtype is not BF16 or packed.dtype is not BF16 or not packed.is_contiguous():
-        raise TypeError(f"packed weights are contiguous bf16 and multiply bf16, got {packed.dtype} and {x.dtype}")
+    kind = BF16 if scale is None else INT8
+    if x.dtype is not BF16 or packed.dtype is not kind or not packed.is_contiguous():
+        raise TypeError(f"packed weights are contiguous {kind} and multiply bf16, got {packed.dtype} and {x.dtype}")
+    if scale is not None and (scale.dtype is not torch.float32 or scale.shape != packed.shape[:1]):
+        raise TypeError(f"packed weights have an fp32 scale for each output, got {scale.dtype} {tuple(scale.shape)}")
     if bias is not None and bias.dtype is not BF16:
         raise TypeError(f"the bias of packed weights is bf16, got {bias.dtype}")
     n_out, n_in = packed.shape
@@ -105,27 +107,28 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None, gated: bool) -> Ten
         apart = rows.stride(0)
     out = torch.empty((*x.shape[:-1], n_out // 2 if gated else n_out), dtype=BF16)
     _kernel()(
-        rows.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+        rows.data_ptr(), packed.data_ptr(), None if scale is None else scale.data_ptr(),
+        None if bias is None else bias.data_ptr(), out.data_ptr(),
         rows.numel() // n_in, n_in, n_out, apart, gated, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
 @torch.library.impl(_library, "cpu_linear", "CPU")
-def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return _product(x, packed, bias, False)
+def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    return _product(x, packed, bias, scale, False)
 
 
 @torch.library.impl(_library, "cpu_swiglu", "CPU")
-def _swiglu(x: Tensor, packed: Tensor) -> Tensor:
-    return _product(x, packed, None, True)
+def _swiglu(x: Tensor, packed: Tensor, scale: Tensor | None = None) -> Tensor:
+    return _product(x, packed, None, scale, True)
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_linear", lib=_library)  # type: ignore[untyped-decorator]
-def _linear_fake(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_fake(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_swiglu", lib=_library)  # type: ignore[untyped-decorator]
-def _swiglu_fake(x: Tensor, packed: Tensor) -> Tensor:
+def _swiglu_fake(x: Tensor, packed: Tensor, scale: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0] // 2)

@@ -68,6 +68,7 @@ def who_drafts(draft: DraftConfig) -> str:
         "cheap": draft.cheap if draft.policy == "hierarchy" else None,
         "view": draft.view_name if draft.policy not in VIEWS else None,
         "budget": draft.budget if draft.view_name not in (None, "full") else None,
+        "weights": draft.quantize,
         "gamma": draft.gamma,
         **{name: getattr(draft, name) for name in OWN if getattr(draft, name) != getattr(DraftConfig, name)},
         "on processes": draft.draft_tp,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from gpt_fast_sd.tp import Parallel
@@ -14,7 +14,8 @@ from ..registry import heeds, policies
 from .machine import release_memory
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
-CHECKED = ("draft_model", "draft_tp", "view", "exit_layers")  # fields that policies refuse unless they use them
+# fields that policies refuse unless they use them
+CHECKED = ("draft_model", "draft_tp", "view", "exit_layers", "quantize")
 Record = dict[str, Any]
 
 
@@ -88,11 +89,17 @@ def buildable(
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
+
+def name_of(field: Field[Any]) -> str:
+    """The name of a field in files and programs: two configurations have a field `quantize`."""
+    return str(field.metadata.get("flag") or field.name)
+
+
 COMMON: Record = {  # fields that all points of a file share, with their values for a file that does not name them
-    f.name: f.default
+    name_of(f): f.default
     for config, names in (
         (EngineConfig, ("exact", "quantize", "kv_dtype", "cuda_graphs", "max_autotune")),
-        (DraftConfig, ("view", "exit_layers", "ngram", "n_sink", "refresh", "page", "draft_tp")),
+        (DraftConfig, ("view", "exit_layers", "ngram", "n_sink", "refresh", "page", "draft_tp", "quantize")),
         (SamplingParams, ("top_k", "top_p", "min_p")),
     )
     for f in fields(config)
@@ -107,8 +114,8 @@ def in_common(given: Mapping[str, Any]) -> Record:
 
 def draft_fields(given: Mapping[str, Any]) -> Record:
     """The requested fields of DraftConfig that apply to every draft that uses them."""
-    names = {f.name for f in fields(DraftConfig)} & {*COMMON, "draft_model"}
-    return {name: value for name, value in given.items() if name in names}
+    names = {name_of(f): f.name for f in fields(DraftConfig) if name_of(f) in {*COMMON, "draft_model"}}
+    return {names[name]: value for name, value in given.items() if name in names}
 
 
 def timed_on(environment: Record, device: str, tp: int) -> Record:

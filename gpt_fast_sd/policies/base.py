@@ -25,6 +25,7 @@ from ..compiling import CompiledStep, span
 from ..config import DraftConfig
 from ..devices import traits_of
 from ..prefill import Filling
+from ..quantize import drafter
 from ..runner import Runner
 from ..sampling import DRAFT_STREAM
 
@@ -281,13 +282,15 @@ class ModelDraft(DraftPolicy):
     """
 
     about = "the target itself"
+    flags: tuple[str, ...] = ("quantize",)
 
     @classmethod
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> DraftPolicy:
         """Build a self-draft of the target through the view of the policy's name."""
-        return ModelDraft(target, build_view(config, config.policy, target), config.policy)
+        runner = drafter(target, config.quantize)
+        return ModelDraft(runner, build_view(config, config.policy, runner), config.policy)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:

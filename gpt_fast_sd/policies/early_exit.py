@@ -14,6 +14,7 @@ from gpt_fast_sd.tp import Group
 
 from ..batch_state import BatchState
 from ..config import DraftConfig
+from ..quantize import drafter
 from ..runner import Runner
 from .base import ModelDraft, ModelSteps, build_view
 
@@ -36,14 +37,15 @@ class EarlyExitDraft(ModelDraft):
     """A self-draft that exits after n layers: it reads and writes only these layers of the target's cache."""
 
     about = "the first `--exit-layers` layers of the target"
-    flags = ("view", "budget", "exit_layers")
+    flags = ("view", "budget", "exit_layers", "quantize")
 
     @classmethod
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> EarlyExitDraft:
         """Build a draft from the target's first layers, through a view of their part of its cache."""
-        runner, (name,) = first_layers(target, config.exit_layers), cls.views(config)
+        runner = drafter(first_layers(target, config.exit_layers), config.quantize)
+        (name,) = cls.views(config)
         return cls(runner, build_view(config, name, runner), config.policy)
 
     @classmethod

@@ -23,6 +23,7 @@ from ..batch_state import BatchState, RoundPlan
 from ..compiling import CompiledStep, span
 from ..config import DraftConfig
 from ..prefill import Filling
+from ..quantize import drafter
 from ..runner import Runner
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
 from .base import Draft, DraftPolicy, Drafts, ModelSteps, OwnPrefill, View, build_view
@@ -86,7 +87,7 @@ class HierarchyDraft(DraftPolicy):
     """
 
     about = "`--cheap`, for the target with a `--view` of its cache"
-    flags = ("cheap", "ngram", "draft_model", "draft_tp", "view", "budget")
+    flags = ("cheap", "ngram", "draft_model", "draft_tp", "view", "budget", "quantize")
     beyond = CHEAP_GAMMA
 
     @classmethod
@@ -95,14 +96,15 @@ class HierarchyDraft(DraftPolicy):
     ) -> HierarchyDraft:
         """Build the target through a view, over lookup or a draft model with a sliding window."""
         name, *cheap_view = cls.views(config)
-        view = build_view(config, name, target)
+        middle = drafter(target, config.quantize)
+        view = build_view(config, name, middle)
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
         if cheap_view:
-            runner = beside(target, draft_model, draft_group)
+            runner = drafter(beside(target, draft_model, draft_group), config.quantize)
             # the middle level's own token comes between the cheap drafts and the target's: one more may be unfed
             cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, unfed=3)
             cheap.stream = CHEAP_STREAM
-        return cls(target, view, name, cheap)
+        return cls(middle, view, name, cheap)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:

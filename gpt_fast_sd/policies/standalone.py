@@ -20,6 +20,7 @@ from ..batch_state import BatchState, RoundPlan
 from ..compiling import CompiledStep
 from ..config import DraftConfig
 from ..prefill import CHUNK, Filling, Prefill
+from ..quantize import drafter
 from ..runner import Runner
 from .base import Draft, ModelDraft, ModelSteps, View, build_view, draft_step
 
@@ -60,7 +61,7 @@ class StandaloneDraft(ModelDraft):
     """
 
     about = "`--draft-model`, with the same vocabulary"
-    flags = ("draft_model", "draft_tp", "view", "budget")
+    flags = ("draft_model", "draft_tp", "view", "budget", "quantize")
     own_cache = True
 
     @classmethod
@@ -68,7 +69,8 @@ class StandaloneDraft(ModelDraft):
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> StandaloneDraft:
         """Build a draft from the draft model, through a view of its own cache."""
-        runner, (name,) = beside(target, draft_model, draft_group), cls.views(config)
+        runner = drafter(beside(target, draft_model, draft_group), config.quantize)
+        (name,) = cls.views(config)
         return cls(runner, build_view(config, name, runner), target.group)
 
     @classmethod

@@ -37,7 +37,9 @@ class LiveBytes(TorchDispatchMode):
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         self._live = {key: live for key, live in self._live.items() if not live[0].expired()}
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                continue
+            if tensor.untyped_storage()._cdata not in given:
                 storage = tensor.untyped_storage()
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(n for _, n in self._live.values()))

@@ -25,7 +25,7 @@ PROGRAMS: dict[str, tuple[Parse, list[str]]] = {  # and what they cannot do with
     "generate.py": (generate.parse, []),
     "batch.py": (batch.parse, ["in.jsonl", "out.jsonl"]),
 }
-GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field: what is typed, and what it means
+GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field, or of its flag: what is typed, what it means
     "batch_size": (["--batch-size", "3"], 3),
     "max_seq_len": (["--max-seq-len", "77"], 77),
     "device": (["--device", "cpu"], "cpu"),
@@ -33,6 +33,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field: what is t
     "compile": (["--no-compile"], False),
     "exact": (["--exact"], True),
     "quantize": (["--quantize", "int8"], "int8"),
+    "draft_quantize": (["--draft-quantize", "int8"], "int8"),
     "kv_dtype": (["--kv-dtype", "fp16"], "fp16"),
     "cuda_graphs": (["--cuda-graphs", "off"], "off"),
     "max_autotune": (["--max-autotune"], True),
@@ -60,8 +61,13 @@ GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field: what is t
 FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
 
 
+def given(config: type[Any], name: str) -> tuple[list[str], Any]:
+    """What is typed for a field, and what it means; two configurations have one called quantize."""
+    return GIVEN["draft_quantize" if (config, name) == (DraftConfig, "quantize") else name]
+
+
 def test_every_field_describes_itself() -> None:
-    assert {name for _, name in FIELDS} == GIVEN.keys()
+    assert {id(given(*field)) for field in FIELDS} == {id(one) for one in GIVEN.values()}
     silent = [name for c in CONFIGS for name in (f.name for f in flags.public(c) if not f.metadata.get("help"))]
     assert not silent
 
@@ -87,9 +93,12 @@ def test_every_field_is_a_flag_with_its_help_text(program: str, capsys: pytest.C
 @pytest.mark.parametrize(("config", "name"), FIELDS, ids=[name for _, name in FIELDS])
 def test_what_is_typed_is_what_the_configuration_holds(program: str, config: type[Any], name: str) -> None:
     parse, needed = PROGRAMS[program]
-    typed, value = GIVEN[name]
+    typed, value = given(config, name)
     others = {"draft_model", "draft_tp", "view", "cheap", "exit_layers"} & {name}  # which need a policy that heeds them
-    policy = {"exit_layers": "early_exit", "cheap": "hierarchy", "view": "early_exit"}.get(name, "standalone")
+    others |= {name} if config is DraftConfig and name == "quantize" else set()
+    policy = {"exit_layers": "early_exit", "cheap": "hierarchy", "view": "early_exit", "quantize": "early_exit"}.get(
+        name, "standalone"
+    )
     typed = [*typed, *(["--draft", policy] if others else [])]
     if name in ("cheap", "draft_tp"):
         typed += ["--draft-model", "bundled"]
@@ -137,10 +146,9 @@ def test_every_field_is_a_flag_of_benchmark_unless_others_set_it(capsys: pytest.
     assert {f.name for f in fields if f" {SEVERAL.get(f.name, flags.flag_of(f))} " not in shown} == ELSEWHERE
 
 
-@pytest.mark.parametrize("name", [name for _, name in FIELDS if name not in ELSEWHERE | SEVERAL.keys()])
-def test_what_is_typed_reaches_benchmark(name: str) -> None:
-    typed, value = GIVEN[name]
-    (config,) = (config for config, field in FIELDS if field == name)
+@pytest.mark.parametrize(("config", "name"), [f for f in FIELDS if f[1] not in ELSEWHERE | SEVERAL.keys()])
+def test_what_is_typed_reaches_benchmark(config: type[Any], name: str) -> None:
+    typed, value = given(config, name)
     (field,) = (field for field in flags.public(config) if field.name == name)
-    given = getattr(benchmark.parse(typed), flags.flag_of(field).removeprefix("--").replace("-", "_"))
-    assert given == (not value if name == "compile" else value)
+    got = getattr(benchmark.parse(typed), flags.flag_of(field).removeprefix("--").replace("-", "_"))
+    assert got == (not value if name == "compile" else value)

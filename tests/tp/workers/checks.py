@@ -538,6 +538,8 @@ def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path)
     drafting = engine_of(parallel, draft, quantize="int8")
     spoken, spelled = drafting.generate(PROMPTS, GREEDY), together.generate(PROMPTS, GREEDY)
     assert [c.tokens for c in spoken] == [c.tokens for c in spelled]
+    # each rank copies its part
+    compare(parallel, DraftConfig(policy="streaming", budget=40, gamma=3, quantize="int8"), sampled=False)
 
 
 @check

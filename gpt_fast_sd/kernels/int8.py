@@ -1,0 +1,46 @@
+"""Products with int8 weights in PyTorch: rows are made integers, too, whose sums are the same in any order.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MOST = 127  # the largest magnitude: -128 is not used, so that what is quantized is symmetric
+LEAST = 1e-30  # the smallest "largest value" of a row, below which all of it is 0
+ROWS_AT_ONCE = 1024  # of a weight, which are quantized in fp32
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[O, I] -> int8 [O, I] and fp32 [O]: their product is as near as one scale for each row comes, ties to even."""
+    rows, scale = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight), dtype=torch.float32)
+    for begin in range(0, len(weight), ROWS_AT_ONCE):
+        rows[begin : begin + ROWS_AT_ONCE], scale[begin : begin + ROWS_AT_ONCE] = _quantized(
+            weight[begin : begin + ROWS_AT_ONCE]
+        )
+    return rows, scale
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x W' + bias: x [..., I], int8 weight [O, I], fp32 scale [O] -> [..., O] in the dtype of x.
+
+    Each row of x becomes integers of 15 bits with a scale of its own, in two planes of int8. A row that is not finite
+    gives nothing that is.
+    """
+    wide = x.reshape(-1, x.shape[-1]).float()  # [M, I]
+    own = wide.abs().amax(-1).clamp(min=LEAST) / (MOST * 128)  # [M]
+    integers = (wide * own.reciprocal()[:, None]).round().to(torch.int32)
+    upper = (integers + 64) >> 7  # -127 .. 127, and what is left is -64 .. 63
+    planes = [plane.clamp(-MOST - 1, MOST).to(torch.int8) for plane in (upper, integers - (upper << 7))]
+    sums = [torch._int_mm(plane, weight.t()).float() for plane in planes]  # [M, O], exact before they are rounded here
+    out = (sums[0] * 128 + sums[1]) * (own[:, None] * scale)
+    out = out if bias is None else out + bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+
+def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    wide = rows.float()
+    scale = wide.abs().amax(-1).clamp(min=LEAST) / MOST
+    return (wide * scale.reciprocal()[:, None]).round().to(torch.int8), scale

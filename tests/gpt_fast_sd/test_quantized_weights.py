@@ -1,0 +1,249 @@
+"""Quantized weights, of a target and of a copy that drafts for it: the copy costs acceptance, and never a token."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.int8 import Int8Linear
+from gpt_fast_sd.loading import load, plan_for
+from gpt_fast_sd.model import Linear, Transformer, save_hugging_face
+from gpt_fast_sd.packing import PackedInt8Linear, PackedLinear, pack_linears
+from gpt_fast_sd.policies import ModelDraft
+from gpt_fast_sd.policies.hierarchy import HierarchyDraft
+from gpt_fast_sd.quantize import draft_copy, drafter, quantize
+from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.tp import Parallel
+from tests.drafts import MIXTURES, POLICIES, draft_of
+from tests.gpt_fast_sd.policies.drafting import compiles_once
+from tests.gpuless.live import LiveBytes
+from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
+
+CPU = torch.device("cpu")
+DRAFTED = [name for name in (*POLICIES, *MIXTURES) if name != "lookup"]
+PROMPTS = [random_ids(n, seed=n) for n in (300, 7, 90)]
+GREEDY = SamplingParams(max_tokens=24)
+
+
+def engine(draft: DraftConfig | None = None, draft_model: Transformer | None = None, **changes: Any) -> Engine:
+    wanted: dict[str, Any] = {"batch_size": 2, "max_seq_len": 512, "device": "cpu", "compile": False} | changes
+    return Engine(tiny_model(), None, EngineConfig(**wanted), draft, draft_model)
+
+
+def tokens_of(one: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [completion.tokens for completion in one.generate(PROMPTS, params)]
+
+
+def model_of(**changes: Any) -> Transformer:
+    """A bf16 model all of whose weights the kernel serves."""
+    config = tiny_config(vocab_size=512, dim=64, head_dim=32, ffn_dim=128, **changes)
+    return tiny_model(config, dtype=torch.bfloat16)
+
+
+def bytes_of(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    """Where each parameter is, and a copy of what is there."""
+    return {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def is_untouched(model: nn.Module, before: dict[str, tuple[int, Tensor]]) -> bool:
+    after = bytes_of(model)
+    return after.keys() == before.keys() and all(
+        after[name][0] == place and after[name][1].equal(value) for name, (place, value) in before.items()
+    )
+
+
+# ---- the copy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_copy_owns_its_matrices_and_shares_all_else_and_the_model_is_not_touched(
+    changes: dict[str, Any], packs: bool
+) -> None:
+    model = model_of(**changes)
+    ids = random_ids(40)
+    plain = whole_text_logits(model, ids)
+    if packs and not pack_linears(model):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    before, kinds = bytes_of(model), [type(m) for m in model.modules()]
+    copy = draft_copy(model, "int8")
+    assert is_untouched(model, before) and [type(m) for m in model.modules()] == kinds
+    assert copy.embedding is model.embedding and copy.norm is model.norm and copy.rope_freqs is model.rope_freqs
+    assert copy.config is model.config and not copy.training and copy.embedding.weight.dtype == torch.bfloat16
+    linears = {name: m for name, m in copy.named_modules() if isinstance(m, nn.Linear)}
+    assert len(linears) == 4 * 2 + 1 and {type(m) for m in linears.values()} == {Int8Linear}
+    theirs = {p.data_ptr() for p in model.parameters()}
+    own = {f"{name}.{kind}" for name in linears for kind in ("weight", "scale")}
+    for name, p in copy.named_parameters(remove_duplicate=False):
+        assert (p.data_ptr() in theirs) == (name not in own), name
+    assert is_untouched(model, before)
+    got = whole_text_logits(copy, ids)
+    assert 0 < (got - plain).norm() <= 0.1 * plain.norm()
+
+
+def test_the_copy_of_a_part_of_a_model_owns_no_more_than_that_part() -> None:
+    short = draft_copy(model_of(n_layers=3).first_layers(1), "int8")
+    assert sum(isinstance(m, Int8Linear) for m in short.modules()) == 5 and short.config.n_layers == 1
+
+
+def test_a_copy_of_int8_layers_has_them_and_a_head_of_its_own() -> None:
+    model = model_of()
+    quantize(model, "int8")
+    copy = draft_copy(model, "int8")
+    assert copy.layers is model.layers and isinstance(copy.output, Int8Linear) and type(model.output) is Linear
+
+
+def test_a_copy_that_is_compiled_is_packed_and_says_the_same() -> None:
+    model = model_of()
+    if not pack_linears(model):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    cache = Engine(model_of(), None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)).cache
+    eager, compiled = (drafter(Runner(model, cache, flag), "int8").model for flag in (False, True))
+    assert {type(m) for m in compiled.modules() if isinstance(m, nn.Linear)} == {PackedInt8Linear}
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {PackedLinear}
+    ids = random_ids(40)
+    expected = whole_text_logits(eager, ids)
+    # SwiGLU is taken before what it is taken of is rounded
+    torch.testing.assert_close(whole_text_logits(compiled, ids), expected, rtol=0.05, atol=0.2)
+
+
+# ---- drafts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_int8_drafts_change_no_token(name: str) -> None:
+    draft = draft_of(name, gamma=3, quantize="int8")
+    small = tiny_model(seed=1) if draft.draft_model else None
+    one = engine(draft, small)
+    before = bytes_of(one.model)
+    expected = tokens_of(engine())
+    assert tokens_of(one) == expected
+    assert one.stats.drafted > 0 and is_untouched(one.model, before)
+    levels = [one.policy, getattr(one.policy, "cheap", None)]
+    drafting = [level.target if isinstance(level, HierarchyDraft) else level.runner for level in levels
+                if isinstance(level, (HierarchyDraft, ModelDraft))]  # fmt: skip
+    for runner in drafting:
+        assert {type(m) for m in runner.model.modules() if isinstance(m, nn.Linear)} == {Int8Linear}
+    assert one.cache.layers[0].k.data_ptr() in {r.cache.layers[0].k.data_ptr() for r in drafting} or "stand" in name
+    if small is not None:
+        assert not any(isinstance(m, Int8Linear) for m in small.modules())
+
+
+def test_a_draft_that_reads_all_is_accepted_nearly_always_and_not_always() -> None:
+    """Below 100 % the copy is what drafts; it is the target's own precision where no copy is made."""
+    params = SamplingParams(max_tokens=200)
+    own, copied = engine(draft_of("full", gamma=3)), engine(draft_of("full", gamma=3, quantize="int8"))
+    assert tokens_of(copied, params) == tokens_of(own, params)
+    assert own.stats.acceptance_rate == 1.0
+    assert 0.8 < copied.stats.acceptance_rate < 1.0
+
+
+def test_sampled_rows_with_int8_drafts_repeat_by_their_seed_whatever_shares_the_batch() -> None:
+    draft = draft_of("streaming", gamma=3, quantize="int8")
+    params = [SamplingParams(max_tokens=24, temperature=0.8, seed=n) for n in range(3)]
+    together = [c.tokens for c in engine(draft).generate(PROMPTS, params)]
+    one = engine(draft, batch_size=1)
+    assert [one.generate([p], [s])[0].tokens for p, s in zip(PROMPTS, params, strict=True)] == together
+
+
+def test_int8_drafts_for_an_int8_target_give_that_targets_tokens() -> None:
+    plain = engine(quantize="int8")
+    one = engine(draft_of("streaming", gamma=3, quantize="int8"), quantize="int8")
+    assert tokens_of(one) == tokens_of(plain)
+    assert one.policy is not None and one.policy.runner.model.layers is one.model.layers  # type: ignore[attr-defined]
+
+
+def test_another_draft_may_be_quantized_or_not() -> None:
+    one = engine(draft_of("streaming", gamma=3))
+    expected, before = tokens_of(one), bytes_of(one.model)
+    for wanted in ("int8", None, "int8"):
+        one.redraft(draft_of("quest", gamma=3, quantize=wanted))
+        assert tokens_of(one) == expected and is_untouched(one.model, before)
+
+
+@pytest.mark.slow
+def test_steps_of_a_copy_are_compiled_once() -> None:
+    compiles_once("streaming", n_graphs=1, budget=40, quantize="int8")
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quantize": "int8"}, "quantize 'int8' is for a model that drafts: policy 'off' has none"),
+        ({"policy": "lookup", "quantize": "int8"}, "quantize 'int8' is for a model that drafts: policy 'lookup'"),
+        ({"policy": "streaming", "quantize": "int3"}, "quantize must be one of int8, float8, got 'int3'"),
+        ({"policy": "streaming", "quantize": True}, "quantize must be one of int8, float8, got True"),
+    ],
+    ids=str,
+)
+def test_a_precision_that_no_draft_has_is_refused_in_a_sentence(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        DraftConfig(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_runs_no_such_draft_refuses_it() -> None:
+    model, cache = model_of(), engine().cache
+    runner = Runner(model, cache, False)
+    meta = type("Meta", (Runner,), {"device": torch.device("meta")})(model, cache, False)
+    assert drafter(meta, None) is meta and drafter(runner, None) is runner
+    with pytest.raises(
+        ValueError, match="'int8' of a draft runs on device 'cpu', and the model is on 'meta': use 'float8'"
+    ):
+        drafter(meta, "int8")
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_the_plan_counts_what_copies_own(name: str) -> None:
+    draft = draft_of(name, gamma=3, quantize="int8")
+    small = tiny_model(tiny_config(n_layers=1, dim=64)) if draft.draft_model else None
+    one = engine(draft, small)
+    sources = [one.model, *([small] if small else [])]
+    theirs = {p.data_ptr() for model in sources for p in model.parameters()}
+    levels = [one.policy, getattr(one.policy, "cheap", None)]
+    models = [level.target.model if isinstance(level, HierarchyDraft) else level.runner.model for level in levels
+              if isinstance(level, (HierarchyDraft, ModelDraft))]  # fmt: skip
+    own = sum(p.nbytes for model in models for p in model.parameters() if p.data_ptr() not in theirs)
+    assert one._plan.draft_weights == own
+    assert one._plan.parts["quantized draft weights"] == own
+    without = plan_for(
+        one.config, draft_of(name, gamma=3), one.model.config, small.config if small else None, torch.float32,
+        Parallel(CPU), CPU,
+    )  # fmt: skip
+    assert without.draft_weights == 0
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"qkv_bias": True}], ids=str)
+def test_a_target_is_quantized_as_it_is_read(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no time is more there than what is quantized, a matrix and a half, and rows of it in fp32."""
+    monkeypatch.setattr(importlib.import_module("gpt_fast_sd.kernels.int8"), "ROWS_AT_ONCE", 8)
+    source = tiny_model(tiny_config(n_layers=6, dim=64, ffn_dim=160, **changes), dtype=torch.bfloat16)
+    save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
+    config = EngineConfig(
+        batch_size=1, max_seq_len=300, device="cpu", dtype="bf16", compile=False, quantize="int8", kv_dtype="bf16"
+    )
+    with LiveBytes() as live:
+        loaded = load(tmp_path, config, DraftConfig(), None)
+    held = sum(p.nbytes for p in loaded.model.parameters())
+    assert loaded.plan.weights == held < 0.75 * sum(p.nbytes for p in source.parameters())
+    largest = 2 * 320 * 64
+    assert live.peak <= held + 1.5 * largest + 5 * 4 * 8 * 160 + 4096  # and tables of few bytes
+    expected = Engine(source, None, config).logits(random_ids(40))  # quantized once it is whole
+    assert Engine(loaded.model, None, config).logits(random_ids(40)).equal(expected)
