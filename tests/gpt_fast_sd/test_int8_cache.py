@@ -242,6 +242,17 @@ def test_equalization_changes_no_bit(kv_heads: int, dtype: torch.dtype) -> None:
     assert all(map(torch.equal, other.parameters(), weights))
 
 
+def test_equalization_changes_no_bit_of_a_model_with_int8_weights() -> None:
+    """Their scales carry the factors: once the numbers themselves were divided, and rounded away."""
+    ids, (one, other) = random_ids(400), [qwen2(300.0, torch.bfloat16) for _ in range(2)]
+    for model in (one, other):
+        quantize.quantize(model, "int8")
+    quantize.equalize_keys(other)
+    assert torch.equal(cached_logits(one, ids, torch.bfloat16), cached_logits(other, ids, torch.bfloat16))
+    wqkv = [model.layers[0].attention.wqkv for model in (one, other)]  # type: ignore[union-attr]
+    assert torch.equal(wqkv[0].weight, wqkv[1].weight) and not torch.equal(wqkv[0].scale, wqkv[1].scale)  # type: ignore[union-attr, arg-type]
+
+
 def test_keys_with_a_large_bias_are_stored_as_well_as_others_once_they_are_equalized() -> None:
     ids, errors = random_ids(300), {}
     for bias in (0.0, 300.0):
