@@ -75,9 +75,9 @@ def _at_least_one(name: str, value: object) -> None:
 class EngineConfig:
     """How the target model runs.
 
-    dtype "auto" is fp32 on a CPU without bf16 instructions; int8 is our own on a CPU, torchao's on CUDA. cuda_graphs "round" captures a round
-    (draft, verify, judge, commit) as one graph and reads its result while the next one runs; "off" launches every
-    kernel from the host.
+    dtype "auto" is fp32 on a CPU without bf16 instructions; int8 is our own on a CPU, torchao's on CUDA. cuda_graphs
+    "round" captures a round (draft, verify, judge, commit) as one graph and reads its result while the next one runs;
+    "off" launches every kernel from the host.
     """
 
     batch_size: int = _flag(8, "slots; more prompts wait in a queue", metavar="B")
