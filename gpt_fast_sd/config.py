@@ -75,9 +75,9 @@ def _at_least_one(name: str, value: object) -> None:
 class EngineConfig:
     """How the target model runs.
 
-    dtype "auto" is fp32 on a CPU without bf16 instructions; int8 is torchao's. cuda_graphs "round" captures a round
-    (draft, verify, judge, commit) as one graph and reads its result while the next one runs; "off" launches every
-    kernel from the host.
+    dtype "auto" is fp32 on a CPU without bf16 instructions; int8 is our own on a CPU, torchao's on CUDA. cuda_graphs
+    "round" captures a round (draft, verify, judge, commit) as one graph and reads its result while the next one runs;
+    "off" launches every kernel from the host.
     """
 
     batch_size: int = _flag(8, "slots; more prompts wait in a queue", metavar="B")
@@ -113,6 +113,8 @@ class DraftConfig:
     view of its own cache; "standalone" is draft_model, "early_exit" the target's first exit_layers layers, "lookup" an
     n-gram of at most `ngram` tokens from the row's own text, "hierarchy" lets `cheap` draft for the target with a
     sparse view of its cache, which drafts for the target.
+    quantize: a copy of the drafting model drafts, with weights of that precision in its layers and head; it shares all
+    else, and the target's weights are not touched.
     n_sink: Xiao et al. 2023, arXiv 2309.17453, use 4. draft_tp: a divisor of the number of processes that hold the
     target; each group of that size has a copy of draft_model, and the tokens of the first group count.
     """

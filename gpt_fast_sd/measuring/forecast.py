@@ -159,14 +159,14 @@ class System:
         policy, under = registry.policy_class(draft.policy), self.conditions(efficiency)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
         own = self._unquantized(self.draft_ranks(draft), efficiency)
-        copied = {"weight_bytes": 1.0, "head_bytes": 1.0} if draft.quantize else {}
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
         tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
         for step in policy.model_steps(draft, self.model, theirs, gamma) if gamma else ():
             view = registry.view_class(step.view)
-            of_step = replace(own if step.model is theirs else under, **copied)
-            size = (step.model, self.chip, batch)
+            of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
+            if draft.quantize:
+                of_step = replace(of_step, weight_bytes=1.0, head_bytes=1.0)
             reads = view.reads(draft, int(context))
             drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
             if (period := view.refresh_period(draft)) and context > draft.budget:

@@ -135,6 +135,15 @@ def test_a_draft_model_is_never_quantized(model: ModelConfig) -> None:
     assert system.forecast(draft, 0.8, 8, 64000, 4).draft_seconds == pytest.approx(step)
 
 
+def test_a_quantized_copy_reads_a_byte_a_weight_and_the_target_what_it_did() -> None:
+    plain, copied = (
+        on_h200().forecast(replace(STREAMING, quantize=name), 0.8, 8, 64000, 4) for name in (None, "float8")
+    )
+    budget = STREAMING.budget
+    assert copied.draft_seconds == pytest.approx(reading(budget, 8, WEIGHTS / 2))
+    assert copied.verify_seconds == plain.verify_seconds and plain.draft_seconds == pytest.approx(reading(budget, 8))
+
+
 def test_a_draft_model_is_divided_by_the_ranks_that_hold_it() -> None:
     ranks = Ranks(n=8, link=Link(name="none", bandwidth=1e30, hop=0))
     one, eight = (
