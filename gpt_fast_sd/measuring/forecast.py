@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from .roofline import (
     EXPECTED,
     IDEAL,
     PRACTICAL,
+    Conditions,
     Efficiency,
     Forecast,
     Refresh,
@@ -119,19 +119,18 @@ class System:
         n = draft.draft_tp or self.tp
         return replace(self.ranks, n=n) if self.ranks and n > 1 else None
 
-    @property
-    def costs(self) -> Record:
-        """The arguments of every step of the target: quantizing leaves the output's weights as they are."""
-        return self._costs(self.ranks) | ({"weight_bytes": 1.0} if self.quantize else {})
+    def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
+        """Of every step of the target: quantizing leaves the output's weights as they are."""
+        own = self._unquantized(self.ranks, efficiency)
+        return replace(own, weight_bytes=1.0) if self.quantize else own
 
-    def _costs(self, ranks: Ranks | None) -> Record:
+    def _unquantized(self, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
         """The same for any model that these ranks hold unquantized."""
-        own = float(TORCH_DTYPES[self.dtype].itemsize)
-        return {
-            "weight_bytes": own, "head_bytes": own,
-            "kv_bytes": float(TORCH_DTYPES[self.kv_dtype].itemsize) if self.kv_dtype else own,
-            "tp": ranks.n if ranks else 1, "all_reduce": ranks.all_reduce if ranks else free,
-        }  # fmt: skip
+        own, kv = (float(TORCH_DTYPES[dtype].itemsize) for dtype in (self.dtype, self.kv_dtype or self.dtype))
+        return Conditions(
+            weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
+            all_reduce=ranks.all_reduce if ranks else free, efficiency=efficiency,
+        )  # fmt: skip
 
     def config(self, batch: int, context: int) -> EngineConfig:
         """The configuration of an engine for such rows; ValueError if it would refuse them."""
@@ -146,36 +145,34 @@ class System:
 
     def plain(self, batch: int, context: float, efficiency: Efficiency = IDEAL) -> float:
         """Seconds of a step of plain decoding, T_T."""
-        return step_seconds(self.model, self.chip, batch, 1, context, efficiency=efficiency, **self.costs)
+        return step_seconds(self.model, self.chip, batch, 1, context, self.conditions(efficiency))
 
     def forecast(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, gamma: int,
         efficiency: Efficiency = IDEAL,
     ) -> Forecast:  # fmt: skip
         """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
-        policy, costs = registry.policy_class(draft.policy), {"efficiency": efficiency, **self.costs}
+        policy, under = registry.policy_class(draft.policy), self.conditions(efficiency)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
-        own = {"efficiency": efficiency, **self._costs(self.draft_ranks(draft))}
+        own = self._unquantized(self.draft_ranks(draft), efficiency)
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
         tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
         for step in policy.model_steps(draft, self.model, theirs, gamma) if gamma else ():
             view = registry.view_class(step.view)
-            of_step = own if step.model is theirs else costs
-            size = (step.model, self.chip, batch)
-            drafting += step.count * step_seconds(
-                *size, step.n_tokens, view.reads(draft, int(context)), attention=step.view, **of_step
-            )
+            of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
+            reads = view.reads(draft, int(context))
+            drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once
                 traits = traits_of(torch.device(self.device))
-                reads = 1.5 if triton_serves(torch.device(self.device)) else 1.0
-                refresh = Refresh(every=period, n_observed=view.n_observed, reads=reads, at_once=traits.windows)
-                selecting += refresh_seconds(*size, int(context), tokens, refresh, **of_step)
+                twice = 1.5 if triton_serves(torch.device(self.device)) else 1.0
+                refresh = Refresh(every=period, n_observed=view.n_observed, reads=twice, at_once=traits.windows)
+                selecting += refresh_seconds(*size, int(context), tokens, refresh, of_step)
         return Forecast(
             gamma=gamma, tokens=tokens, target_seconds=self.plain(batch, context, efficiency),
             draft_seconds=drafting / gamma if gamma else 0.0,
-            verify_seconds=step_seconds(self.model, self.chip, batch, gamma + 1, context, mass_page=page, **costs),
+            verify_seconds=step_seconds(self.model, self.chip, batch, gamma + 1, context, under, mass_page=page),
             select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
         )  # fmt: skip
 
@@ -333,22 +330,18 @@ def default_policies(system: System) -> list[str]:
     return [name for name in registry.policies() if name in PROFILES and (system.draft_model or name not in needs)]
 
 
-def cell(
-    system: System, draft: DraftConfig, kept: Kept, batch: int, context: int, efficiency: Efficiency
-) -> Record:  # fmt: skip
+def cell(system: System, draft: DraftConfig, kept: Kept, batch: int, context: int, efficiency: Efficiency) -> Record:
     """One draft in one batch and context, JSON-ready; times in milliseconds."""
     chances, source = kept.chances(draft, context)
     n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is computed
     one, ideal = (system.best(draft, chances, batch, context, e) for e in (efficiency, IDEAL))
-    own = system.costs["head_bytes"]  # the same as activations
-    together = partial(collective_seconds, system.model, tp=system.tp, weight_bytes=own)
     return {
         "batch": batch, "context": context, "policy": draft.policy, "budget": budget_of(draft),
         "acceptance": list(chances), "acceptance_source": source, "gamma": one.gamma, "tokens_per_round": one.tokens,
         "plain_ms": one.target_seconds * 1e3, "draft_ms": one.draft_seconds * 1e3,
         "verify_ms": one.verify_seconds * 1e3, "select_ms": one.select_seconds * 1e3,
         "round_ms": one.round_seconds * 1e3, "speedup": one.ratio, "speedup_of_roofline": ideal.ratio,
-        "collective_ms": together(batch, all_reduce=system.costs["all_reduce"]) * 1e3,
+        "collective_ms": collective_seconds(system.model, batch, system.conditions()) * 1e3,
         "plain_tokens_per_second": batch / one.target_seconds,
         "speculative_tokens_per_second": batch * one.tokens / one.round_seconds,
         "memory_bytes": n_bytes, "fits": advice is None, "advice": advice,

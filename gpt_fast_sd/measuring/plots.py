@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .grid import draft_label
+from .hero import hero
 from .lengths import shown_speedup
 
 Record = dict[str, Any]
 Draw = Callable[[Any], None]
 SPEED = "speed, times plain decoding"
 SUFFIXES = (".png", ".pdf", ".svg")
-INK = "#808890"  # and the colours below: read on white and on black
 COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf62a8", "#7f9a2c")
 
 
@@ -22,22 +22,15 @@ COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf
 
 
 def check_drawable(flag: str, *files: Path | None) -> None:
-    """ValueError, before any work is done, if matplotlib is missing or does not know the format."""
-    for file in files:
-        if file is not None and file.suffix.lower() not in SUFFIXES:
+    """ValueError, before any work is done, if matplotlib is missing or does not know the format of a file."""
+    wanted = [file for file in files if file is not None]
+    if files and not wanted:
+        return
+    for file in wanted:
+        if file.suffix.lower() not in SUFFIXES:
             raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f'{flag} needs matplotlib: pip install "gpt_fast_sd[plot]"')
-
-
-def load_pyplot() -> Any:
-    """matplotlib without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def color(i: int) -> str:
@@ -60,7 +53,11 @@ def draw_panels(
 
     legend: one for all panels, below them.
     """
-    pyplot = load_pyplot()
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
     n_columns = max(map(len, rows))
     figure, axes = pyplot.subplots(
         len(rows), n_columns, figsize=(0.8 + size[0] * n_columns, 0.8 + size[1] * len(rows)), squeeze=False,
@@ -133,42 +130,8 @@ def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, 
             [panels[i : i + 2] for i in range(0, len(panels), 2)], folder / name, title=f"{title}\n{how}",
             xlabel=xlabel, ylabel=ylabel, size=(5, 3.8), share="xy",
         )  # fmt: skip
-    draw_hero(points, folder / "hero.png")
-    return [folder / name for name in (*(name for name, *_ in pictures), "hero.png")]
-
-
-def draw_hero(points: Sequence[Record], path: Path) -> None:
-    """Speed-up over context, a line per batch, a panel per draft, no background: for light and dark pages."""
-    pyplot = load_pyplot()
-    drafts = [*dict.fromkeys(map(draft_label, points))]
-    batches = sorted({r["batch"] for r in points})
-    figure, axes = pyplot.subplots(
-        1, len(drafts), figsize=(0.8 + 4.2 * len(drafts), 3.6), squeeze=False, sharey=True, layout="constrained"
-    )
-    for panel, draft in zip(axes.flat, drafts, strict=True):
-        ours = [r for r in points if draft_label(r) == draft]
-        for i, batch in enumerate(batches):
-            row = sorted((r for r in ours if r["batch"] == batch), key=lambda r: r["context"])
-            shown = [shown_speedup(r) for r in row]
-            panel.errorbar(
-                [r["context"] for r in row], [one["median"] for one in shown], yerr=whiskers(shown), fmt="o-",
-                color=color(i), lw=2, ms=4, elinewidth=1, label=f"batch {batch}",
-            )  # fmt: skip
-        panel.axhline(1.0, color=INK, linewidth=1)
-        over_log2(panel, sorted({r["context"] for r in ours}))
-        panel.yaxis.set_major_formatter("{x:.1f}x")
-        panel.set_title(draft, fontsize=10, color=INK)
-        panel.set_xlabel("context, tokens", color=INK)
-        panel.tick_params(colors=INK)
-        panel.grid(alpha=0.25, color=INK)
-        panel.spines[:].set_visible(False)
-    axes[0][0].set_ylabel(SPEED, color=INK)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelcolor=INK
-    )  # in the order of the lines, the largest batch on top
-    figure.savefig(path, dpi=200, transparent=True)
-    pyplot.close(figure)
+    (folder / "hero.svg").write_text(hero(points), encoding="utf-8")
+    return [folder / name for name in (*(name for name, *_ in pictures), "hero.svg")]
 
 
 def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None:

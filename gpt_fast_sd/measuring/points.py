@@ -132,6 +132,11 @@ def ends_text(found: Record) -> str:
     return f"({found['min']:.2f} to {found['max']:.2f})"
 
 
+def ratio_text(found: Record) -> str:
+    """The median of the pairs, and these."""
+    return f"{found['median']:.2f}x {ends_text(found)}"
+
+
 SIZES = Table(
     Column("context", lambda r: f"{r['context']:,}"), Column("batch", lambda r: str(r["batch"])),
     Column("draft", draft_label, 34, left=True),

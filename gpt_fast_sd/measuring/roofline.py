@@ -117,73 +117,64 @@ def head_params(config: ModelConfig) -> int:
     return config.vocab_size * config.dim
 
 
-def step_cost(
-    config: ModelConfig,
-    batch: int,
-    n_tokens: int,
-    context: float,
-    *,
-    weight_bytes: float = 2.0,
-    head_bytes: float | None = None,
-    kv_bytes: float = 2.0,
-    tp: int = 1,
-) -> StepCost:
-    """The cost of feeding n_tokens to each of batch rows that attend to `context` entries each.
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What all steps of a run have in common.
 
     weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16). head_bytes: of one
-    weight of the output; None: like any other.
+    weight of the output; None: like any other. tp: ranks that hold the model together. efficiency: what kernels reach.
     """
+
+    weight_bytes: float = 2.0
+    head_bytes: float | None = None
+    kv_bytes: float = 2.0
+    tp: int = 1
+    all_reduce: AllReduce = free
+    efficiency: Efficiency = IDEAL
+
+    @property
+    def of_head(self) -> float:
+        """Bytes of one weight of the output."""
+        return self.weight_bytes if self.head_bytes is None else self.head_bytes
+
+
+AS_IT_IS = Conditions()
+
+
+def step_cost(config: ModelConfig, batch: int, n_tokens: int, context: float, under: Conditions = AS_IT_IS) -> StepCost:
+    """The cost of feeding n_tokens to each of batch rows that attend to `context` entries each."""
     params, head, positions = linear_params(config), head_params(config), context * batch
-    of_head = weight_bytes if head_bytes is None else head_bytes
     heads = config.n_layers * config.head_dim  # a factor of both sums over heads
-    n_kv_heads = max(1.0, config.n_kv_heads / tp)  # per rank: with fewer of them than ranks some hold the same
+    n_kv_heads = max(1.0, config.n_kv_heads / under.tp)  # per rank: with fewer of them than ranks some hold the same
     return StepCost(
-        weight_bytes=(weight_bytes * (params - head) + of_head * head) / tp,
-        kv_bytes=2 * heads * n_kv_heads * kv_bytes * positions,
-        linear_flops=2 * params * batch * n_tokens / tp,
-        attention_flops=4 * heads * config.n_heads * positions * n_tokens / tp,
+        weight_bytes=(under.weight_bytes * (params - head) + under.of_head * head) / under.tp,
+        kv_bytes=2 * heads * n_kv_heads * under.kv_bytes * positions,
+        linear_flops=2 * params * batch * n_tokens / under.tp,
+        attention_flops=4 * heads * config.n_heads * positions * n_tokens / under.tp,
     )
 
 
 def step_seconds(
-    config: ModelConfig,
-    chip: Chip,
-    batch: int,
-    n_tokens: int,
-    context: float,
-    *,
-    weight_bytes: float = 2.0,
-    head_bytes: float | None = None,
-    kv_bytes: float = 2.0,
-    tp: int = 1,
-    all_reduce: AllReduce = free,
-    efficiency: Efficiency = IDEAL,
-    mass_page: int = 0,
-    attention: str = "dense",
-) -> float:
+    config: ModelConfig, chip: Chip, batch: int, n_tokens: int, context: float, under: Conditions = AS_IT_IS, *,
+    mass_page: int = 0, attention: str = "dense",
+) -> float:  # fmt: skip
     """Seconds of such a step: plain decoding with n_tokens 1, verification with gamma + 1, a draft with its budget.
 
     mass_page: keys of a page whose attention mass is also summed, 0 if it is not. attention: see kernels.
     """
-    cost = step_cost(
-        config, batch, n_tokens, context, weight_bytes=weight_bytes, head_bytes=head_bytes, kv_bytes=kv_bytes, tp=tp
-    )
-    e = efficiency
-    handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / tp if e.split else 0.0
+    cost, e = step_cost(config, batch, n_tokens, context, under), under.efficiency
+    handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / under.tp if e.split else 0.0
     linear, attend = _seconds(cost, chip, e, handed_on)
     gaps = kernels(config, "mass" if mass_page else attention) * e.kernel_seconds
     fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
-    together = collective_seconds(config, batch * n_tokens, tp, head_bytes or weight_bytes, all_reduce)
-    return linear + attend + gaps + fixed + together
+    return linear + attend + gaps + fixed + collective_seconds(config, batch * n_tokens, under)
 
 
-def collective_seconds(
-    config: ModelConfig, n_tokens: int, tp: int, weight_bytes: float = 2.0, all_reduce: AllReduce = free
-) -> float:
-    """Seconds of the collectives of a step over n_tokens of all rows on tp ranks."""
-    counts, row = collectives_per_step(config, tp), config.dim * max(weight_bytes, 2.0)  # activations have 16 bits
-    best = counts.get("all_gather", 0) * all_reduce(8.0 * n_tokens)  # the best token of a part, and its logit
-    return counts.get("all_reduce", 0) * all_reduce(row * n_tokens) + best
+def collective_seconds(config: ModelConfig, n_tokens: int, under: Conditions) -> float:
+    """Seconds of the collectives of a step over n_tokens of all rows."""
+    counts, row = collectives_per_step(config, under.tp), config.dim * max(under.of_head, 2.0)  # 16 bits or more
+    best = counts.get("all_gather", 0) * under.all_reduce(8.0 * n_tokens)  # the best token of a part, and its logit
+    return counts.get("all_reduce", 0) * under.all_reduce(row * n_tokens) + best
 
 
 def _seconds(cost: StepCost, chip: Chip, e: Efficiency, handed_on: float = 0.0) -> tuple[float, float]:
@@ -231,29 +222,15 @@ class Refresh:
 
 
 def refresh_seconds(
-    config: ModelConfig,
-    chip: Chip,
-    batch: int,
-    context: int,
-    tokens: float,
-    refresh: Refresh,
-    *,
-    weight_bytes: float = 2.0,
-    head_bytes: float | None = None,
-    kv_bytes: float = 2.0,
-    tp: int = 1,
-    all_reduce: AllReduce = free,
-    efficiency: Efficiency = IDEAL,
-) -> float:
+    config: ModelConfig, chip: Chip, batch: int, context: int, tokens: float, refresh: Refresh,
+    under: Conditions = AS_IT_IS,
+) -> float:  # fmt: skip
     """Seconds of refreshing per round in which each of batch rows grows by this many tokens."""
-    rows, e = min(refresh.at_once, batch), efficiency
-    cost = step_cost(
-        config, rows, refresh.n_observed, context, weight_bytes=weight_bytes, head_bytes=head_bytes, kv_bytes=kv_bytes,
-        tp=tp,
-    )  # fmt: skip
+    rows, e = min(refresh.at_once, batch), under.efficiency
+    cost = step_cost(config, rows, refresh.n_observed, context, under)
     linear, attention = _seconds(cost, chip, e)
     gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
-    gaps += collective_seconds(config, rows * refresh.n_observed, tp, head_bytes or weight_bytes, all_reduce)
+    gaps += collective_seconds(config, rows * refresh.n_observed, under)
     passes = batch * tokens / refresh.every / rows  # per round
     return passes * (linear + refresh.reads * attention + gaps + e.step_seconds)
 

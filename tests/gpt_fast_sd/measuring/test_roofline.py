@@ -16,6 +16,7 @@ from gpt_fast_sd.measuring.roofline import (
     HEAD_KERNELS,
     IDEAL,
     PRACTICAL,
+    Conditions,
     Efficiency,
     Forecast,
     Refresh,
@@ -51,7 +52,8 @@ def best(batch: int, context: int, alpha: float, efficiency: Efficiency = IDEAL,
 def over_eight(batch: int, context: int) -> float:
     """Speed over plain decoding of rounds of 3 drafts, acceptance 0.8, on eight chips that talk for nothing."""
     plain, draft, verify = (
-        step_seconds(LLAMA, A100, batch, n, keys, tp=8) for n, keys in ((1, context), (1, 512), (4, context))
+        step_seconds(LLAMA, A100, batch, n, keys, Conditions(tp=8))
+        for n, keys in ((1, context), (1, 512), (4, context))
     )
     return omega(3, 0.8) * plain / (3 * draft + verify)
 
@@ -115,11 +117,13 @@ def test_a_step_is_bound_by_arithmetic_where_many_rows_share_a_weight() -> None:
 
 
 def test_more_chips_and_smaller_weights_cost_less_and_reductions_cost_something() -> None:
-    one, two = (step_seconds(LLAMA, H200, 16, 1, 32768, tp=tp) for tp in (1, 2))
+    one, two = (step_seconds(LLAMA, H200, 16, 1, 32768, Conditions(tp=tp)) for tp in (1, 2))
     assert two == pytest.approx(one / 2)
-    joined = step_seconds(LLAMA, H200, 16, 1, 32768, tp=2, all_reduce=lambda n_bytes: 10e-6)
+    joined = step_seconds(LLAMA, H200, 16, 1, 32768, Conditions(tp=2, all_reduce=lambda n_bytes: 10e-6))
     assert joined == pytest.approx(two + (64 + 1 + 1) * 10e-6)  # two per layer, the embedding's, and the best token
-    assert step_seconds(LLAMA, H200, 1, 1, 0, weight_bytes=1) == pytest.approx(linear_params(LLAMA) / 4.8e12)
+    assert step_seconds(LLAMA, H200, 1, 1, 0, Conditions(weight_bytes=1)) == pytest.approx(
+        linear_params(LLAMA) / 4.8e12
+    )
 
 
 def test_omega_is_the_closed_form_and_takes_a_chance_for_each_draft() -> None:
@@ -172,7 +176,7 @@ def test_what_splits_hand_on_and_mass_are_the_shares_that_the_kernel_names() -> 
 def test_a_refresh_of_all_rows_at_once_reads_the_weights_once() -> None:
     def seconds(at_once: int, efficiency: Efficiency = IDEAL, batch: int = 16) -> float:
         refresh = Refresh(every=64, n_observed=32, reads=1.5, at_once=at_once)
-        return refresh_seconds(LLAMA, H200, batch, 57344, 6.0, refresh, efficiency=efficiency)
+        return refresh_seconds(LLAMA, H200, batch, 57344, 6.0, refresh, Conditions(efficiency=efficiency))
 
     rows, weights = 16 * 6.0 / 64, step_cost(LLAMA, 1, 1, 57344).weight_bytes / 4.8e12  # rows that come due a round
     keys = 1.5 * step_cost(LLAMA, 1, 1, 57344).kv_bytes / 4.8e12
