@@ -20,6 +20,7 @@ DRAFT_QUANTIZATIONS = ("int8", "float8")
 CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
 GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
 MAX_GAMMA = 16
+MOST = 2**31 - 1  # of what is counted: sums and products of two of them fit into 64 bits
 PAGES = (16, 32, 64, 128)  # whole vectors of scores, and whole pages in a split of the cache
 
 
@@ -71,6 +72,13 @@ def _at_least_one(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
+def _countable(name: str, value: int) -> None:
+    """ValueError unless it is a whole number of at least 1 that tensors of 64 bits can count with."""
+    _at_least_one(name, value)
+    if value > MOST:
+        raise ValueError(f"{name} must be at most {MOST:,}, got {value}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the target model runs.
@@ -97,8 +105,8 @@ class EngineConfig:
     max_autotune: bool = _flag(False, "on CUDA: time several kernels for matrix products; minutes at the start")
 
     def __post_init__(self) -> None:
-        _at_least_one("batch_size", self.batch_size)
-        _at_least_one("max_seq_len", self.max_seq_len)
+        _countable("batch_size", self.batch_size)
+        _countable("max_seq_len", self.max_seq_len)
         _check_allowed(self, "device", "dtype", "cuda_graphs", "kv_dtype", "quantize")
         for name in ("compile", "exact", "max_autotune"):
             if not isinstance(getattr(self, name), bool):
@@ -152,7 +160,7 @@ class DraftConfig:
     def __post_init__(self) -> None:
         _check_allowed(self, "policy", "cheap")
         for name in ("budget", "ngram", "n_sink", "page"):
-            _at_least_one(name, getattr(self, name))
+            _countable(name, getattr(self, name))
         if self.gamma != "auto":
             if not isinstance(self.gamma, int) or isinstance(self.gamma, bool):
                 raise ValueError(f"gamma must be 'auto' or a whole number from 1 to {MAX_GAMMA}, got {self.gamma!r}")
@@ -160,7 +168,7 @@ class DraftConfig:
                 raise ValueError(f"gamma must be from 1 to {MAX_GAMMA}, got {self.gamma}")
         for name in ("exit_layers", "refresh", "draft_tp"):
             if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
+                _countable(name, getattr(self, name))
         _check_allowed(self, "page", "quantize")
         self._check_views()
         needs_model = registry.policy_class(self.policy).needs_model(self)

@@ -43,7 +43,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common import refuse, refusing, sentence, started
-from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, join, positive, sizes
+from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, given_beside, join, positive, sizes
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.devices import natural_dtype
@@ -52,7 +52,7 @@ from gpt_fast_sd.measuring import grid, lossless, machine, plots, prompts
 from gpt_fast_sd.measuring.chips import Chip, Ranks, chip_of
 from gpt_fast_sd.measuring.forecast import System
 from gpt_fast_sd.measuring.grid import Point, Setting, Sweep, draft_fields, draft_label, has_a_model, known_drafters
-from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint, read_document
+from gpt_fast_sd.measuring.ledger import Ledger, check_writable, complete, digest, fingerprint, read_document
 from gpt_fast_sd.measuring.lengths import lengths_of, lines_of
 from gpt_fast_sd.measuring.points import (
     BUDGETS,
@@ -179,7 +179,7 @@ def prepare(args: argparse.Namespace) -> Job:
     policies = args.draft or [
         name for name in known_drafters() if name != "full" and (args.draft_model or not has_a_model(name))
     ]
-    if args.mode == "lossless" and not args.draft_model:
+    if args.mode == "lossless" and not args.draft_model and any(map(has_a_model, policies)):
         args.draft_model = str(args.model)  # no smaller one: the target drafts for itself, sparsely
     wanted = grid.settings_of(policies, args.budget)
     settings, skipped = grid.buildable(wanted, args.gamma, draft_fields(vars(args)))
@@ -195,9 +195,7 @@ def prepare(args: argparse.Namespace) -> Job:
         if tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer to read texts with: use --synthetic")
         paths = args.text or [BUNDLED / "document.txt"]
-        if len({path.name for path in paths}) < len(paths):
-            raise ValueError("two texts have one name: give each once, by a name of its own")
-        texts = {path.name: prompts.tokens_of(path, tokenizer) for path in paths}
+        texts = prompts.texts_of(paths, tokenizer)
     parallel = join(args)
     if parallel.dp > 1:
         raise ValueError(
@@ -724,6 +722,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.mode = "draw" if args.draw else "lossless" if args.lossless else args.sweep
     settle(args)
+    if args.draw and (idle := given_beside(parser, args, "draw", "plots", "mode")):
+        raise ValueError(f"{idle[0]} does nothing with --draw: leave it out")
     return args
 
 
@@ -732,7 +732,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with refusing(PROGRAM):
         args = parse(argv)
         if args.draw:
-            draw_files(args)
+            with complete(args.draw[0]):
+                draw_files(args)
             return
         if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
             raise ValueError(f"--plots needs a folder, and {args.plots} is a file")

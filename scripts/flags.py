@@ -94,6 +94,12 @@ def drafters(text: str) -> list[str]:
 # ---- flags and configurations ----------------------------------------------------------------------------------------
 
 
+def given_beside(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> list[str]:
+    """The flags that were given another value than their default, but for these."""
+    others = [name for name in vars(args) if name not in names and getattr(args, name) != parser.get_default(name)]
+    return [f"--{name.replace('_', '-')}" for name in others]
+
+
 def add_flags(parser: Parser, config: type[Config], **changes: Change) -> None:
     """A flag for every public field.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from common import refusing
 from gpt_fast_sd.measuring.grid import draft_label, up_to_date
 from gpt_fast_sd.measuring.hero import COLORS, Record, hero
-from gpt_fast_sd.measuring.ledger import read_document
+from gpt_fast_sd.measuring.ledger import complete, read_document
 
 MOST = len(COLORS[0])  # batches that can be told apart
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft", metavar="POLICY", default="streaming", help="(default: streaming)")
     parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="(default: 0, greedy)")
     args = parser.parse_args(argv)
-    with refusing("hero.py"):
+    with refusing("hero.py"), complete(args.sweep):
         args.svg.write_text(hero(points_of(args.sweep, args.draft, args.temperature)), encoding="utf-8")
 
 

@@ -323,7 +323,7 @@ def prepare(args: argparse.Namespace) -> Job:
     tokenizer = load_tokenizer(folder, config)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer to read the texts with")
-    texts = {path.name: prompts.tokens_of(path, tokenizer) for path in args.text}
+    texts = prompts.texts_of(args.text, tokenizer)
     for name, ids in texts.items():
         if len(ids) < longest:
             raise ValueError(f"{name} has {len(ids):,} tokens, too few for prompts of {longest:,}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import refusing
-from flags import positive, sizes
+from flags import given_beside, positive, sizes
 from gpt_fast_sd.config import KV_DTYPES
 from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.measuring import forecast, planning
@@ -67,6 +67,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("there is nothing to plan: --model M says what, or --measured FILE what to compare with")
     if args.plot and not args.model:
         parser.error("--plot draws a forecast, which needs --model: --measured alone has none")
+    if not args.model and (idle := given_beside(parser, args, "measured", "json")):
+        parser.error(f"{idle[0]} does nothing without --model: leave it out")
+    for name in ("link", "network"):
+        if args.tp == 1 and getattr(args, name) is not None:
+            parser.error(f"--{name} does nothing on one device: leave it out, or say --tp")
     if args.model and not (args.device or None not in (args.bandwidth, args.flops)):
         parser.error("on what? --device says, or --bandwidth and --flops")
     return args

@@ -25,7 +25,7 @@ from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
 from .grid import Setting, draft_fields, up_to_date
-from .ledger import read_document
+from .ledger import complete, read_document
 from .replay import PROFILES
 from .roofline import (
     EXPECTED,
@@ -314,13 +314,14 @@ def _measured_acceptance(path: Path) -> list[Record]:
     more where that pays, so there it is a guess.
     """
     document, found = read_document(path, "frontier", "batch"), []
-    for one in document.get("results") or document.get("points") or ():
-        shares = one.get("acceptance_by_position")
-        if shares:
-            settings = {"temperature": 0.0} | document["settings"] | one
-            chances = [min(1.0, b / a) if a else 0.0 for a, b in zip([1.0, *shares], shares, strict=False)]
-            keys = ("policy", "budget", "context", "temperature")
-            found.append({key: settings[key] for key in keys} | {"chances": chances, "file": path.name})
+    with complete(path):
+        for one in document.get("results") or document.get("points") or ():
+            shares = one.get("acceptance_by_position")
+            if shares:
+                settings = {"temperature": 0.0} | document["settings"] | one
+                chances = [min(1.0, b / a) if a else 0.0 for a, b in zip([1.0, *shares], shares, strict=False)]
+                keys = ("policy", "budget", "context", "temperature")
+                found.append({key: settings[key] for key in keys} | {"chances": chances, "file": path.name})
     if not found:
         raise ValueError(f"{path} holds no acceptance by position")
     return found
@@ -355,35 +356,38 @@ def cell(system: System, draft: DraftConfig, kept: Kept, batch: int, context: in
 
 def compare(path: Path) -> list[Record]:
     """The measurements of a sweep next to the prediction from that machine's own rates, at the same acceptance."""
-    document, found = read_document(path, "batch"), []
-    up_to_date(document)
-    settings = document["settings"]
-    for point in document.get("points", ()):
-        if point.get("status") != "measured":
-            continue
-        machine, tp = settings["machine"], settings.get("tp", 1)
-        chip = Chip(name=machine["cpu"], **point["machine"])
-        chip = replace(chip, link=(chip_of(machine["device"]) or chip).link)
-        shapes = [_shape(settings[key]) for key in ("transformer", "draft_transformer")]
-        assert shapes[0]
-        system = System(
-            model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
-            kv_dtype=point["kv_dtype"], quantize=settings["quantize"], ranks=ranks_for(chip, tp, tp, None, None),
-        )  # fmt: skip
-        draft = Setting(policy=point["policy"], budget=point["budget"]).draft("auto", draft_fields(settings))
-        size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
-        rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
-        plain, a_round = system.plain(*size), system.mean_round(draft, point["acceptance_rate"], *size, rounds_by_gamma)
-        found.append({
-            **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")},
-            "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
-            "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
-            "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,
-            "speedup_measured": (point["speedup"]["steady"] or point["speedup"]["completion"])["median"],
-        })  # fmt: skip
+    document = read_document(path, "batch")
+    with complete(path):
+        up_to_date(document)
+        measured = [point for point in document.get("points", ()) if point.get("status") == "measured"]
+        found = [_beside(document["settings"], point) for point in measured]
     if not found:
         raise ValueError(f"{path} holds no measured points of a sweep")
     return found
+
+
+def _beside(settings: Record, point: Record) -> Record:
+    """One measured point of a sweep with these settings, and what is predicted for it."""
+    machine, tp = settings["machine"], settings.get("tp", 1)
+    chip = Chip(name=machine["cpu"], **point["machine"])
+    chip = replace(chip, link=(chip_of(machine["device"]) or chip).link)
+    shapes = [_shape(settings[key]) for key in ("transformer", "draft_transformer")]
+    assert shapes[0]
+    system = System(
+        model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
+        kv_dtype=point["kv_dtype"], quantize=settings["quantize"], ranks=ranks_for(chip, tp, tp, None, None),
+    )  # fmt: skip
+    draft = Setting(policy=point["policy"], budget=point["budget"]).draft("auto", draft_fields(settings))
+    size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
+    rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
+    plain, a_round = system.plain(*size), system.mean_round(draft, point["acceptance_rate"], *size, rounds_by_gamma)
+    return {
+        **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")},
+        "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
+        "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
+        "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,
+        "speedup_measured": (point["speedup"]["steady"] or point["speedup"]["completion"])["median"],
+    }  # fmt: skip
 
 
 def _shape(stored: Record | None) -> ModelConfig | None:

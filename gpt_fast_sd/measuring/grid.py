@@ -46,14 +46,19 @@ class Setting:
         """Policy and budget in one phrase."""
         return self.policy if self.budget is None else f"{self.policy} {self.budget:,}"
 
+    @property
+    def uses(self) -> set[str]:
+        """The fields of DraftConfig that it uses."""
+        fields = heeds(self.policy.partition("/")[0])
+        return fields if has_a_model(self.policy) else fields - {"draft_model", "draft_tp"}
+
     def draft(self, gamma: int | str, common: Mapping[str, Any]) -> DraftConfig:
         """The configuration that it stands for; ValueError if that is invalid.
 
         common: other fields of DraftConfig; the policy takes those that it uses.
         """
         policy, _, cheap = self.policy.partition("/")
-        fields = heeds(policy) - (set() if has_a_model(self.policy) else {"draft_model", "draft_tp"})
-        changes = {name: value for name, value in common.items() if name in fields or name not in CHECKED}
+        changes = {name: value for name, value in common.items() if name in self.uses or name not in CHECKED}
         changes |= {} if self.budget is None else {"budget": self.budget}
         return DraftConfig(policy=policy, **{**changes, "gamma": gamma, **({"cheap": cheap} if cheap else {})})
 
@@ -70,8 +75,15 @@ def settings_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Setting
 def buildable(
     settings: Sequence[Setting], gammas: Sequence[int | str], common: Mapping[str, Any]
 ) -> tuple[list[Setting], dict[str, str]]:
-    """The valid settings, and why the others are not, by label; ValueError if some budget has none left."""
+    """The valid settings, and why the others are not, by label; ValueError if some budget has none left.
+
+    Also for a field that was given and that none of them uses.
+    """
     fine, skipped = [], {}
+    for name in CHECKED:
+        if common.get(name) is not None and not any(name in setting.uses for setting in settings):
+            who = " and ".join(dict.fromkeys(setting.policy for setting in settings))
+            raise ValueError(f"{name} does nothing for {who}: leave it out")
     for setting in settings:
         try:
             for gamma in gammas:

@@ -24,7 +24,8 @@ def hero(points: Sequence[Record]) -> str:
     """The SVG of measured points; the colours of more batches than there are colours repeat."""
     drafts, batches = [*dict.fromkeys(map(draft_label, points))], sorted({point["batch"] for point in points})
     ends: list[float] = [shown_speedup(point)[end] for point in points for end in ("min", "max")]
-    low, high = math.floor(min(ends) * 5) / 5, math.ceil(max(ends) * 5) / 5
+    low = math.floor(min(ends) * 5) / 5
+    high = max(math.ceil(max(ends) * 5) / 5, low + 0.2)  # one tick at least
 
     def y_of(speedup: float) -> float:
         return HEIGHT - BOTTOM - (speedup - low) / (high - low) * (HEIGHT - TOP - BOTTOM)

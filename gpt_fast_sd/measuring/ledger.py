@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,9 @@ class Ledger:
         advice = "name another file, or start over with --fresh"
         try:
             old = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError):
             raise ValueError(f"{path} exists and is not JSON: {advice}") from None
-        if not isinstance(old, dict) or old.get("benchmark") != benchmark:
+        if not _is_document(old, benchmark):
             raise ValueError(f"{path} exists and holds no results of this benchmark: {advice}")
         old = {"settings": {}, results: [], **old}
         adapt(old)
@@ -133,10 +133,27 @@ class Ledger:
 
 def read_document(path: Path, *benchmarks: str) -> Record:
     """The document that one of these benchmarks wrote into a file; ValueError if none did."""
-    try:
+    document: Record = {}
+    with contextlib.suppress(ValueError, RecursionError):
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        document = None
-    if not isinstance(document, dict) or document.get("benchmark") not in benchmarks:
+    if not _is_document(document, *benchmarks):
         raise ValueError(f"{path} holds no results of this program")
     return document
+
+
+@contextlib.contextmanager
+def complete(path: Path) -> Iterator[None]:
+    """Raise a ValueError that names the file where its document turns out to lack what it must hold."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from None
+
+
+def _is_document(found: object, *benchmarks: str) -> bool:
+    """Whether JSON has the form of a document of one of these benchmarks; older ones may lack parts."""
+    if not isinstance(found, dict) or found.get("benchmark") not in benchmarks:
+        return False
+    lists = [found.get(name, []) for name in ("results", "points", "stages")]
+    is_whole = all(isinstance(one, list) and all(isinstance(r, dict) for r in one) for one in lists)
+    return is_whole and isinstance(found.get("settings", {}), dict)

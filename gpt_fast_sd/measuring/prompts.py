@@ -29,6 +29,13 @@ def tokens_of(path: Path, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
+def texts_of(paths: Sequence[Path], tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """The tokens of several files by their names; ValueError if two have one name; see tokens_of."""
+    if len({path.name for path in paths}) < len(paths):
+        raise ValueError("two texts have one name: give each once, by a name of its own")
+    return {path.name: tokens_of(path, tokenizer) for path in paths}
+
+
 def stretches(texts: Mapping[str, Sequence[int]], n: int, length: int, bos: int | None) -> list[list[int]]:
     """n prompts of length tokens, BOS first, each its own stretch, taken from the texts in turn.
 

@@ -30,7 +30,7 @@ def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor,
     place = torch.arange(n_places, device=text.device)  # [S]
     matches = place < last[:, None]  # [B, S], so far, of the match that ends at each place
     score = torch.zeros_like(text)  # [B, S], length of the match, then place
-    for back in range(ngram):
+    for back in range(min(ngram, n_places)):
         wanted = text.gather(1, (last - back).clamp(min=0)[:, None])  # [B, 1]
         matches[:, :back] = False
         matches[:, back:] &= text[:, : n_places - back] == wanted

@@ -12,8 +12,8 @@ from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.config import GAMMA_TIERS, gamma_tiers
 
 REFUSED: list[tuple[type, dict[str, Any]]] = [
-    *((EngineConfig, {"batch_size": value}) for value in (0, -1, 2.0, "8", True, None)),
-    *((EngineConfig, {"max_seq_len": value}) for value in (0, -5, 8192.0, False)),
+    *((EngineConfig, {"batch_size": value}) for value in (0, -1, 2.0, "8", True, None, 2**31)),
+    *((EngineConfig, {"max_seq_len": value}) for value in (0, -5, 8192.0, False, 10**30)),
     *((EngineConfig, {"device": value}) for value in ("gpu", "CPU", "cuda:0", None)),
     *((EngineConfig, {"dtype": value}) for value in ("float32", "bfloat16", "int8", None)),
     *((EngineConfig, {"kv_dtype": value}) for value in ("auto", "int4", "INT8", "float16")),
@@ -21,11 +21,15 @@ REFUSED: list[tuple[type, dict[str, Any]]] = [
     *((EngineConfig, {"exact": value}) for value in (0, "bits", None)),
     *((EngineConfig, {"quantize": value}) for value in ("int4wo", "INT8", "", True)),
     *((DraftConfig, {"policy": value}) for value in ("none", "Off", "", None)),
-    *((DraftConfig, {"budget": value}) for value in (0, -1, 1.5, "256")),
+    *((DraftConfig, {"budget": value}) for value in (0, -1, 1.5, "256", 2**31)),
     *((DraftConfig, {"gamma": value}) for value in (0, -3, 17, 2.5, "4", "Auto", None, True)),
-    *((DraftConfig, {name: value}) for name in ("ngram", "n_sink", "page") for value in (0, -1, 2.0, None, True)),
+    *(
+        (DraftConfig, {name: value})
+        for name in ("ngram", "n_sink", "page")
+        for value in (0, -1, 2.0, None, True, 2**63)
+    ),
     *((DraftConfig, {"page": value}) for value in (8, 17, 256)),
-    *((DraftConfig, {"refresh": value}) for value in (0, -1, 2.0, "64")),
+    *((DraftConfig, {"refresh": value}) for value in (0, -1, 2.0, "64", 2**63)),
     *((DraftConfig, {"cheap": value}) for value in ("streaming", "Lookup", None)),
     *((SamplingParams, {"max_tokens": value}) for value in (0, -1, 1.0, None)),
     *((SamplingParams, {"temperature": value}) for value in (-0.1, -1, math.inf, math.nan)),
@@ -111,6 +115,7 @@ def test_a_draft_knows_its_view_and_how_far_it_looks_ahead(fields: dict[str, Any
         (EngineConfig, {"exact": True, "dtype": "bf16"}),  # with any policy, "off" too
         (DraftConfig, {"policy": "off", "budget": 1, "gamma": 1}),
         (DraftConfig, {"policy": "streaming", "budget": 12, "gamma": 16}),
+        (DraftConfig, {"policy": "guided", "budget": 2**31 - 1, "refresh": 2**31 - 1}),
         (DraftConfig, {"policy": "streaming", "budget": 9, "n_sink": 1}),
         (DraftConfig, {"policy": "snapkv", "budget": 64, "refresh": 1}),
         (DraftConfig, {"policy": "quest", "budget": 48, "page": 16}),

@@ -97,3 +97,20 @@ def test_a_mistake_is_one_sentence(text: str, said: str, tmp_path: Path, capsys:
     with pytest.raises(SystemExit) as refusal:
         hero.main([str(tmp_path / "sweep.json"), str(tmp_path / "hero.svg")])
     assert refusal.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_speeds_that_are_all_the_same_are_drawn_too() -> None:
+    spread = {"min": 1.0, "median": 1.0, "max": 1.0}
+    svg = hero.hero([point(1, context, 1.0) | {"speedup": {"steady": spread}} for context in (1000, 4000)])
+    ElementTree.fromstring(svg)
+    assert svg.count("<circle") == 2
+
+
+def test_a_sweep_whose_points_lack_their_speed_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sweep.json"
+    file.write_text(written([{k: v for k, v in one.items() if k != "speedup"} for one in SWEEP]))
+    with pytest.raises(SystemExit) as stopped:
+        hero.main([str(file), str(tmp_path / "hero.svg")])
+    assert stopped.value.code == 2 and f"{file} is damaged: KeyError('speedup')" in capsys.readouterr().err

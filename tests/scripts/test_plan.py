@@ -55,6 +55,8 @@ def test_the_drafts_of_a_file_are_planned_with_the_acceptance_that_it_holds(tmp_
     [
         ("", "there is nothing to plan: --model M says what, or --measured FILE what to compare with"),
         ("--measured sweep.json --plot x.png", "--plot draws a forecast, which needs --model"),
+        ("--measured sweep.json --max-new-tokens 9", "--max-new-tokens does nothing without --model: leave it out"),
+        ("--measured sweep.json --device H200", "--device does nothing without --model"),
     ],
 )
 def test_without_a_model_one_sentence_says_what_is_missing(
@@ -85,6 +87,8 @@ def test_without_a_model_one_sentence_says_what_is_missing(
         ("--bandwidth 0 --flops 4", "bandwidth must be a positive number of GB/s, got 0"),
         ("--bandwidth 4 --flops nan", "peak must be a positive number of TFLOP/s, got nan"),
         ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
+        ("--device H200 --link 100", "--link does nothing on one device: leave it out, or say --tp"),
+        ("--device H200 --network 50", "--network does nothing on one device"),
         ("--device H200 --measured README.md", "README.md holds no results"),
         ("--device H200 --measured nowhere.json", "nowhere.json: No such file"),
     ],
@@ -98,6 +102,18 @@ def test_nonsense_is_refused_in_one_sentence(
     assert stopped.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("plan.py: ") and said in last
+
+
+@pytest.mark.parametrize("flags", [["--measured"], [*LLAMA, "--device", "H200", "--acceptance"]])
+def test_results_that_lack_something_are_refused_by_the_name_of_their_file(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sweep.json"
+    point = {"status": "measured", "acceptance_by_position": [0.5]}
+    file.write_text(json.dumps({"benchmark": "batch", "settings": {}, "points": [point]}))
+    with pytest.raises(SystemExit) as stopped:
+        plan.main([*flags, str(file)])
+    assert stopped.value.code == 2 and f"{file} is damaged: KeyError(" in capsys.readouterr().err
 
 
 def test_the_page_shows_what_the_program_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,15 @@ def test_a_budget_that_no_policy_can_have_is_refused() -> None:
         buildable(settings_of(["snapkv"], [16, 64]), [4], {})
 
 
+def test_a_field_that_no_policy_of_a_measurement_uses_is_refused() -> None:
+    settings = settings_of(["streaming", "early_exit"], [64])
+    assert len(buildable(settings, [4], {"exit_layers": 1, "view": "quest"})[0]) == 2
+    with pytest.raises(ValueError, match="exit_layers does nothing for streaming: leave it out"):
+        buildable(settings[:1], [4], {"exit_layers": 1})
+    with pytest.raises(ValueError, match="draft_model does nothing for streaming and hierarchy"):
+        buildable(settings_of(["streaming", "hierarchy"], [64]), [4], {"draft_model": "bundled"})
+
+
 def test_what_points_of_a_file_have_in_common_has_a_default_for_files_of_before_it_was_told() -> None:
     assert in_common({"page": 32, "batch": 4}) == COMMON | {"page": 32}
     assert COMMON["page"] == DraftConfig().page and COMMON["exact"] is EngineConfig().exact

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from gpt_fast_sd.measuring.grid import COMMON, up_to_date
-from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint, read_document, write_whole
+from gpt_fast_sd.measuring.ledger import (
+    Ledger,
+    check_writable,
+    complete,
+    digest,
+    fingerprint,
+    read_document,
+    write_whole,
+)
 from tests.helpers import tiny_model
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu"
@@ -41,7 +49,11 @@ def test_results_stay_for_a_run_with_the_same_settings_and_take_each_others_plac
     ("content", "said"),
     [
         ("my notes", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[1]", "holds no results of this benchmark"),
+        ('{"benchmark": "speed", "settings": 7}', "holds no results of this benchmark"),
+        ('{"benchmark": "speed", "results": {"n": 1}}', "holds no results of this benchmark"),
+        ('{"benchmark": "speed", "points": [1]}', "holds no results of this benchmark"),
         ('{"benchmark": "peers"}', "holds no results of this benchmark"),
         ('{"benchmark": "speed"}', "was measured with pairs None, not 7"),
         ('{"benchmark": "speed", "settings": {"pairs": 8}}', "was measured with pairs 8, not 7: name another file"),
@@ -53,6 +65,22 @@ def test_a_file_of_something_else_or_of_other_settings_is_left_alone(tmp_path: P
     with pytest.raises(ValueError, match=said):
         ledger(file, pairs=7)
     assert file.read_text() == content
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"benchmark": "speed", "points": [1]}'])
+def test_a_damaged_file_holds_no_results(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"x\.json holds no results of this program"):
+        read_document(file, "speed")
+
+
+def test_what_results_lack_is_said_with_the_name_of_their_file(tmp_path: Path) -> None:
+    record: dict[str, Any] = {}
+    with pytest.raises(ValueError, match=r"x\.json is damaged: KeyError\('speedup'\)"), complete(tmp_path / "x.json"):
+        record["speedup"]
+    with pytest.raises(ValueError, match="as it is"), complete(tmp_path / "x.json"):
+        raise ValueError("as it is")
 
 
 def test_without_a_file_nothing_is_written() -> None:

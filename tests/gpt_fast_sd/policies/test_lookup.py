@@ -60,6 +60,12 @@ def test_it_drafts_what_followed_the_latest_of_the_longest_matches(
         assert expected is None or tokens[i].tolist() == expected
 
 
+def test_an_n_gram_longer_than_all_places_of_the_text_is_as_long_as_the_text() -> None:
+    text = torch.tensor([[1, 2, 3, 1, 2, 0, 0, 0]])
+    tokens, matched = look_up(text, torch.tensor([4]), 99, 2)
+    assert matched.tolist() == [True] and tokens.tolist() == [naive([1, 2, 3, 1, 2], 99, 2)]
+
+
 def test_a_match_close_to_the_end_goes_on_with_its_period() -> None:
     tokens, matched = look_up(torch.tensor([[7, 1, 2, 3, 1, 2, 0, 0]]), torch.tensor([5]), 2, 7)
     assert matched.tolist() == [True] and tokens.tolist() == [[3, 1, 2, 3, 1, 2, 3]]
