@@ -300,7 +300,7 @@ def test_a_draft_model_that_nothing_would_use_is_refused(policy: Any) -> None:
 
 
 def test_redrafting_takes_a_configuration() -> None:
-    engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=640))
+    engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=640, device="cpu", compile=False))
     with pytest.raises(ValueError, match="draft must be a DraftConfig, got None"):
         engine.redraft(None)  # type: ignore[arg-type]
     assert engine.generate([[3, 4]], SamplingParams(max_tokens=2))
