@@ -50,9 +50,9 @@ class RoundPlan:
         """Keys in use on average of all slots, rounded down: idle ones have none."""
         return (sum(self.lengths.values()) + len(self.lengths) * (1 + self.ahead)) // n_slots
 
-    def any_within(self, n: int) -> bool:
-        """Whether some live row may have no more than n committed positions; in a captured round some row may."""
-        return self.captured or any(length <= n for length in self.lengths.values())
+    def any_drafted_within(self, n: int) -> bool:
+        """Whether some live row may have drafted last at no more than n committed positions; captured, some row may."""
+        return self.captured or any(self.drafted_at[slot] <= n for slot in self.lengths)
 
     def to_capture(self, n_keys: int) -> RoundPlan:
         """The same for whatever rows of up to n_keys keys, of which nothing more is known."""

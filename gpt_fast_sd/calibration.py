@@ -43,7 +43,7 @@ def warm_up(at: Schedule) -> float:
 def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
     """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three.
 
-    Drafting is timed for the highest tier alone.
+    Drafting is timed for one token and for the highest tier.
     """
     state, rounds, policy, seconds = at.state, at.rounds, at.policy, []
     assert policy
@@ -55,8 +55,8 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
         state.active.fill_(True)
         tokens = torch.zeros(len(at.slots), gamma + 1, dtype=torch.int64, device=state.seq_len.device)
         # once each before they are timed, since a first call may compile
-        highest = gamma == at.planner.tiers[-1]
-        propose = rounds.prepared(lambda: policy.propose(state, plan)) if highest else lambda: None
+        timed = gamma in (1, at.planner.tiers[-1])
+        propose = rounds.prepared(lambda: policy.propose(state, plan)) if timed else lambda: None
         verify = rounds.prepared(lambda: rounds.feed(tokens, n_keys))
         for _ in range(3):
             started = time.perf_counter()

@@ -1,10 +1,10 @@
 """How many tokens to draft a round: measured step times and the run's own acceptance, over a few tiers.
 
-A round of gamma drafts costs T_D(gamma) + T_V(gamma) + T_H, what the host adds, and T_S for every token that it emits a
-row, the share of a pass that selects anew what drafts read, where such passes are made. It emits 1 + r_1 + r_1 r_2 +
-... tokens a row, r_i how often the i-th draft was accepted where the one before it was (Leviathan et al. 2023, arXiv
-2211.17192, with a measured r_i where they have alpha). The tier with the most tokens a second wins; 0 is plain
-decoding.
+A round of gamma drafts costs T_D(gamma), a start and a step per draft, T_V(gamma), T_H, what the host adds, and per
+token that it emits a row T_S, the share of a pass that selects anew what drafts read, where such passes are made. It
+emits 1 + r_1 + r_1 r_2 + ... tokens per row, r_i how often the i-th draft was accepted where the one before it was
+(Leviathan et al. 2023, arXiv 2211.17192, with a measured r_i where they have alpha). The tier with the most tokens per
+second wins; 0 is plain decoding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import mean
 
 Measure = Callable[
     [int, int], tuple[float, float]
-]  # (gamma, n_keys) -> seconds of drafting by tokens (asked of the highest tier), seconds of the target's step
+]  # (gamma, n_keys) -> seconds of drafting per token (asked of 1 and the highest tier), seconds of the target's step
 
 Steps = Callable[[int], float]  # gamma -> draft steps that drafting so many tokens takes
 
@@ -22,6 +22,7 @@ Selecting = Callable[[int], float]  # n_keys -> seconds of selecting for a token
 
 PRIOR = 0.7  # chance that a draft is accepted, until the run has shown its own; later ones are expected as the last
 PRIOR_WEIGHT = 2.0  # drafts that such an expectation counts as
+RATE = 0.1  # of what a step shows that is taken over, once some were seen
 KEPT_WEIGHT = 8.0  # drafts that what earlier runs accepted counts as: a round of eight rows outweighs it
 DECAY = 0.98  # of what was seen, a round that drafts
 GAIN = 1.02  # a tier must promise this much more before it replaces the last one
@@ -50,20 +51,16 @@ class StepTimes:
         (self.few, fast), (many, slow) = small, large
         self.slope = max(0.0, (slow - fast) / (many - self.few)) if many > self.few else 0.0
         self.base = max(fast, 1e-9)  # with few keys; what is nothing no correction corrects
-        self.correction = 1.0
+        self.correction, self.seen = 1.0, 0
 
     def __call__(self, n_keys: int) -> float:
         """Expected seconds with n_keys in view."""
-        return self._timed(n_keys) * self.correction
+        return (self.base + self.slope * max(0, n_keys - self.few)) * self.correction
 
     def learn(self, n_keys: int, seconds: float) -> None:
-        """Follow the machine: one slow step among many moves little."""
-        seen = seconds / self._timed(n_keys)
-        self.correction += 0.1 * (min(seen, 1.5 * self.correction) - self.correction)
-
-    def _timed(self, n_keys: int) -> float:
-        """Seconds by what was timed at first."""
-        return self.base + self.slope * max(0, n_keys - self.few)
+        """Follow the machine: the first steps seen move much, later ones little, and one slow step never does."""
+        self.seen += 1
+        self.correction *= 1 + max(RATE, 1 / (1 + self.seen)) * (min(seconds / self(n_keys), 1.5) - 1)
 
 
 class GammaPlanner:
@@ -73,6 +70,7 @@ class GammaPlanner:
         self.fixed = None if isinstance(gamma, str) else gamma
         self.tiers = tuple(tiers)
         self.draft: StepTimes | None = None  # one draft step
+        self.start: StepTimes | None = None  # what drafting takes beside its steps, such as caches that are cold
         self.verify: dict[int, StepTimes] = {}  # the target's step, by gamma
         self.host = 0.0  # seconds of a round that are neither
         self._host_rounds = 0  # that have told of these
@@ -97,14 +95,20 @@ class GammaPlanner:
         self.steps, highest = steps or float, max(self.tiers)
         # each tier: kernels take rows by tiles, so that one draft more may cost nothing, or as much as the four before
         at = {(g, n): measure(g, n) for g in self.tiers for n in (few, many)}
-        share = highest / self.steps(highest)
-        self.draft = StepTimes((few, share * at[highest, few][0]), (many, share * at[highest, many][0]))
+        parts = [self._parted(at[1, n][0], highest * at[highest, n][0]) for n in (few, many)]
+        self.start, self.draft = (StepTimes((few, quick), (many, slow)) for quick, slow in zip(*parts, strict=True))
         # no draft more makes the target's step shorter: where one seems to, that is noise
         quick, slow = (rising([at[g, n][1] for g in self.tiers]) for n in (few, many))
         times = zip(self.tiers, quick, slow, strict=True)
         self.verify = {g: StepTimes((few, at_few), (many, at_many)) for g, at_few, at_many in times}
         if selecting:
             self.select = StepTimes((few, selecting(few)), (many, selecting(many)))
+
+    def _parted(self, one: float, most: float) -> tuple[float, float]:
+        """What drafting takes beside its steps, and one step: by the seconds of drafting one token and the most."""
+        fewer, more = self.steps(1), self.steps(max(self.tiers))
+        step = min(max(0.0, most - one) / (more - fewer), most / more)  # noise must not make either less than nothing
+        return most - more * step, step
 
     def begin(self) -> None:
         """A new run: what earlier ones accepted counts little."""
@@ -138,11 +142,14 @@ class GammaPlanner:
         """A round took these seconds in the draft's and in the target's steps; accepted drafts of each live row."""
         if self.fixed is not None or self.draft is None:
             return
+        assert self.start is not None
         self.verify[self._tier(gamma)].learn(n_keys, verifying)
         if not gamma:
             self._last, self._plain_rounds = 0, self._plain_rounds + 1
             return
-        self.draft.learn(n_keys, drafting / self.steps(gamma))
+        share = drafting / self.drafting(gamma, n_keys)
+        self.draft.learn(n_keys, share * self.draft(n_keys))
+        self.start.correction = self.draft.correction
         for i in range(len(self._trials)):
             self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
             self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)
@@ -164,7 +171,7 @@ class GammaPlanner:
         if self.fixed is not None or self.draft is None:
             return
         tier = self._tier(gamma)
-        drafting, verifying = self.steps(gamma) * self.draft(n_keys), self.verify[tier](n_keys)
+        drafting, verifying = self.drafting(gamma, n_keys), self.verify[tier](n_keys)
         scale = 1.0 if seconds is None else seconds / (drafting + verifying + self.selecting(gamma, n_keys))
         self.record(gamma, n_keys, drafting * scale, verifying * scale, accepted)
 
@@ -179,9 +186,13 @@ class GammaPlanner:
 
     def seconds(self, gamma: int, n_keys: int) -> float:
         """What a round of gamma drafts is expected to take."""
-        assert self.draft is not None
-        known = self.steps(gamma) * self.draft(n_keys) + self.verify[gamma](n_keys) + self.host
+        known = self.drafting(gamma, n_keys) + self.verify[gamma](n_keys) + self.host
         return known + self.selecting(gamma, n_keys)
+
+    def drafting(self, gamma: int, n_keys: int) -> float:
+        """What drafting gamma tokens is expected to take."""
+        assert self.draft is not None and self.start is not None
+        return self.start(n_keys) + self.steps(gamma) * self.draft(n_keys) if gamma else 0.0
 
     def selecting(self, gamma: int, n_keys: int) -> float:
         """What a round of gamma drafts is expected to add to the passes that select anew: they come by tokens."""

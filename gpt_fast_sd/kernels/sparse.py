@@ -31,8 +31,8 @@ def sparse_attention(
 
     A query that sees none of them, or that is at or past n_keys, gives 0. Of the cache nothing else is read.
     kv_indices: integers [B, K, C] without repeats, -1 is nothing, and so is what is not below window_start; they come
-    in runs of `page` consecutive entries (or of as many -1), each run beginning at a multiple of page: of a run that
-    is only begun, the first entry decides in Triton, each for itself on a CPU. A page of 1 is a list in any order.
+    in runs of `page` consecutive entries (or of as many -1), each run beginning at a multiple of page and whole but for
+    what lies in the window: Triton looks at the first entry alone. A page of 1 is a list in any order.
 
     q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; window_start int64 [B]; pos int64 [B, T]
     -> [B, N, T, H]

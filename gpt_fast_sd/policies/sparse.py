@@ -67,7 +67,7 @@ class SlotView(View):
     def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
         """Slide the window where it would be longer than W; what it leaves behind is listed while the list has room."""
         start = torch.maximum(self.window_start, state.seq_len - self.window)  # [B]
-        if plan.any_within(self.budget):
+        if plan.any_drafted_within(self.budget):  # by then no list is left half full
             entry = torch.arange(self.slots.shape[-1], device=start.device)  # [C]
             left = (entry >= self.window_start[:, None]) & (entry < start[:, None])  # [B, C]
             self.slots.copy_(torch.where(left[:, None], entry, self.slots))

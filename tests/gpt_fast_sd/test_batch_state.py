@@ -196,7 +196,7 @@ def test_a_plan_to_capture_knows_nothing_of_the_rows_that_are_live() -> None:
         {0: 19, 2: 9}, params, gamma=3, ahead=2, number=7, follows_a_draft=False, drafted_at={0: 5, 2: 9}
     )
     assert plan.to_capture(509) == RoundPlan(gamma=3, n_keys=509, kind=Kind(True, True), captured=True)
-    assert not plan.any_within(8) and plan.to_capture(509).any_within(8)
+    assert plan.any_drafted_within(5) and not plan.any_drafted_within(4) and plan.to_capture(509).any_drafted_within(0)
 
 
 @pytest.mark.parametrize("field", ["seq_len", "pending", "active"])

@@ -228,6 +228,32 @@ def test_every_tier_is_measured_and_times_are_lines_over_the_keys() -> None:
             assert plan.seconds(gamma, n_keys) == pytest.approx(world.round(gamma, max(n_keys, FEW)))
 
 
+class ColdStart(World):
+    """The first step of a draft finds the caches as the target's step left them: empty."""
+
+    def round(self, gamma: int, n_keys: int) -> float:
+        return super().round(gamma, n_keys) + (0.4 if gamma else 0.0)
+
+    def measure(self, gamma: int, n_keys: int) -> tuple[float, float]:
+        return self.draft + 0.4 / max(1, gamma), self.target_step(gamma, n_keys)
+
+
+def test_what_a_draft_takes_beside_its_steps_weighs_most_on_short_ones() -> None:
+    """Once the highest tier's time was shared evenly: one draft seemed to cost an eighth of eight, and was drawn."""
+    world, plan = ColdStart(0.5), planner(ColdStart(0.5))
+    assert [plan.seconds(g, 1000) for g in GAMMA_TIERS] == pytest.approx([world.round(g, 1000) for g in GAMMA_TIERS])
+    plan.record(1, 1000, 0.9, world.target_step(1, 1000), [1] * 8)
+    assert plan.drafting(8, 1000) == pytest.approx(8 * 0.5 + 0.4)  # a round that takes as long as expected
+
+
+def test_a_step_that_takes_longer_in_the_loop_than_when_it_was_timed_is_soon_known() -> None:
+    """Once it took ten rounds to see it, of a run of sixty."""
+    plan = planner(World(0.3))
+    for _ in range(3):
+        plan.record(2, 1000, 2 * 0.4, 1.1, [2, 0])
+    assert plan.drafting(2, 1000) == pytest.approx(0.8, rel=0.07)
+
+
 class Tiled(World):
     """A machine that judges up to four drafts in the time of none, and more in half as much again."""
 
