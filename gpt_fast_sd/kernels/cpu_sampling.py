@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .cpu_build import builds, library
+from .cpu_build import builds, constant_where_traced, library
 
 SOURCE = Path(__file__).with_name("cpu_sampling.cpp")
 LEAST_VOCABULARY = 8192  # below it a model's own steps, too, are small, and what runs eagerly starts at once
@@ -33,7 +33,7 @@ def cpu_sampling_fits(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.shape[-1] >= LEAST_VOCABULARY and available()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_where_traced
 def available() -> bool:
     """Whether this CPU has the instructions and there is a compiler that knows them."""
     return builds(SOURCE)

@@ -231,7 +231,8 @@ def test_drafts_do_not_hang_on_who_used_the_slot_before(name: str) -> None:
     params = SamplingParams(max_tokens=40)
     used = engine(name, gamma=3, budget=64)
     many = used.generate([*SWEEP, *SWEEP[::-1]], params)
-    for prompt, *completions in zip(SWEEP, many[: len(SWEEP)], many[len(SWEEP) :][::-1], strict=True):
+    every = list(zip(SWEEP, many[: len(SWEEP)], many[len(SWEEP) :][::-1], strict=True))
+    for prompt, *completions in every[::3]:  # of 1, 33, 400 and 768 tokens
         alone = engine(name, gamma=3, budget=64).generate([prompt], params)[0]
         for completion in completions:
             assert completion.stats.accepted_by_position == alone.stats.accepted_by_position

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, batch_state
@@ -173,6 +172,8 @@ def a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file(parallel: Parallel
 
 @check
 def a_step_has_the_collectives_that_the_plan_says(parallel: Parallel, folder: Path) -> None:
+    from torch.distributed.tensor.debug import CommDebugMode  # seconds, which not every rank needs to spend
+
     vocabulary, config = Vocabulary(parallel.group.mesh), wide_config()
     model, tokens = parallel.group.shard(tiny_model(config)), torch.tensor([random_ids(5)])
     with CommDebugMode() as seen, torch.inference_mode():
