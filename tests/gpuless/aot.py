@@ -105,7 +105,7 @@ def inspect_kernel(kernel: CompiledKernel) -> Compiled:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
         usage = _run("cuobjdump", "-res-usage", cubin.name)
-        sass = _run("nvdisasm", cubin.name)
+        sass = _run("nvdisasm", "-c", "-ndf", cubin.name)  # the code alone, without looking into what flows where
     used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert used, usage
 

@@ -45,7 +45,7 @@ def standalone(draft_model: Transformer | None = None, **draft: Any) -> tuple[En
 
 @pytest.mark.parametrize("view", ["full", "streaming", "snapkv", "quest"])
 def test_it_changes_no_greedy_token(view: str) -> None:
-    gammas = (1, 2, 3, 4, 5, 6) if view == "full" else (3,)
+    gammas = (1, 2, 3, 6) if view == "full" else (3,)
     assert changes_no_greedy_token(
         "standalone", gammas=gammas, view=view, budget=64, draft_model=nearly(tiny_model(), by=0.05)
     )
