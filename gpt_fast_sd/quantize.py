@@ -1,4 +1,4 @@
-"""Names to torchao configurations: one call, `quantize_(model, config)`, after the weights are where they belong."""
+"""Names to torchao configurations: one call, `quantize_(model, config)`, once the weights are in place."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ class Group:
 
     size: int = 1
     rank: int = 0
-    mesh: DeviceMesh | None = None  # of one dimension; None: this process has the model for itself
+    mesh: DeviceMesh | None = None  # of one dimension; None: this process has the whole model
 
     def shard(self, model: Transformer) -> Transformer:
-        """Cut a whole model down, in place, to this rank's part; ValueError where it cannot be split that often."""
+        """Cut a whole model down, in place, to this rank's part; ValueError if it cannot be split into that many."""
         if self.mesh is not None:
             assert len(model.embedding.weight) == model.config.vocab_size, "the model is a part already"
-            if any(hasattr(weight, "is_packed") for weight in model.parameters()):  # their rows are not where they were
-                raise ValueError("an engine has packed this model's weights for its CPU: load it anew to split it")
+            if any(hasattr(weight, "is_packed") for weight in model.parameters()):  # packed rows are in another order
+                raise ValueError("an engine has packed this model's weights for its CPU: load it again to split it")
             check_split(model.config, self.size)
             repeat_kv_heads(model, kv_copies(model.config, self.size))
             self._cut(model)
@@ -40,13 +40,13 @@ class Group:
     def load(
         self, folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Transformer:
-        """The part of the folder's model that this rank holds; of the weights nothing else is read. See load_model."""
+        """The part of the folder's model for this rank; no other weights are read. See load_model."""
         if self.mesh is None:
             return load_model(folder, device=device, dtype=dtype)
         return load_model(folder, device=device, dtype=dtype, part=Part(self))
 
     def check_part(self, model: Transformer) -> None:
-        """ValueError unless the model is the part of itself that this rank holds."""
+        """ValueError unless the model has been cut down to this rank's part."""
         held, whole = model.embedding.weight.shape[0], model.config.vocab_size
         if held != rows_held(whole, self.size):
             raise ValueError(
@@ -55,9 +55,9 @@ class Group:
             )
 
     def sum_in_order(self, model: Transformer) -> None:
-        """From now on a token's sums over the ranks come to the same bits wherever it stands in a step; slower.
+        """Make a token's sums over the ranks bit-identical wherever it is in a step; slower.
 
-        A sum of two has no order, so that with two ranks nothing changes.
+        A sum of two has no order, so nothing changes with two ranks.
         """
         if self.size > 2:
             from .styles import Sum
@@ -83,12 +83,12 @@ ALONE = Group()
 
 @dataclass(frozen=True)
 class Part:
-    """What load_model asks about the part of a model that a rank of a group holds."""
+    """Tells load_model which part of a model a rank of a group holds."""
 
     group: Group
 
     def kv_copies(self, config: ModelConfig) -> int:
-        """How many ranks hold each kv head; ValueError where the model cannot be split among the ranks."""
+        """How many ranks hold each kv head; ValueError if the model cannot be split among the ranks."""
         check_split(config, self.group.size)
         return kv_copies(config, self.group.size)
 
@@ -104,9 +104,9 @@ class Part:
 
 
 def check_split(config: ModelConfig, tp: int) -> None:
-    """ValueError, with the numbers that are in the way, where tp ranks cannot hold equal parts of a model.
+    """ValueError, naming the sizes that do not fit, if tp ranks cannot hold equal parts of a model.
 
-    Any vocabulary will do: the last rows of it are padded.
+    Any vocabulary will do: its last rows are padded.
     """
     parts = {"n_heads": config.n_heads, "ffn_dim": config.ffn_dim}
     wrong = [f"{name} {size:,}" for name, size in parts.items() if size % tp]
@@ -117,18 +117,18 @@ def check_split(config: ModelConfig, tp: int) -> None:
 
 
 def kv_copies(config: ModelConfig, tp: int) -> int:
-    """Ranks that hold the same kv head: 1, or more where there are fewer kv heads than ranks."""
+    """Ranks that hold the same kv head: 1, or more if there are fewer kv heads than ranks."""
     return max(1, tp // config.n_kv_heads)
 
 
 def local_config(config: ModelConfig, tp: int) -> ModelConfig:
-    """What one of tp ranks sees in attention, its own heads: the shape that its KV cache is made for."""
+    """The model as one of tp ranks sees it in attention, with its own heads: the shape of its KV cache."""
     check_split(config, tp)
     return replace(config, n_heads=config.n_heads // tp, n_kv_heads=max(1, config.n_kv_heads // tp))
 
 
 def repeat_kv_heads(model: Transformer, copies: int) -> None:
-    """Store each kv head `copies` times, each time with as many times fewer query heads; the function is the same.
+    """Store each kv head `copies` times, each with that many times fewer query heads; the function is unchanged.
 
     [K, G + 2, H, ...] -> [K * copies, G // copies + 2, H, ...]
     """
@@ -148,9 +148,9 @@ def repeat_kv_heads(model: Transformer, copies: int) -> None:
 
 
 def collectives_per_step(config: ModelConfig, tp: int, *, exact: bool = False) -> dict[str, int]:
-    """Collectives of one greedy step: two sums a layer and the embedding's; the best token of all parts.
+    """Collectives of one greedy step: two sums per layer and the embedding's; the best token of all parts.
 
-    exact: the sums of the layers are added in order. (A step that samples has a broadcast more, of what was drawn.)
+    exact: the sums of the layers are added in order. (A step that samples also broadcasts what was drawn.)
     """
     if tp == 1:
         return {}

@@ -1,8 +1,8 @@
 """Which rows and columns of a model's weights each rank keeps, as a dict from module names to DTensor styles.
 
 The fused weights are stored so that contiguous parts keep together what belongs together: wqkv by kv heads, w_in by
-pairs of gate and up. So each style is a plain Shard(0) or Shard(1). What a rank keeps of a weight is an ordinary
-tensor, not a DTensor: quantization, kernels and Inductor see nothing new, and an eager step costs no more Python.
+pairs of gate and up. So each style is a plain Shard(0) or Shard(1). A rank's part of a weight is an ordinary tensor,
+not a DTensor: quantization, kernels and Inductor see nothing new, and an eager step costs no more Python.
 
 DTensor takes a second to import: this file is imported where a model is split.
 
@@ -27,7 +27,7 @@ from .vocab import rows_held
 class Split(ParallelStyle):
     """The module keeps this rank's part of every parameter: Shard(0) of its outputs, Shard(1) of its inputs.
 
-    Parts are of one size: where it does not divide a vocabulary, zeros follow the last rows.
+    Parts have one size: if it does not divide a vocabulary, zeros follow the last rows.
     """
 
     def __init__(self, placement: Shard) -> None:
@@ -59,16 +59,16 @@ class SplitVocabulary(Split):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
-        module.__class__ = VocabularyEmbedding  # as torch's fully_shard does: the module is the one it was
+        module.__class__ = VocabularyEmbedding  # as torch's fully_shard does: the module stays the same object
         assert isinstance(module, VocabularyEmbedding)
         module.mesh, module.first_row = device_mesh, device_mesh.get_local_rank() * module.weight.shape[0]
         return module
 
 
 class Summed(ParallelStyle):
-    """The module's output is a part of a sum: one all-reduce makes it whole.
+    """The module's output is a partial sum: one all-reduce completes it.
 
-    It stands on the block around a Shard(1) weight, so that quantization may put another module in that one's place.
+    It is set on the block around a Shard(1) weight, so that quantization may replace the module of that weight.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -77,14 +77,14 @@ class Summed(ParallelStyle):
 
 
 class Sum:
-    """What is called with such a part, as the module's forward hook."""
+    """Completes such a partial sum, as the module's forward hook."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.in_order = False  # see Group.sum_in_order
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The sum of which output is this rank's part: any shape -> that shape."""
+        """The sum over the ranks' outputs: any shape -> that shape."""
         return sum_in_order(output, self.mesh) if self.in_order else all_reduce(output, self.mesh)
 
 
@@ -99,7 +99,7 @@ class VocabularyEmbedding(nn.Embedding):
         row, n_rows = tokens - self.first_row, self.weight.shape[0]
         held = (row >= 0) & (row < n_rows)
         found = F.embedding(row.clamp(0, n_rows - 1), self.weight)
-        # one part and zeros: the same bits in whatever order they are added
+        # one part and zeros: bit-identical in whatever order they are added
         return all_reduce(torch.where(held[..., None], found, 0.0), self.mesh)
 
 
@@ -111,6 +111,6 @@ PLAN: dict[str, ParallelStyle] = {
     "layers.*.feed_forward.w_in": Split(Shard(0)),  # [F, 2, D]
     "layers.*.feed_forward.w_out": Split(Shard(1)),  # [D, F]
     "layers.*.feed_forward": Summed(),
-    "output": Split(Shard(0)),  # [V, D]: its logits stay where they are, see Vocabulary, which also knows of padding
-    # all else is whole on each rank: norms of D, and q_norm and k_norm, which every head shares
+    "output": Split(Shard(0)),  # [V, D]: its logits stay where they are, see Vocabulary, which also handles padding
+    # everything else is whole on each rank: norms of D, and q_norm and k_norm, which every head shares
 }

@@ -1,15 +1,15 @@
-// Attention of a few query rows over bf16 keys, on a CPU with AVX-512 bf16 dot products, by AMX tiles where it has them.
+// Attention of a few query rows over bf16 keys, on a CPU with AVX-512 bf16 dot products, by AMX tiles if it has them.
 //
 // Flash-decoding (Dao et al. 2023): the keys of a row are cut into splits at absolute positions, each split is read once
 // with a running softmax, and the splits are merged. Sums never depend on what else is in the batch, on the number of
 // queries or on how much of the cache is in view.
 //
 // A tile is 64 keys. The softmax has a key in every lane, so that few rows cost few exponentials. With AMX, products take
-// up to 16 rows at once, keys as they lie in the cache; their scores are turned, four rows at a time. Without, the tile is
-// transposed once and each query then costs dot products alone, no horizontal sum; rows are taken up to six at a time,
-// which is what the registers hold.
+// up to 16 rows at once, with keys as the cache stores them; their scores are transposed, four rows at a time. Without,
+// the tile is transposed once and each query then costs only dot products, no horizontal sum; up to six rows are taken
+// at a time, as many as fit the registers.
 //
-// Names: B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
+// Names: B batch, K kv heads, G query heads per kv head, T queries per head, R = G * T rows of one kv head, H head dim,
 // S capacity, M keys in view or entries listed.
 #include <immintrin.h>
 #include <algorithm>
@@ -19,13 +19,13 @@
 #include <vector>
 
 typedef uint16_t bf16;
-namespace { // a process may hold this built in two ways, whose names must not meet
+namespace { // a process may load two builds of this, whose names must not clash
 constexpr int TILE = 64, PAGE = 16, SPLIT = 4096;
 constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys and of the next, 16 rows of 16
-constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is no NaN; scaled it stays exact
+constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is not NaN; exact when scaled
 
-// 2^x for x <= 0, relative error below 3e-6; what would be smaller than 2^-126 is next to it. The weights are rounded to
-// bf16 afterwards.
+// 2^x for x <= 0, relative error below 3e-6; results below 2^-126 are rounded up to about it. The weights are rounded
+// to bf16 afterwards.
 static inline __m512 exp2_of(__m512 x) {
     const __m512 magic = _mm512_set1_ps(12582912.f); // 1.5 * 2^23: adding it rounds to whole numbers
     x = _mm512_max_ps(x, _mm512_set1_ps(-126.f));
@@ -70,7 +70,7 @@ static inline void transpose(const uint32_t* from, int stride, __m512i* to, int 
     }
 }
 
-// One query row of a split: where the softmax stands. out has its dims as pair_values has them.
+// One query row of a split: the state of its softmax. out has its dims in the order of pair_values.
 template <int H> struct Row {
     alignas(64) uint32_t q[H / 2]; // pairs of dims
     alignas(64) float out[H], sum[16]; // sum: by lanes
@@ -84,16 +84,16 @@ static inline __m512i in_order(__m512 low, __m512 high) {
     return (__m512i)_mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(low, _mm512_add_epi32(first, half), high), _mm512_permutex2var_ps(low, first, high));
 }
 
-// The keys and values of one tile, each 16 one after the other; position is null for first, first + 1, ...
+// The keys and values of one tile, in runs of 16 consecutive ones; position is null for first, first + 1, ...
 struct Tile {
     const bf16 *key[TILE / 16], *value[TILE / 16];
     const int64_t* position; // INT64_MAX: does not exist
-    int64_t first, last; // last: the largest position of those that exist
+    int64_t first, last; // last: the largest position that exists
     int n; // entries from n on do not exist
     bool gaps; // whether any before n does not
 };
 
-// Of the keys of a tile, those that exist and that a row with this limit may see, a bit each.
+// The keys of a tile that exist and that a row with this limit may see, one bit each.
 static inline uint64_t seen_keys(const Tile& tile, int64_t limit) {
     const uint64_t exist = tile.n < TILE ? (uint64_t(1) << tile.n) - 1 : ~uint64_t(0);
     if (!tile.position) {
@@ -105,8 +105,8 @@ static inline uint64_t seen_keys(const Tile& tile, int64_t limit) {
     return exist & seen;
 }
 
-// A row's scores over a tile, a key in every lane -> its weights in pairs of keys. Where the softmax stands moves on;
-// returns by what has been summed so far shrinks.
+// A row's scores over a tile, a key in every lane -> its weights in pairs of keys. Updates the state of the softmax;
+// returns the factor by which earlier sums shrink.
 template <int H> static inline float soften(__m512* score, const Tile& tile, Row<H>& row, float to_log2, uint32_t* weight, float* page_sum, float* page_max) {
     constexpr int V = TILE / 16;
     const bool whole = tile.n == TILE && !tile.gaps && tile.last <= row.limit;
@@ -117,7 +117,7 @@ template <int H> static inline float soften(__m512* score, const Tile& tile, Row
     }
     const __m512 best = _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]));
     float shrink = 1.f;
-    if (_mm512_cmp_ps_mask(best, _mm512_set1_ps(row.max), _CMP_GT_OQ)) { // seldom, after the first tiles
+    if (_mm512_cmp_ps_mask(best, _mm512_set1_ps(row.max), _CMP_GT_OQ)) { // rare, after the first tiles
         const float top = _mm512_reduce_max_ps(best);
         shrink = exp2f((row.max - top) * to_log2);
         row.max = top;
@@ -126,7 +126,7 @@ template <int H> static inline float soften(__m512* score, const Tile& tile, Row
     __m512 w[V];
 #pragma GCC unroll 4
     for (int c = 0; c < V; c++) w[c] = exp2_of(_mm512_fmadd_ps(score[c], scale, shift));
-    if (!whole) { // what is not seen weighs nothing: else it would be 2^-126
+    if (!whole) { // unseen keys weigh 0: otherwise it would be 2^-126
 #pragma GCC unroll 4
         for (int c = 0; c < V; c++) w[c] = _mm512_maskz_mov_ps(seen >> 16 * c, w[c]);
     }
@@ -146,7 +146,7 @@ template <int H> static inline float soften(__m512* score, const Tile& tile, Row
     return shrink;
 }
 
-// The values of keys from .. to of a tile by pairs of keys; what does not exist counts as 0, whatever it holds.
+// The values of keys from .. to of a tile by pairs of keys; keys that do not exist count as 0, whatever they hold.
 template <int H> static inline void pair_values(const Tile& tile, __m512i (*pairs)[H / 16], int from, int to) {
     for (int j = from; j < to; j += 2) {
         const bf16* value = tile.value[j / 16] + j % 16 * H;
@@ -161,7 +161,7 @@ template <int H> static inline void pair_values(const Tile& tile, __m512i (*pair
     }
 }
 
-// Ask for n keys or values that lie one after the other.
+// Prefetch n consecutive keys or values.
 template <int H> static inline void fetch(const bf16* from, int n) {
     for (int h = 0; h < n * H; h += 32) _mm_prefetch((const char*)(from + h), _MM_HINT_T0);
 }
@@ -174,9 +174,9 @@ struct alignas(64) TileConfig {
 };
 static void begin() { static thread_local TileConfig config; _tile_loadconfig(&config); }
 static void end() { _tile_release(); }
-static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers do not see
+static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers cannot see
 
-// Of what two follow each other in the making, the parity of the tile or of the step tells which.
+// Two generations of each are in the making; the parity of the tile or of the step selects one.
 template <int H> struct Scratch {
     alignas(64) float score[2][TILE][16]; // of a key, 16 rows
     alignas(64) uint32_t weight[2][2][16][16]; // of 32 keys and 32 more, in pairs: of a row
@@ -187,7 +187,7 @@ template <int H> struct Scratch {
 
 template <int H> struct alignas(64) Queries { uint32_t q[H / 2][16]; }; // of 16 rows, pairs of dims
 
-// The scores of four rows over 16 keys, as products leave them -> a key in every lane.
+// The scores of four rows over 16 keys, in the layout of the products -> a key in every lane.
 static inline void turn(const float (*score)[16], __m512* to, int apart) {
     __m512 a[4], b[4];
 #pragma GCC unroll 4
@@ -209,9 +209,9 @@ static inline void turn(const float (*score)[16], __m512* to, int apart) {
     }
 }
 
-// The rows of a split while its tiles are read, 16 rows and a tile at a step. What a step begins ends two steps later:
-// its scores' products, then their softmax, then its values' products, so that vectors and tiles work side by side, and
-// neither waits for what the other has just written.
+// The rows of a split while its tiles are read, 16 rows and one tile per step. Work that a step begins ends two steps
+// later: the products of scores, then their softmax, then the products of values, so that vector and tile units work
+// in parallel, and neither waits for what the other has just written.
 template <int H> struct Rows {
     static Scratch<H>& scratch() { static thread_local Scratch<H> at; return at; }
 
@@ -259,7 +259,7 @@ template <int H> struct Rows {
 #pragma GCC unroll 8
             for (int i = 0; i < H / 16; i++) {
                 const int part = half * (H / 16) + i, d = i / 2, pair = half * (H / 64) + i / 4, keys = i / 2 % 2;
-                if (begun.row >= 0) { // keys by 32 and 32, of those 16 and 16: their product with all rows
+                if (begun.row >= 0) { // keys 32 at a time, as 16 and 16: their product with all rows
                     if (i == 0) { _tile_zero(0); _tile_zero(1); }
                     if (i % 2 == 0) {
                         _tile_loadd(2, group.q[16 * d], 64);
@@ -419,7 +419,7 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
     int64_t longest = index ? M : 0; // keys that some query sees, or entries listed
     for (int64_t i = 0; i < B * T && !index; i++) longest = std::max(longest, pos[i] < M ? pos[i] + 1 : 0);
     const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
-    // kept between calls: fresh pages of memory would cost more than a small call
+    // kept between calls: fresh pages of memory would cost more than a small call does
     static thread_local std::vector<Row<H>> kept_rows;
     static thread_local std::vector<float> kept_sums, kept_maxima;
     if ((int64_t)kept_rows.size() < B * K * n_splits * places) kept_rows.resize(B * K * n_splits * places);
@@ -427,7 +427,7 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
         kept_sums.resize(B * K * n_tiles * R * V);
         kept_maxima.assign(B * K * n_tiles * R, LOWEST);
     }
-    Row<H>* all = kept_rows.data(); // by address: each worker has thread_locals of its own
+    Row<H>* all = kept_rows.data(); // by address: each worker has its own thread_locals
     float *page_sum = mass ? kept_sums.data() : nullptr, *page_max = mass ? kept_maxima.data() : nullptr;
 
     auto merge = [&](int64_t bk) { // the splits of one kv head of one row
@@ -488,14 +488,14 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
             bf16 *picked_key = at.picked_key[parity], *picked_value = at.picked_value[parity];
             Tile tile{{}, {}, index ? position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
             if (!index) tile.last = start + tile.n - 1;
-            for (int64_t j = TILE; index && j < std::min<int64_t>(2 * TILE, M - start); j++) { // the next tile's, wherever they are
+            for (int64_t j = TILE; index && j < std::min<int64_t>(2 * TILE, M - start); j++) { // the next tile's entries, wherever they are
                 const int64_t place = std::min(std::max<int64_t>(index[bk * M + start + j], 0), S - 1);
                 for (int h = 0; h < H; h += 32) {
                     _mm_prefetch((const char*)(keys + place * H + h), _MM_HINT_T0);
                     _mm_prefetch((const char*)(values + place * H + h), _MM_HINT_T0);
                 }
             }
-            for (int c = 0; c < TILE; c += 16) { // where they are, if 16 lie together, else gathered
+            for (int c = 0; c < TILE; c += 16) { // in place if 16 are consecutive, else gathered
                 const int64_t* named = index ? index + bk * M + start + c : nullptr;
                 const int64_t first = named && c < tile.n ? named[0] : start + c;
                 bool together = first >= 0 && first + 16 <= S && (!named || c + 16 <= tile.n);
@@ -531,9 +531,9 @@ static void attend(const bf16* q, const bf16* k, const bf16* v, const int64_t* p
 }
 
 // q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k); pos [B, T]; index null or
-// [B, K, M], -1 is nothing -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received,
-// all rows of a kv head together. A query at or past M sees nothing: its output is 0, and it costs no reading.
-// H is HEAD_DIM, 64 or 128: every head dim is a library of its own, as one takes seconds to build.
+// [B, K, M], -1 is empty -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received,
+// all rows of a kv head together. A query at or past M sees nothing: its output is 0, and nothing is read for it.
+// H is HEAD_DIM, 64 or 128: each head dim is a library of its own, as one takes seconds to build.
 extern "C" void attend_cpu(const bf16* q, const bf16* k, const bf16* v, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
                            int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
                            int64_t q_t, int64_t kv_b, int64_t kv_k, float scale, int threads) {

@@ -22,7 +22,7 @@ def why_not() -> str | None:
         triton = version("triton")
     except PackageNotFoundError:
         return "triton is not installed"
-    # a loop over range(lo, hi, step) with bounds of the kernel's own: arrays of one element are no numbers any more
+    # a loop over range(lo, hi, step) with computed bounds: arrays of one element no longer pass as numbers
     if triton.startswith("3.6.") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4):
         return "the interpreter of triton 3.6 needs numpy before 2.4"
     return None
@@ -75,7 +75,7 @@ def test_there_are_interpreted_tests() -> None:
     assert FILES
 
 
-def test_a_file_whose_tests_do_not_pass_is_no_success(tmp_path: Path) -> None:
+def test_a_file_whose_tests_do_not_pass_is_not_a_success(tmp_path: Path) -> None:
     bodies = {"failed": "assert False", "skipped": "import pytest; pytest.skip('no kernel')", "passed": "pass"}
     files = [tmp_path / f"test_{name}.py" for name in [*bodies, "nothing"]]
     for file, body in zip(files, bodies.values(), strict=False):

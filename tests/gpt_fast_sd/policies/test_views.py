@@ -1,4 +1,4 @@
-"""What every view of a cache promises: it reads what it says, within its budget, and loses nothing that fits.
+"""The promises of every view of a cache: it reads what it reports, within its budget, and loses nothing that fits.
 
 Shapes: B slots, S cache capacity, L layers, K kv heads.
 """
@@ -227,7 +227,7 @@ def test_a_small_budget_changes_no_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_drafts_do_not_hang_on_who_used_the_slot_before(name: str) -> None:
+def test_drafts_do_not_depend_on_who_used_the_slot_before(name: str) -> None:
     params = SamplingParams(max_tokens=40)
     used = engine(name, gamma=3, budget=64)
     many = used.generate([*SWEEP, *SWEEP[::-1]], params)
