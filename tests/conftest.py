@@ -12,7 +12,6 @@ import torch
 DEAR = """
     tp/test_ranks kernels/test_interpreted tp/test_processes kernels/test_decode_aot tp/test_codegen kernels/test_cpu
     gpt_fast_sd/test_ways gpt_fast_sd/test_compile gpt_fast_sd/test_packing policies/test_views_compiled
-    tests/test_packaging
 """.split()
 
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers and subprocesses inherit it, so kernels compile once
