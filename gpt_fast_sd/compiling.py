@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 import types
 import warnings
 import weakref
@@ -38,6 +40,8 @@ class CompiledStep:
         self._layers: list[Layer] = []  # of the current call
         # torch keeps every backend for good, and compiled results with the code: neither may keep weights alive
         self._backend = functools.partial(_backend, weakref.ref(self))
+        if self._compiles:
+            importlib.import_module("torch._dynamo")  # before sizes are marked, see _mark
 
     def __call__(self, *args: Any, variant: Hashable = None) -> Any:
         """Call the step. variant: a key for differences in the arguments that need a graph of their own.
@@ -97,7 +101,7 @@ def span(cache: KVCache, n_keys: int) -> Tensor:
     most = cache.capacity // SPLIT
     size = torch.empty(min(cache.splits(n_keys), most), 0, device=cache.seq_len.device)
     if most > 2:  # torch refuses a range of one size
-        torch._dynamo.mark_dynamic(size, 0, min=2, max=most)
+        _mark(size, 0, min=2, max=most)
     return size
 
 
@@ -107,7 +111,13 @@ def varying(*tensors: Tensor, min: int = 2, max: int = 1 + MAX_GAMMA) -> None:
     One range for every engine, whatever it drafts: graphs in Inductor's cache are stored with their range.
     """
     for tensor in tensors:
-        torch._dynamo.mark_dynamic(tensor, 1, min=min, max=max)
+        _mark(tensor, 1, min=min, max=max)
+
+
+def _mark(tensor: Tensor, dim: int, *, min: int, max: int) -> None:
+    """Tell Dynamo the range of a size; where nothing compiles it is not even imported, which would take a second."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.mark_dynamic(tensor, dim, min=min, max=max)
 
 
 def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:

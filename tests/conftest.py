@@ -8,6 +8,12 @@ import tempfile
 import pytest
 import torch
 
+# What takes longest is begun first: a worker that came to it last would leave the others idle.
+DEAR = """
+    tp/test_ranks kernels/test_interpreted tp/test_processes kernels/test_decode_aot tp/test_codegen kernels/test_cpu
+    gpt_fast_sd/test_ways gpt_fast_sd/test_compile gpt_fast_sd/test_packing policies/test_views_compiled
+""".split()
+
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers and subprocesses inherit it, so kernels compile once
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="gpt_fast_sd_inductor_")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
@@ -17,6 +23,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores
     torch.set_num_threads(1)
 elif "OMP_NUM_THREADS" not in os.environ:  # tiny tensors: more threads only wait for each other
     torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # of xdist, which would begin with the files of most tests
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        path = item.path.with_suffix("").as_posix()
+        return next((i for i, name in enumerate(DEAR) if path.endswith(name)), len(DEAR))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .cpu_build import builds, library
+from .cpu_build import builds, constant_where_traced, library
 
 PAGE = 16  # keys whose attention mass is summed
 HEAD_DIMS = 64, 128
@@ -35,7 +35,7 @@ def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
     return served and q.shape[-1] in HEAD_DIMS and available(q.shape[-1])
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_where_traced
 def available(head_dim: int) -> bool:
     """Whether this CPU and its compiler support the instructions of the kernel for a head dim."""
     return builds(SOURCE, head_dim)

@@ -10,8 +10,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+Asked = TypeVar("Asked", bound=Callable[..., bool])
 
 
 @functools.cache  # in torch 2.11 threads share Inductor's settings, including this one
@@ -25,6 +28,16 @@ def known_isa() -> dict[str, bool]:
 
     knows = torch.backends.cpu.get_cpu_capability() == "AVX512" and config.cpp.vec_isa_ok is None
     return {"cpp.vec_isa_ok": True} if knows else {}
+
+
+def constant_where_traced(function: Asked) -> Asked:
+    """The function, whose result is a constant of any graph that is traced through it.
+
+    torch.compiler.assume_constant_result does no more, but imports Dynamo, which takes longer than all that is ours
+    together and which an engine that compiles nothing does not need.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @functools.cache

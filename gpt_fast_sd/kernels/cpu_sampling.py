@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .cpu_build import builds, library
+from .cpu_build import builds, constant_where_traced, library
 
 SOURCE = Path(__file__).with_name("cpu_sampling.cpp")
 LEAST_VOCABULARY = 8192  # below it a model's own steps are small, too, and eager operations need no build
@@ -32,7 +32,7 @@ def cpu_sampling_fits(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.shape[-1] >= LEAST_VOCABULARY and available()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_where_traced
 def available() -> bool:
     """Whether this CPU and its compiler support the instructions."""
     return builds(SOURCE)

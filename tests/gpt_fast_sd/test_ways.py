@@ -95,7 +95,7 @@ def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_grap
 def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:
     one = an_engine("streaming", 1)
     for policy, page in (("streaming", 16), ("guided", 16), ("guided", 32)):
-        for gamma in (1, 2, 3, 4, 6, 8, 16):
+        for gamma in (1, 2, 5, 16):  # none, one and several drafts are judged apart; 16 are the most
             one.redraft(DraftConfig(policy=policy, budget=100, gamma=gamma, page=page))
             as_captured(one)
             assert tokens(one.generate(PROMPTS, GREEDY)) == plain(), (policy, gamma)

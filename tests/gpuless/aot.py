@@ -5,6 +5,7 @@ Figures differ from one Triton version to the next: assert bounds (`assert_lean`
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -101,13 +102,14 @@ def compile_kernel(
     return inspect_kernel(triton.compile(source, target=GPUTarget("cuda", cap, 32), options=options))
 
 
+@functools.cache  # shapes share kernels
 def inspect_kernel(kernel: CompiledKernel) -> Compiled:
     """Read the binary of a compiled kernel with the tools that Triton brings."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
         usage = _run("cuobjdump", "-res-usage", cubin.name)
-        sass = _run("nvdisasm", cubin.name)
+        sass = _run("nvdisasm", "-c", "-ndf", cubin.name)  # the code alone, without looking into what flows where
     used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert used, usage
 

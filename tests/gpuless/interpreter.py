@@ -3,11 +3,15 @@
 Triton 3.6 and 3.7 keep a bf16 block as its raw bits (numpy has no such type) and compute on them as integers, without
 a word. Here arithmetic goes through fp32 and is rounded to the nearest even once, which is what a GPU does.
 A reduction or scan of a bf16 block would still be wrong and is refused: write `.to(tl.float32)` before it.
+
+The language is patched once and stays so. Triton does it at every launch and at every call of a jitted function inside
+a kernel, for which it looks at each name of its modules: about a third of what a profile of these tests showed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -97,3 +101,6 @@ check_tensor = ReduceScanOpInterface.check_tensor
 if check_tensor is not refuse_bf16:
     ReduceScanOpInterface.check_tensor = refuse_bf16
     interpreter.interpreter_builder.__class__ = RightForBf16
+    sees_all = FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
+    interpreter._patch_lang(sees_all)
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()  # with nothing to restore

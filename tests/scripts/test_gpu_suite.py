@@ -104,7 +104,7 @@ def test_fresh_forgets_earlier_results(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_process_is_stopped_in_time_and_what_it_said_is_kept() -> None:
-    code, output = run_process([sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"], 5.0)
+    code, output = run_process([sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"], 2.0)
     assert (code, output) == (None, "begun\n")
     code, output = run_process([sys.executable, "-c", "print('so far'); raise ValueError('no chip')"], 60.0)
     assert code == 1
@@ -308,7 +308,7 @@ def test_a_stopped_process_takes_its_children_with_it() -> None:
     child = "import time; time.sleep(60)"  # it holds the pipe that is read to its end
     program = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     readers = threading.active_count()
-    assert run_process([sys.executable, "-c", program], 5.0) == (None, "begun\n")
+    assert run_process([sys.executable, "-c", program], 2.0) == (None, "begun\n")
     assert threading.active_count() == readers
 
 

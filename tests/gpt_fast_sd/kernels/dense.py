@@ -103,7 +103,7 @@ class Case(Entries):
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
         k, v = self.finite
-        exact, size = (attend_reference(self.q, k, x, self.pos) for x in (v, v.abs()))
+        exact, size = attend_reference(self.q, k, torch.cat([v, v.abs()], -1), self.pos).chunk(2, -1)
         return torch.where(self.reads, exact, 0.0), torch.where(self.reads, size, 0.0)
 
     def scores(self) -> Tensor:

@@ -96,7 +96,8 @@ class Case:
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
         k, v = self.finite()
-        return attend_reference(self.q, k, v, self.pos), attend_reference(self.q, k, v.abs(), self.pos)
+        exact, size = attend_reference(self.q, k, torch.cat([v, v.abs()], -1), self.pos).chunk(2, -1)
+        return exact, size
 
 
 def is_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> bool:
@@ -163,10 +164,10 @@ def test_queries_may_stand_in_any_order_and_at_position_0() -> None:
 
 @needs_kernel
 def test_no_value_and_no_key_past_a_row_reaches_it_whatever_it_is() -> None:
-    for bad in (float("nan"), float("inf"), float("-inf"), 3e38):
-        for end in (0, 1, 62, 63, 64, 200, 4095, 4096):
-            case = Case([end, 4200], n_tokens=1, n_kv=1, head_dim=128)
-            expected = case.expected()
+    for end in (0, 1, 62, 63, 64, 200, 4095, 4096):
+        case = Case([end, 4200], n_tokens=1, n_kv=1, head_dim=128)
+        expected = case.expected()
+        for bad in (float("nan"), float("inf"), float("-inf"), 3e38):
             for x in (case.k, case.v):
                 x[0, :, end + 1 :] = bad
             got, mass = cpu_attention_with_mass(case.q, case.k, case.v, case.pos, 4192)
@@ -479,10 +480,17 @@ def test_a_compiler_that_does_not_know_the_instructions_is_not_an_error(
     assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
 
 
-@needs_kernel
-def test_one_core_builds_the_kernel_too(tmp_path: Path) -> None:
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_one_core_builds_a_kernel_too(tmp_path: Path) -> None:
     """Torch compiles with as many threads as cores; with one, handing over the work once waited for itself."""
-    code = "from gpt_fast_sd.kernels import cpu; assert cpu._kernel(64)"
+    (source := tmp_path / "seven.cpp").write_text('extern "C" int seven() { return 7; }\n')
+    code = f"""if True:
+        from pathlib import Path
+        from torch._inductor import config
+        from gpt_fast_sd.kernels import cpu_build
+        config.cpp_cache_precompile_headers = False  # which takes longer than all else, and this source has none
+        assert cpu_build.library(Path({str(source)!r}))().seven() == 7
+    """
     env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
 

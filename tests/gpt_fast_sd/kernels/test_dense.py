@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, Case, assert_close
 decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # not exported by its package
 
 SPLIT = 64
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def calls(case: Case) -> dict[str, tuple[Any, ...]]:
@@ -88,14 +90,22 @@ def test_splits_are_sixteen_to_a_cache_but_neither_short_nor_long(capacity: int,
     assert decode.split_for(capacity) == split
 
 
-def test_attention_needs_no_triton_on_a_cpu() -> None:
+def test_an_eager_engine_needs_no_triton_and_starts_neither_dynamo_nor_dtensor() -> None:
+    """The last two and what they import take longer to load than all else that an engine needs."""
     code = """if True:
         import sys
         sys.modules["triton"] = None  # importing it fails
         import torch
+        from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
         from gpt_fast_sd.kernels import decode, prefill
+        from tests.helpers import tiny_model
         x, pos = torch.ones(1, 1, 1, 8), torch.zeros(1, 1, dtype=torch.int64)
         assert decode.decode_attention(x, x, x, pos, 1, 256).equal(x)
         assert prefill.prefill_attention(x, x, x, pos, 1).equal(x)
+        config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)
+        engine = Engine(tiny_model(), None, config, DraftConfig(policy="quest", budget=64, gamma=2))
+        assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.8))[0].tokens) == 4
+        print(*sorted({"torch._dynamo", "torch.distributed.tensor", "sympy"} & set(sys.modules)))
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == ""

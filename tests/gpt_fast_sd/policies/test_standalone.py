@@ -45,7 +45,7 @@ def standalone(draft_model: Transformer | None = None, **draft: Any) -> tuple[En
 
 @pytest.mark.parametrize("view", ["full", "streaming", "snapkv", "quest"])
 def test_it_changes_no_greedy_token(view: str) -> None:
-    gammas = (1, 2, 3, 4, 5, 6) if view == "full" else (3,)
+    gammas = (1, 2, 3, 6) if view == "full" else (3,)
     assert changes_no_greedy_token(
         "standalone", gammas=gammas, view=view, budget=64, draft_model=nearly(tiny_model(), by=0.05)
     )
@@ -300,7 +300,7 @@ def test_a_draft_model_that_nothing_would_use_is_refused(policy: Any) -> None:
 
 
 def test_redrafting_takes_a_configuration() -> None:
-    engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=640))
+    engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=640, device="cpu", compile=False))
     with pytest.raises(ValueError, match="draft must be a DraftConfig, got None"):
         engine.redraft(None)  # type: ignore[arg-type]
     assert engine.generate([[3, 4]], SamplingParams(max_tokens=2))

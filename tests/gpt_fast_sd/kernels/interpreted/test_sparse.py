@@ -109,7 +109,7 @@ def test_lists_may_be_empty_and_windows_may_begin_at_0_or_reach_past_the_queries
 
 @pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
 def test_a_query_that_reads_nothing_gives_0(n_listed: int, width: int) -> None:
-    case = Case([192, 320, 0], [215, 321, 9], n_listed=n_listed, width=width, n_tokens=2)
+    case = Case([192, 320, 0], [215, 321, 9], n_listed=n_listed, width=width, n_tokens=2, n_kv=1)
     case.pos[0, 1] = case.n_keys  # its neighbour still reads
     case.window_start[2] = 12
     check(case)
@@ -149,13 +149,13 @@ def test_the_first_entry_of_a_page_stands_for_all_of_it() -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
 def test_a_row_is_bit_identical_alone_and_in_a_batch(n_listed: int, width: int, dtype: torch.dtype) -> None:
-    case = Case([192, 0, 256], [215, 30, 299], n_listed=n_listed, width=width, n_tokens=2, dtype=dtype)
+    case = Case([192, 0, 256], [215, 30, 299], n_listed=n_listed, width=width, n_tokens=2, n_kv=1, dtype=dtype)
     together = case.attend()
     for row in range(3):
         assert case.attend(slice(row, row + 1)).equal(together[row : row + 1])
 
 
 def test_a_list_of_pages_is_bit_identical_to_its_entries_one_by_one() -> None:
-    case = Case([192, 96], [215, 127], n_listed=224, width=70, dtype=BF16)
+    case = Case([192, 96], [215, 127], n_listed=224, width=70, n_kv=1, dtype=BF16)
     assert case.attend(page=1).equal(case.attend())
     assert case.attend(page=8).equal(case.attend())
