@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .config import ModelConfig
 
-SPLIT = 256  # capacity, and what is in view of it, are whole splits of so many positions
+SPLIT = 256  # positions; the capacity, and the part of it that is in view, are whole splits
 
 
 class KV(Protocol):
-    """Whatever can store new keys and values and attend for the queries beside them."""
+    """Whatever can store new keys and values and attend for the queries that come with them."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
@@ -38,17 +38,44 @@ class CausalSelf:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def as_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., H] as int8 with a scale for each [...], fp16: x is about int8 * scale, at most half a scale off.
+
+    What is divided by is the scale as it is stored, so that its own rounding costs nothing. A vector of zeros has one,
+    too; one of more than fp16 can scale, 127 * 65504, is cut off there.
+    """
+    wide = x.float()
+    scale = (wide.abs().amax(-1).clamp(LEAST, MOST) / 127).half()  # [...]
+    return (wide / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+LEAST, MOST = 1e-5, 127 * 65504.0  # largest numbers of a vector whose scale fp16 can hold
+FLOAT8 = torch.float8_e4m3fn  # without a scale
+
+
 @dataclass(frozen=True)
 class CacheLayer:
-    """The keys and values of one layer, B slots: how they are stored, and how many bytes they take."""
+    """The keys and values of one layer, B slots: how they are stored, and how many bytes they take.
+
+    As int8 each token of a slot and kv head has a scale of its own, by its largest number, for its key and one for its
+    value: it is stored alone, whatever stands beside it.
+    """
 
     k: Tensor  # [B, K, S, H]
     v: Tensor
+    k_scale: Tensor | None = None  # fp16 [B, K, S], of int8 alone
+    v_scale: Tensor | None = None
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """All that is held, each [B, K, S, ...]."""
-        return self.k, self.v
+        """Every buffer of the layer, each [B, K, S, ...]; CacheLayer takes them in this order."""
+        scales = () if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
+        return self.k, self.v, *scales
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values are of fewer bits than queries can be."""
+        return self.k.dtype.itemsize == 1
 
     @property
     def capacity(self) -> int:
@@ -67,29 +94,43 @@ class CacheLayer:
     def store(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v [B, K, T, H] at each row's positions pos [B, T]."""
         row = torch.arange(pos.shape[0], device=pos.device)[:, None]  # [B, 1]
-        for buffer, new in ((self.k, k), (self.v, v)):
-            buffer[row, :, pos] = new.transpose(1, 2).to(buffer.dtype)  # [B, T, K, H]
+        for buffer, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            new = new.transpose(1, 2)  # [B, T, K, H]
+            if scales is not None:
+                new, scales[row, :, pos] = as_int8(new)
+            elif buffer.dtype == FLOAT8:
+                most = torch.finfo(FLOAT8).max
+                new = new.clamp(-most, most)  # what is larger some casts make a NaN of
+            buffer[row, :, pos] = new.to(buffer.dtype)
 
 
 class KVCache:
     """Static keys and values of B slots; seq_len [B] is the only record of what is committed, the rest is scratch.
 
-    One [B, K, S, H] buffer a layer, not one [L, B, K, S, H]: a compiled step that writes into slices of a single buffer
-    makes Inductor copy all of it (measured on CPU: 288 ms a step against 13 ms).
+    One [B, K, S, H] buffer per layer, not one [L, B, K, S, H]: a compiled step that writes into slices of a single
+    buffer makes Inductor copy all of it (measured on CPU: 288 ms per step against 13 ms).
     """
 
     def __init__(
         self, config: ModelConfig, batch_size: int, max_seq_len: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.dtype, self.max_seq_len, self.capacity = dtype, max_seq_len, self.splits(max_seq_len) * SPLIT
-        # one spare split that is never in view: a view of the whole buffer would be another graph (it is contiguous)
-        shape = (batch_size, config.n_kv_heads, self.capacity + SPLIT, config.head_dim)
+        # one spare split that is never in view: a view of the whole buffer is contiguous, which would be another graph
+        entries = batch_size, config.n_kv_heads, self.capacity + SPLIT
 
-        def buffer() -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def layer() -> CacheLayer:
+            k, v = (torch.zeros(*entries, config.head_dim, dtype=dtype, device=device) for _ in range(2))
+            if dtype != torch.int8:
+                return CacheLayer(k, v)
+            return CacheLayer(k, v, *(torch.zeros(entries, dtype=torch.float16, device=device) for _ in range(2)))
 
-        self.layers = [CacheLayer(buffer(), buffer()) for _ in range(config.n_layers)]
+        self.layers = [layer() for _ in range(config.n_layers)]
         self.seq_len = torch.zeros(batch_size, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def element_bytes(dtype: torch.dtype, head_dim: int) -> float:
+        """Bytes of each element of a key or value, its share of the scale included."""
+        return dtype.itemsize + (torch.float16.itemsize / head_dim if dtype == torch.int8 else 0.0)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -98,7 +139,7 @@ class KVCache:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All that is held, layer by layer, each [B, K, S, ...]."""
+        """Every buffer, layer by layer, each [B, K, S, ...]."""
         return [buffer for layer in self.layers for buffer in layer.buffers]
 
     @property
@@ -117,17 +158,17 @@ class KVCache:
         return first
 
     def vacate(self, slot: int, keep: int = 0) -> None:
-        """Forget a slot but for its first `keep` entries: no value behind them (not even a NaN) can reach the next."""
+        """Forget a slot except its first `keep` entries: no value after them, not even a NaN, reaches the next user."""
         self.seq_len[slot] = 0
         for buffer in self.buffers:
             buffer[slot, :, keep:].zero_()
 
     def copy(self, source: int, slot: int, n: int) -> None:
-        """Give a slot the first n entries of another one."""
+        """Copy the first n entries of one slot to another."""
         for buffer in self.buffers:
             buffer[slot, :, :n] = buffer[source, :, :n]
 
     @staticmethod
     def splits(n_keys: int) -> int:
-        """Splits to have in view for the first n_keys positions: two at least, as a size of 1 compiles apart."""
+        """Splits to have in view for the first n_keys positions: at least two, as a size of 1 would compile apart."""
         return max(2, -(-n_keys // SPLIT))

@@ -2,14 +2,18 @@
 """Flash-decoding in Triton (Dao et al. 2023): splits of the keys, each read once with a running softmax, then merged.
 
 The R = G * T queries of a kv head are the rows of a tile, so the keys are read once for all of them. A split is a fixed
-range of positions and is read in blocks of fixed size: what a row gives depends on neither the other rows, nor on how
+range of positions and is read in blocks of fixed size: a row's result depends neither on the other rows, nor on how
 much of the cache is in view, nor on T while the R rows fit one tile of 16 or 32, which the compiler lays out alike. A
-larger tile is laid out otherwise, sums in another order and may differ in the last bits.
+larger tile is laid out differently, sums in another order and may differ in the last bits.
 
 Attention mass is a by-product: the exps that each block of keys got from each row, relative to the maximum at that
-moment, are stored and made into weights when the row's log-sum-exp is known. That is R * (1 + page / BLOCK_N) fp32
-a page, written and read, beside 2 * page * H entries of keys and values: for R = 24, H = 128, bf16 and pages of 16 keys
-240 bytes beside 8192, 2.9 %; for pages of 32 keys 1.8 %.
+moment, are stored and become weights when the row's log-sum-exp is known. That is R * (1 + page / BLOCK_N) fp32 per
+page, written and read, besides 2 * page * H entries of keys and values: for R = 24, H = 128, bf16 and pages of 16
+keys, 240 bytes besides 8192, 2.9 %; for pages of 32 keys, 1.8 %.
+
+A cache may hold entries of a byte (FORMAT, see triton_common): they are widened in registers to the dtype of the
+queries, which is exact, and what an int8 stands for stays outside the products: the scale of a key belongs to its
+scores, that of a value to its weights, once these are summed.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         R = G * T rows of a kv head (row r is token r // G, head r % G).
@@ -25,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sizes import PAGES
-from .triton_common import LOG2_E, family, row_limits, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides, widen
 
 MERGED = 8  # splits that the merge reads at once
 
@@ -37,27 +41,27 @@ class Config(NamedTuple):
     block_n: int  # keys of a block
     num_warps: int
     num_stages: int
-    per_sm: int  # blocks of threads that an SM is meant to hold at a time; the launch does not need it, tests do
+    per_sm: int  # thread blocks that an SM should hold at a time; only tests need it
 
 
-# (family, bytes of an entry, padded head dim) -> keys of a block, {rows of a tile: (warps, stages, blocks an SM)}. The
+# (family, bytes of an entry, padded head dim) -> keys of a block, {rows of a tile: (warps, stages, blocks per SM)}. The
 # keys of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
-# Reckoned, not timed on a chip. A block of threads has stages - 1 blocks of keys and of values on their way from memory
-# while it computes: 64 keys of 128 bf16 are 16 KiB, keys and values 32 KiB. By Little's law an SM needs 36 KB on their
-# way for 4.8 TB/s (H200: 132 SMs, 1 us), 19 KB for 2 TB/s (A100: 108 SMs). Two blocks of threads an SM are wanted, one
-# to compute while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere. 64 rows
-# of 128 dims take 112, and with mass half a KiB more, through which the sums of pages pass on their way to be stored: a
-# whole KiB would be the limit to the byte, and on sm_100 past it. Where eight warps take a tile, two groups of four
-# wait for each other's products, and one such block is all that the registers of an SM hold. On SMs of 100 KiB (sm_86,
-# 89, 120) one block is enough: it has 32 KiB and more on their way, and 1 TB/s over 128 SMs needs 8.
+# Estimated, not timed on a chip. A thread block has stages - 1 blocks of keys and of values in flight from memory while
+# it computes: 64 keys of 128 bf16 are 16 KiB, keys and values 32 KiB. By Little's law an SM needs 36 KB in flight for
+# 4.8 TB/s (H200: 132 SMs, 1 us), 19 KB for 2 TB/s (A100: 108 SMs). The aim is two thread blocks per SM, one to compute
+# while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere. 64 rows of 128
+# dims take 112, and with mass half a KiB more, through which the sums of pages are stored: a whole KiB would be exactly
+# the limit, and on sm_100 past it. If eight warps take a tile, two groups of four wait for each other's products, and
+# the registers of an SM hold only one such block. On SMs of 100 KiB (sm_86, 89, 120) one block is enough: it has 32 KiB
+# and more in flight, and 1 TB/s over 128 SMs needs 8.
 #
-# What 65 to 128 rows cost: one block of eight warps an SM, so that products and exps of all 128 rows wait for bytes and
-# are waited for, whatever part of the tile is empty. A tile of 64 + 16 rows, two products on the same keys, would serve
-# 72 rows: compiled for sm_90 it takes 255 registers (205 without the 16), with mass it spills, on sm_80 it spills with
-# four warps. So drafts of a length that fills a tile are drawn instead (config.gamma_tiers).
+# The cost of 65 to 128 rows: one block of eight warps per SM, so that products and exps of all 128 rows wait for bytes,
+# and the bytes for them, however much of the tile is empty. A tile of 64 + 16 rows, two products on the same keys,
+# would serve 72 rows: compiled for sm_90 it takes 255 registers (205 without the 16), with mass it spills, on sm_80 it
+# spills with four warps. So gamma "auto" prefers draft lengths that fill a tile (config.gamma_tiers).
 #
-# fp32 products take no tensor cores, and larger tiles do not fit the registers; with one tile, bits depend on no T.
+# fp32 products use no tensor cores, and larger tiles do not fit the registers; with one tile, results depend on no T.
 CONFIGS = {
     (90, 2, 64): (64, {16: (4, 4, 2), 32: (4, 4, 2), 64: (4, 4, 2), 128: (8, 3, 1)}),
     (90, 2, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
@@ -65,9 +69,15 @@ CONFIGS = {
     (90, 4, 64): (32, {16: (8, 3, 2)}),
     (90, 4, 128): (32, {16: (8, 3, 2)}),
     (90, 4, 256): (16, {16: (8, 3, 2)}),
+    (90, 1, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (90, 1, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (90, 1, 256): (32, {16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 1)}),
     (80, 2, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
     (80, 2, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 2, 2), 128: (8, 2, 1)}),
     (80, 2, 256): (32, {16: (4, 3, 2), 32: (4, 2, 2), 64: (8, 2, 1)}),
+    (80, 1, 64): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (80, 1, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
+    (80, 1, 256): (32, {16: (4, 3, 2), 32: (4, 3, 2), 64: (8, 3, 1)}),
     (80, 4, 64): (32, {16: (4, 3, 2)}),
     (80, 4, 128): (32, {16: (8, 3, 2)}),
     (80, 4, 256): (16, {16: (4, 3, 1)}),
@@ -75,7 +85,7 @@ CONFIGS = {
 
 
 def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
-    """How to read for n_rows rows of block_h dims of itemsize bytes: in one tile if there is one so large."""
+    """How to read for n_rows rows of block_h dims of itemsize bytes: in one tile if one is large enough."""
     block_n, tiles = CONFIGS[family(arch), itemsize, max(block_h, 64)]
     block_r = next((block_r for block_r in tiles if block_r >= n_rows), max(tiles))
     return Config(block_r, block_n, *tiles[block_r])
@@ -85,15 +95,15 @@ def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
     do_not_specialize=["n_tokens", "n_keys", "split", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"]
 )
 def split_kernel(
-    p_q, p_k, p_v, p_pos, p_part, p_lse, p_sum, p_max, n_tokens, n_keys, split,
-    q_b, q_n, q_t, k_b, k_k, v_b, v_k, pos_b, pos_t,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_pos, p_part, p_lse, p_sum, p_max, n_tokens, n_keys, split,
+    q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of rows gets from one split: fp32 part [splits, B * K, R, H], normalised, and base-2 lse beside it.
+    """A tile of rows over one split: fp32 part [splits, B * K, R, H], normalised, and its base-2 lse.
 
-    p_sum [B * K, S // UNIT, R], p_max [B * K, S // BLOCK_N, R]: the exps of each UNIT keys, and what they are relative
-    to; None if nobody asks.
+    p_sum [B * K, S // UNIT, R], p_max [B * K, S // BLOCK_N, R]: the exps of each UNIT keys, and the maxima they are
+    relative to; None if they are not needed.
     """
     i_tile, i_bk, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
@@ -115,24 +125,32 @@ def split_kernel(
     b_q = tl.load(p_q + o_q[:, None] + o_h[None, :], mask=m_r[:, None] & (o_h < H)[None, :], other=0.0)
     p_k += i_b * k_b + i_k * k_k + start.to(tl.int64) * H
     p_v += i_b * v_b + i_k * v_k + start.to(tl.int64) * H
+    if FORMAT == 1:
+        p_k_scale += i_b * scale_b + i_k * scale_k + start
+        p_v_scale += i_b * scale_b + i_k * scale_k + start
     # [BLOCK_N, BLOCK_H]
     o_block = o_n[:, None] * H + o_h[None, :]
 
-    # Finite, so that a row that has seen no key yet subtracts no infinities.
+    # Finite, so that a row that has seen no key yet does not subtract infinities.
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
     b_total = tl.zeros([BLOCK_R], tl.float32)
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     for j in range(0, tl.minimum(split, last + 1 - start), BLOCK_N):
         # [BLOCK_N]
         o_j = start + j + o_n
-        # Memory behind the last key may hold NaN, and 0 * NaN is no 0.
+        # Memory past the last key may hold NaN, and 0 * NaN is not 0.
         m_block = (o_j <= last)[:, None]
         if H != BLOCK_H:
             m_block = m_block & (o_h < H)[None, :]
+        if FORMAT == 1:  # asked for ahead of products that need not wait for them
+            b_k_scale = load_scales(p_k_scale + j + o_n, o_j <= last)
+            b_v_scale = load_scales(p_v_scale + j + o_n, o_j <= last)
         # [BLOCK_N, BLOCK_H]
-        b_k = tl.load(p_k + j * H + o_block, mask=m_block, other=0.0)
+        b_k = widen(tl.load(p_k + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
         # [BLOCK_R, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if FORMAT == 1:
+            b_s *= b_k_scale[None, :]
         b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s * SCALE, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_w = tl.exp2(b_s - b_new[:, None])
@@ -145,7 +163,7 @@ def split_kernel(
             o_unit = i_bk * n_units + (start + j) // UNIT + tl.arange(0, BLOCK_N // UNIT)
             # [BLOCK_R, BLOCK_N // UNIT]
             b_sum = tl.sum(tl.reshape(b_w, [BLOCK_R, BLOCK_N // UNIT, UNIT]), 2)
-            if BLOCK_R == 64 and BLOCK_N // UNIT == 4:  # in halves, so that half as much shared memory will do
+            if BLOCK_R == 64 and BLOCK_N // UNIT == 4:  # in halves, which need half as much shared memory
                 b_even, b_odd = tl.split(tl.reshape(b_sum, [BLOCK_R, 2, 2]))
                 o_even = i_bk * n_units + (start + j) // UNIT + 2 * tl.arange(0, 2)
                 p_even = p_sum + o_even[None, :] * n_rows + o_r[:, None]
@@ -156,11 +174,13 @@ def split_kernel(
             i_block = i_bk * (n_units // (BLOCK_N // UNIT)) + (start + j) // BLOCK_N
             tl.store(p_max + i_block * n_rows + o_r, b_max, mask=m_r)
         # [BLOCK_N, BLOCK_H]
-        b_v = tl.load(p_v + j * H + o_block, mask=m_block, other=0.0)
+        b_v = widen(tl.load(p_v + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
+        if FORMAT == 1:
+            b_w *= b_v_scale[None, :]
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
-    # A row may end before this split of its tile does: it reads nothing here, and the merge does not read what it gave.
+    # A row may end before this split of its tile does: it reads nothing here, and the merge ignores its result.
     b_total = tl.where(b_total > 0, b_total, 1.0)
     b_out = b_out / b_total[:, None]
     o_part = (i_split * tl.num_programs(1) + i_bk).to(tl.int64) * n_rows + o_r
@@ -175,7 +195,7 @@ def merge_kernel(
     p_part, p_lse, p_pos, p_out, p_row_lse, n_tokens, n_keys, split, pos_b, pos_t,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the splits of one row, those it has, in their order: out [B, T, N, H], row_lse [B * K, R] or None."""
+    """Merge the splits of one row, in their order: out [B, T, N, H], row_lse [B * K, R] or None."""
     i_r, i_bk = tl.program_id(0), tl.program_id(1)
     i_b, i_k = (i_bk // K).to(tl.int64), i_bk % K
     n_rows = G * n_tokens
@@ -218,7 +238,7 @@ def mass_kernel(
     K: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Sum over all rows what each page received: mass fp32 [B, K, n_keys // PAGE], 0 behind the last key."""
+    """Sum the mass of each page over all rows: mass fp32 [B, K, n_keys // PAGE], 0 past the last key."""
     i_block, i_bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n_rows = G * n_tokens
     n_blocks = n_units // (BLOCK_N // UNIT)
@@ -248,34 +268,35 @@ def mass_kernel(
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, row_lse: Tensor | None = None, *,
-    arch: int | str,
+    arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See decode.decode_attention. row_lse: where to put the base-2 lse, fp32 [B, K, T, G]."""
-    return _attend(q, k, v, pos, n_keys, split, None, row_lse, arch)[0]
+    return _attend(q, k, v, pos, n_keys, split, None, row_lse, arch, k_scale, v_scale)[0]
 
 
 def attend_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int | str
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int | str,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See decode.decode_attention_with_mass."""
     assert page in PAGES
-    out, mass = _attend(q, k, v, pos, n_keys, split, page, None, arch)
+    out, mass = _attend(q, k, v, pos, n_keys, split, page, None, arch, k_scale, v_scale)
     assert mass is not None
     return out, mass
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int | None, row_lse: Tensor | None,
-    arch: int | str,
+    arch: int | str, k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv = k.shape[1]
     group, n_bk = n_heads // n_kv, n_batch * n_kv
     n_rows = group * n_tokens
-    assert q.dtype == k.dtype == v.dtype and q.stride(3) == 1 and 0 < n_keys <= k.shape[2]
-    assert k.stride()[2:] == v.stride()[2:] == (head_dim, 1)
+    assert 0 < n_keys <= k.shape[2]
+    form = format_of(q, (k, k_scale), (v, v_scale), arch=arch)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = config(arch, q.element_size(), block_h, n_rows)
+    block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
     assert split % block_n == 0
     n_splits = triton.cdiv(n_keys, split)
     unit = 0 if page is None else min(page, block_n)
@@ -289,9 +310,10 @@ def _attend(
         sums, maxima = (fp32(n_bk, n_splits * split // size, n_rows) for size in (unit, block_n))
         row_lse, mass = fp32(n_bk, n_rows), fp32(n_batch, n_kv, n_keys // page)
     split_kernel[triton.cdiv(n_rows, block_r), n_bk, n_splits](
-        q, k, v, pos, part, lse, sums, maxima, n_tokens, n_keys, split, *strides(q, 3), *strides(k, 2), *strides(v, 2),
-        *pos.stride(), SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_h,
-        BLOCK_N=block_n, UNIT=unit, num_warps=num_warps, num_stages=num_stages,
+        q, k, v, k_scale, v_scale, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
+        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *pos.stride(),
+        SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_N=block_n,
+        UNIT=unit, FORMAT=form, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     merge_kernel[n_rows, n_bk](

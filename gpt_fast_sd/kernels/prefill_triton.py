@@ -2,7 +2,7 @@
 """Flash attention in Triton (Dao 2023) for many queries over a static cache, and the attention that each key received.
 
 The R = G * T queries of a kv head are rows, so that neighbours share keys without a copy of them; a tile of rows stops
-at its largest position, and only blocks behind its smallest are masked: no [T, S] mask is ever in memory.
+at its largest position, and only blocks past its smallest are masked: no [T, S] mask is ever in memory.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         R = G * T rows of a kv head (row r is token r // G, head r % G).
@@ -17,52 +17,60 @@ from torch import Tensor
 
 from . import decode_triton
 from .sizes import FEW_ROWS, PREFILL_SPLIT, page_sums
-from .triton_common import LOG2_E, family, row_limits, strides
+from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides, widen
 
-# (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks an SM (see
-# decode_triton.CONFIGS). Reckoned, not timed on a chip: the largest tiles that fit the registers, as such tiles use
-# keys most often; of those of 16 bits an SM holds one. On Hopper 64 rows for four warps are what its wide products
-# (HGMMA) take, and those want 128 keys, lest they wait for shared memory.
+# (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks per SM (see
+# decode_triton.CONFIGS). Estimated, not timed on a chip: the largest tiles that fit the registers, as such tiles reuse
+# keys most; with 16-bit entries an SM holds one. On Hopper the wide products (HGMMA) take 64 rows for four warps, and
+# they need 128 keys so as not to wait for shared memory.
 #
 # Keys and values could come through tensor descriptors (TMA). Compiled for sm_90 by Triton 3.6.0 and 3.7.1 that changes
-# neither registers nor blocks an SM, and little in the loop over blocks that need no mask (128 rows, 128 keys of 128):
+# neither registers nor blocks per SM, and little in the loop over unmasked blocks (128 rows, 128 keys of 128):
 #
-#                             instructions   registers   shared      blocks an SM
+#                             instructions   registers   shared      blocks per SM
 #   pointers                       510          255      160 KiB          1
 #   descriptors                    488          254      161 KiB          1
 #   64 rows, 64 keys, pointers     373          236       80 KiB          2   (before scale and subtraction were one)
 #   the same, descriptors          366          216       81 KiB          2   (likewise)
 #
-# warp_specialize=True builds the same binary with eight warps and does not build with four. What descriptors save is a
-# twentieth of the instructions; they cost a second body (blocks at a row's end still need masks: what is behind it may
+# warp_specialize=True builds the same binary with eight warps and does not build with four. Descriptors save a
+# twentieth of the instructions; they cost a second body (blocks at a row's end still need masks: memory past it may
 # be NaN) and two descriptors made on the host for every call.
 PREFILL = {
     (90, 2, 64): (128, 128, 8, 3, 1), (90, 2, 128): (128, 128, 8, 2, 1), (90, 2, 256): (64, 32, 8, 3, 1),
+    (90, 1, 64): (128, 128, 8, 3, 1), (90, 1, 128): (128, 128, 8, 2, 1), (90, 1, 256): (64, 32, 8, 3, 1),
     (90, 4, 64): (16, 32, 8, 3, 2), (90, 4, 128): (16, 32, 8, 2, 2), (90, 4, 256): (16, 16, 4, 3, 2),
     (80, 2, 64): (128, 64, 8, 3, 1), (80, 2, 128): (128, 32, 8, 4, 1), (80, 2, 256): (64, 32, 8, 2, 1),
+    (80, 1, 64): (128, 64, 8, 3, 1), (80, 1, 128): (128, 32, 8, 4, 1), (80, 1, 256): (64, 32, 8, 2, 1),
     (80, 4, 64): (16, 32, 4, 3, 2), (80, 4, 128): (16, 32, 8, 3, 2), (80, 4, 256): (16, 16, 4, 3, 1),
 }  # fmt: skip
-# likewise -> keys of a program, rows of a tile, warps, stages, blocks an SM
+# likewise -> keys of a program, rows of a tile, warps, stages, blocks per SM
 KEY_MASS = {
     (90, 2, 64): (128, 64, 8, 3, 2), (90, 2, 128): (128, 64, 8, 3, 2), (90, 2, 256): (128, 32, 8, 2, 2),
+    (90, 1, 64): (128, 64, 8, 3, 2), (90, 1, 128): (128, 64, 8, 3, 2), (90, 1, 256): (128, 32, 8, 2, 2),
     (90, 4, 64): (32, 16, 8, 2, 2), (90, 4, 128): (32, 16, 8, 2, 2), (90, 4, 256): (32, 16, 8, 2, 2),
     (80, 2, 64): (128, 64, 8, 3, 2), (80, 2, 128): (128, 64, 8, 2, 2), (80, 2, 256): (128, 32, 8, 2, 2),
+    (80, 1, 64): (128, 64, 8, 3, 2), (80, 1, 128): (128, 64, 8, 2, 2), (80, 1, 256): (128, 32, 8, 2, 2),
     (80, 4, 64): (32, 16, 8, 2, 2), (80, 4, 128): (32, 16, 8, 2, 2), (80, 4, 256): (32, 16, 8, 2, 2),
 }  # fmt: skip
 
 
 @triton.jit
 def read_block(
-    b_q, b_out, b_max, b_total, p_k, p_v, b_limit, j, last,
-    SCALE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    b_q, b_out, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, b_limit, j, last,
+    SCALE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax: BLOCK_N keys from j on; unless MASKED all of them are before all rows."""
     o_h = tl.arange(0, BLOCK_H)
     # [BLOCK_N]
     o_j = j + tl.arange(0, BLOCK_N)
+    if FORMAT == 1:  # asked for ahead of products that need not wait for them
+        b_k_scale = load_scales(p_k_scale + o_j, o_j <= last)
+        b_v_scale = load_scales(p_v_scale + o_j, o_j <= last)
     # [BLOCK_N, BLOCK_H]
     o_block = o_j[:, None] * H + o_h[None, :]
-    if MASKED:  # memory behind the last key may hold NaN, and 0 * NaN is no 0
+    if MASKED:  # memory past the last key may hold NaN, and 0 * NaN is not 0
         m_block = (o_j <= last)[:, None] & (o_h < H)[None, :]
         b_k = tl.load(p_k + o_block, mask=m_block, other=0.0)
     elif H == BLOCK_H:
@@ -70,10 +78,12 @@ def read_block(
     else:
         b_k = tl.load(p_k + o_block, mask=(o_h < H)[None, :], other=0.0)
     # [BLOCK_R, BLOCK_N]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    b_s = tl.dot(b_q, tl.trans(widen(b_k, b_q.dtype)), input_precision="ieee")
+    if FORMAT == 1:
+        b_s *= b_k_scale[None, :]
     if MASKED:
         b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s, float("-inf"))
-    # The scale is positive: only a row's largest score needs it by itself, all others get it as they are subtracted.
+    # The scale is positive: only a row's largest score needs it separately, the others get it with the subtraction.
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * SCALE)
     b_w = tl.exp2(b_s * SCALE - b_new[:, None])
     # [BLOCK_R]
@@ -85,16 +95,19 @@ def read_block(
         b_v = tl.load(p_v + o_block)
     else:
         b_v = tl.load(p_v + o_block, mask=(o_h < H)[None, :], other=0.0)
+    if FORMAT == 1:
+        b_w *= b_v_scale[None, :]
     # [BLOCK_R, BLOCK_H]
-    b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
+    b_out = tl.dot(b_w.to(b_q.dtype), widen(b_v, b_q.dtype), b_out * b_shrink[:, None], input_precision="ieee")
     return b_out, b_new, b_total
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_keys", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"])
 def prefill_kernel(
-    p_q, p_k, p_v, p_pos, p_out, p_lse, n_tokens, n_keys, q_b, q_n, q_t, k_b, k_k, v_b, v_k, pos_b, pos_t,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_pos, p_out, p_lse, n_tokens, n_keys,
+    q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to all they may see: out [B, T, N, H]; lse fp32 [B, N, T], natural, or None."""
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first, so that short ones fill the end
@@ -111,23 +124,28 @@ def prefill_kernel(
     b_q = tl.load(p_q + i_b * q_b + (o_head * q_n + o_t * q_t)[:, None] + o_h[None, :], mask=m_tile, other=0.0)
     p_k += i_b * k_b + i_k * k_k
     p_v += i_b * v_b + i_k * v_k
+    if FORMAT == 1:
+        p_k_scale += i_b * scale_b + i_k * scale_k
+        p_v_scale += i_b * scale_b + i_k * scale_k
 
     last = tl.max(b_limit, 0)
-    # Rows that read nothing do not keep the others from reading blocks unmasked.
+    # Rows that read nothing do not prevent the others from reading blocks unmasked.
     n_all = tl.min(tl.where(b_limit >= 0, b_limit, last), 0) + 1
     n_all = n_all // BLOCK_N * BLOCK_N
-    # Finite, so that a row that has seen no key yet subtracts no infinities.
+    # Finite, so that a row that has seen no key yet does not subtract infinities.
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
     b_total = tl.zeros([BLOCK_R], tl.float32)
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     for j in range(0, n_all, BLOCK_N):
         b_out, b_max, b_total = read_block(
-            b_q, b_out, b_max, b_total, p_k, p_v, b_limit, j, last, SCALE, H, BLOCK_H, BLOCK_N, False
-        )
+            b_q, b_out, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, b_limit, j, last,
+            SCALE, H, BLOCK_H, BLOCK_N, FORMAT, False,
+        )  # fmt: skip
     for j in range(n_all, last + 1, BLOCK_N):
         b_out, b_max, b_total = read_block(
-            b_q, b_out, b_max, b_total, p_k, p_v, b_limit, j, last, SCALE, H, BLOCK_H, BLOCK_N, True
-        )
+            b_q, b_out, b_max, b_total, p_k, p_v, p_k_scale, p_v_scale, b_limit, j, last,
+            SCALE, H, BLOCK_H, BLOCK_N, FORMAT, True,
+        )  # fmt: skip
 
     b_total = tl.where(b_limit >= 0, b_total, 1.0)
     b_out = tl.where((b_limit >= 0)[:, None], b_out / b_total[:, None], 0.0)
@@ -140,11 +158,12 @@ def prefill_kernel(
 
 @triton.jit(do_not_specialize=["n_tokens", "n_keys", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"])
 def mass_kernel(
-    p_q, p_k, p_lse, p_pos, p_mass, n_tokens, n_keys, q_b, q_n, q_t, k_b, k_k, pos_b, pos_t,
+    p_q, p_k, p_k_scale, p_lse, p_pos, p_mass, n_tokens, n_keys,
+    q_b, q_n, q_t, k_b, k_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, UNIT: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """What BLOCK_N keys received from all rows: mass fp32 [B, K, n_keys // UNIT], 0 behind the last key."""
+    """The mass of BLOCK_N keys from all rows: mass fp32 [B, K, n_keys // UNIT], 0 past the last key."""
     i_block, i_bk = tl.program_id(0), tl.program_id(1)
     i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
     n_rows = G * n_tokens
@@ -163,7 +182,11 @@ def mass_kernel(
     m_block = (o_j <= last)[:, None] & m_h[None, :]
     o_block = o_j.to(tl.int64)[:, None] * H + o_h[None, :]
     b_k = tl.load(p_k + i_b * k_b + i_k * k_k + o_block, mask=m_block, other=0.0)
+    b_k = widen(b_k, p_q.dtype.element_ty)
     # [BLOCK_N]
+    b_scale = tl.full([BLOCK_N], SCALE, tl.float32)
+    if FORMAT == 1:
+        b_scale *= load_scales(p_k_scale + i_b * scale_b + i_k * scale_k + o_j, o_j <= last)
     b_mass = tl.zeros([BLOCK_N], tl.float32)
     if i_block * BLOCK_N <= last:
         for first in range(0, n_rows, BLOCK_R):
@@ -177,7 +200,7 @@ def mass_kernel(
             o_q = (o_g * q_n + o_t * q_t)[:, None] + o_h[None, :]
             b_q = tl.load(p_q + o_q, mask=m_r[:, None] & m_h[None, :], other=0.0)
             # [BLOCK_N, BLOCK_R]
-            b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * SCALE
+            b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * b_scale[:, None]
             b_w = tl.where(o_j[:, None] <= b_limit[None, :], tl.exp2(b_s - b_lse[None, :]), 0.0)
             b_mass += tl.sum(b_w, 1)
     # [BLOCK_N // UNIT]
@@ -187,58 +210,72 @@ def mass_kernel(
     tl.store(p_mass + i_bk.to(tl.int64) * n_units + o_u, b_unit, mask=o_u < n_units)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int | str) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int | str,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """See prefill.prefill_attention."""
     if q.shape[1] // k.shape[1] * q.shape[2] <= FEW_ROWS:
-        return decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, arch=arch)
-    return _attend(q, k, v, pos, n_keys, None, arch)
+        return decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, arch=arch, k_scale=k_scale, v_scale=v_scale)
+    return _attend(q, k, v, pos, n_keys, None, arch, k_scale, v_scale)
 
 
 def attend_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int | str
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int | str,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See prefill.prefill_attention_with_lse."""
     n_batch, n_heads, n_tokens, _ = q.shape
     n_kv = k.shape[1]
     lse = torch.empty((n_batch, n_heads, n_tokens), dtype=torch.float32, device=q.device)
     if n_heads // n_kv * n_tokens > FEW_ROWS:
-        return _attend(q, k, v, pos, n_keys, lse, arch), lse
+        return _attend(q, k, v, pos, n_keys, lse, arch, k_scale, v_scale), lse
     rows = torch.empty((n_batch, n_kv, n_tokens, n_heads // n_kv), dtype=torch.float32, device=q.device)
-    out = decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, rows, arch=arch)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    out = decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, rows, arch=arch, **scales)
     torch.div(rows.transpose(2, 3), LOG2_E, out=lse.unflatten(1, (n_kv, -1)))
     return out, lse
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, lse: Tensor | None, arch: int | str) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, lse: Tensor | None, arch: int | str,
+    k_scale: Tensor | None, v_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv = k.shape[1]
     group = n_heads // n_kv
-    assert q.dtype == k.dtype == v.dtype and q.stride(3) == 1 and 0 < n_keys <= k.shape[2]
-    assert k.stride()[2:] == v.stride()[2:] == (head_dim, 1) and n_keys * head_dim < 2**31
+    assert 0 < n_keys <= k.shape[2] and n_keys * head_dim < 2**31
+    form = format_of(q, (k, k_scale), (v, v_scale), arch=arch)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = PREFILL[family(arch), q.element_size(), max(block_h, 64)]
+    block_r, block_n, num_warps, num_stages, _ = PREFILL[family(arch), entry_size(q, k), max(block_h, 64)]
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     prefill_kernel[triton.cdiv(group * n_tokens, block_r), n_batch * n_kv](
-        q, k, v, pos, out, lse, n_tokens, n_keys, *strides(q, 3), *strides(k, 2), *strides(v, 2), *pos.stride(),
+        q, k, v, k_scale, v_scale, pos, out, lse, n_tokens, n_keys,
+        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_N=block_n,
-        num_warps=num_warps, num_stages=num_stages,
+        FORMAT=form, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out.transpose(1, 2)
 
 
-def key_mass(q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, *, arch: int | str) -> Tensor:
+def key_mass(
+    q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, *, arch: int | str,
+    k_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """See prefill.key_mass."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv = k.shape[1]
-    assert q.dtype == k.dtype and q.stride(3) == 1 and k.stride()[2:] == (head_dim, 1) and 0 < n_keys <= k.shape[2]
+    assert 0 < n_keys <= k.shape[2]
+    form = format_of(q, (k, k_scale), arch=arch)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_n, block_r, num_warps, num_stages, _ = KEY_MASS[family(arch), q.element_size(), max(block_h, 64)]
+    block_n, block_r, num_warps, num_stages, _ = KEY_MASS[family(arch), entry_size(q, k), max(block_h, 64)]
     unit = min(page, block_n)
     assert block_n % unit == page % unit == 0 and lse.is_contiguous()
     mass = torch.empty((n_batch, n_kv, n_keys // unit), dtype=torch.float32, device=q.device)
     mass_kernel[triton.cdiv(n_keys, block_n), n_batch * n_kv](
-        q, k, lse, pos, mass, n_tokens, n_keys, *strides(q, 3), *strides(k, 2), *pos.stride(),
+        q, k, k_scale, lse, pos, mass, n_tokens, n_keys,
+        *strides(q, 3), *strides(k, 2), *strides(k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=n_heads // n_kv, H=head_dim, UNIT=unit, BLOCK_R=block_r,
-        BLOCK_H=block_h, BLOCK_N=block_n, num_warps=num_warps, num_stages=num_stages,
+        BLOCK_H=block_h, BLOCK_N=block_n, FORMAT=form, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return mass if unit == page else page_sums(mass, page // unit)

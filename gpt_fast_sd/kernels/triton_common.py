@@ -1,33 +1,116 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
-"""What the Triton kernels share: which GPU they are built for, strides as they are handed over, limits of rows."""
+"""Shared by the Triton kernels: which GPU they are built for, how strides are passed, limits of rows."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+# FORMAT, how the cache holds an entry: in the dtype of the queries; in int8, with a scale for each; in float8 (e4m3)
+SAME, INT8, FLOAT8 = 0, 1, 2
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no assembler
+
+# Four entries of a byte, in one register -> four numbers of 16 bits in two, exactly. Triton's own conversions take an
+# I2F (int8 on sm_80) or an F2F (float8) per entry, 16 per clock and SM: more clocks per block than its bytes take.
+#
+# Behind 0x43 a byte is a bf16 in which the sign of the int8 is the last bit of the exponent. Without that bit it is 128
+# and the other seven; with no other it is 128, or 256 if negative: the int8 is their difference. It is a fused product
+# since sm_80 has no difference of bf16.
+INT8_TO_BF16 = tl.constexpr("""{
+    .reg .b32 pair, rest, sign, minus;
+    mov.b32 minus, 0xbf80bf80;
+    prmt.b32 pair, $2, 0x43, 0x4140;
+    and.b32 rest, pair, 0xff7fff7f;
+    and.b32 sign, pair, 0xff80ff80;
+    fma.rn.bf16x2 $0, sign, minus, rest;
+    prmt.b32 pair, $2, 0x43, 0x4342;
+    and.b32 rest, pair, 0xff7fff7f;
+    and.b32 sign, pair, 0xff80ff80;
+    fma.rn.bf16x2 $1, sign, minus, rest;
+}""")
+# Behind 0x64 a byte x + 128 is the fp16 of 1024 + x + 128.
+INT8_TO_FP16 = tl.constexpr("""{
+    .reg .b32 raised, pair, base;
+    mov.b32 base, 0x64806480;
+    xor.b32 raised, $2, 0x80808080;
+    prmt.b32 pair, raised, 0x64, 0x4140;
+    sub.f16x2 $0, pair, base;
+    prmt.b32 pair, raised, 0x64, 0x4342;
+    sub.f16x2 $1, pair, base;
+}""")
+# The four bits of an exponent and three of a significand, each at the end of its field of a bf16, want 2^120 more. A
+# NaN becomes 480.
+FLOAT8_TO_BF16 = tl.constexpr("""{
+    .reg .b32 pair, rest, sign, more, zero;
+    mov.b32 more, 0x7b807b80;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 pair, $2, 0x0, 0x1404;
+    and.b32 sign, pair, 0x80008000;
+    and.b32 rest, pair, 0x7f007f00;
+    shr.b32 rest, rest, 0x4;
+    or.b32 rest, rest, sign;
+    fma.rn.bf16x2 $0, rest, more, zero;
+    prmt.b32 pair, $2, 0x0, 0x3424;
+    and.b32 sign, pair, 0x80008000;
+    and.b32 rest, pair, 0x7f007f00;
+    shr.b32 rest, rest, 0x4;
+    or.b32 rest, rest, sign;
+    fma.rn.bf16x2 $1, rest, more, zero;
+}""")
 
 
 def architecture() -> int | str:
-    """The compute capability that kernels are built for, 90 for Hopper; a text where that is no NVIDIA GPU."""
+    """The compute capability that kernels are built for, 90 for Hopper; a text if it is not an NVIDIA GPU."""
     arch: int | str = triton.runtime.driver.active.get_current_target().arch
     return arch
 
 
 def family(arch: int | str) -> int:
-    """Whose row of the tables serves: 90 where a block of threads may take 227 KiB of shared memory, else 80.
+    """Whose row of the tables applies: 90 if a thread block may use 227 KiB of shared memory, else 80.
 
-    ValueError for what no row was reckoned for: a capability below 8.0, and GPUs of other makers ("gfx942").
+    ValueError if no row applies: a capability below 8.0, and GPUs of other makers ("gfx942").
     """
     if not isinstance(arch, int) or arch < 80:
         raise ValueError(f"the kernels are for NVIDIA GPUs of compute capability 8.0 and later, not for {arch!r}")
     return 90 if arch in (90, 100, 103) else 80
 
 
-def strides(x: Tensor, n: int) -> list[int]:
+def format_of(q: Tensor, *held: tuple[Tensor, Tensor | None], arch: int | str) -> int:
+    """FORMAT of keys, and of values, [B, K, S, H] each beside its scales [B, K, S], None where it has none.
+
+    ValueError for float8 on a GPU that has no such type.
+    """
+    (k, k_scale), head_dim = held[0], q.shape[3]
+    assert q.stride(3) == 1
+    for data, scale in held:
+        assert data.dtype == k.dtype and data.stride()[2:] == (head_dim, 1)
+        assert (scale is not None) == (k.dtype == torch.int8)
+        if scale is not None and k_scale is not None:
+            assert scale.dtype == torch.float16 and scale.shape == data.shape[:3]
+            assert strides(scale, 2) == strides(k_scale, 2) and scale.stride(2) == 1
+    if k.dtype == q.dtype:
+        return SAME
+    if k.dtype == torch.int8:
+        return INT8
+    assert k.dtype == torch.float8_e4m3fn
+    if not isinstance(arch, int) or arch < 89:
+        raise ValueError(f"a float8 cache is for NVIDIA GPUs of compute capability 8.9 and later, not for {arch!r}")
+    return FLOAT8
+
+
+def entry_size(q: Tensor, k: Tensor) -> int:
+    """Bytes of a number of the cache, which tables of tiles go by; those of the queries where no tensor core serves."""
+    return q.element_size() if q.dtype == torch.float32 else k.element_size()
+
+
+def strides(x: Tensor | None, n: int) -> list[int]:
     """Strides of the first n dims; 0 where a dim has one entry, whose stride is arbitrary and would build a kernel."""
+    if x is None:
+        return [0] * n
     return [stride if size > 1 else 0 for size, stride in zip(x.shape[:n], x.stride(), strict=False)]
 
 
@@ -36,3 +119,25 @@ def row_limits(p_pos, o_t, m_r, n_keys, stride_t):
     """The last key that each row reads, -1 if it reads none."""
     b_pos = tl.load(p_pos + o_t.to(tl.int64) * stride_t, mask=m_r, other=-1)
     return tl.where(b_pos < n_keys, b_pos, -1).to(tl.int32)
+
+
+@triton.jit
+def widen(b_x, dtype: tl.constexpr):
+    """Entries of the cache in the dtype of the queries, which holds them exactly."""
+    # As impure the assembler stays where entries arrive, before they are laid out for products. Else keys are read from
+    # shared memory by twos and values one by one: 870 instead of 610 instructions per block of 64 keys.
+    if b_x.dtype == tl.int8 and dtype == tl.bfloat16 and not INTERPRETED:
+        b_wide = tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, False, 4)
+    elif b_x.dtype == tl.int8 and dtype == tl.float16 and not INTERPRETED:
+        b_wide = tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [b_x], tl.float16, False, 4)
+    elif b_x.dtype == tl.float8e4nv and dtype == tl.bfloat16 and not INTERPRETED:
+        b_wide = tl.inline_asm_elementwise(FLOAT8_TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, False, 4)
+    else:
+        b_wide = b_x.to(dtype)
+    return b_wide
+
+
+@triton.jit
+def load_scales(p_scale, m_entry):
+    """What an integer of each entry stands for, fp32."""
+    return tl.load(p_scale, mask=m_entry, other=0.0).to(tl.float32)  # what is not read may be a NaN

@@ -40,7 +40,12 @@ class Heads:
     @property
     def kv_bytes(self) -> int:
         """Keys and values in view, bf16."""
-        return 2 * 2 * self.batch * self.context * self.n_kv * self.head_dim
+        return self.held_bytes(torch.bfloat16)
+
+    def held_bytes(self, dtype: torch.dtype) -> int:
+        """Keys and values in view in that dtype, with the scales of int8."""
+        entry = self.head_dim * dtype.itemsize + (2 if dtype == torch.int8 else 0)
+        return 2 * self.batch * self.context * self.n_kv * entry
 
 
 def dense_heads(setup: Setup, *contexts: int) -> tuple[Heads, ...]:
@@ -179,25 +184,43 @@ def timed_dense(setup: Setup, shapes: Sequence[Heads], widths: Sequence[int]) ->
     return timings.record()
 
 
+def timed_formats(setup: Setup) -> Record:
+    """Dense attention of one query and of five by what the cache holds: bf16, int8 with scales, or float8."""
+    timings = Timings(setup)
+    heads = dense_heads(setup, 28672)[0]
+    wide = buffers(setup, heads)
+    has_float8 = not setup.on_cuda or torch.cuda.get_device_capability(setup.device) >= (8, 9)
+    for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)[: 3 if has_float8 else 2]:
+        k, v = (((x * 32).clamp(-127, 127) if dtype == torch.int8 else x).to(dtype) for x in wide)
+        scale = torch.full(k.shape[:3], 1 / 32, dtype=torch.float16, device=k.device) if dtype == torch.int8 else None
+        for n_tokens in (1, 5):
+            q, pos = queries(setup, heads, n_tokens)
+            pairs = n_tokens * (heads.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
+            flops = 4 * heads.batch * pairs * heads.n_kv * heads.group * heads.head_dim
+            args = (q, k, v, pos, heads.context, kernels.split_for(k.shape[2] - SPLIT), scale, scale)
+            timings.time(
+                "decode_attention", f"{heads.label(n_tokens)}, {str(dtype).removeprefix('torch.')}",
+                partial(kernels.decode_attention, *args), heads.held_bytes(dtype), flops,
+                does=dense(pos, heads.context),
+            )  # fmt: skip
+    return timings.record()
+
+
 def peers(setup: Setup, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     """Others' attention over the same keys, with no mask: a few more keys for some queries, which costs nothing."""
     packed = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, H]: the queries that share keys
 
-    def sdpa(backend: SDPBackend, heads_as_tokens: bool) -> Tensor:
+    def sdpa(backend: SDPBackend, queries: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            if not heads_as_tokens:
-                out: Tensor = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-                return out
-            out = F.scaled_dot_product_attention(packed, k, v)  # [B, K, G * T, H]
-        out = out.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, N, T, H]
-        return out
+            out: Tensor = F.scaled_dot_product_attention(queries, k, v, enable_gqa=queries is q)
+        return out.reshape(q.shape)  # [B, N, T, H]
 
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
     backends = backends | {"cuDNN": SDPBackend.CUDNN_ATTENTION} if setup.on_cuda else {"math": SDPBackend.MATH}
     found: dict[str, Callable[[], object]] = {
-        f"torch SDPA {name}{', heads as tokens' * as_tokens}": partial(sdpa, backend, as_tokens)
+        f"torch SDPA {name}{how}": partial(sdpa, backend, queries)
         for name, backend in backends.items()
-        for as_tokens in (False, True)
+        for how, queries in {"": q, ", heads as tokens": packed}.items()
     }
     if k.shape[2] == 28672:  # it compiles anew for every shape, half a minute each
         from torch.nn.attention.flex_attention import flex_attention
@@ -277,7 +300,7 @@ def prefill_peers(setup: Setup, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def timed_select(setup: Setup) -> Record:
-    """What selecting costs a round: all layers for guided and one for the others, 32 rows of 28,672 entries."""
+    """What selecting costs per round: all layers for guided and one for the others, 32 rows of 28,672 entries."""
     timings, page = Timings(setup), 16
     n_layers, batch, n_kv, context = (2, 2, 2, 512) if setup.tiny else (32, 32, 8, 28672)
     group, head_dim = 4, 128

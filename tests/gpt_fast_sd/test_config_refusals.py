@@ -1,4 +1,4 @@
-"""What cannot be is refused when it is built, in a sentence that names the field and the value."""
+"""An invalid configuration is refused when it is built, in a sentence that names the field and the value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REFUSED: list[tuple[type, dict[str, Any]]] = [
     *((EngineConfig, {"max_seq_len": value}) for value in (0, -5, 8192.0, False)),
     *((EngineConfig, {"device": value}) for value in ("gpu", "CPU", "cuda:0", None)),
     *((EngineConfig, {"dtype": value}) for value in ("float32", "bfloat16", "int8", None)),
-    *((EngineConfig, {"kv_dtype": value}) for value in ("auto", "int8", "float16")),
+    *((EngineConfig, {"kv_dtype": value}) for value in ("auto", "int4", "INT8", "float16")),
     *((EngineConfig, {"compile": value}) for value in (1, "yes", None)),
     *((EngineConfig, {"exact": value}) for value in (0, "bits", None)),
     *((EngineConfig, {"quantize": value}) for value in ("int4wo", "INT8", "", True)),
@@ -86,7 +86,7 @@ def test_a_draft_whose_fields_do_not_fit_each_other_is_refused_in_a_sentence(fie
     ("fields", "view", "most"),
     [
         ({}, None, 0),
-        ({"gamma": 5}, None, 0),  # nobody drafts
+        ({"gamma": 5}, None, 0),  # without a policy
         ({"policy": "full"}, "full", max(GAMMA_TIERS)),
         ({"policy": "streaming", "gamma": 16}, "streaming", 16),
         ({"policy": "lookup", "budget": 1, "gamma": 2}, None, 2),
@@ -107,6 +107,7 @@ def test_a_draft_knows_its_view_and_how_far_it_looks_ahead(fields: dict[str, Any
     [
         (EngineConfig, {"batch_size": 1, "max_seq_len": 1}),
         (EngineConfig, {"dtype": "bf16", "kv_dtype": "fp16", "quantize": "int8", "device": "cpu", "compile": False}),
+        (EngineConfig, {"kv_dtype": "int8", "dtype": "bf16"}),
         (EngineConfig, {"exact": True, "dtype": "bf16"}),  # with any policy, "off" too
         (DraftConfig, {"policy": "off", "budget": 1, "gamma": 1}),
         (DraftConfig, {"policy": "streaming", "budget": 12, "gamma": 16}),

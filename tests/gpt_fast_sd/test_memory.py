@@ -1,4 +1,4 @@
-"""The plan of an engine's memory is what it allocates, and what cannot fit is refused before anything is loaded."""
+"""An engine's memory plan is what it allocates, and a plan that cannot fit is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.graphs import MOST_STEPS
 from gpt_fast_sd.kernels import pack
+from gpt_fast_sd.loading import KV_TORCH_DTYPES
 from gpt_fast_sd.memory import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
 from gpt_fast_sd.model import PRESETS, SPLIT
 from gpt_fast_sd.policies import Draft
@@ -48,12 +49,16 @@ def plan(batch: int, context: int, policy: str = "off", groups: int = 0, **draft
 
 
 @pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided", "standalone", "lookup"])
-def test_caches_and_selections_take_what_the_plan_says(policy: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8"])
+def test_caches_and_selections_take_what_the_plan_says(policy: str, kv_dtype: str) -> None:
     small = tiny_model(tiny_config(n_layers=1)) if policy == "standalone" else None
     draft = DraftConfig(policy=policy, budget=96, gamma=4, draft_model="given" if small else None)
-    config = EngineConfig(batch_size=3, max_seq_len=900, device="cpu", dtype="fp32", compile=False)
+    config = EngineConfig(
+        batch_size=3, max_seq_len=900, device="cpu", dtype="fp32", kv_dtype=kv_dtype, compile=False
+    )  # fmt: skip
     engine = Engine(tiny_model(), None, config, draft, small)
-    expected = MemoryPlan.of(config, draft, engine.model.config, small.config if small else None, torch.float32)
+    theirs = small.config if small else None
+    expected = MemoryPlan.of(config, draft, engine.model.config, theirs, KV_TORCH_DTYPES[kv_dtype])
 
     def nbytes(*tensors: torch.Tensor) -> int:
         return sum(tensor.nbytes for tensor in tensors)
@@ -81,7 +86,7 @@ def test_llama_8b_fits_an_h200_where_it_should(batch: int, context: int, fits: b
         assert (wanted.total <= 139 * GIB) is fits
 
 
-def test_a_device_keeps_a_reserve_for_what_is_allocated_beside_torch() -> None:
+def test_a_device_keeps_a_reserve_for_what_is_allocated_outside_torch() -> None:
     alone, shared = plan(16, 57_344), plan(16, 57_344, groups=2)
     assert alone.reserve == GIB + int(0.03 * 140 * GIB)
     assert shared.total - alone.total == shared.reserve - alone.reserve == 2 * GIB
@@ -147,15 +152,19 @@ def test_drawing_and_judging_hold_no_more_than_the_plan_says(
         assert judging.peak >= 0.8 * planned * row and choosing.peak >= 0.5 * DRAWING * row
 
 
-def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, vocab: int) -> tuple[int, int]:
-    """The most bytes of a chunk of a prompt, of selecting anew and of a round, and the plan's workspace.
+def held(
+    policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, vocab: int, kv_dtype: str = "fp32"
+) -> tuple[int, int]:
+    """The most bytes of a chunk of a prompt, of refreshing a selection and of a round, and the plan's workspace.
 
-    of "cuda": an engine on a CPU that goes the ways of CUDA, but for captures.
+    of "cuda": an engine on a CPU that works as on CUDA, except for captures.
     """
     if of == "cuda":
         monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
         as_on_cuda(monkeypatch)
-    config = EngineConfig(batch_size=3, max_seq_len=length + 100, device="cpu", dtype="fp32", compile=False)
+    config = EngineConfig(
+        batch_size=3, max_seq_len=length + 100, device="cpu", dtype="fp32", kv_dtype=kv_dtype, compile=False
+    )  # fmt: skip
     draft = DraftConfig(policy=policy, budget=96, gamma=4)
     engine = Engine(tiny_model(tiny_config(vocab_size=vocab)), None, config, draft)
     state, peaks = engine.state, list[int]()
@@ -174,7 +183,7 @@ def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, 
         with LiveBytes(of) as live:
             engine.rounds.device_round(plan)
         peaks.append(live.peak)
-    return max(peaks), MemoryPlan.of(config, draft, engine.model.config, None, torch.float32).workspace
+    return max(peaks), MemoryPlan.of(config, draft, engine.model.config, None, KV_TORCH_DTYPES[kv_dtype]).workspace
 
 
 @pytest.mark.parametrize("of", ["cpu", "cuda"])
@@ -183,11 +192,34 @@ def held(policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, 
 def test_no_step_holds_more_than_the_plan_s_workspace(
     policy: str, of: str, length: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefilling, selecting anew, drafting, verifying and judging, by what a CPU's and CUDA's operators allocate."""
+    """Prefilling, refreshing a selection, drafting, verifying and judging, as CPU and CUDA operators allocate."""
     peak, planned = held(policy, of, monkeypatch, length=length, vocab=vocab)
     assert peak <= planned + SMALL
     if vocab > length:
         assert peak >= 0.3 * planned
+
+
+@pytest.mark.parametrize("policy", ["off", "snapkv", "quest", "guided"])
+def test_no_step_over_an_int8_cache_holds_more_than_the_plan_s_workspace(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peak, planned = held(policy, "cpu", monkeypatch, length=3_000, vocab=64, kv_dtype="int8")
+    assert peak <= planned + SMALL
+
+
+def test_keys_of_int8_are_widened_in_memory_that_is_planned_for() -> None:
+    """Of sixteen rows with one query each nothing else takes as much."""
+    model = tiny_model(tiny_config(n_heads=1, n_kv_heads=1, head_dim=64, vocab_size=64))
+    config = EngineConfig(
+        batch_size=16, max_seq_len=1_500, device="cpu", dtype="fp32", kv_dtype="int8", compile=False
+    )  # fmt: skip
+    engine = Engine(model, None, config)
+    for slot in range(16):
+        engine.state.put(slot, random_ids(1_400, seed=slot, vocab_size=64), GREEDY, seed=slot)
+    with torch.inference_mode(), LiveBytes("cpu") as live:
+        engine.rounds.device_round(RoundPlan.of(dict.fromkeys(range(16), 1_399)))
+    planned = MemoryPlan.of(config, DraftConfig(), model.config, None, torch.int8).workspace
+    assert 0.5 * planned <= live.peak <= planned + SMALL
 
 
 @pytest.mark.parametrize("group", [1, 2, 16])
@@ -195,7 +227,7 @@ def test_no_step_holds_more_than_the_plan_s_workspace(
 def test_observing_windows_holds_what_the_plan_says(
     group: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As CUDA's operators allocate: keys of few rows are split, which 16 query heads a kv head are too many for."""
+    """As CUDA's operators allocate: keys of few rows are split, but 16 query heads per kv head are too many."""
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False, chunks=(SPLIT,)))
     as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=batch_size, max_seq_len=6_000, device="cpu", dtype="fp32", compile=False)
@@ -215,7 +247,7 @@ def test_observing_windows_holds_what_the_plan_says(
 
 
 def test_sums_in_the_order_of_ranks_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where exact is asked of more than two ranks, each is sent all parts of every sum."""
+    """With exact and more than two ranks, each rank receives all parts of every sum."""
     ranks, n_tokens, dim = 8, 2_048, 64
     collectives = importlib.import_module("gpt_fast_sd.tp.collectives")
     monkeypatch.setattr(collectives, "all_gather", lambda x, mesh: torch.stack([x] * ranks))
@@ -290,7 +322,7 @@ def test_a_batch_that_no_machine_holds_ends_a_program_with_code_2(
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, have: int | None) -> list[int]:
-    """The engine finds this much memory; the list fills with the bytes held as often as it asks."""
+    """The engine finds this much memory; the list records the bytes held each time it asks."""
     held: list[int] = []
 
     def free_memory(device: torch.device, held_: int = 0, **kwargs: int) -> int | None:
@@ -346,7 +378,7 @@ def test_what_cannot_be_told_is_not_refused() -> None:
 
 
 def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One weight at a time is there twice, a head of which is larger than what small steps need."""
+    """One weight at a time exists twice, and a head is larger than what small steps need."""
     big = tiny_config(vocab_size=64_000, dim=64, n_heads=1, n_kv_heads=1, head_dim=64, ffn_dim=96)
     config = EngineConfig(batch_size=1, max_seq_len=256, device="cpu", dtype="bf16", kv_dtype="bf16")
     model = tiny_model(big, dtype=torch.bfloat16)

@@ -23,16 +23,28 @@ __all__ = ["SMALL", "difference", "random_model"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the CPU runs the bodies for CUDA, see conftest.py
 HAS_CUDA = torch.cuda.is_available()
+HAS_FLOAT8 = not HAS_CUDA or torch.cuda.get_device_capability() >= (8, 9)
 Shape = tuple[int, int, int]  # G, H, T
 
 
 def of_dtypes(shapes: tuple[Shape, ...]) -> list[Any]:
-    """Parameters (G, H, T, dtype): bf16 of every shape, fp32 and fp16 of every third; without a chip two shapes."""
+    """Parameters (G, H, T, dtype, held), held None or what the cache has instead of the dtype of the queries.
+
+    bf16 over caches of bf16 and of int8 for every shape, other dtypes for every third; without a chip two shapes.
+    """
+    often = [(dense.BF16, None), (dense.BF16, dense.INT8)]
+    seldom = [(dense.FP32, None), (dense.FP16, None), (dense.FP32, dense.INT8)]
+    seldom += [(dense.BF16, dense.FLOAT8)] if HAS_FLOAT8 else []
     return [
-        pytest.param(*shape, dtype, id=f"G{shape[0]}-H{shape[1]}-T{shape[2]}-{str(dtype).removeprefix('torch.')}")
+        pytest.param(*shape, dtype, held, id=f"G{shape[0]}-H{shape[1]}-T{shape[2]}-{named(dtype, held)}")
         for i, shape in enumerate(shapes if HAS_CUDA else shapes[1:5:3])
-        for dtype in (dense.DTYPES if i % 3 == 0 else (dense.BF16,))
+        for dtype, held in (often + seldom if i % 3 == 0 else often)
     ]
+
+
+def named(dtype: torch.dtype, held: torch.dtype | None) -> str:
+    """As in "bfloat16" or "bfloat16-int8"."""
+    return "-".join(str(x).removeprefix("torch.") for x in (dtype, held) if x)
 
 
 @dataclass(frozen=True)
@@ -59,22 +71,31 @@ class Place:
         n_keys = -(-(max(self.lengths) + n_tokens) // SPLIT) * SPLIT
         return [length + n_tokens - 1 for length in (*self.lengths, n_keys)], n_keys
 
-    def dense_case(self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype) -> dense.Case:
+    def scales_of(self, case: dense.Entries) -> dict[str, Tensor]:
+        """Scales of int8 entries on the device, as operators take them."""
+        return {name: scale.to(self.device) for name, scale in case.scales().items()}
+
+    def dense_case(
+        self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None = None
+    ) -> dense.Case:
         """Ragged rows and an idle one; scores of about 2, so that attention is neither flat nor on one key."""
         ends, n_keys = self.ends(n_tokens)
         case = dense.Case(
-            ends, n_tokens=n_tokens, group=group, n_kv=2, head_dim=head_dim, n_keys=n_keys, dtype=dtype, seed=n_tokens
-        )
+            ends, n_tokens=n_tokens, group=group, n_kv=2, head_dim=head_dim, n_keys=n_keys, dtype=dtype, held=held,
+            seed=n_tokens,
+        )  # fmt: skip
         case.q = case.q * 2
         return case
 
-    def listed_case(self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, page: int) -> listed.Case:
+    def listed_case(
+        self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None, page: int
+    ) -> listed.Case:
         """The same rows, their windows begun some entries before the first query."""
         ends, n_keys = self.ends(n_tokens)
         windows = [max(0, min(end - n_tokens - 19, n_keys)) // page * page for end in ends]
         case = listed.Case(
             windows, ends, page=page, n_listed=96, width=40, n_tokens=n_tokens, group=group, head_dim=head_dim,
-            n_keys=n_keys, dtype=dtype,
+            n_keys=n_keys, dtype=dtype, held=held,
         )  # fmt: skip
         case.q = case.q * 2
         return case

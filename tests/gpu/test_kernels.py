@@ -1,4 +1,4 @@
-"""Each kernel on the device, through the operators that the engine calls, beside fp64 and plain Python.
+"""Each kernel on the device, through the operators that the engine calls, against fp64 and plain Python.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
         H head dim, P pages, V vocabulary.
@@ -28,46 +28,49 @@ def near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     return difference(got, expected) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("group", "head_dim", "n_tokens", "dtype"), of_dtypes(SHAPES))
+@pytest.mark.parametrize(("group", "head_dim", "n_tokens", "dtype", "held"), of_dtypes(SHAPES))
 def test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them(
-    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype
+    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None
 ) -> None:
-    case = place.dense_case(group, head_dim, n_tokens, dtype)
+    case = place.dense_case(group, head_dim, n_tokens, dtype, held)
     expected, _ = case.expected()
     args = *place.put(case.q, case.k, case.v, case.pos), case.n_keys, kernels.split_for(case.k.shape[2])
-    assert near(kernels.decode_attention(*args), expected, dtype)
+    scales = place.scales_of(case)
+    assert near(kernels.decode_attention(*args, **scales), expected, dtype)
     for page in (PAGE, 64):
-        out, mass = kernels.decode_attention_with_mass(*args, page)
+        out, mass = kernels.decode_attention_with_mass(*args, page, **scales)
         assert near(out, expected, dtype) and near(mass, case.expected_mass(page), dtype)
 
 
 @pytest.mark.parametrize("page", [1, PAGE])
 @pytest.mark.parametrize(
-    ("group", "head_dim", "n_tokens", "dtype"), of_dtypes(tuple(shape for shape in SHAPES if shape[2] <= 9))
+    ("group", "head_dim", "n_tokens", "dtype", "held"), of_dtypes(tuple(shape for shape in SHAPES if shape[2] <= 9))
 )
 def test_listed_entries_and_a_window_are_attended_to_as_in_fp64(
-    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, page: int
+    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None, page: int
 ) -> None:
-    case = place.listed_case(group, head_dim, n_tokens, dtype, page)
+    case = place.listed_case(group, head_dim, n_tokens, dtype, held, page)
     q, k, v, slots, start, pos = place.put(case.q, case.k, case.v, case.slots, case.window_start, case.pos)
-    got = kernels.sparse_attention(q, k, v, slots, start, case.width, pos, case.n_keys, page)
+    scales = place.scales_of(case)
+    got = kernels.sparse_attention(q, k, v, slots, start, case.width, pos, case.n_keys, page, **scales)
     assert near(got, case.expected()[0], dtype)
 
 
-@pytest.mark.parametrize(("group", "head_dim", "n_tokens", "dtype"), of_dtypes(CHUNKS))
+@pytest.mark.parametrize(("group", "head_dim", "n_tokens", "dtype", "held"), of_dtypes(CHUNKS))
 def test_chunks_attend_as_in_fp64_and_keys_get_the_mass_that_was_paid_them(
-    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype
+    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None
 ) -> None:
-    case = place.dense_case(group, head_dim, n_tokens, dtype)
+    case = place.dense_case(group, head_dim, n_tokens, dtype, held)
     expected, _ = case.expected()
     q, k, v, pos = place.put(case.q, case.k, case.v, case.pos)
-    assert near(kernels.prefill_attention(q, k, v, pos, case.n_keys), expected, dtype)
-    out, lse = kernels.prefill_attention_with_lse(q, k, v, pos, case.n_keys)
+    scales = place.scales_of(case)
+    assert near(kernels.prefill_attention(q, k, v, pos, case.n_keys, **scales), expected, dtype)
+    out, lse = kernels.prefill_attention_with_lse(q, k, v, pos, case.n_keys, **scales)
     assert near(out, expected, dtype)
     # the idle row reads nothing, and says so: -inf in both
     assert near(lse.exp().log1p(), case.scores().logsumexp(-1).exp().log1p(), FP32)
     for page in (1, PAGE):
-        mass = kernels.key_mass(q, k, lse, pos, case.n_keys, page)
+        mass = kernels.key_mass(q, k, lse, pos, case.n_keys, page, scales.get("k_scale"))
         assert near(mass, case.expected_mass(page), dtype)
 
 

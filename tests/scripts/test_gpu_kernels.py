@@ -63,7 +63,7 @@ def test_a_graph_is_timed_by_events_on_the_stream_that_it_is_replayed_on(
     assert int(calls) == 3 + 1 + 2  # before the capture, and replayed
 
 
-@pytest.mark.parametrize("stage", ["time-decode", "time-sparse", "time-prefill", "time-select"])
+@pytest.mark.parametrize("stage", ["time-decode", "time-formats", "time-sparse", "time-prefill", "time-select"])
 def test_every_timed_kernel_has_its_bytes_and_its_share_of_both_ceilings(stage: str) -> None:
     rates = {"environment": {}, "rates": {"copy": 1e10, "read": 2e10, "matmul": 1e11}}
     for row in dry_run(stage, machine=rates)["rows"]:
@@ -104,6 +104,17 @@ def test_every_timed_kernel_reads_the_keys_whose_bytes_it_is_charged_for_and_pee
         assert row["bytes"] == (read / 2 if row["op"] == "key_mass" else read + lists)
         # the mask that others lack leaves them a few more of hundreds of keys; of one query they compute the very same
         assert row.get("off_by", 0.0) < (0.02 if row["tokens_fed"] == 1 or stage == "time-prefill" else 0.3)
+
+
+def test_a_cache_of_narrow_entries_is_charged_for_its_own_bytes() -> None:
+    heads = timings.dense_heads(dry_setup(), 28672)[0]
+    entries = 2 * heads.batch * heads.n_kv * heads.context  # keys and values
+    rows = dry_run("time-formats")["rows"]
+    assert [(row["what"].split(", ")[-1], row["bytes"] // entries) for row in rows[::2]] == [
+        ("bfloat16", 2 * heads.head_dim), ("int8", heads.head_dim + 2), ("float8_e4m3fn", heads.head_dim)
+    ]  # fmt: skip
+    assert [row["bytes"] for row in rows[1::2]] == [row["bytes"] for row in rows[::2]]
+    assert all(row["keys_in_view"] == [heads.context] * 2 for row in rows)
 
 
 def test_a_kernel_that_lets_rows_idle_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

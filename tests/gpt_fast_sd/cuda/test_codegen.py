@@ -1,4 +1,4 @@
-"""What Inductor makes of the engine's steps for a GPU: few launches, no copy of a cache, fit for a CUDA graph."""
+"""Inductor's code for the engine's steps on a GPU: few launches, no copy of a cache, fit for a CUDA graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STEPS = {
     "draft guided": (LAYERS * LAYER + HEAD, {"sparse_attention": LAYERS}),
     # a layer chooses pages, notes which, and lists their entries; once, how many pages are closed
     "draft quest": (LAYERS * (LAYER + 3) + HEAD + 1, {"quest_pages": LAYERS, "sparse_attention": LAYERS}),
-    # of the last layer nothing is wanted but its keys: norm, wqkv, rope with the cache writes
+    # only the keys of the last layer are needed: norm, wqkv, rope with the cache writes
     "prefill": ((LAYERS - 1) * LAYER + 3, {"prefill_attention": LAYERS - 1}),
     # no keys are written; of the last layer norm, wqkv, rope of the queries, attention, its mass, the best entries; a
     # layer spreads queries and positions over all slots, picks outputs and mass of its own, averages them; one tensor
@@ -69,9 +69,9 @@ def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return decode_step, (*common, 64 if detail == "mass" else 0)
 
 
-def generate(name: str, head_dim: int = 64) -> Generated:
+def generate(name: str, head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16) -> Generated:
     with fake_cuda_tensors(), torch.inference_mode():
-        step, args = step_of(name, fake_rig(head_dim))
+        step, args = step_of(name, fake_rig(head_dim, kv_dtype))
         return cuda_code(step, *args)
 
 
@@ -92,6 +92,18 @@ def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, h
     assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 3 * (name == "observe")
     assert step.graphs == 1 and step.no_cudagraph is None
     written = {"observe": 0, "draft quest": 3}.get(name, 2)  # keys and values; quest notes the pages
+    assert len(step.mutated) == written * LAYERS
+
+
+@pytest.mark.parametrize("name", [n if n == "decode" else pytest.param(n, marks=pytest.mark.slow) for n in STEPS])
+def test_storing_int8_takes_no_more_than_two_launches_a_layer(name: str) -> None:
+    """Those that find the largest number of each key and of each value; what rounds them writes them, too."""
+    step, (launches, ours) = generate(name, kv_dtype=torch.int8), STEPS[name]
+    assert step.launches <= launches + 2 * LAYERS, step
+    assert Counter(step.ours) == ours and step.others == []
+    assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 3 * (name == "observe")
+    assert step.graphs == 1 and step.no_cudagraph is None
+    written = {"observe": 0, "draft quest": 5}.get(name, 4)  # with the scales of keys and values
     assert len(step.mutated) == written * LAYERS
 
 

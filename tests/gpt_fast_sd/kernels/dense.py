@@ -1,4 +1,4 @@
-"""What tests of dense attention kernels attend: queries at the end of ragged rows, and the fp64 truth about them.
+"""Inputs for tests of dense attention kernels: queries at the end of ragged rows, and their fp64 truth.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tests.gpt_fast_sd.kernels.references import attend_reference
+from tests.gpt_fast_sd.kernels.references import attend_reference, meant
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 DTYPES = (FP32, FP16, BF16)
 SPARE = 64  # entries of the cache that are never in view
 NAN = float("nan")
@@ -22,15 +23,50 @@ NAN = float("nan")
 TOLERANCE = {FP32: 2e-6, FP16: 1.1 * 2.0**-10, BF16: 1.1 * 2.0**-7}
 
 
-class Case:
+class Entries:
+    """Keys and values [B, K, S, H] as a cache holds them: as they come, in int8 with scales, or in float8."""
+
+    def hold(self, k: Tensor, v: Tensor, held: torch.dtype | None) -> None:
+        self.k, self.v = k, v
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
+        if held is INT8:
+            (self.k, self.k_scale), (self.v, self.v_scale) = quantized(k), quantized(v)
+        elif held is FLOAT8:
+            self.k, self.v = k.to(FLOAT8), v.to(FLOAT8)
+
+    def scales(self, rows: slice = slice(None)) -> dict[str, Tensor]:
+        """Those of some rows, as an operator takes them; nothing where entries have none."""
+        if self.k_scale is None or self.v_scale is None:
+            return {}
+        return {"k_scale": self.k_scale[rows], "v_scale": self.v_scale[rows]}
+
+    @property
+    def spoilt(self) -> tuple[Tensor, ...]:
+        """What may be made a NaN: of int8 the scales."""
+        return tuple(self.scales().values()) or (self.k, self.v)
+
+    @property
+    def meant(self) -> tuple[Tensor, Tensor]:
+        """What keys and values stand for, fp32."""
+        return meant(self.k.float(), self.k_scale), meant(self.v.float(), self.v_scale)
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries [..., H] in int8, and the fp16 scale of each [...]."""
+    scale = (x.float().abs().amax(-1).clamp(min=1e-5) / 127).half()
+    return (x.float() / scale.float()[..., None]).round().clamp(-127, 127).to(INT8), scale
+
+
+class Case(Entries):
     """Queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
 
-    Queries may stand past the n_keys in view. What lies behind the last query that does not is NaN.
+    Queries may stand past the n_keys in view. What is past the last query that does not is NaN.
     """
 
     def __init__(
         self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
-        n_keys: int = 192, dtype: torch.dtype = FP32, seed: int = 0,
+        n_keys: int = 192, dtype: torch.dtype = FP32, held: torch.dtype | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
         self.n_keys = n_keys
@@ -41,20 +77,23 @@ class Case:
         # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
         self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
         # as a cache holds them: some slots of a larger buffer
-        self.k, self.v = (normal(n_rows + 2, n_kv, n_keys + SPARE, head_dim)[1:-1] for _ in range(2))
+        k, v = (normal(n_rows + 2, n_kv, n_keys + SPARE, head_dim)[1:-1] for _ in range(2))
+        self.hold(k, v, held)
         self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
         self.forget(NAN)
 
     def forget(self, what: float) -> None:
-        """Overwrite all that lies behind the last key that a query of its row reads."""
+        """Overwrite all that lies past the last key that a query of its row reads."""
         last = torch.where(self.pos < self.n_keys, self.pos, -1).amax(1)
         for row, n in enumerate((last + 1).tolist()):
-            self.k[row, :, n:] = self.v[row, :, n:] = what
+            for entries in self.spoilt:
+                entries[row, :, n:] = what
 
     @property
     def finite(self) -> tuple[Tensor, Tensor]:
         """Keys and values in view, zeros for what is no number."""
-        return self.k[:, :, : self.n_keys].nan_to_num(0.0), self.v[:, :, : self.n_keys].nan_to_num(0.0)
+        k, v = (x[:, :, : self.n_keys].nan_to_num(0.0) for x in self.meant)
+        return k, v
 
     @property
     def reads(self) -> Tensor:
@@ -82,7 +121,7 @@ class Case:
 
 
 def assert_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> None:
-    """The output is as near as its roundings let it be, and heads of one token lie beside each other in memory."""
+    """The output is as close as its roundings allow, and the heads of a token are adjacent in memory."""
     exact, size = expected
     assert got.shape == exact.shape and got.transpose(1, 2).is_contiguous()
     off = (got.double() - exact).abs() - TOLERANCE[got.dtype] * size

@@ -1,4 +1,4 @@
-"""What tests of sparse attention kernels attend: lists of entries and a window for each row; and the fp64 truth.
+"""Inputs for tests of sparse attention kernels: a list of entries and a window per row; and the fp64 truth.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         C listed entries, W entries of the window.
@@ -11,20 +11,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tests.gpt_fast_sd.kernels.dense import FP32, NAN, SPARE
+from tests.gpt_fast_sd.kernels.dense import FP32, NAN, SPARE, Entries
 
 
-class Case:
+class Case(Entries):
     """Rows whose windows begin at `windows` and whose last query stands at `ends`; each kv head has a list of its own.
 
-    The list takes about half of the pages that begin before the window, as far as it has room, in any order and with
-    gaps of -1. Entries that no query of their row and head reads are NaN.
+    The list takes about half of the pages that begin before the window, if it has room, in any order and with gaps
+    of -1. Entries that no query of their row and head reads are NaN.
     """
 
     def __init__(
         self, windows: Sequence[int], ends: Sequence[int], *, page: int = 16, n_listed: int = 128, width: int = 40,
         n_tokens: int = 1, group: int = 2, n_kv: int = 2, head_dim: int = 64, n_keys: int = 320,
-        dtype: torch.dtype = FP32, list_dtype: torch.dtype = torch.int64,
+        dtype: torch.dtype = FP32, held: torch.dtype | None = None, list_dtype: torch.dtype = torch.int64,
     ) -> None:  # fmt: skip
         generator, n_rows = torch.Generator().manual_seed(0), len(windows)
 
@@ -34,7 +34,8 @@ class Case:
         # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
         self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
         # as a cache holds them: some slots of a larger buffer
-        self.k, self.v = (normal(n_rows + 2, n_kv, n_keys + SPARE, head_dim)[1:-1] for _ in range(2))
+        k, v = (normal(n_rows + 2, n_kv, n_keys + SPARE, head_dim)[1:-1] for _ in range(2))
+        self.hold(k, v, held)
         self.window_start = torch.tensor(windows)
         self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
         self.n_keys, self.page, self.width = n_keys, page, width
@@ -50,9 +51,10 @@ class Case:
 
     def forget(self) -> None:
         """Overwrite what nobody reads."""
-        unread = ~self.seen().any(2)[..., None]  # [B, K, S, 1]
-        self.k.masked_fill_(unread, NAN)
-        self.v.masked_fill_(unread, NAN)
+        unread = ~self.seen().any(2)  # [B, K, S]
+        for entries in self.spoilt:
+            lost = unread.view(unread.shape + (1,) * (entries.dim() - 3))
+            entries.copy_(entries.float().masked_fill(lost, NAN))  # of float8 itself nothing can be filled
 
     def seen(self) -> Tensor:
         """What each query reads: bool [B, K, T, S]."""
@@ -68,7 +70,7 @@ class Case:
     def expected(self) -> tuple[Tensor, Tensor]:
         """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
         group = self.q.shape[1] // self.k.shape[1]
-        k, v, seen = (x.repeat_interleave(group, 1) for x in (self.k, self.v, self.seen()))
+        k, v, seen = (x.repeat_interleave(group, 1) for x in (*self.meant, self.seen()))
         scores = self.q.double() @ k.double().nan_to_num(0.0).mT * self.q.shape[-1] ** -0.5  # [B, N, T, S]
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
         v = v.double().nan_to_num(0.0)

@@ -26,7 +26,7 @@ decode, prefill, select, sparse = (
 )
 
 G, H, BF16, FP32 = 4, 128, torch.bfloat16, torch.float32
-NO_KERNEL = {"device", "empty", "empty_strided"}  # of what is no view
+NO_KERNEL = {"device", "empty", "empty_strided"}  # neither views nor kernels
 
 
 class Kernels(TorchDispatchMode):
@@ -60,6 +60,13 @@ def attended(new: Callable[..., Tensor], n_tokens: int, dtype: torch.dtype = BF1
     return q, new(2, 8, 8192, H, dtype=dtype), new(2, 8, 8192, H, dtype=dtype), new(2, n_tokens), 4096
 
 
+def held_in_int8(new: Callable[..., Tensor], n_tokens: int) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """The same, and scales by name."""
+    q, _, _, pos, n_keys = attended(new, n_tokens)
+    k, v = (new(2, 8, 8192, H, dtype=torch.int8) for _ in range(2))
+    return (q, k, v, pos, n_keys), {name: new(2, 8, 8192, dtype=torch.float16) for name in ("k_scale", "v_scale")}
+
+
 def test_attention_of_a_step_is_split_and_merged_and_mass_is_one_kernel_more() -> None:
     assert counted(lambda new: decode.attend(*attended(new, 5), 512, arch=90)) == launches("decode_attention") == 2
     with_mass = counted(lambda new: decode.attend_with_mass(*attended(new, 5), 512, 16, arch=90))
@@ -83,6 +90,23 @@ def test_mass_of_a_chunk_is_one_kernel_unless_pages_are_longer_than_a_block(
         prefill.key_mass(q, k, new(*q.shape[:3], dtype=FP32), pos, n_keys, page, arch=90)
 
     assert counted(call) == launches("key_mass", page=page, itemsize=dtype.itemsize) == n
+
+
+def test_an_int8_cache_takes_no_kernel_more() -> None:
+    def call(new: Callable[..., Tensor]) -> None:
+        few, scales = held_in_int8(new, 5)
+        decode.attend_with_mass(*few, 512, 16, arch=90, **scales)
+        (q, k, v, pos, n_keys), scales = held_in_int8(new, 70)
+        prefill.attend_with_lse(q, k, v, pos, n_keys, arch=90, **scales)
+        prefill.key_mass(q, k, new(*q.shape[:3], dtype=FP32), pos, n_keys, 128, arch=90, k_scale=scales["k_scale"])
+        (q, k, v, pos, n_keys), scales = held_in_int8(new, 1)
+        sparse.attend(q, k, v, new(2, 8, 144), new(2), 48, pos, n_keys, 16, arch=90, **scales)
+
+    expected = (
+        launches("decode_attention_with_mass") + launches("prefill_attention_with_lse", n_rows=70 * G)
+        + launches("key_mass", page=128, itemsize=1) + launches("sparse_attention", n_entries=192)
+    )  # fmt: skip
+    assert counted(call) == expected == 3 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize(("listed", "n"), [(144, 1), (160, 2), (1024, 2), (4096, 2)])

@@ -1,6 +1,6 @@
 """Flash attention of long chunks compiled for GPUs that are not there: no spills, tensor cores, copies that run ahead.
 
-Shapes: B batch, T tokens in this call, S keys in view, G query heads a kv head, H head dim.
+Shapes: B batch, T tokens in this call, S keys in view, G query heads per kv head, H head dim.
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
 prefill_triton = importlib.import_module("gpt_fast_sd.kernels.prefill_triton")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 SELDOM = [(96, BF16), (128, FP16), (256, BF16), (64, FP32), (128, FP32), (256, FP32)]
 SHAPES = [(64, BF16), (128, BF16), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SELDOM)]
-OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
+OTHERS = [89, 100, 120]  # devices that a family serves besides the one it is named after
 OPS = ("prefill_attention", "prefill_attention_with_lse", "key_mass")
+
+
+def slow(*values: object) -> Any:
+    """Parameters that take too long for every run."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def launched(
     cap: int, op: str, *, n_batch: int = 1, n_tokens: int = 256, group: int = 4, head_dim: int = 128,
-    dtype: torch.dtype = BF16, n_keys: int = 4096, page: int = 1,
+    dtype: torch.dtype = BF16, held: torch.dtype | None = None, n_keys: int = 4096, page: int = 1,
 ) -> list[Launch]:  # fmt: skip
     """The kernels that one call of the launcher builds and would launch, for 8 kv heads and a cache of 8192."""
     with stand_in(cap) as launches, FakeTensorMode():
@@ -40,14 +46,16 @@ def launched(
             return torch.empty(shape, device="cuda", **kwargs)
 
         q = tensor(n_batch, n_tokens, 8 * group, head_dim, dtype=dtype).transpose(1, 2)
-        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=dtype) for _ in range(2))
+        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=held or dtype) for _ in range(2))
+        scales = {x: tensor(n_batch, 8, 8192, dtype=FP16) for x in ("k_scale", "v_scale")} if held == INT8 else {}
         pos = tensor(n_batch, n_tokens, dtype=torch.int64)
         if op == "prefill_attention":
-            prefill_triton.attend(q, k, v, pos, n_keys, arch=cap)
+            prefill_triton.attend(q, k, v, pos, n_keys, arch=cap, **scales)
         elif op == "prefill_attention_with_lse":
-            prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=cap)
+            prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=cap, **scales)
         else:
-            prefill_triton.key_mass(q, k, tensor(*q.shape[:3]), pos, n_keys, page, arch=cap)
+            scale = scales.get("k_scale")
+            prefill_triton.key_mass(q, k, tensor(*q.shape[:3]), pos, n_keys, page, arch=cap, k_scale=scale)
     return launches
 
 
@@ -57,7 +65,7 @@ def assert_built_well(cap: int, op: str, **shape: Any) -> None:
     As many of its blocks as the table says are on an SM together.
     """
     [launch] = launched(cap, op, **shape)
-    built, itemsize = launch.compiled, launch.kwargs["p_q"].element_size()
+    built, itemsize = launch.compiled, triton_common.entry_size(launch.kwargs["p_q"], launch.kwargs["p_k"])
     if shape.get("dtype") == FP32:  # proof, not speed: ptxas gives up a few registers for one more block an SM
         assert built.stack <= 32, built
         assert_fits(built, cap)
@@ -67,6 +75,8 @@ def assert_built_well(cap: int, op: str, **shape: Any) -> None:
         assert [kind for kind, n in products.items() if n > 0] == [{90: "hgmma", 100: "utcmma"}.get(cap, "hmma")]
     table = prefill_triton.KEY_MASS if op == "key_mass" else prefill_triton.PREFILL
     assert_occupancy(built, cap, table[triton_common.family(cap), itemsize, max(launch.kwargs["BLOCK_H"], 64)][-1])
+    if shape.get("held") == FLOAT8:  # may be laid out for products before it is widened, and come fewer bytes at once
+        return
     assert built.ldgsts > 0 and built.ldgsts == built.sass.count("LDGSTS.E.BYPASS") == built.sass.count(".BYPASS.128")
 
 
@@ -74,6 +84,22 @@ def assert_built_well(cap: int, op: str, **shape: Any) -> None:
 @pytest.mark.parametrize("cap", [80, 90])
 def test_the_kernels_of_an_8b_model_are_built_well(cap: int, op: str) -> None:
     assert_built_well(cap, op)
+
+
+@pytest.mark.parametrize("op", OPS[1:])
+@pytest.mark.parametrize(("cap", "held"), [(80, INT8), (90, INT8), slow(89, FLOAT8), slow(90, FLOAT8)])
+def test_they_are_built_well_over_int8_and_float8_caches(cap: int, held: torch.dtype, op: str) -> None:
+    assert_built_well(cap, op, held=held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("cap", "held"), [(80, INT8), (90, INT8), (89, FLOAT8), (90, FLOAT8)])
+def test_every_entry_of_the_tables_is_built_well_over_a_cache_of_bytes(
+    cap: int, held: torch.dtype, head_dim: int, op: str
+) -> None:
+    assert_built_well(cap, op, held=held, head_dim=head_dim)
 
 
 @pytest.mark.parametrize(("op", "cap"), [("prefill_attention", 89), ("prefill_attention", 100), ("key_mass", 120)])

@@ -1,6 +1,6 @@
 """Sparse attention compiled for GPUs that are not there: no spills, tensor cores, wide copies that run ahead.
 
-Shapes: B batch, T tokens in this call, S cache capacity, G query heads a kv head, H head dim.
+Shapes: B batch, T tokens in this call, S cache capacity, G query heads per kv head, H head dim.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from tests.gpuless.aot import Compiled, assert_fits, assert_lean, assert_occupan
 from tests.gpuless.driver import Launch, stand_in
 
 sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")
+triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 
 
 def slow(value: object) -> object:
@@ -28,13 +30,14 @@ def slow(value: object) -> object:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
+OTHERS = [89, 100, 120]  # devices that a family serves besides the one it is named after
 ONE_CHUNK, SEVERAL = (112, 42), (448, 74)  # listed entries, width of the window
 
 
 def launched(
     cap: int, entries: tuple[int, int], *, n_batch: int = 2, n_tokens: int = 1, group: int = 4, head_dim: int = 128,
-    dtype: torch.dtype = BF16, page: int = 16, n_keys: int = 4096, list_dtype: torch.dtype = torch.int64,
+    dtype: torch.dtype = BF16, held: torch.dtype | None = None, page: int = 16, n_keys: int = 4096,
+    list_dtype: torch.dtype = torch.int64,
 ) -> list[Launch]:  # fmt: skip
     """The kernels that one call of the launcher builds and would launch, for 8 kv heads and a cache of 8192."""
     n_listed, width = entries
@@ -44,9 +47,11 @@ def launched(
             return torch.empty(shape, device="cuda", dtype=dtype)
 
         q = tensor(n_batch, n_tokens, 8 * group, head_dim, dtype=dtype).transpose(1, 2)
-        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=dtype) for _ in range(2))
+        k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=held or dtype) for _ in range(2))
+        scales = {x: tensor(n_batch, 8, 8192, dtype=FP16) for x in ("k_scale", "v_scale")} if held == INT8 else {}
         slots = tensor(n_batch, 8, n_listed, dtype=list_dtype)
-        sparse_triton.attend(q, k, v, slots, tensor(n_batch), width, tensor(n_batch, n_tokens), n_keys, page, arch=cap)
+        start, pos = tensor(n_batch), tensor(n_batch, n_tokens)
+        sparse_triton.attend(q, k, v, slots, start, width, pos, n_keys, page, arch=cap, **scales)
     return launches
 
 
@@ -60,7 +65,7 @@ def assert_built_well(cap: int, entries: tuple[int, int], n_rows: int, **shape: 
     assert [launch.name for launch in launches] == ["chunk_kernel", "merge_kernel"][: 1 + (entries is SEVERAL)]
     for launch in launches:
         if shape.get("dtype") == FP32:
-            # for the sake of one more block of threads an SM, the assembler may put two registers aside
+            # for one more thread block per SM, the assembler may put two registers aside
             assert launch.compiled.stack <= 16
             assert_fits(launch.compiled, cap)
         else:
@@ -70,11 +75,14 @@ def assert_built_well(cap: int, entries: tuple[int, int], n_rows: int, **shape: 
     block = 2 * kwargs["BLOCK_N"] * kwargs["BLOCK_H"] * launches[0].kwargs["p_k"].element_size()
     ahead = (kwargs["STAGES"] - 1) // 2
     copies = block * (1 + ahead) // (16 * 32 * kwargs["num_warps"])
+    if shape.get("held") == FLOAT8:  # laid out for products before it is widened: values come 8 bytes at once
+        copies = wide_copies(chunk)
     # products in tensor memory (sm_100) have a prologue of their own, which copies again
     assert wide_copies(chunk) == copies or (cap == 100 and chunk.utcmma > 0 and wide_copies(chunk) > copies)
     assert chunk.shared >= block * ahead
     rows = kwargs["BLOCK_R"]
-    config = sparse_triton.config(cap, kwargs["p_k"].element_size(), kwargs["BLOCK_H"], rows)
+    size = triton_common.entry_size(kwargs["p_q"], kwargs["p_k"])
+    config = sparse_triton.config(cap, size, kwargs["BLOCK_H"], rows)
     assert_occupancy(chunk, cap, config.per_sm)
     if shape.get("dtype") != FP32:
         products = {90: chunk.hgmma, 100: chunk.utcmma}.get(cap, chunk.hmma) if rows == 64 else chunk.hmma
@@ -85,6 +93,21 @@ def assert_built_well(cap: int, entries: tuple[int, int], n_rows: int, **shape: 
 @pytest.mark.parametrize(("entries", "n_rows", "page"), [(SEVERAL, 4, 16), (SEVERAL, 4, 1), (ONE_CHUNK, 20, 16)])
 def test_the_kernels_of_an_8b_model_are_built_well(entries: tuple[int, int], n_rows: int, page: int, cap: int) -> None:
     assert_built_well(cap, entries, n_rows, page=page)
+
+
+@pytest.mark.parametrize(("cap", "held"), [(80, INT8), (90, INT8), (90, FLOAT8)])
+def test_they_are_built_well_over_int8_and_float8_caches(cap: int, held: torch.dtype) -> None:
+    assert_built_well(cap, SEVERAL, 4, page=16, held=held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cap", "held"), [(80, INT8), (90, INT8), (89, FLOAT8), (90, FLOAT8)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("n_rows", [4, 32, 136])
+def test_every_entry_of_the_table_is_built_well_over_a_cache_of_bytes(
+    n_rows: int, head_dim: int, cap: int, held: torch.dtype
+) -> None:
+    assert_built_well(cap, ONE_CHUNK, n_rows, page=16, head_dim=head_dim, held=held)
 
 
 @pytest.mark.parametrize("cap", OTHERS)
@@ -103,7 +126,7 @@ def test_every_kernel_is_built_well(n_rows: int, head_dim: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("cap", [80, 90])
-def test_sizes_that_vary_between_calls_build_nothing_anew(cap: int) -> None:
+def test_sizes_that_vary_between_calls_rebuild_nothing(cap: int) -> None:
     first = launched(cap, SEVERAL)
     # rows, tokens, lists, windows and keys in view: of 1, not of 16, one more than before
     for varied in (

@@ -1,4 +1,4 @@
-"""Interpreted flash-decoding beside fp64: right at every edge, deaf to what it may not see, the same bits always.
+"""Interpreted flash-decoding against fp64: right at every edge, blind to what it may not see, bit-identical always.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -12,9 +12,20 @@ import torch
 from torch import Tensor
 
 from tests.gpt_fast_sd.kernels import references
-from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, TOLERANCE, Case, assert_close
+from tests.gpt_fast_sd.kernels.dense import (
+    BF16,
+    DTYPES,
+    FLOAT8,
+    FP16,
+    FP32,
+    INT8,
+    NAN,
+    TOLERANCE,
+    Case,
+    assert_close,
+)
 
-decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # what is tested lies behind the door
+decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # not exported by its package
 decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
 
 SPLIT = 64
@@ -32,13 +43,15 @@ def attend(case: Case, rows: slice = slice(None), n_tokens: int | None = None, n
     """The first n_tokens tokens of these rows, with n_keys keys in view; all, if None."""
     out: Tensor = decode_triton.attend(
         case.q[rows, :, :n_tokens], case.k[rows], case.v[rows], case.pos[rows, :n_tokens], n_keys or case.n_keys, SPLIT,
-        arch=80,
+        arch=89, **case.scales(rows),
     )  # fmt: skip
     return out
 
 
 def attend_with_mass(case: Case, page: int) -> tuple[Tensor, Tensor]:
-    out, mass = decode_triton.attend_with_mass(case.q, case.k, case.v, case.pos, case.n_keys, SPLIT, page, arch=80)
+    out, mass = decode_triton.attend_with_mass(
+        case.q, case.k, case.v, case.pos, case.n_keys, SPLIT, page, arch=89, **case.scales()
+    )
     return out, mass
 
 
@@ -93,7 +106,7 @@ def test_positions_and_queries_may_have_any_strides() -> None:
     assert not case.pos.is_contiguous() and attend(case).equal(got)
 
 
-def test_nothing_behind_a_row_reaches_it_whatever_it_is() -> None:
+def test_nothing_past_a_row_reaches_it_whatever_it_is() -> None:
     case = Case([31, 63, 64], n_tokens=2)
     expected, got = case.expected(), attend(case)
     assert_close(got, expected)
@@ -112,7 +125,7 @@ def test_attention_may_be_flat_or_sharp(sharp: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_row_gets_the_same_bits_alone_or_in_a_batch_and_however_much_is_in_view(dtype: torch.dtype) -> None:
+def test_a_row_is_bit_identical_alone_or_in_a_batch_and_however_much_is_in_view(dtype: torch.dtype) -> None:
     case = Case([37, 150], n_tokens=3, group=4, dtype=dtype)
     together = attend(case)
     for row, end in enumerate((37, 150)):
@@ -123,7 +136,7 @@ def test_a_row_gets_the_same_bits_alone_or_in_a_batch_and_however_much_is_in_vie
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_token_gets_the_same_bits_whichever_follow_it_in_its_tile(dtype: torch.dtype) -> None:
+def test_a_token_is_bit_identical_whichever_follow_it_in_its_tile(dtype: torch.dtype) -> None:
     case = Case([64, 150], n_tokens=5, group=3, dtype=dtype)
     together = attend(case)
     for n in (1, 3, 4):
@@ -133,7 +146,7 @@ def test_a_token_gets_the_same_bits_whichever_follow_it_in_its_tile(dtype: torch
 @pytest.mark.parametrize("n_rows", [1, 5, 24, 40, 136])
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 def test_the_keys_of_a_block_follow_from_no_number_of_rows_and_divide_a_split(arch: int, n_rows: int) -> None:
-    for itemsize in (2, 4):
+    for itemsize in (1, 2, 4):
         for block_h in (16, 32, 64, 128, 256):
             config = decode_triton.config(arch, itemsize, block_h, n_rows)
             assert config.block_n == decode_triton.config(arch, itemsize, block_h, 1).block_n
@@ -168,6 +181,36 @@ def test_mass_may_come_from_more_queries_than_a_tile_has_rows() -> None:
 def test_the_mass_of_a_row_sums_to_its_queries() -> None:
     case = Case([63, 64, 191], n_tokens=3, group=4)
     torch.testing.assert_close(attend_with_mass(case, 16)[1].sum(-1), torch.full((3, 1), 12.0))
+
+
+@pytest.mark.parametrize(
+    ("held", "dtype", "head_dim"), [(INT8, BF16, 64), (INT8, FP16, 64), (INT8, FP32, 96), (FLOAT8, BF16, 64)]
+)
+def test_entries_may_be_int8_with_scales_or_float8(held: torch.dtype, dtype: torch.dtype, head_dim: int) -> None:
+    """What they stand for is attended to as in fp64; what is behind a row, its scales too, is a NaN, and never read."""
+    case = Case([37, 100], n_tokens=3, group=4, head_dim=head_dim, n_keys=112, dtype=dtype, held=held)
+    out, mass = attend_with_mass(case, 16)
+    assert_close(out, case.expected())
+    torch.testing.assert_close(mass, case.expected_mass(16), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mass.sum(-1), torch.full((2, 1), 12.0))
+
+
+def test_a_row_of_int8_gets_the_same_bits_alone_or_in_a_batch_and_at_any_number_of_tokens() -> None:
+    case = Case([37, 70], n_tokens=3, group=4, n_keys=72, dtype=BF16, held=INT8)
+    together = attend(case)
+    assert attend(case, slice(1), n_keys=38).equal(together[:1])
+    case.forget(float("inf"))
+    assert attend(case, n_tokens=1).equal(together[:, :, :1])
+
+
+def test_an_int8_entry_may_be_nothing_or_as_small_or_large_as_a_scale_can_say() -> None:
+    case = Case([63, 100], group=3, n_keys=128, dtype=BF16, held=INT8)
+    assert case.k_scale is not None and case.v_scale is not None
+    case.k[:, :, 5], case.v[:, :, 7] = 0, 0
+    case.k_scale[0, :, :64], case.v_scale[0, :, :64] = 1e-7, 1e-7
+    case.v_scale[1, :, :101] = 6e4
+    exact, size = case.expected()
+    assert ((attend(case) - exact).abs() <= TOLERANCE[BF16] * size).all()
 
 
 def test_a_page_that_is_not_whole_has_no_entry() -> None:

@@ -1,4 +1,4 @@
-"""Interpreted flash attention over a cache, and the attention that keys received, beside fp64.
+"""Interpreted flash attention over a cache, and the attention that keys received, against fp64.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -12,9 +12,20 @@ import torch
 from torch import Tensor
 
 from tests.gpt_fast_sd.kernels import references
-from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, TOLERANCE, Case, assert_close
+from tests.gpt_fast_sd.kernels.dense import (
+    BF16,
+    DTYPES,
+    FLOAT8,
+    FP16,
+    FP32,
+    INT8,
+    NAN,
+    TOLERANCE,
+    Case,
+    assert_close,
+)
 
-prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")  # what is tested lies behind the door
+prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")  # not exported by its package
 prefill_triton = importlib.import_module("gpt_fast_sd.kernels.prefill_triton")
 
 
@@ -40,14 +51,16 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attend(case: Case, rows: slice = slice(None), n_keys: int | None = None) -> tuple[Tensor, Tensor]:
     out, lse = prefill_triton.attend_with_lse(
-        case.q[rows], case.k[rows], case.v[rows], case.pos[rows], n_keys or case.n_keys, arch=80
+        case.q[rows], case.k[rows], case.v[rows], case.pos[rows], n_keys or case.n_keys, arch=89, **case.scales(rows)
     )
     return out, lse
 
 
 def key_mass(case: Case, page: int) -> Tensor:
     lse = case.scores().logsumexp(-1).float()
-    mass: Tensor = prefill_triton.key_mass(case.q, case.k, lse, case.pos, case.n_keys, page, arch=80)
+    mass: Tensor = prefill_triton.key_mass(
+        case.q, case.k, lse, case.pos, case.n_keys, page, arch=89, k_scale=case.k_scale
+    )
     return mass
 
 
@@ -56,7 +69,8 @@ def assert_right(case: Case) -> None:
     assert_close(out, case.expected())
     assert lse.is_contiguous() and lse.dtype == FP32
     torch.testing.assert_close(lse, case.scores().logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
-    assert out.equal(prefill_triton.attend(case.q, case.k, case.v, case.pos, case.n_keys, arch=80))
+    again = prefill_triton.attend(case.q, case.k, case.v, case.pos, case.n_keys, arch=89, **case.scales())
+    assert out.equal(again)
 
 
 @pytest.mark.usefixtures("path")
@@ -107,7 +121,7 @@ def test_rows_may_begin_and_end_anywhere_around_the_edges_of_blocks() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_nothing_behind_a_row_reaches_it_whatever_it_is() -> None:
+def test_nothing_past_a_row_reaches_it_whatever_it_is() -> None:
     case = Case([32, 95, 96], n_tokens=9, dtype=BF16)
     assert_right(case)
     (got, _), mass = attend(case), key_mass(case, 1)
@@ -119,7 +133,7 @@ def test_nothing_behind_a_row_reaches_it_whatever_it_is() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_a_row_gets_the_same_bits_alone_or_in_a_batch_and_however_much_is_in_view() -> None:
+def test_a_row_is_bit_identical_alone_or_in_a_batch_and_however_much_is_in_view() -> None:
     case = Case([40, 150], n_tokens=33, group=3, dtype=BF16)
     together = attend(case)[0]
     for row, end in enumerate((40, 150)):
@@ -138,6 +152,19 @@ def test_each_page_gets_the_attention_that_all_queries_of_its_head_paid_it(page:
     torch.testing.assert_close(mass, case.expected_mass(page), rtol=1e-5, atol=1e-5)
     if page < 128:
         torch.testing.assert_close(mass.sum(-1), torch.tensor([[96.0], [96.0], [0.0]]))
+
+
+@pytest.mark.usefixtures("whole")
+@pytest.mark.parametrize(("held", "dtype"), [(INT8, BF16), (INT8, FP32), (FLOAT8, BF16)])
+def test_entries_may_be_int8_with_scales_or_float8(held: torch.dtype, dtype: torch.dtype) -> None:
+    case = Case([50, 99], n_tokens=9, n_keys=100, dtype=dtype, held=held)
+    assert_right(case)
+    assert attend(case, slice(1))[0].equal(attend(case)[0][:1])
+    torch.testing.assert_close(key_mass(case, 16), case.expected_mass(16), rtol=1e-5, atol=1e-5)
+
+
+def test_few_rows_of_int8_are_split_with_their_scales() -> None:
+    assert_right(Case([40], n_tokens=2, n_keys=41, dtype=BF16, held=INT8))
 
 
 @pytest.mark.parametrize("head_dim", [8, 96, 256])
@@ -160,7 +187,7 @@ def test_the_references_equal_the_kernels() -> None:
     torch.testing.assert_close(mass, key_mass(case, 16), **near)
 
 
-def test_a_sharp_softmax_is_no_worse() -> None:
+def test_a_sharp_softmax_is_not_worse() -> None:
     case = Case([150], n_tokens=33, group=3)
     case.q = case.q * 30
     exact, size = case.expected()

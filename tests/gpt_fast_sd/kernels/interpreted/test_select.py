@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from tests.gpt_fast_sd.kernels import references
-from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN
+from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, quantized
 from tests.gpt_fast_sd.kernels.selected import INF, best, rows_of_every_kind
 
 select, select_triton = (
-    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # what is tested lies behind the door
+    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # not exported by its package
     for name in ("select", "select_triton")
 )
-ROOMS = select, select_triton, references  # what a CPU runs, what CUDA does, and what is obvious
+ROOMS = select, select_triton, references  # the CPU's code, CUDA's code, and the obvious one
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_how_many_are_valid_is_broadcast_and_may_be_none() -> None:
         assert got.flatten(0, 2).tolist() == [best(row, valid, 9) for row, valid in rows]
 
 
-def test_what_is_behind_the_valid_scores_does_not_matter() -> None:
+def test_what_is_past_the_valid_scores_does_not_matter() -> None:
     scores = torch.randn(4, 60)
     n_valid = torch.tensor(33)
     expected = select_triton.top_pages(scores, n_valid, 8)
@@ -124,6 +124,23 @@ def test_bounds_are_the_largest_and_the_smallest_keys_of_a_page(head_dim: int, p
             assert bounds[row, :, pages].equal(every[row, :, pages])
             bounds[row, :, pages] = NAN
         assert bounds.isnan().all()
+
+
+def test_bounds_of_int8_keys_are_the_nearest_bf16_outside_of_what_is_read_or_the_next() -> None:
+    k = torch.randn(3, 2, 96, 96)
+    k[0, :, :16], k[1, :, 3] = 0.0, 1e-9
+    k, k_scale = quantized(k)
+    k_scale[2, :, 80:] = 6e4
+    read = (k.double() * k_scale.double()[..., None]).unflatten(2, (-1, 16))  # [B, K, P, page, H]
+    got = []
+    for room in ROOMS:
+        bounds = torch.zeros(3, 2, 6, 192, dtype=BF16)
+        room.page_bounds(k, bounds, torch.tensor([0, 0, 0]), 6, 16, k_scale=k_scale)
+        high, low = bounds.double().split(96, -1)
+        assert (high > read.amax(3)).all() and (low < read.amin(3)).all()
+        assert (high - read.amax(3) <= read.amax(3).abs() * 2.0**-6 + 1e-38).all()
+        got.append(bounds)
+    assert got[0].equal(got[1]) and got[0].equal(got[2])
 
 
 def plain_quest(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> list[list[list[int]]]:

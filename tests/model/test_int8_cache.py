@@ -1,0 +1,175 @@
+"""Keys and values of int8: each token of a slot and kv head has a scale of its own, and is stored alone.
+
+Shapes: B slots, T tokens in this call, S cache capacity, K kv heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import PRESETS, SPLIT, CacheLayer, KVCache, as_int8
+from tests.helpers import tiny_config
+
+B, K, H = 3, 2, 8
+
+
+def cache_of(n_layers: int = 2) -> KVCache:
+    return KVCache(tiny_config(n_layers=n_layers), B, 300, dtype=torch.int8, device=torch.device("cpu"))
+
+
+def meant(x: Tensor, scale: Tensor | None) -> Tensor:
+    """What int8 numbers [..., H] with their scales [...] stand for, fp32."""
+    assert scale is not None
+    return x.float() * scale.float()[..., None]
+
+
+def noisy(cache: KVCache) -> KVCache:
+    """The cache, full of other bytes in each place."""
+    generator = torch.Generator().manual_seed(0)
+    for buffer in cache.buffers:
+        noise = torch.randint(-127, 128, buffer.shape, generator=generator)
+        buffer.copy_(noise if buffer.dtype == torch.int8 else noise.abs() + 1)
+    return cache
+
+
+def words(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0, 6e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_number_is_at_most_half_a_scale_off(size: float, dtype: torch.dtype) -> None:
+    x = (size * words(5, 7, 64)).to(dtype)
+    data, scale = as_int8(x)
+    assert (data.dtype, data.shape, scale.dtype, scale.shape) == (torch.int8, x.shape, torch.float16, (5, 7))
+    # the largest number is cut off where its scale was rounded down: by 127 * 2^-11 of a scale at most
+    assert ((meant(data, scale) - x.float()).abs() <= 0.5001 * scale.float()[..., None]).all()
+    assert (data.abs().amax(-1) >= 126).all() and data.min() >= -127
+
+
+def test_halves_are_rounded_to_even_numbers() -> None:
+    data, scale = as_int8(torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0, 126.5]))
+    assert scale == 1.0 and data.tolist() == [127, 0, 2, 2, 0, -2, -127, 126]
+
+
+def test_numbers_are_divided_by_the_scale_as_it_is_stored() -> None:
+    x = torch.tensor([100.0, 33.3, -71.7, 50.2])
+    data, scale = as_int8(x)
+    assert float(scale) != 100 / 127
+    assert data.tolist() == [round(float(v) / float(scale)) for v in x]
+
+
+def test_a_token_of_zeros_is_zeros_and_has_a_scale() -> None:
+    data, scale = as_int8(torch.zeros(2, H))
+    assert data.eq(0).all() and scale.gt(0).all() and meant(data, scale).eq(0).all()
+
+
+def test_one_huge_channel_leaves_the_others_what_its_scale_can_tell() -> None:
+    x = words(4, 64)
+    x[:, 5] = 1000.0
+    data, scale = as_int8(x)
+    torch.testing.assert_close(meant(data, scale)[:, 5], x[:, 5], rtol=5e-3, atol=0)
+    assert (meant(data, scale) - x).abs().max() <= 0.5 * 1000 / 127 * 1.001
+
+
+@pytest.mark.parametrize("scale", [1e-7, 6e4])
+def test_the_smallest_and_largest_scales_that_fp16_holds_serve(scale: float) -> None:
+    x = torch.tensor([127.0, -63.0, 3.0, 0.0]) * scale
+    data, stored = as_int8(x)
+    assert 0 < float(stored) < float("inf")
+    # 1e-7 is two steps of a subnormal fp16 number
+    assert (meant(data, stored) - x).abs().max() <= 0.51 * float(stored)
+
+
+def test_what_no_scale_of_fp16_reaches_is_cut_off_and_not_infinite() -> None:
+    data, scale = as_int8(torch.tensor([1e9, -2e9, 1.0]))
+    assert data.tolist() == [127, -127, 0] and float(scale) == 65504.0
+
+
+def test_a_token_is_quantized_alone() -> None:
+    before, after = noisy(cache_of()), noisy(cache_of())
+    pos = torch.tensor([[3, 4], [255, 256], [0, 299]])
+    k, v = words(B, K, 2, H), 50 * words(B, K, 2, H, seed=2)
+    k[1, 0] = 0.0
+    after.layers[1].store(pos, k, v)
+    for old, new in zip(before.buffers, after.buffers, strict=True):
+        written = torch.zeros(new.shape[:3], dtype=torch.bool)
+        if any(new is x for x in after.layers[1].buffers):
+            written[torch.arange(B)[:, None], :, pos] = True
+        assert torch.equal(old[~written], new[~written])
+    layer = after.layers[1]
+    for data, scale, given in ((layer.k, layer.k_scale, k), (layer.v, layer.v_scale, v)):
+        assert scale is not None
+        expected = as_int8(given)
+        row = torch.arange(B)[:, None]
+        assert torch.equal(data[row, :, pos].transpose(1, 2), expected[0])
+        assert torch.equal(scale[row, :, pos].transpose(1, 2), expected[1])
+
+
+def test_a_token_has_the_same_bytes_in_a_call_of_one_and_of_many() -> None:
+    one, many = cache_of(1), cache_of(1)
+    pos, k, v = torch.arange(40).repeat(B, 1), words(B, K, 40, H), words(B, K, 40, H, seed=2)
+    many.layers[0].store(pos, k, v)
+    for t in range(40):
+        one.layers[0].store(pos[:, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1])
+    assert all(map(torch.equal, one.buffers, many.buffers))
+
+
+def test_a_rejected_token_leaves_no_trace() -> None:
+    fresh, used = cache_of(1), cache_of(1)
+    pos, k = torch.arange(10, 14).repeat(B, 1), words(B, K, 4, H)
+    used.layers[0].store(pos, 1e3 * words(B, K, 4, H, seed=5), words(B, K, 4, H, seed=6))
+    for cache in (fresh, used):
+        cache.layers[0].store(pos, k, 2 * k)
+    assert all(map(torch.equal, fresh.buffers, used.buffers))
+
+
+def test_scales_go_wherever_their_numbers_go() -> None:
+    cache = noisy(cache_of())
+    sizes = [buffer.clone() for buffer in cache.buffers]
+    assert [len(layer.buffers) for layer in cache.layers] == [4, 4]
+    assert [x.data_ptr() for x in cache.slot(1)[1].buffers] == [x[1:].data_ptr() for x in cache.layers[1].buffers]
+    assert cache.first_layers(1).buffers == list(cache.layers[0].buffers)
+    cache.copy(0, 2, 100)
+    assert all(torch.equal(x[2, :, :100], x[0, :, :100]) for x in cache.buffers)
+    assert all(torch.equal(x[2, :, 100:], was[2, :, 100:]) for x, was in zip(cache.buffers, sizes, strict=True))
+    for buffer in cache.buffers:
+        if buffer.dtype == torch.float16:
+            buffer[1] = float("nan")
+    cache.vacate(1, keep=7)
+    assert all(not x[1, :, 7:].any() for x in cache.buffers)
+    assert all(torch.equal(x[0], was[0]) for x, was in zip(cache.buffers, sizes, strict=True))
+
+
+def test_a_float8_cache_cuts_off_what_it_cannot_hold() -> None:
+    cache = KVCache(tiny_config(), B, 300, dtype=torch.float8_e4m3fn, device=torch.device("cpu"))
+    k = torch.full((B, K, 1, H), 1e6)
+    cache.layers[0].store(torch.zeros(B, 1, dtype=torch.int64), k, -k)
+    first = [x.float()[:, :, 0] for x in cache.layers[0].buffers]
+    assert all(map(torch.equal, first, (torch.full((B, K, H), 448.0), torch.full((B, K, H), -448.0))))
+
+
+def test_a_layer_is_made_of_its_buffers() -> None:
+    layer = cache_of().layers[0]
+    again = CacheLayer(*layer.buffers)
+    assert all(a is b for a, b in zip(again.buffers, layer.buffers, strict=True)) and again.quantized
+    assert not CacheLayer(layer.k.float(), layer.v.float()).quantized
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("HuggingFaceTB/SmolLM2-135M", 66 / 128), ("meta-llama/Llama-3.1-8B", 130 / 256)]
+)
+def test_a_position_takes_the_bytes_of_its_numbers_and_of_a_scale_for_each_head(name: str, share: float) -> None:
+    config = PRESETS[name]
+    caches = {
+        dtype: KVCache(config, 1, SPLIT, dtype=dtype, device=torch.device("meta"))
+        for dtype in (torch.bfloat16, torch.int8)
+    }
+    bf16, int8 = (cache.bytes_per_token for cache in caches.values())
+    assert int8 / bf16 == pytest.approx(share, abs=1e-9)
+    for dtype, cache in caches.items():
+        assert config.kv_bytes_per_token(KVCache.element_bytes(dtype, config.head_dim)) == cache.bytes_per_token
+        held = sum(buffer.nbytes for buffer in cache.buffers)
+        assert cache.bytes_per_token == held // cache.layers[0].k.shape[2]
