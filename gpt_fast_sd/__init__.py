@@ -2,7 +2,7 @@
 
     from gpt_fast_sd import Engine, EngineConfig, DraftConfig, SamplingParams
 
-The names above load on first use, so that importing this door (as every import of a room does) stays light.
+The names above load on first use, so that importing this package (as every import of a room does) stays cheap.
 """
 
 from importlib import import_module as _import_module
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Completion", "DraftConfig", "Engine", "EngineConfig", "SamplingParams", "TokenEvent"]
 
-# In a checkout the rooms model/ and tp/ stand beside this folder and are found as gpt_fast_sd.model and gpt_fast_sd.tp;
+# In a checkout the rooms model/ and tp/ are next to this folder and are found as gpt_fast_sd.model and gpt_fast_sd.tp;
 # an installed copy has them inside.
 _beside = _Path(__file__).resolve().parent.parent
 if (_beside / "pyproject.toml").is_file():
@@ -32,7 +32,7 @@ _defined_in = {
     "TokenEvent": ".requests",
 }
 
-if not TYPE_CHECKING:  # a type checker that saw this would take any misspelt name for Any
+if not TYPE_CHECKING:  # a type checker that saw this would accept any misspelt name as Any
 
     def __getattr__(name: str) -> object:
         if name not in _defined_in:

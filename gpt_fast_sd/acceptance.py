@@ -1,7 +1,7 @@
 """Which drafts are kept, and the token that follows them: the output is the target's own, whatever was drafted.
 
-Shapes: B batch rows, gamma drafts a row, V vocabulary. Index i of the target is what it says after i drafts: index 0
-judges draft 0, index gamma has nothing to judge and gives the bonus token.
+Shapes: B batch rows, gamma drafts per row, V vocabulary. Index i of the target is its distribution after i drafts:
+index 0 judges draft 0, index gamma has nothing to judge and gives the bonus token.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ WHOLE = Vocabulary()
 
 @dataclass(frozen=True)
 class AcceptResult:
-    """The outcome of a round: of each row's drafts the first n_accepted stay, next_token follows them."""
+    """The outcome of a round: the first n_accepted of each row's drafts stay, next_token follows them."""
 
     n_accepted: Tensor  # int64 [B], 0..max_accept
     next_token: Tensor  # int64 [B]
 
 
 class Override(Protocol):
-    """What may change every result before it is committed, for timing alone; it may be part of a captured graph."""
+    """Changes every result before it is committed, for timing only; it may be part of a captured graph."""
 
-    place: Tensor  # how far it is, on the device: rounds that are only tried out leave it as they found it
+    place: Tensor  # its progress, on the device: trial rounds restore it
 
     def apply(self, result: AcceptResult, drafted: Tensor, max_accept: Tensor) -> AcceptResult:
         """The result to commit: drafted int64 [B, gamma], max_accept int64 [B]. Nothing here is read by the host."""
@@ -38,12 +38,12 @@ class Override(Protocol):
 
 
 def verify_greedy(logits: Tensor, drafted: Tensor, max_accept: Tensor, vocabulary: Vocabulary = WHOLE) -> AcceptResult:
-    """Keep the drafts that the target would have chosen itself, up to the first other one.
+    """Keep the drafts that the target would have chosen itself, up to the first that it would not.
 
-    logits [B, gamma + 1, V], drafted int64 [B, gamma], max_accept int64 [B]: so many of a row's first drafts count.
-    vocabulary: who has the logits of which tokens.
+    logits [B, gamma + 1, V], drafted int64 [B, gamma], max_accept int64 [B]: how many of a row's first drafts count.
+    vocabulary: which rank has which tokens' logits.
     """
-    best = vocabulary.argmax(logits)  # [B, gamma + 1], of equals the lowest id, as in plain decoding
+    best = vocabulary.argmax(logits)  # [B, gamma + 1], ties go to the lowest id, as in plain decoding
     n_accepted = _n_leading(best[:, :-1] == drafted, max_accept)
     return AcceptResult(n_accepted, _each_row_at(best, n_accepted))
 
@@ -58,7 +58,7 @@ def verify_sampled(
 
     Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): draft x is kept
     with probability min(1, p(x) / q(x)); the first that is not is replaced by a draw from (p - q)+. Exact as long as
-    max_accept does not hang on the drafts that it cuts off: it may be chosen from drafts before it only.
+    max_accept does not depend on the drafts that it cuts off: it may be chosen only from the drafts before it.
     """
     gamma, chosen = drafted.shape[1], drafted[..., None]  # [B, gamma, 1]
     p_chosen, q_chosen = (x.gather(-1, chosen).squeeze(-1) for x in (p[:, :gamma], q))  # [B, gamma]
@@ -69,7 +69,7 @@ def verify_sampled(
         q_next = _each_row_at(q, n_accepted.clamp(max=gamma - 1))  # [B, V]; at gamma nothing was rejected
         rejected = (n_accepted < max_accept)[:, None]
         residual = (p_next - q_next).clamp(min=0)
-        # a residual of zeros after a rejection: p and q differ by rounding only
+        # a residual of zeros after a rejection: p and q differ only by rounding
         weight = torch.where(rejected & (residual > 0).any(-1, keepdim=True), residual, p_next)
     return AcceptResult(n_accepted, draw(weight, _each_row_at(next_u, n_accepted), kernel=kernel))
 

@@ -1,4 +1,4 @@
-"""Who may call an engine when: one call at a time, and none once it is closed or its device has failed."""
+"""When an engine may be called: one call at a time, and none once it is closed or its device has failed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .scheduling import Schedule
 
 
 class Access:
-    """Whether an engine on a device is idle, at work, closed or broken; RuntimeError where a call must not be made."""
+    """Whether an engine on a device is idle, at work, closed or broken; RuntimeError if a call must not be made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.running = self.closed = False
-        self.failure: str | None = None  # what the device failed with
+        self.failure: str | None = None  # the error of the device
 
     def require_open(self) -> None:
         """RuntimeError for an engine that is closed or broken."""
@@ -27,7 +27,7 @@ class Access:
             raise RuntimeError("the engine is closed: build a new one")
 
     def require_idle(self) -> None:
-        """The same, and for one that is at work; ValueError where another device is the current one."""
+        """The same, and for one that is at work; ValueError if another device is the current one."""
         self.require_open()
         if self.running:
             raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
@@ -37,7 +37,7 @@ class Access:
     def at_work(self, schedule: Schedule) -> Iterator[None]:
         """No other call may be made meanwhile; afterwards every slot is free, whatever happened.
 
-        Where the device itself failed, the engine is of no more use and says so.
+        If the device itself failed, the engine is unusable from then on and says so.
         """
         self.require_idle()
         self.running, ended_well = True, False
@@ -65,5 +65,5 @@ class Access:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, without the advice that follows."""
+    """An error's message, without the advice that follows."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,6 +1,6 @@
 """How a layer of the cache is read: densely, or at listed entries and a window. All attention of the engine is here.
 
-Which body attends, C++, Triton or PyTorch, is chosen by the operators in kernels/.
+The operators in kernels/ choose the body that attends: C++, Triton or PyTorch.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, H head dim, C listed entries.
 """
@@ -22,7 +22,7 @@ from gpt_fast_sd.kernels import (
 )
 from gpt_fast_sd.model import SPLIT, CacheLayer
 
-MOST_DECODED = 32  # query tokens that flash-decoding serves; with more there are enough queries without splitting keys
+MOST_DECODED = 32  # query tokens that flash-decoding serves; more of them keep a device busy without splitting keys
 
 
 def asked_of(layer: CacheLayer, q: Tensor) -> Tensor:
@@ -31,9 +31,9 @@ def asked_of(layer: CacheLayer, q: Tensor) -> Tensor:
 
 
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Attend to those of a layer's first n_keys entries that are at or before each query; one past them all gives 0.
+    """Attend to those of a layer's first n_keys entries at or before each query; a query past them all gives 0.
 
-    q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page the attention mass that each block of so many keys
+    q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page the attention mass that each block of page keys
     received: fp32 [B, K, n_keys // page]
     """
     asked = asked_of(layer, q), layer.k, layer.v, pos, n_keys
@@ -43,12 +43,12 @@ def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0)
         return out.to(q.dtype), mass
     if q.shape[2] > MOST_DECODED:
         return prefill_attention(*asked, *scales).to(q.dtype), None
-    # splits hang on the cache alone: no sum depends on the batch, nor, within tiles of one size, on the tokens fed
+    # splits depend on the cache alone: no sum depends on the batch, nor, within tiles of one size, on the tokens fed
     return decode_attention(*asked, split_for(layer.capacity), *scales).to(q.dtype), None
 
 
 def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    """dense for some slots alone, and the attention mass of every key.
+    """dense for some of the slots, and the attention mass of every key.
 
     q [W, N, T, H]; slots int64 [W], all different; pos [W, T] -> [W, N, T, H], fp32 [W, K, n_keys]
     """
@@ -68,7 +68,7 @@ def listed(
 ) -> Tensor:
     """Attend to listed entries of a layer and to window_width from window_start on, those at or before each query.
 
-    q [B, N, T, H]; kv_indices int64 [B, K, C] below window_start, -1 is nothing, in runs of whole pages;
+    q [B, N, T, H]; kv_indices int64 [B, K, C] below window_start, -1 is empty, in runs of whole pages;
     window_start int64 [B]; pos [B, T] -> [B, N, T, H]
     """
     asked = asked_of(layer, q), layer.k, layer.v, kv_indices, window_start, window_width, pos, layer.capacity, page
@@ -77,11 +77,11 @@ def listed(
 
 @dataclass(frozen=True)
 class DenseKV:
-    """Store, then attend to all at or before each query, of the splits that are in view."""
+    """Store, then attend to all entries at or before each query, in the splits that are in view."""
 
     layers: Sequence[CacheLayer]
     n_splits_carrier: Tensor  # [n_splits, 0]
-    page: int = 0  # keys whose attention mass is summed, 0: of none
+    page: int = 0  # number of keys whose attention mass is summed, 0: none is
     mass: list[Tensor] = field(default_factory=list)  # with a page layer by layer, fp32 [B, K, n_keys // page]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class ListedKV:
     kv_indices: Sequence[Tensor]  # L of int64 [B, K, C], each below window_start; -1 is empty
     window_start: Tensor  # int64 [B]
     window_width: int  # positions from window_start that may be read
-    page: int = 1  # listed entries come in runs of so many, each a page of the cache
+    page: int = 1  # listed entries come in runs of this many, each a page of the cache
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""

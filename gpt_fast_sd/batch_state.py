@@ -1,6 +1,6 @@
-"""The slots as tensors, and what the host plans a round by, so that it looks at them once, when the round is over.
+"""The slots as tensors, and the host's plan of a round, so that the host reads them once, when the round is over.
 
-Shapes: B slots, T tokens in this call, S tokens of history a slot, V vocabulary, gamma tokens drafted.
+Shapes: B slots, T tokens in this call, S tokens of history per slot, V vocabulary, gamma tokens drafted.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .sampling import GREEDY, Kind, SamplingTable, draw, probabilities, uniform
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """What the host knows of a round when it begins, as of the last result that it read.
+    """What the host knows about a round when it begins, as of the last result that it read.
 
-    It is made once a round and handed down; who drafts in parts derives a plan for each by dataclasses.replace.
+    It is made once per round and passed down; a policy with parts derives a plan for each by dataclasses.replace.
     """
 
     gamma: int  # tokens to draft
-    n_keys: int  # keys in use at most, once the longest row's pending token is fed
+    n_keys: int  # at most so many keys are in use once the longest row's pending token is fed
     kind: Kind = GREEDY
     lengths: Mapping[int, int] = field(default_factory=dict)  # committed positions of each live slot
-    ahead: int = 0  # tokens that rounds still under way may have added to each of them
+    ahead: int = 0  # tokens that rounds in flight may have added to each of them
     number: int = 0  # of the round
-    follows_a_draft: bool = True  # the round before drafted, so that no row has grown by more than a round since
-    drafted_at: Mapping[int, int] = field(default_factory=dict)  # lengths when that was, or the slot was filled since
+    follows_a_draft: bool = True  # the round before drafted, so no row has grown by more than one round since
+    drafted_at: Mapping[int, int] = field(default_factory=dict)  # lengths at the last draft, or when a slot was filled
     captured: bool = False  # the round will be replayed for other rows
 
     @classmethod
@@ -40,22 +40,22 @@ class RoundPlan:
         cls, lengths: Mapping[int, int], params: Sequence[SamplingParams] = (), *, gamma: int = 0, ahead: int = 0,
         number: int = 0, follows_a_draft: bool = True, drafted_at: Mapping[int, int] | None = None,
     ) -> RoundPlan:  # fmt: skip
-        """The plan for live rows of these lengths and parameters. drafted_at: None where none has grown since."""
+        """The plan for live rows of these lengths and parameters. drafted_at: None if none has grown since."""
         return cls(
             gamma=gamma, n_keys=max(lengths.values()) + 1 + ahead, kind=Kind.of(params), lengths=lengths, ahead=ahead,
             number=number, follows_a_draft=follows_a_draft, drafted_at=lengths if drafted_at is None else drafted_at,
         )  # fmt: skip
 
     def mean_keys(self, n_slots: int) -> int:
-        """Keys in use on average of all slots, rounded down: idle ones have none."""
+        """Keys in use, averaged over all slots and rounded down: idle ones have none."""
         return (sum(self.lengths.values()) + len(self.lengths) * (1 + self.ahead)) // n_slots
 
-    def any_within(self, n: int) -> bool:
-        """Whether some live row may have no more than n committed positions; in a captured round some row may."""
-        return self.captured or any(length <= n for length in self.lengths.values())
+    def any_drafted_within(self, n: int) -> bool:
+        """Whether some live row may have last drafted at no more than n committed positions; if captured, some may."""
+        return self.captured or any(self.drafted_at[slot] <= n for slot in self.lengths)
 
     def to_capture(self, n_keys: int) -> RoundPlan:
-        """The same for whatever rows of up to n_keys keys, of which nothing more is known."""
+        """The same for any rows of up to n_keys keys, about which nothing more is known."""
         return RoundPlan(gamma=self.gamma, n_keys=n_keys, kind=self.kind, captured=True)
 
 
@@ -75,16 +75,16 @@ class BatchState:
     stop_on_eos: Tensor  # bool [B]
     eos_ids: Tensor  # int64 [n]
     table: SamplingTable
-    vocabulary: Vocabulary = WHOLE  # who has the target's logits of which tokens
+    vocabulary: Vocabulary = WHOLE  # which rank has which of the target's logits
     vocab_size: int
-    kernel: bool = False  # whether sampling may run by a kernel that is built here: what runs eagerly starts at once
+    kernel: bool = False  # whether sampling may use a kernel that must be built here: eager steps start at once
 
     @staticmethod
     def idle(
         seq_len: Tensor, history_len: int, vocab_size: int, eos_ids: Sequence[int], vocabulary: Vocabulary = WHOLE,
         *, kernel: bool = False,
     ) -> BatchState:  # fmt: skip
-        """As many slots as seq_len has, of which nobody has any."""
+        """As many free slots as seq_len has entries."""
         n, device = seq_len.shape[0], seq_len.device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -98,7 +98,7 @@ class BatchState:
         )  # fmt: skip
 
     def assign(self, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
-        """Give the slot to a request whose prompt, but for the last token, is in the cache."""
+        """Give the slot to a request whose prompt, except its last token, is in the cache."""
         self.seq_len[slot] = len(prompt) - 1
         self.history[slot, : len(prompt)] = torch.tensor(list(prompt), device=self.history.device)
         self.pending[slot] = prompt[-1]
@@ -114,11 +114,11 @@ class BatchState:
         self.table.temperature[slot] = 0.0
 
     def ending_at(self, seq_len: Tensor, pending: Tensor | None = None) -> BatchState:
-        """The rows as if so many [B] of their tokens were committed, and this one [B] pending; all else is shared."""
+        """The rows as if seq_len [B] of their tokens were committed and pending [B] came next; all else is shared."""
         return replace(self, seq_len=seq_len, pending=self.pending if pending is None else pending)
 
     def probabilities(self, logits: Tensor, kind: Kind) -> Tensor:
-        """What each row samples from: logits [B, V] or [B, T, V] -> fp32, the same shape."""
+        """The distribution of each row: logits [B, V] or [B, T, V] -> fp32, the same shape."""
         return probabilities(logits, self.table, filtered=kind.filtered, kernel=self.kernel)
 
     def uniform(self, pos: Tensor, stream: int) -> Tensor:
@@ -129,10 +129,10 @@ class BatchState:
     def choose(
         self, logits: Tensor, pos: Tensor, kind: Kind, stream: int, vocabulary: Vocabulary = WHOLE
     ) -> tuple[Tensor, Tensor | None]:
-        """A token a row after position pos [B]: logits [B, V] -> tokens [B], and q [B, V] where any row samples.
+        """One token per row after position pos [B]: logits [B, V] -> tokens [B], and q [B, V] if any row samples.
 
-        vocabulary: who has these logits, of the target or of a draft model, of which tokens. Of ranks that hold a model
-        together the first one's draw counts, and so does its q, which need not be the others' to the last bit.
+        vocabulary: which rank has which tokens' logits, of the target or a draft model. Among ranks that hold a model
+        together the first one's draw counts, and so does its q, which may differ from the others' in the last bits.
         """
         if not kind.sampled:
             return vocabulary.argmax(logits), None
@@ -146,15 +146,15 @@ class BatchState:
     ) -> tuple[AcceptResult, Tensor | None]:  # fmt: skip
         """Which drafted [B, T - 1] ~ q [B, T - 1, V] stay, at most max_accept [B]. logits [B, T, V] follow pos [B, T].
 
-        q None: drafted without chance. accept and own are the streams that decide on drafts and draw the next token.
-        -> the result, and p [B, T, V] where any row samples. As in choose, the first rank's result counts, by its p
-        and q: those of the others decide nothing.
+        q None: deterministic drafts. accept and own are the streams that decide on drafts and draw the next token.
+        -> the result, and p [B, T, V] if any row samples. As in choose, the first rank's result counts, by its p and q;
+        those of the others decide nothing.
         """
         if not kind.sampled:
             return verify_greedy(logits, drafted, max_accept, self.vocabulary), None
         p = self.probabilities(self.vocabulary.whole(logits), kind)
         if q is None:
-            # not F.one_hot, which reads the tokens on the host to check them where torch 2.11 runs it on a CPU
+            # not F.one_hot, which in torch 2.11 on a CPU reads the tokens on the host to check them
             q = (drafted[..., None] == torch.arange(p.shape[-1], device=p.device)).to(p.dtype)
         accept_u, next_u = self.uniform(pos[:, :-1], accept), self.uniform(pos, own)
         result = verify_sampled(p, q, drafted, max_accept, accept_u, next_u, kernel=self.kernel)
@@ -172,7 +172,7 @@ class BatchState:
         tokens = torch.cat([drafted, drafted.new_zeros(drafted.shape[0], 1)], 1)  # [B, gamma + 1]
         tokens = torch.where(step == at, result.next_token[:, None], tokens)
         emitted = torch.minimum(result.n_accepted + 1, self.remaining)  # [B]
-        # not torch.isin, which compiles for a gamma of its own: how it searches hangs on how many tokens there are
+        # not torch.isin, which compiles for each gamma: how it searches depends on the number of tokens
         is_eos = (tokens[..., None] == self.eos_ids).any(-1)  # [B, gamma + 1]
         ends = is_eos & self.stop_on_eos[:, None] & (step < emitted[:, None])
         first = torch.where(ends, step, gamma + 1).amin(1)  # [B] index of the first EOS

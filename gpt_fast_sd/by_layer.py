@@ -1,8 +1,8 @@
-"""A step over L equal layers, compiled for one of them: what comes before the layers, one layer, what comes after.
+"""A step over L equal layers, compiled for one of them: the part before the layers, one layer, the part after.
 
 Dynamo traces the step over a model of the first layer alone. The graph is cut in three at the bounds of that layer, the
-parts are compiled apart, and the middle one runs L times, each time with the weights and the cache of another layer. So
-a model takes no longer to compile for having more layers, and Dynamo's guards look at one layer only.
+parts are compiled separately, and the middle one runs L times, each time with the weights and the cache of another
+layer. So a model with more layers takes no longer to compile, and Dynamo's guards look at one layer only.
 
 Shapes: L layers.
 """
@@ -18,33 +18,33 @@ from torch import Tensor, fx
 
 from gpt_fast_sd.model import Block, CacheLayer, Transformer
 
-Layer = tuple[Tensor, ...]  # what one layer has for itself: its weights and buffers, then its entry of each list
+Layer = tuple[Tensor, ...]  # one layer's own tensors: its weights and buffers, then its entry of each list
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 class LayeredModel:
-    """A model as one layer and what each of all has."""
+    """A model as one layer and the tensors of each layer."""
 
     def __init__(self, model: Transformer) -> None:
-        """ValueError where layers differ in more than values."""
+        """ValueError if layers differ in more than values."""
         self.model, self.first = model, model.first_layers(1)
         self.own = [(*layer.parameters(), *layer.buffers()) for layer in model.layers]
         kinds = [[(x.shape, x.dtype, x.stride(), x.device) for x in own] for own in self.own]
         other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
-        if other is not None:  # code for the first one would read its weights wrongly
+        if other is not None:  # code compiled for the first layer would misread its weights
             raise ValueError(
                 f"layer {other} differs from the first one in the shapes, dtypes, strides or device of its weights: "
                 "steps are compiled for one"
             )
 
     def is_of(self, model: Transformer) -> bool:
-        """Whether it is of this model with these weights: others may have taken their place."""
+        """Whether this still describes the model: its weights may have been replaced."""
         return self.model is model and next(model.layers[0].parameters()) is self.own[0][0]
 
     def split(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Layer]]:
-        """A step's arguments -> those of the same step over one layer, and what each layer has for itself.
+        """A step's arguments -> those of the same step over one layer, and each layer's own tensors.
 
-        Every list among the arguments, tuples in them included, must hold one tensor a layer, or the cache's layers.
+        Every list among the arguments, including tuples in it, must hold one tensor per layer, or the cache's layers.
         """
         lists: list[Sequence[Tensor]] = []
 
@@ -73,12 +73,12 @@ class Part:
 
 
 class ByLayer:
-    """The traced graph of a step over one layer; called with that graph's inputs, it gives what L layers give."""
+    """The traced graph of a step over one layer; called with that graph's inputs, it returns the result of L layers."""
 
     def __init__(
         self, graph: fx.GraphModule, inputs: Sequence[Any], layers: Sequence[Layer], compile_: Compiler
     ) -> None:
-        """graph: Dynamo's, with its inputs; layers: what each layer has, those of the first are among the inputs."""
+        """graph: Dynamo's, with its inputs; layers: each layer's own tensors, the first one's are among the inputs."""
         self._graph, self._compile, n_layers = graph, compile_, len(layers)
         nodes = list(graph.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -86,15 +86,15 @@ class ByLayer:
         place = {id(tensor): i for i, tensor in enumerate(layers[0])}
         pairs = list(zip(placeholders, inputs, strict=True))
         self._own = {node.name: place[id(value)] for node, value in pairs if id(value) in place}
-        # A size that a tensor has must be an input of its part, too; and with it a buffer, read or not: Inductor keeps
-        # the range of a size with what it has built, and finds that again by the shapes of inputs, which tell caches of
-        # one capacity from others.
+        # A size of a tensor must also be an input of its part; and with it a buffer, read or not: Inductor keeps the
+        # range of a size with the code that it has built, and looks that up by the shapes of inputs, which distinguish
+        # caches of different capacities.
         self._sizes = [node for node in placeholders if isinstance(node.meta["example_value"], torch.SymInt)]
         self._sizes += [n for n, x in pairs if id(x) in place and not isinstance(x, torch.nn.Parameter)][:1]
 
         output, within = nodes[-1], [node for node in nodes if node.op != "placeholder" and _in_a_layer(node)]
         assert output.op == "output" and within, "a step over layers has a layer"
-        behind = set(within)  # and all that follows from a layer
+        behind = set(within)  # and everything that depends on a layer
         for node in nodes:
             if any(source in behind for source in node.all_input_nodes):
                 behind.add(node)
@@ -103,28 +103,28 @@ class ByLayer:
         outside = [n for n in nodes if n in alive and n not in inside and n.op not in ("placeholder", "output")]
         before, after = [n for n in outside if n not in behind], [n for n in outside if n in behind]
 
-        # a layer begins by reading what it is given, and ends with what the next one takes
+        # a layer begins by reading its input, and ends with the input of the next one
         given, taken = within[0].all_input_nodes[0], within[-1]
         assert _alike(given, taken), f"a layer is given {given.meta} and gives {taken.meta}"
         self._given, self._taken = given.name, taken.name
         wanted = _read_elsewhere(within, alive)
-        beside = [node for node in wanted if node is not taken]  # what each layer gives besides, put into lists
+        beside = [node for node in wanted if node is not taken]  # other results of each layer, collected in lists
         self._beside = [node.name for node in beside]
         self._before = self._part(before, _read_elsewhere(before, alive))
         weights = {node.name for node, value in pairs if isinstance(value, torch.nn.Parameter)}
         strange = [n.name for node in within for n in node.all_input_nodes if n.name in weights - set(self._own)]
         assert not strange, f"weights that are none of this layer's: {strange}"
-        # where nobody wants what the last layer gives it does no more than the rest
+        # if nothing reads the output of the last layer, that layer computes only its other results
         whole = n_layers > 1 or taken in wanted
         self._layer = self._part(within, [*beside, taken]) if whole else None
         self._last = self._layer if taken in wanted else self._part(within, beside)
         many = {node: [f"{node.name}@{i}" for i in range(n_layers)] for node in beside}
         self._after = self._part(after, _read_elsewhere(after, alive), many)
         self._results = [node.name if isinstance(node, fx.Node) else None for node in output.args[0]]
-        del self._graph, self._compile  # they hold the step, and what it was traced with
+        del self._graph, self._compile  # they hold the step, and the tensors it was traced with
 
     def __call__(self, layers: Sequence[Layer], inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the step: the graph's inputs, and what each layer has for itself -> the graph's outputs."""
+        """Run the step: the graph's inputs, and each layer's own tensors -> the graph's outputs."""
         known = dict(zip(self._names, inputs, strict=True))
         if self._before:
             known.update(zip(self._before.outputs, _call(self._before, known), strict=True))
@@ -144,7 +144,7 @@ class ByLayer:
     def _part(
         self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], many: dict[fx.Node, list[str]] | None = None
     ) -> Part | None:
-        """Compile these nodes as a function of what they read; many: what stands for L nodes in the lists it is in."""
+        """Compile these nodes as a function of their inputs; many: nodes that stand for L nodes in their lists."""
         if not nodes:
             return None
         many, part, inputs = many or {}, fx.Graph(), list[str]()
@@ -202,29 +202,29 @@ def _call(part: Part, known: dict[str, Any]) -> Sequence[Any]:
 
 
 def _in_a_layer(node: fx.Node) -> bool:
-    """Whether a node was traced inside a Block; its class stands in the node's stack of modules, as such or by name."""
+    """Whether a node was traced inside a Block; the node's module stack has its class, as such or by name."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
     return any(kind is Block or str(kind).rpartition(".")[2] == Block.__name__ for _, kind in stack)
 
 
 def _has_size(node: fx.Node) -> bool:
-    """Whether what a node gives is a size that may vary, or has such a one."""
+    """Whether the result of a node is a size that may vary, or has such a size."""
     value = node.meta.get("example_value")
     sizes = value.shape if isinstance(value, Tensor) else [value]
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes give tensors of one shape, dtype and order in memory."""
+    """Whether two nodes return tensors of one shape, dtype and memory order."""
     x, y = a.meta.get("example_value"), b.meta.get("example_value")
     if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype):
         return False
-    # of a size of 1 the stride is no matter
+    # the stride of a size of 1 does not matter
     return all(n == 1 or i == j for n, i, j in zip(x.shape, x.stride(), y.stride(), strict=True))
 
 
 def _alive(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that the output, or something that is written to, hangs on."""
+    """The nodes that the output, or anything that is written to, depends on."""
     alive: set[fx.Node] = set()
     for node in reversed(nodes):
         if node.op == "output" or _writes(node) or any(user in alive for user in node.users):
@@ -233,7 +233,7 @@ def _alive(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _read_elsewhere(nodes: Sequence[fx.Node], alive: set[fx.Node]) -> list[fx.Node]:
-    """Those of the nodes that others, which matter, read."""
+    """Those of the nodes that are read by others that matter."""
     own = set(nodes)
     return [node for node in nodes if any(user in alive and user not in own for user in node.users)]
 

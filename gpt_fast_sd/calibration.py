@@ -1,4 +1,4 @@
-"""What is done once, before the first request: steps are compiled, and timed on this machine, on the cache as it is.
+"""Done once, before the first request: steps are compiled, and timed on this machine, on the cache as it is.
 
 Shapes: B slots.
 """
@@ -20,7 +20,7 @@ from .scheduling import Schedule
 
 
 def warm_up(at: Schedule) -> float:
-    """Compile all steps, and time them for the planner; every slot is free afterwards -> seconds that it took."""
+    """Compile all steps, and time them for the planner; every slot is free afterwards -> seconds taken."""
     started, policy, rounds = time.perf_counter(), at.policy, at.rounds
     parts: list[Callable[[], object]] = [at.prefill.warm_up]
     if policy:
@@ -43,7 +43,7 @@ def warm_up(at: Schedule) -> float:
 def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
     """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three.
 
-    Drafting is timed for the highest tier alone.
+    Drafting is timed for one token and for the highest tier.
     """
     state, rounds, policy, seconds = at.state, at.rounds, at.policy, []
     assert policy
@@ -55,8 +55,8 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
         state.active.fill_(True)
         tokens = torch.zeros(len(at.slots), gamma + 1, dtype=torch.int64, device=state.seq_len.device)
         # once each before they are timed, since a first call may compile
-        highest = gamma == at.planner.tiers[-1]
-        propose = rounds.prepared(lambda: policy.propose(state, plan)) if highest else lambda: None
+        timed = gamma in (1, at.planner.tiers[-1])
+        propose = rounds.prepared(lambda: policy.propose(state, plan)) if timed else lambda: None
         verify = rounds.prepared(lambda: rounds.feed(tokens, n_keys))
         for _ in range(3):
             started = time.perf_counter()
@@ -67,7 +67,7 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
             rounds.synchronize()
             seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
     finally:
-        for buffer, before in held:  # slots keep the prompts that they hold
+        for buffer, before in held:  # slots keep their prompts
             buffer[:, :, fed] = before
         for slot in range(len(at.slots)):
             at.release(slot)
@@ -75,7 +75,7 @@ def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
 
 
 def time_selecting(at: Schedule, n_keys: int) -> float:
-    """Seconds of selecting anew for a token that every row emits, rows of n_keys: the best of three."""
+    """Seconds of refreshing selections per token that every row emits, rows of n_keys: the best of three."""
     state, rounds, policy, seconds = at.state, at.rounds, at.policy, []
     assert policy
     slots = range(len(at.slots))

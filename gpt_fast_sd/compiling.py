@@ -1,4 +1,4 @@
-"""Compiled steps that count their graphs, and the fall-back where nothing can compile."""
+"""Compiled steps that count their graphs, and the fallback if nothing can compile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
 
 
 class CompiledStep:
-    """A function compiled fullgraph by Inductor, or called as it is; `graphs` counts how often it was compiled.
+    """A function compiled with fullgraph by Inductor, or called as it is; `graphs` counts its compilations.
 
     A step over the layers of a model is compiled for one of them, see by_layer.
     """
@@ -35,14 +35,14 @@ class CompiledStep:
         self._compiles = compiled is not None and compiled is not False
         self._variants: dict[Hashable, Callable[..., Any]] = {}
         self._layered: LayeredModel | None = None
-        self._layers: list[Layer] = []  # of the call that is under way
-        # torch keeps every backend for good, and what it compiled with the code: neither may keep weights and caches
+        self._layers: list[Layer] = []  # of the current call
+        # torch keeps every backend for good, and compiled results with the code: neither may keep weights alive
         self._backend = functools.partial(_backend, weakref.ref(self))
 
     def __call__(self, *args: Any, variant: Hashable = None) -> Any:
-        """Call the step. variant: names what of the arguments makes another graph, other than that they are traced.
+        """Call the step. variant: a key for differences in the arguments that need a graph of their own.
 
-        Each variant is code of its own to Dynamo, which keeps few graphs of one code and searches them one by one.
+        Each variant has its own code object for Dynamo, which keeps few graphs per object and searches them linearly.
         """
         if not self._compiles:
             return self._fn(*args)
@@ -68,9 +68,9 @@ class CompiledStep:
 
 
 def _backend(this: weakref.ref[CompiledStep], graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile what Dynamo traced of a step."""
+    """Compile the graph that Dynamo traced of a step."""
     step = this()
-    assert step is not None, "who calls it holds it"
+    assert step is not None, "its caller holds it"
     step.graphs += 1
     if not step._layers:
         return step._inductor(graph, inputs)
@@ -92,11 +92,11 @@ def inductor_options(config: EngineConfig, device: torch.device) -> Options:
 def span(cache: KVCache, n_keys: int) -> Tensor:
     """[n_splits, 0]: how many key splits are in view for the first n_keys positions, as a size.
 
-    A size may vary without a recompile where a number would be baked in.
+    A size may vary without a recompile, whereas a number would be baked in.
     """
     most = cache.capacity // SPLIT
     size = torch.empty(min(cache.splits(n_keys), most), 0, device=cache.seq_len.device)
-    if most > 2:  # a range of one size is no range
+    if most > 2:  # torch refuses a range of one size
         torch._dynamo.mark_dynamic(size, 0, min=2, max=most)
     return size
 
@@ -104,7 +104,7 @@ def span(cache: KVCache, n_keys: int) -> Tensor:
 def varying(*tensors: Tensor, min: int = 2, max: int = 1 + MAX_GAMMA) -> None:
     """Let one graph serve tensors of any second size from min to max: [B, T, ...].
 
-    One range for every engine, whatever it drafts: graphs in Inductor's cache carry theirs.
+    One range for every engine, whatever it drafts: graphs in Inductor's cache are stored with their range.
     """
     for tensor in tensors:
         torch._dynamo.mark_dynamic(tensor, 1, min=min, max=max)
@@ -113,7 +113,7 @@ def varying(*tensors: Tensor, min: int = 2, max: int = 1 + MAX_GAMMA) -> None:
 def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with a code object of its own.
 
-    Dynamo keeps compiled graphs, and their limit, per code object: so engines and steps of different shapes do not meet
+    Dynamo keeps compiled graphs, and their limit, per code object: so engines and steps of different shapes never check
     each other's guards.
     """
     assert isinstance(fn, types.FunctionType)
@@ -123,7 +123,7 @@ def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether Inductor can build code here; warns once with the reason where it cannot."""
+    """Whether Inductor can build code here; warns once with the reason if it cannot."""
     if device.type == "cuda":
         return True  # see devices.require_kernels
     from torch._inductor.cpp_builder import get_cpp_compiler

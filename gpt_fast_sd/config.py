@@ -1,4 +1,4 @@
-"""What a user may ask for: frozen dataclasses that refuse nonsense when they are built."""
+"""The configuration of a user: frozen dataclasses that refuse invalid values when they are built."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ PAGES = (16, 32, 64, 128)  # whole vectors of scores, and whole pages in a split
 
 
 def gamma_tiers(group: int) -> tuple[int, ...]:
-    """What gamma="auto" chooses from for a model with `group` query heads a kv head.
+    """What gamma="auto" chooses from for a model with `group` query heads per kv head.
 
     Attention gives each kv head a tile of 64 or 128 rows, G for each of the gamma + 1 tokens that are judged. In groups
-    of 8 gamma 8 makes 72, a tile that is nearly half empty, for one token: they draft 7 at most. Where nine of ten
-    drafts are accepted that is 7 % less a round, and a round is 7 % shorter if a draft step costs 0.15 of the target's.
+    of 8, gamma 8 makes 72, a tile that is nearly half empty for the sake of one token: they draft 7 at most. If nine of
+    ten drafts are accepted, that is 7 % fewer per round, and a round is 7 % shorter if a draft step costs 0.15 of the
+    target's.
     """
     return (*GAMMA_TIERS[:-1], 7) if group % 8 == 0 else GAMMA_TIERS
 
@@ -41,17 +42,17 @@ def _flag(
     flag: str = "",
     metavar: str = "",
 ) -> T:
-    """A field of which programs make a flag; text: what it is, or of one that is on what switching it off does.
+    """A field that programs turn into a flag; text: what it is or, if it is on by default, what turning it off does.
 
-    allowed: the values there are, or what gives them. unset: what its default None means. flag: its name, if it is not
-    the field's. metavar: what stands for its value in a program's help.
+    allowed: the allowed values, or a function that returns them. unset: the meaning of its default None. flag: its
+    name, if it is not the field's. metavar: the placeholder of its value in a program's help.
     """
     metadata = {"help": text, "allowed": allowed, "unset": unset, "flag": flag, "metavar": metavar}
     return field(default=default, metadata=metadata)
 
 
 def allowed_values(field: Field[Any]) -> tuple[object, ...]:
-    """The values that a field of a configuration may have beside None; () where it says itself what it takes."""
+    """The values that a field of a configuration may have besides None; () if it checks its value itself."""
     allowed = field.metadata["allowed"]
     return tuple(allowed() if callable(allowed) else allowed)
 
@@ -81,18 +82,18 @@ class EngineConfig:
     batch_size: int = _flag(8, "slots; more prompts wait in a queue", metavar="B")
     max_seq_len: int = _flag(8192, "tokens that a slot can hold, prompt and output together")
     device: str = _flag("auto", "where the model runs", allowed=DEVICES)
-    dtype: str = _flag("auto", "of weights and activations; auto: as stored, where that is fast", allowed=DTYPES)
+    dtype: str = _flag("auto", "of weights and activations; auto: as stored, if that is fast", allowed=DTYPES)
     compile: bool = _flag(True, "run eagerly: starts at once, decodes slower")
     exact: bool = _flag(
-        False, "plain and speculative decoding give the same bits in any dtype; slower, needs a draft policy"
+        False, "plain and speculative decoding are bit-identical in any dtype; slower, needs a draft policy"
     )
-    quantize: str | None = _flag(None, "weights only, a scale for each output channel", allowed=QUANTIZATIONS)
+    quantize: str | None = _flag(None, "weights only, one scale per output channel", allowed=QUANTIZATIONS)
     kv_dtype: str | None = _flag(
-        None, "dtype of the KV cache; int8: with a scale for each token and kv head; fp8: e4m3, not on GPUs before Ada",
+        None, "dtype of the KV cache; int8: with one scale per token and kv head; fp8: e4m3, not on GPUs before Ada",
         allowed=KV_DTYPES, unset="as --dtype",
     )  # fmt: skip
     cuda_graphs: str = _flag("round", "on CUDA: what is captured as one graph", allowed=CUDA_GRAPHS)
-    max_autotune: bool = _flag(False, "on CUDA: time choices of kernels for matrix products; minutes at the start")
+    max_autotune: bool = _flag(False, "on CUDA: time several kernels for matrix products; minutes at the start")
 
     def __post_init__(self) -> None:
         _at_least_one("batch_size", self.batch_size)
@@ -111,14 +112,14 @@ class DraftConfig:
     view of its own cache; "standalone" is draft_model, "early_exit" the target's first exit_layers layers, "lookup" an
     n-gram of at most `ngram` tokens from the row's own text, "hierarchy" lets `cheap` draft for the target with a
     sparse view of its cache, which drafts for the target.
-    n_sink: Xiao et al. 2023, arXiv 2309.17453, use 4. draft_tp: a divisor of the processes that hold the target; each
-    such part of them has a copy of draft_model, and the first one's tokens count.
+    n_sink: Xiao et al. 2023, arXiv 2309.17453, use 4. draft_tp: a divisor of the number of processes that hold the
+    target; each group of that size has a copy of draft_model, and the tokens of the first group count.
     """
 
     policy: str = _flag("off", "who drafts", allowed=registry.policies, flag="draft", metavar="POLICY")
     budget: int = _flag(256, "cache entries that a draft step may read in each layer and kv head", metavar="K")
     gamma: int | str = _flag(
-        "auto", f"tokens drafted a round, 1 to {MAX_GAMMA}, or auto: what pays best", metavar="N|auto"
+        "auto", f"tokens drafted per round, 1 to {MAX_GAMMA}, or auto: what pays best", metavar="N|auto"
     )
     draft_model: str | Path | None = _flag(  # noqa: RUF009  its default is None
         None, "folder, GGUF file or hub id of a standalone draft model", metavar="M"
@@ -127,11 +128,11 @@ class DraftConfig:
         None, "which entries of a cache are read", allowed=registry.VIEWS, unset="streaming", metavar="VIEW"
     )
     cheap: str = _flag("lookup", "who drafts for the middle level", allowed=CHEAP, metavar="WHO")
-    exit_layers: int | None = _flag(None, "the first layers of the target that draft", unset="half of them")
+    exit_layers: int | None = _flag(None, "how many of the target's first layers draft", unset="half of them")
     ngram: int = _flag(3, "tokens of the longest n-gram that is looked up")
     n_sink: int = _flag(4, "first tokens that are always read")
     refresh: int | None = _flag(
-        None, "tokens after which entries are selected anew", unset="64 for snapkv, every round for guided"
+        None, "tokens after which the selection is refreshed", unset="64 for snapkv, every round for guided"
     )
     page: int = _flag(16, "entries that are selected together", allowed=PAGES)
     draft_tp: int | None = _flag(
@@ -169,11 +170,11 @@ class DraftConfig:
         if self.view is not None:
             if "view" not in policy.flags:
                 *others, last = (name for name in registry.DRAFTERS if "view" in registry.policy_class(name).flags)
-                raise ValueError(f"view is for {', '.join(others)} and {last}; policy {self.policy!r} is its own")
+                raise ValueError(f"view is for {', '.join(others)} and {last}; policy {self.policy!r} is its own view")
             _check_allowed(self, "view")
             if registry.view_class(self.view).of_target and policy.own_cache:
                 raise ValueError(
-                    f"view {self.view!r} needs the target's own cache: a {self.policy} draft cannot have it"
+                    f"view {self.view!r} needs the target's own cache: a {self.policy} draft cannot use it"
                 )
         for view in policy.views(self):
             least = registry.view_class(view).least_budget(self)
@@ -182,12 +183,12 @@ class DraftConfig:
 
     @property
     def view_name(self) -> str | None:
-        """Which view of a cache the drafting model has; None where no model with a cache drafts."""
+        """Which view of a cache the drafting model has; None if no model with a cache drafts."""
         return next(iter(registry.policy_class(self.policy).views(self)), None)
 
     @property
     def max_gamma(self) -> int:
-        """The most tokens a round may draft."""
+        """The most tokens that a round may draft."""
         if self.policy == "off":
             return 0
         return max(GAMMA_TIERS) if isinstance(self.gamma, str) else self.gamma
@@ -197,9 +198,9 @@ class DraftConfig:
 class SamplingParams:
     """How one prompt is continued.
 
-    top_k, top_p and min_p filter in that order, after the temperature. A seed fixes the row's output whatever shares
-    its batch, for one draft policy and one gamma (gamma="auto" goes by the clock, so there it fixes the output of
-    greedy rows only); None draws a fresh one.
+    top_k, top_p and min_p filter in that order, after the temperature. A seed fixes the row's output, whatever shares
+    its batch, for one draft policy and one gamma (gamma="auto" depends on measured times, so there only the output of
+    greedy rows is fixed); None draws a fresh seed.
     """
 
     max_tokens: int = _flag(128, "tokens to add to each prompt", flag="max_new_tokens")
@@ -208,12 +209,12 @@ class SamplingParams:
     top_p: float | None = _flag(None, "keep the likeliest tokens that hold P of the mass", metavar="P")
     min_p: float | None = _flag(None, "keep tokens at least P times as likely as the best", metavar="P")
     seed: int | None = _flag(
-        None, "makes sampling repeatable for a fixed --gamma (auto goes by the clock)", metavar="S"
+        None, "makes sampling repeatable for a fixed --gamma (auto depends on measured times)", metavar="S"
     )
     stop: str | Sequence[str] | None = _flag(
         None, "end before this text, which is cut off; may be given several times", metavar="TEXT"
     )
-    ignore_eos: bool = _flag(False, "go on past the end-of-sequence token")
+    ignore_eos: bool = _flag(False, "continue past the end-of-sequence token")
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:

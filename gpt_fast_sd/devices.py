@@ -1,6 +1,6 @@
 """What the engine asks of a device: how it works there, in one table, and whether it can work there at all.
 
-Whatever is asked here can be answered otherwise in a test: `TRAITS["cpu"] = TRAITS["cuda"]` makes a CPU work as CUDA.
+A test can change every answer: `TRAITS["cpu"] = TRAITS["cuda"]` makes the engine on a CPU work as on CUDA.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpt_fast_sd.tp import in_short
 
 from .kernels import prepare_launches
 
-CAPABILITY = (8, 0)  # the least that the kernels' tables are made for: tiles of 163 KiB, products of bf16
+CAPABILITY = (8, 0)  # the least that the kernels' tables support: tiles of 163 KiB, products of bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class DeviceTraits:
     on a CPU compiling them takes longer than it saves.
     captures: whether rounds are captured, and their results read one round late.
     windows: rows whose observation windows SnapKV feeds together.
-    window_reads: how often such a pass reads each entry of a row; a key alone is half of one.
+    window_reads: how often such a pass reads each entry of a row; a key alone counts as half.
     """
 
     chunks: tuple[int, ...]
@@ -46,13 +46,13 @@ class DeviceTraits:
 
 TRAITS = {
     "cpu": DeviceTraits(chunks=(SPLIT,), compiles_sampling=False, captures=False, windows=1, window_reads=1.0),
-    # a GPU needs many tokens to be busy: about as many as four windows have are multiplied while the weights are read
+    # a GPU needs many tokens to be busy: it multiplies about four windows of tokens while the weights are read
     "cuda": DeviceTraits(chunks=(8 * SPLIT, SPLIT), compiles_sampling=True, captures=True, windows=4, window_reads=1.5),
 }
 
 
 def traits_of(device: torch.device) -> DeviceTraits:
-    """The traits of a device's kind; those of a CPU for a kind that has none of its own."""
+    """The traits of a device's kind; those of a CPU for a kind without its own."""
     return TRAITS.get(device.type, TRAITS["cpu"])
 
 
@@ -60,9 +60,9 @@ def traits_of(device: torch.device) -> DeviceTraits:
 
 
 def require_kernels(device: torch.device) -> None:
-    """ValueError, in one sentence, where our kernels cannot run on a CUDA device; of a CPU nothing is asked.
+    """ValueError, in one sentence, if our kernels cannot run on a CUDA device; a CPU is not checked.
 
-    It takes a second or two where Triton has not yet built here what it launches with; later calls return at once.
+    It takes a second or two if Triton has not yet built its launcher here; later calls return at once.
     """
     if device.type != "cuda":
         return
@@ -75,7 +75,7 @@ def require_kernels(device: torch.device) -> None:
         raise ValueError("device 'cuda' needs triton, which is not installed: install it, or use device 'cpu'")
     try:
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    except Exception as error:  # torch begins with CUDA here, and what it raises then is of several kinds
+    except Exception as error:  # torch initializes CUDA here, which raises errors of several kinds
         raise ValueError(f"device {str(device)!r} cannot be used: {in_short(error)}") from error
     if capability < CAPABILITY:
         raise ValueError(
@@ -87,7 +87,7 @@ def require_kernels(device: torch.device) -> None:
 
 
 def require_current(device: torch.device) -> None:
-    """ValueError unless a CUDA device is the current one: Triton launches, and rounds are captured, on that one."""
+    """ValueError unless this CUDA device is the current one: Triton launches, and rounds are captured, on that one."""
     if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
         raise ValueError(
             f"the model is on {device}, but the current device is cuda:{current}, where kernels would be launched: "
@@ -104,7 +104,7 @@ def _require_launches() -> None:
         except Exception as error:  # no compiler, what a compiler refuses, no libcuda, no place to write, ...
             failed, why = error, in_short(error)
     builds = isinstance(failed, (subprocess.CalledProcessError, FileNotFoundError)) and "ldconfig" not in why
-    # a compiler's own words say more than how it was called
+    # a compiler's own message says more than the command line
     why = next((line.strip() for line in said if re.search("error|cannot find", line)), why)
     advice = ""
     if builds or "compiler" in why:
@@ -119,7 +119,7 @@ def _require_launches() -> None:
 
 @contextlib.contextmanager
 def _stderr_of_children() -> Iterator[list[str]]:
-    """What processes started meanwhile print on stderr comes as lines, at the end, instead of being printed."""
+    """Collect the lines that processes started meanwhile write to stderr, instead of printing them."""
     lines: list[str] = []
     sys.stderr.flush()
     with tempfile.TemporaryFile() as kept:
@@ -138,9 +138,9 @@ def _stderr_of_children() -> Iterator[list[str]]:
 
 
 def free_memory(device: torch.device, held: int = 0) -> int | None:
-    """Bytes that may still be allocated; None where it cannot be told. Of a CPU, its whole memory but those held."""
+    """Bytes that may still be allocated, None if unknown. On a CPU, its whole memory except what is held."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch has kept of tensors that are gone is free, too
+        torch.cuda.empty_cache()  # memory that torch kept from freed tensors is free, too
         return int(torch.cuda.mem_get_info(device)[0])
     if not hasattr(os, "sysconf"):
         return None
@@ -153,7 +153,7 @@ def whole_memory(device: torch.device) -> int:
 
 
 def natural_dtype(stored: str | None, device: torch.device) -> torch.dtype:
-    """The checkpoint's own dtype, but fp32 on a CPU that has no instructions for a 16-bit one."""
+    """The checkpoint's own dtype, but fp32 on a CPU without instructions for a 16-bit one."""
     dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(stored or "", torch.float32)
     if device.type == "cpu" and dtype != torch.float32:
         return (

@@ -2,7 +2,7 @@
 
     prompt -> prefill -> (draft -> verify -> commit)* -> text
 
-Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamma tokens drafted a round.
+Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamma tokens drafted per round.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .stats import EngineStats
 class Engine:
     """A model with a static cache of B slots, and the loop that keeps the slots busy.
 
-    The last prompt token is not prefilled but decoded, so every emitted token comes out of the same compiled step.
+    The last prompt token is not prefilled but decoded, so every emitted token comes from the same compiled step.
 
-    on_progress, where it is set, is told how far something is that may take long: what ("compile": steps, "prefill":
+    on_progress, if set, is called with the progress of anything that may take long: what ("compile": steps, "prefill":
     tokens of a prompt), how much is done, and of how much. The engine itself prints nothing.
 
-    on_round, where it is set, is told of each round once it is collected. What the draft read is looked at only then,
-    and the time that this takes is no part of decode_seconds.
+    on_round, if set, is called with each round once it is collected. Only then is it recorded what the draft read, and
+    the time that this takes does not count in decode_seconds.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Engine:
         parallel: Parallel | None = None,
         plan: MemoryPlan | None = None,
     ) -> None:
-        """Take a model already on its device, in its dtype; ValueError where the configuration does not fit it.
+        """Take a model already on its device, in its dtype; ValueError if the configuration does not fit it.
 
-        parallel: the processes that hold the model together, of which each was given its part (`Group.load` or
-        `Group.shard`, for a draft model those of `draft_group`). All of them must make the same calls.
-        plan: what was found to fit before the models were loaded; None: that is asked here.
+        parallel: the processes that hold the model together, each with its part (by `Group.load` or `Group.shard`, for
+        a draft model those of `draft_group`). All of them must make the same calls.
+        plan: the memory plan that was checked before the models were loaded; None: it is checked here.
         """
         cfg = self.config = config or EngineConfig()
         self.draft = draft or DraftConfig()
@@ -89,12 +89,12 @@ class Engine:
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
         self._capture = GraphPool(self.device) if captures else None
         self._prefill, self._access = Prefill(self.target), Access(self.device)
-        self._compile_seconds: float | None = None  # None: the steps are still to be compiled
+        self._compile_seconds: float | None = None  # None: the steps are not compiled yet
         self.schedule = Schedule(self._prefill, self.state, self._rounds_of(self.draft, draft_model), self.parallel)
         self.parallel.close_before(self)
 
     def __enter__(self) -> Engine:
-        """The engine itself; it is closed at the end of the block."""
+        """Return the engine itself; it is closed at the end of the block."""
         self._access.require_open()
         return self
 
@@ -103,10 +103,10 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End what is under way and let captured rounds go; from now on calls are refused. It may be called twice.
+        """End work in progress and free captured rounds; from now on calls are refused. It may be called twice.
 
-        A process group of NCCL does not end while such a round lives: close engines before it, as Parallel.close does.
-        Weights and caches go with the engine itself.
+        An NCCL process group does not end while such a round exists: close engines before it, as Parallel.close does.
+        Weights and caches are freed with the engine itself.
         """
         if self._access.closed:
             return
@@ -123,9 +123,9 @@ class Engine:
                     self._capture.close()
 
     def redraft(self, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
-        """Let another policy draft from now on; ValueError where it does not fit, and nothing is changed then.
+        """Switch to another draft policy; ValueError if it does not fit, and then nothing changes.
 
-        The target's steps stay compiled, and its slots keep the prompts that they hold: these are not prefilled again.
+        The target's steps stay compiled, and its slots keep their prompts, which are not prefilled again.
         """
         self._access.require_idle()
         if not isinstance(draft, DraftConfig):
@@ -133,7 +133,7 @@ class Engine:
         plan = self._plan_of(draft, draft_model)
         plan.beside(self._plan).check_added(free_memory(self.device, held=self._plan.total), self.device, draft)
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
-        before.forget()  # whoever else may know them
+        before.forget()  # even if something else still refers to them
         rounds.keep_steps(before)
         self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
         self.schedule.use(rounds)
@@ -144,7 +144,7 @@ class Engine:
         return plan_for(self.config, draft, self.model.config, theirs, self.dtype, self.parallel, self.device)
 
     def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
-        # exact: plain and speculative decoding run the target through one width, over one number of keys
+        # exact: plain and speculative decoding run the target with one width, over one number of keys
         most = gamma_tiers(self.model.config.group_size)[-1] if isinstance(draft.gamma, str) else draft.gamma
         width = 1 + most if self.config.exact else 0  # without a policy, too
         theirs = draft_group(draft, self.parallel)
@@ -165,9 +165,9 @@ class Engine:
     ) -> Engine:
         """Load "bundled", "smollm2", a folder, a GGUF file or a hub id.
 
-        ValueError or FileNotFoundError, in one sentence, where that fails.
+        ValueError or FileNotFoundError, in one sentence, if that fails.
 
-        parallel: the processes that hold the model together; each reads its own part of the weights alone.
+        parallel: the processes that hold the model together; each reads only its own part of the weights.
         """
         config, draft = config or EngineConfig(), draft or DraftConfig()
         loaded = load(model, config, draft, parallel)
@@ -177,47 +177,47 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What the latest call counted, or the one that runs so far."""
+        """The counts of the latest call, or so far of the one that is running."""
         return self.schedule.stats
 
     @property
     def rounds(self) -> Rounds:
-        """The target's steps, and the rounds that are made of them."""
+        """The target's steps, and the rounds made of them."""
         return self.schedule.rounds
 
     @property
     def planner(self) -> GammaPlanner:
-        """What chooses gamma."""
+        """The planner, which chooses gamma."""
         return self.schedule.planner
 
     @property
     def on_progress(self) -> Callable[[str, int, int], None] | None:
-        """Told how far something is that may take long: what, how much is done, of how much."""
+        """Called with the progress of anything that may take long: what, how much is done, of how much."""
         return self.schedule.on_progress
 
     @on_progress.setter
     def on_progress(self, tell: Callable[[str, int, int], None] | None) -> None:
-        """Tell this one."""
+        """Set the callback."""
         self.schedule.on_progress = tell
 
     @property
     def on_round(self) -> Callable[[RoundEvent], None] | None:
-        """Told of each round once it is collected."""
+        """Called with each round once it is collected."""
         return self.schedule.on_round
 
     @on_round.setter
     def on_round(self, tell: Callable[[RoundEvent], None] | None) -> None:
-        """Tell this one."""
+        """Set the callback."""
         self.schedule.on_round = tell
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What makes token ids of texts, and texts of them. Without one prompts are token ids, and texts empty."""
+        """Turns texts into token ids, and back. Without one, prompts are token ids, and texts are empty."""
         return self._intake.tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Let this one do so from now on."""
+        """Set the tokenizer."""
         self._intake.tokenizer = tokenizer
 
     @property
@@ -227,14 +227,14 @@ class Engine:
 
     @property
     def policy(self) -> DraftPolicy | None:
-        """Who drafts. One of your own may be set, with a DraftConfig whose gamma it is to draft."""
+        """The draft policy. You may set one of your own, with a DraftConfig that gives its gamma."""
         return self.rounds.policy
 
     @policy.setter
     def policy(self, policy: DraftPolicy | None) -> None:
-        """Let this one draft from now on; its steps are compiled and timed as those of the first one were.
+        """Set the draft policy; its steps are compiled and timed as those of the first one were.
 
-        ValueError for what is no policy, and for one that reads another engine's cache.
+        ValueError if it is not a policy, or if it reads another engine's cache.
         """
         self._access.require_idle()
         self.rounds.set_policy(policy)
@@ -243,12 +243,12 @@ class Engine:
 
     @property
     def replay(self) -> Override | None:
-        """What decides how many drafts are kept, in place of their merit: for timing alone. None: their merit."""
+        """Overrides how many drafts are accepted, for timing only. None: the target decides."""
         return self.rounds.replay
 
     @replay.setter
     def replay(self, replay: Override | None) -> None:
-        """Let it decide from now on."""
+        """Set the override."""
         self._access.require_idle()
         self.rounds.set_replay(replay)
 
@@ -272,8 +272,8 @@ class Engine:
     ) -> list[Completion]:
         """Continue every prompt; completions come in the order of the prompts. ValueError before any work is done.
 
-        A prompt is a text or a list of token ids, alone or as (prompt, SamplingParams); params are those of all others,
-        or a list of one for each.
+        A prompt is a text or a list of token ids, alone or as (prompt, SamplingParams); params applies to all others,
+        or is a list with one for each.
         speculate=False decodes plainly, whatever the draft policy.
         """
         self._access.require_open()
@@ -291,23 +291,23 @@ class Engine:
     ) -> Iterator[TokenEvent]:
         """Yield tokens of all prompts as they are committed. ValueError at the call, before any work is done.
 
-        prompts and params are as in generate, or prompts is any other iterable, a file's lines or what users send: the
-        next one is asked for when a slot is free for it, between two rounds, and events count them as they come. Such
-        an iterable may yield None, no prompt now: it is asked again after the next round, or at once where nothing is
-        being decoded. An error that it raises, and the ValueError of a prompt of it that cannot run (see check), end
-        the stream.
+        prompts and params are as in generate, or prompts is any other iterable, such as a file's lines or users'
+        requests: the next one is taken when a slot is free for it, between two rounds, and events number them as they
+        come. Such an iterable may yield None, for no prompt now: it is asked again after the next round, or at once if
+        nothing is being decoded. An error that it raises, and the ValueError of a prompt that cannot run (see check),
+        end the stream.
 
-        A prompt is prefilled chunk by chunk, and rows that are being decoded wait for one chunk at most. A stream left
-        half-way ends its prompts: their slots are free again.
+        A prompt is prefilled chunk by chunk, and rows that are being decoded wait for one chunk at most. Leaving a
+        stream half-way ends its prompts: their slots are free again.
         """
         self._access.require_open()
         return self._run(self._intake.queue(prompts, params), speculate)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], *, last: int | None = None) -> Tensor:
-        """The target's logits after each token, by the step that decoding runs: T ids -> fp32 [T, V] on the CPU.
+        """The target's logits after each token, from the step that decoding runs: T ids -> fp32 [T, V] on the CPU.
 
-        last: only those of the last tokens, [last, V]; the others are prefilled as a prompt is.
+        last: only those of the last tokens, [last, V]; the others are prefilled like a prompt.
         """
         ids, start = self._intake.scored(tokens, last)
         rows = []
@@ -334,17 +334,17 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, waiting: Waiting, speculate: bool) -> Iterator[TokenEvent]:
-        """Keep the slots filled from the queue, and go round until every request is finished."""
+        """Keep the slots filled from the queue, and run rounds until every request is finished."""
         with self._access.at_work(self.schedule):
             compile_seconds = self._warm_up()
-            if self.rounds.capture:  # a capture may build nothing, so all that may come is called once before
+            if self.rounds.capture:  # nothing may be built in a capture, so all that may run is called once before
                 kinds = Kind.of([request.params for request in waiting.known]).to_come()
                 self.rounds.warm_up(self.schedule.gammas, kinds)
             self.schedule.stats = EngineStats(compile_seconds=compile_seconds)
             yield from self.schedule.run(waiting, speculate, self._access.require_open)
 
     def _warm_up(self) -> float:
-        """Seconds that compiling all steps took; they are compiled now unless they were."""
+        """Seconds that compiling all steps took; if they are not compiled yet, this compiles them."""
         if self._compile_seconds is None:
             self._compile_seconds = warm_up(self.schedule)
         return self._compile_seconds

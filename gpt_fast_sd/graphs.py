@@ -1,13 +1,13 @@
-"""CUDA graphs of whole rounds: in which memory and on which stream they are captured, and when they may go.
+"""CUDA graphs of whole rounds: in which memory and on which stream they are captured, and when they may be freed.
 
-A captured product of matrices has the address of a cuBLAS workspace in it. torch keeps one workspace for each stream,
-and takes it from the graphs' pool where the first product on that stream is a captured one. Of that follow three rules:
+A captured matrix product contains the address of a cuBLAS workspace. torch keeps one workspace per stream, and takes
+it from the graphs' pool if the first product on that stream is a captured one. Three rules follow:
 
-- A pool whose graphs are all gone must not be used again: where the workspace outlives them (torch 2.11) the allocator
-  refuses. So every pool has a graph of its own that stays.
-- Where a graph takes its stream's workspace along (torch 2.12, 2.13) all others captured on that stream are void. So
-  every pool has streams of its own, and its graphs go together or not at all.
-- A process group of NCCL does not end while a graph lives in which its collectives were captured: see Engine.close.
+- A pool whose graphs are all freed must not be used again: where the workspace outlives them (torch 2.11) the allocator
+  refuses. So every pool has one graph that stays.
+- Where freeing a graph frees its stream's workspace (torch 2.12, 2.13), all others captured on that stream are invalid.
+  So every pool has its own streams, and its graphs are freed together or not at all.
+- An NCCL process group does not end while a graph exists in which its collectives were captured: see Engine.close.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
-# Steps, of the target and of who drafts, in all the rounds held at a time: each is some hundred launches, and what a
-# graph takes of the driver's memory grows with its launches, so steps are what a plan can pay for (see MemoryPlan).
-# Enough for the longest rounds in all three kinds of sampling, or for three tiers of gamma "auto", over one view: when
-# a batch grows into the next doubling of it those of the view before are of no use. Every tier, kind and view of 128K
-# tokens would be sixteen times as many. A hierarchy has up to 33 steps a round, and "auto" in several kinds has more
-# than these too: where a batch goes back and forth between kinds then, rounds are captured anew, which costs time only.
+# Steps, of target and draft, in all the rounds held at a time: each is some hundred launches, and a graph's share of
+# the driver's memory grows with its launches, so steps are what a plan can budget for (see MemoryPlan). Enough for the
+# longest rounds in all three kinds of sampling, or for three tiers of gamma "auto", over one view: when a batch grows
+# into the next doubling of the view, graphs of the one before are useless. Every tier, kind and view of 128K tokens
+# would be sixteen times as many. A hierarchy has up to 33 steps per round, and "auto" in several kinds also needs more
+# than these: if a batch then alternates between kinds, rounds are captured again, which costs only time.
 KINDS = 3
 MOST_STEPS = KINDS * (1 + MAX_GAMMA)
-REFRESH_STEPS = 2  # what a pass counts for that selects anew: it launches more than a step
-N_STREAMS = 32  # torch has so many streams a device, and deals them round and round
+REFRESH_STEPS = 2  # what a refreshing pass counts for: it launches more than a step does
+N_STREAMS = 32  # torch has this many streams per device, and hands them out cyclically
 
 
 def steps_of(draft: DraftConfig, gamma: int) -> int:
-    """Steps of a round that drafts gamma tokens, the target's own included, at most."""
+    """The most steps of a round that drafts gamma tokens, the target's own included."""
     drafting: int = registry.policy_class(draft.policy).steps(gamma)
     return drafting + 1
 
 
 def steps_held(max_seq_len: int, draft: DraftConfig, group: int) -> int:
-    """Steps of captured rounds that are held at most: MOST_STEPS, or all that there are.
+    """The most steps of captured rounds that are held: MOST_STEPS, or all that exist.
 
-    group: query heads a kv head of the target.
+    group: query heads per kv head of the target.
     """
     gammas = [0] if draft.policy == "off" else gamma_tiers(group) if isinstance(draft.gamma, str) else [0, draft.gamma]
     views = max(1, (KVCache.splits(max_seq_len) - 1).bit_length())  # doublings of two splits, see doubling
@@ -60,7 +60,7 @@ def steps_held(max_seq_len: int, draft: DraftConfig, group: int) -> int:
 
 
 def doubling(n_keys: int, capacity: int) -> int:
-    """Keys in view of the smallest captured round that has n_keys of them."""
+    """Keys in view of the smallest captured round that covers n_keys."""
     in_view = 2 * SPLIT
     while in_view < n_keys:
         in_view *= 2
@@ -70,15 +70,15 @@ def doubling(n_keys: int, capacity: int) -> int:
 class GraphPool:
     """Captures on CUDA; the graphs share one memory pool, as they never run at the same time.
 
-    What a part lets go while it is captured goes back to the pool, where the next capture finds it; so the pool is as
-    large as the largest part, and of each graph only what it gives stays taken. While a graph lives the pool gives
-    nothing back: what runs uncaptured has memory beside it.
+    Memory that a part frees while it is captured returns to the pool, for the next capture; so the pool is as large as
+    the largest part, plus the results of each graph. While a graph exists the pool returns no memory: uncaptured work
+    needs memory besides.
     """
 
     _alive: ClassVar[weakref.WeakSet[GraphPool]] = weakref.WeakSet()
 
     def __init__(self, device: torch.device) -> None:
-        """A pool and its two streams on a device; RuntimeError where other pools have all streams that there are."""
+        """A pool and its two streams on a device; RuntimeError if other pools have all the streams."""
         taken = {stream.cuda_stream for pool in self._alive for stream in (pool._stream, pool._passing_stream)}
         self._stream: torch.cuda.Stream = _stream_of_its_own(device, taken)
         self._passing_stream: torch.cuda.Stream = _stream_of_its_own(device, taken)
@@ -89,9 +89,9 @@ class GraphPool:
         self._anchor, _ = _captured(lambda: torch.zeros(1, device=device), self._stream, self._pool)
 
     def __call__(self, part: Callable[[], Result]) -> Callable[[], Result]:
-        """part as one CUDA graph: what is returned replays it and gives the tensors that it leaves its results in.
+        """Capture part as one CUDA graph -> a function that replays it and returns the tensors of its results.
 
-        Where part cannot be captured, all graphs of this pool are gone.
+        If part cannot be captured, all graphs of this pool are freed.
         """
         assert self in self._alive, "the pool is closed"
         try:
@@ -103,17 +103,17 @@ class GraphPool:
         return _replaying(graph, result)
 
     def passing(self, part: Callable[[], Result]) -> Callable[[], Result]:
-        """The same for a graph that goes while others stay, in memory of its own. Two of them go together."""
+        """The same for a graph that is freed while others stay, in its own memory. Two of them are freed together."""
         return _replaying(*_captured(part, self._passing_stream, None))
 
     def clear(self) -> None:
-        """Let all graphs go, of which none may be running; the pool can be captured into again."""
+        """Free all graphs, none of which may be running; the pool can be captured into again."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
 
     def close(self) -> None:
-        """Let all graphs go for good."""
+        """Free all graphs for good."""
         try:
             self.clear()
         finally:
@@ -124,16 +124,16 @@ class GraphPool:
 def _captured(
     part: Callable[[], Result], stream: torch.cuda.Stream, pool: _POOL_HANDLE | None
 ) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Capture part on a stream, into a pool or (None) into one that nothing else uses."""
+    """Capture part on a stream, into a pool or (None) into one of its own."""
     graph = torch.cuda.CUDAGraph()
     before = torch.cuda.stream(torch.cuda.current_stream(stream.device))
-    # other threads, as NCCL's watchdog, may go on calling CUDA
+    # other threads, such as NCCL's watchdog, may continue to call CUDA
     capturing = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
     try:
-        with before, capturing:  # a capture that cannot be ended would leave its stream the current one
+        with before, capturing:  # a capture that cannot be ended would leave its stream as the current one
             result = part()
     except BaseException:
-        graph.reset()  # now, and not when the traceback goes
+        graph.reset()  # now, and not when the traceback is freed
         raise
     return graph, result
 
@@ -147,7 +147,7 @@ def _replaying(graph: torch.cuda.CUDAGraph, result: Result) -> Callable[[], Resu
 
 
 def _stream_of_its_own(device: torch.device, taken: set[int]) -> torch.cuda.Stream:
-    """A stream that is not among the taken ones, to which it is added."""
+    """A stream that is not in use; it is added to those in use."""
     for _ in range(N_STREAMS):
         stream = torch.cuda.Stream(device)
         if stream.cuda_stream not in taken:

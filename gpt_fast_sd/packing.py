@@ -1,4 +1,4 @@
-"""Weights held once, packed for the CPU's products of few rows, in modules that read them through the kernel alone."""
+"""Weights held once, packed for the CPU's products of few rows, in modules that read them only through the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .kernels import pack, packable, packed_linear, packed_rows, packed_swiglu, 
 
 
 class _Packed(nn.Module):
-    """Whose weight is packed, though what is saved and loaded of it is in the usual order."""
+    """A module whose weight is packed; it is saved and loaded in the usual order."""
 
     weight: Tensor
 
@@ -44,7 +44,7 @@ class PackedEmbedding(_Packed, nn.Embedding):
 
 
 class PackedFeedForward(FeedForward):
-    """A FeedForward that takes SwiGLU of what its packed w_in gives while that is at hand."""
+    """A FeedForward that applies SwiGLU to the results of its packed w_in inside the kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -53,15 +53,15 @@ class PackedFeedForward(FeedForward):
 
 
 def all_packed(model: nn.Module) -> bool:
-    """Whether each product of a model with its weights runs through the kernel."""
+    """Whether every product with the model's weights runs through the kernel."""
     return all(type(module) is PackedLinear for module in model.modules() if isinstance(module, nn.Linear))
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Pack in place the weights of a bf16 model that the kernel serves, one after another; how many there are.
+    """Pack in place the weights of a bf16 model that the kernel serves, one after another -> their number.
 
-    Modules keep their names and shapes; what they hold is read through them alone. A head that shares its weight with
-    the embedding takes it along. Nothing is packed where this CPU or its compiler lacks the instructions.
+    Modules keep their names and shapes; their weights are read only through them. A head that shares its weight with
+    the embedding packs both. Nothing is packed if this CPU or its compiler lacks the instructions.
     """
     n_packed = 0
     embeddings = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -71,7 +71,7 @@ def pack_linears(model: nn.Module) -> int:
             continue
         tied = embeddings.get(id(module.weight))
         if type(tied) not in (type(None), nn.Embedding, PackedEmbedding):
-            continue  # one rank's rows of a vocabulary, which has a look-up of its own
+            continue  # one rank's rows of a vocabulary, which have their own look-up
         if not hasattr(module.weight, "is_packed"):  # another model may share it
             module.weight.data = pack(module.weight.data)
             module.weight.is_packed = True  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""How many tokens to draft a round: measured step times and the run's own acceptance, over a few tiers.
+"""How many tokens to draft per round: from measured step times and the run's own acceptance, over a few tiers.
 
-A round of gamma drafts costs T_D(gamma) + T_V(gamma) + T_H, what the host adds, and T_S for every token that it emits a
-row, the share of a pass that selects anew what drafts read, where such passes are made. It emits 1 + r_1 + r_1 r_2 +
-... tokens a row, r_i how often the i-th draft was accepted where the one before it was (Leviathan et al. 2023, arXiv
-2211.17192, with a measured r_i where they have alpha). The tier with the most tokens a second wins; 0 is plain
-decoding.
+A round of gamma drafts costs T_D(gamma), a start and a step per draft, T_V(gamma), T_H, the host's share, and T_S for
+every token that it emits per row, the share of a pass that refreshes the selection that drafts read, if there are such
+passes. It emits 1 + r_1 + r_1 r_2 + ... tokens per row, where r_i is how often the i-th draft was accepted if the one
+before it was (Leviathan et al. 2023, arXiv 2211.17192, with a measured r_i in place of alpha). The tier with the most
+tokens per second wins; 0 is plain decoding.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from statistics import mean
 
 Measure = Callable[
     [int, int], tuple[float, float]
-]  # (gamma, n_keys) -> seconds of drafting by tokens (asked of the highest tier), seconds of the target's step
+]  # (gamma, n_keys) -> seconds of drafting per token (for 1 and the highest tier), seconds of the target's step
 
 Steps = Callable[[int], float]  # gamma -> draft steps that drafting so many tokens takes
 
 Selecting = Callable[[int], float]  # n_keys -> seconds of selecting for a token that every row emits
 
-PRIOR = 0.7  # chance that a draft is accepted, until the run has shown its own; later ones are expected as the last
-PRIOR_WEIGHT = 2.0  # drafts that such an expectation counts as
-KEPT_WEIGHT = 8.0  # drafts that what earlier runs accepted counts as: a round of eight rows outweighs it
-DECAY = 0.98  # of what was seen, a round that drafts
-GAIN = 1.02  # a tier must promise this much more before it replaces the last one
+PRIOR = 0.7  # chance that a draft is accepted, until the run has shown its own; later positions as the last seen
+PRIOR_WEIGHT = 2.0  # number of drafts that this expectation counts as
+RATE = 0.1  # weight of a new step time, once a few were seen
+KEPT_WEIGHT = 8.0  # number of drafts that earlier runs count as: a round of eight rows outweighs them
+DECAY = 0.98  # of older observations, per round that drafts
+GAIN = 1.02  # a tier must promise this factor before it replaces the last one
 FIRST_PROBE, LAST_PROBE = 48, 768  # plain rounds after which drafting is tried again: doubled each time it does not pay
-FIRST_ROUNDS = 8  # of which the quickest says what the host adds: the others may build what they are the first to use
+FIRST_ROUNDS = 8  # the quickest of them gives the host's share: the others may build what they are the first to use
 
 
 def rising(seconds: Sequence[float]) -> list[float]:
-    """The nearest numbers (least squares) of which none is less than the one before: those that fall are pooled."""
+    """The nearest non-decreasing numbers (least squares): those that decrease are pooled."""
     pools: list[list[float]] = []
     for one in seconds:
         pools.append([one])
@@ -42,44 +43,41 @@ def rising(seconds: Sequence[float]) -> list[float]:
 class StepTimes:
     """Seconds of one kind of step as a line over the keys in view, corrected as the run goes.
 
-    With fewer keys than were timed it is expected to take as long as with the fewest: a line that noise tilts would
-    promise steps for nothing there.
+    With fewer keys than were timed it is expected to take as long as with the fewest: a line tilted by noise would
+    promise steps at no cost there.
     """
 
     def __init__(self, small: tuple[int, float], large: tuple[int, float]) -> None:
         (self.few, fast), (many, slow) = small, large
         self.slope = max(0.0, (slow - fast) / (many - self.few)) if many > self.few else 0.0
-        self.base = max(fast, 1e-9)  # with few keys; what is nothing no correction corrects
-        self.correction = 1.0
+        self.base = max(fast, 1e-9)  # with few keys; a factor could never correct 0
+        self.correction, self.seen = 1.0, 0
 
     def __call__(self, n_keys: int) -> float:
         """Expected seconds with n_keys in view."""
-        return self._timed(n_keys) * self.correction
+        return (self.base + self.slope * max(0, n_keys - self.few)) * self.correction
 
     def learn(self, n_keys: int, seconds: float) -> None:
-        """Follow the machine: one slow step among many moves little."""
-        seen = seconds / self._timed(n_keys)
-        self.correction += 0.1 * (min(seen, 1.5 * self.correction) - self.correction)
-
-    def _timed(self, n_keys: int) -> float:
-        """Seconds by what was timed at first."""
-        return self.base + self.slope * max(0, n_keys - self.few)
+        """Follow the machine: the first steps change much, later ones little, and one slow step never does."""
+        self.seen += 1
+        self.correction *= 1 + max(RATE, 1 / (1 + self.seen)) * (min(seconds / self(n_keys), 1.5) - 1)
 
 
 class GammaPlanner:
-    """Chooses gamma round by round; a fixed gamma is chosen always."""
+    """Chooses gamma round by round; a fixed gamma is always chosen."""
 
     def __init__(self, gamma: int | str, tiers: Sequence[int]) -> None:
         self.fixed = None if isinstance(gamma, str) else gamma
         self.tiers = tuple(tiers)
         self.draft: StepTimes | None = None  # one draft step
+        self.start: StepTimes | None = None  # the time of drafting outside its steps, such as from cold caches
         self.verify: dict[int, StepTimes] = {}  # the target's step, by gamma
         self.host = 0.0  # seconds of a round that are neither
-        self._host_rounds = 0  # that have told of these
+        self._host_rounds = 0  # rounds that have reported these
         self.steps: Steps = float
         self.select: StepTimes | None = None  # selecting, for a token that every row emits
         self._last = 0
-        self._plain_rounds = self._drafting_rounds = 0  # since drafting was last tried again
+        self._plain_rounds = self._drafting_rounds = 0  # since drafting was last retried
         self._probe_after = FIRST_PROBE
         # by position in the round: drafts that followed accepted ones, and how many of them were; older ones fade
         self._trials = [0.0] * max(self.tiers, default=0)
@@ -88,38 +86,44 @@ class GammaPlanner:
     def calibrate(
         self, measure: Measure, few: int, many: int, selecting: Selecting | None = None, steps: Steps | None = None
     ) -> None:
-        """Time the steps, and selecting where there is any, with few and with many keys in view.
+        """Time the steps, and selecting if there is any, with few and with many keys in view.
 
-        steps: None where each token takes a draft step of its own.
+        steps: None if each token takes one draft step.
         """
         if self.fixed is not None:
             return
         self.steps, highest = steps or float, max(self.tiers)
-        # each tier: kernels take rows by tiles, so that one draft more may cost nothing, or as much as the four before
+        # each tier: kernels take rows by tiles, so one more draft may cost nothing, or as much as the four before it
         at = {(g, n): measure(g, n) for g in self.tiers for n in (few, many)}
-        share = highest / self.steps(highest)
-        self.draft = StepTimes((few, share * at[highest, few][0]), (many, share * at[highest, many][0]))
-        # no draft more makes the target's step shorter: where one seems to, that is noise
+        parts = [self._parted(at[1, n][0], highest * at[highest, n][0]) for n in (few, many)]
+        self.start, self.draft = (StepTimes((few, quick), (many, slow)) for quick, slow in zip(*parts, strict=True))
+        # an additional draft never makes the target's step shorter: if it seems to, that is noise
         quick, slow = (rising([at[g, n][1] for g in self.tiers]) for n in (few, many))
         times = zip(self.tiers, quick, slow, strict=True)
         self.verify = {g: StepTimes((few, at_few), (many, at_many)) for g, at_few, at_many in times}
         if selecting:
             self.select = StepTimes((few, selecting(few)), (many, selecting(many)))
 
+    def _parted(self, one: float, most: float) -> tuple[float, float]:
+        """Seconds of drafting outside its steps, and of one step: from drafting one token and drafting the most."""
+        fewer, more = self.steps(1), self.steps(max(self.tiers))
+        step = min(max(0.0, most - one) / (more - fewer), most / more)  # noise must not make either negative
+        return most - more * step, step
+
     def begin(self) -> None:
-        """A new run: what earlier ones accepted counts little."""
+        """A new run: acceptance in earlier ones counts little."""
         self._forget(KEPT_WEIGHT)
         self._probe_after = FIRST_PROBE
 
     def _forget(self, weight: float) -> None:
-        """Let what was seen count as so many drafts at most."""
+        """Let past observations count as at most this many drafts."""
         for i, trials in enumerate(self._trials):
             keep = min(1.0, weight / trials) if trials else 1.0
             self._trials[i], self._accepted[i] = trials * keep, self._accepted[i] * keep
         self._plain_rounds = self._drafting_rounds = 0
 
     def choose(self, n_keys: int) -> int:
-        """Gamma of the next round, whose steps take as long as if each slot read n_keys, see Round.keys_read."""
+        """Gamma of the next round; its steps take as long as if each slot read n_keys, see Round.keys_read."""
         if self.fixed is not None:
             return self.fixed
         speeds = {g: self.tokens(g) / self.seconds(g, n_keys) for g in self.tiers}
@@ -129,30 +133,33 @@ class GammaPlanner:
         if best == 0 and self._plain_rounds >= self._probe_after:
             could = {g: (g + 1) / self.seconds(g, n_keys) for g in self.tiers if g}  # if everything were accepted
             if max(could.values()) > speeds[0]:
-                self._forget(PRIOR_WEIGHT / 2)  # so that one accepted draft is reason enough for more
+                self._forget(PRIOR_WEIGHT / 2)  # so that one accepted draft is enough for more
                 self._probe_after = min(2 * self._probe_after, LAST_PROBE)
                 return max(could, key=lambda g: speeds[g])  # the one that loses least
         return best
 
     def record(self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int]) -> None:
-        """A round took these seconds in the draft's and in the target's steps; accepted drafts of each live row."""
+        """Record a round: seconds in the draft's and in the target's steps, accepted drafts of each live row."""
         if self.fixed is not None or self.draft is None:
             return
+        assert self.start is not None
         self.verify[self._tier(gamma)].learn(n_keys, verifying)
         if not gamma:
             self._last, self._plain_rounds = 0, self._plain_rounds + 1
             return
-        self.draft.learn(n_keys, drafting / self.steps(gamma))
+        share = drafting / self.drafting(gamma, n_keys)
+        self.draft.learn(n_keys, share * self.draft(n_keys))
+        self.start.correction = self.draft.correction
         for i in range(len(self._trials)):
             self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
             self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)
         self._last = self._tier(gamma)
         self._drafting_rounds += 1
-        if self._drafting_rounds >= FIRST_PROBE:  # it has paid for a while
+        if self._drafting_rounds >= FIRST_PROBE:  # drafting has paid for a while
             self._probe_after = FIRST_PROBE
 
     def record_host(self, seconds: float) -> None:
-        """A round took so many seconds beside its steps: one slow round among many moves little."""
+        """Record a round's seconds outside its steps: one slow round among many changes little."""
         self._host_rounds += 1
         if self._host_rounds <= FIRST_ROUNDS:
             self.host = min(seconds, self.host or seconds)
@@ -160,16 +167,16 @@ class GammaPlanner:
             self.host += 0.1 * (min(seconds, 1.5 * self.host) - self.host)
 
     def record_whole(self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int]) -> None:
-        """A round took so many seconds in all (None: unknown); its parts are taken to have the expected shares."""
+        """Record a round's total seconds (None: unknown); its parts are assumed to have the expected shares."""
         if self.fixed is not None or self.draft is None:
             return
         tier = self._tier(gamma)
-        drafting, verifying = self.steps(gamma) * self.draft(n_keys), self.verify[tier](n_keys)
+        drafting, verifying = self.drafting(gamma, n_keys), self.verify[tier](n_keys)
         scale = 1.0 if seconds is None else seconds / (drafting + verifying + self.selecting(gamma, n_keys))
         self.record(gamma, n_keys, drafting * scale, verifying * scale, accepted)
 
     def tokens(self, gamma: int) -> float:
-        """Tokens that a round of gamma drafts is expected to emit a row."""
+        """Tokens per row that a round of gamma drafts is expected to emit."""
         total, share, rate = 1.0, 1.0, PRIOR
         for i in range(gamma):
             rate = (self._accepted[i] + PRIOR_WEIGHT * rate) / (self._trials[i] + PRIOR_WEIGHT)
@@ -178,15 +185,19 @@ class GammaPlanner:
         return total
 
     def seconds(self, gamma: int, n_keys: int) -> float:
-        """What a round of gamma drafts is expected to take."""
-        assert self.draft is not None
-        known = self.steps(gamma) * self.draft(n_keys) + self.verify[gamma](n_keys) + self.host
+        """Seconds that a round of gamma drafts is expected to take."""
+        known = self.drafting(gamma, n_keys) + self.verify[gamma](n_keys) + self.host
         return known + self.selecting(gamma, n_keys)
 
+    def drafting(self, gamma: int, n_keys: int) -> float:
+        """Seconds that drafting gamma tokens is expected to take."""
+        assert self.draft is not None and self.start is not None
+        return self.start(n_keys) + self.steps(gamma) * self.draft(n_keys) if gamma else 0.0
+
     def selecting(self, gamma: int, n_keys: int) -> float:
-        """What a round of gamma drafts is expected to add to the passes that select anew: they come by tokens."""
+        """Seconds of refreshing passes that a round of gamma drafts is expected to cause: they come by tokens."""
         return self.tokens(gamma) * self.select(n_keys) if gamma and self.select else 0.0
 
     def _tier(self, gamma: int) -> int:
-        """The tier whose step a round of gamma drafts ran nearly: rounds at a text's end draft less than was chosen."""
+        """The tier nearest to a round of gamma drafts: rounds at the end of a text draft less than was chosen."""
         return min(self.tiers, key=lambda g: (abs(g - gamma), g))

@@ -1,4 +1,4 @@
-"""Prompts into the cache, chunk by chunk; what a slot already holds of a prompt is not computed again.
+"""Prompts into the cache, chunk by chunk; the part of a prompt that a slot already holds is not computed again.
 
 Shapes: T tokens of a chunk, L layers.
 """
@@ -28,9 +28,9 @@ def prefill_step(
 
 
 class Filling:
-    """A slot on its way to hold a prompt, a chunk a step: rounds of the other slots may come between two steps.
+    """A slot that is being filled with a prompt, one chunk per step: rounds of other slots may run between two steps.
 
-    Until it is finished nothing in the slot is relied on, and one that is given up needs no care.
+    Until it is finished nothing relies on the slot, so it can be abandoned without clean-up.
     """
 
     def __init__(self, prefill: Prefill, slot: int, body: Sequence[int], start: int) -> None:
@@ -51,7 +51,7 @@ class Filling:
         return size
 
     def finish(self) -> None:
-        """All is computed: the slot holds body from now on, and idles behind it."""
+        """Everything is computed: the slot holds body from now on, and idles after it."""
         assert not self.left
         self.prefill.hold(self.slot, self.body)
 
@@ -59,14 +59,14 @@ class Filling:
 class Prefill:
     """Fills slots of one cache with one model, and remembers which prompt each slot was filled with.
 
-    A prompt that begins as one that any slot holds is computed from the first chunk that differs: the same chunks give
-    the same bits, so reuse changes nothing but the time.
+    A prompt that begins like one that any slot holds is computed from the first chunk that differs: equal chunks give
+    bit-identical results, so reuse changes nothing but the time.
     """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
-        # the largest that the rest of a prompt fills comes first; one that no prompt fills would be built for nothing,
-        # and tried out past the end of the cache
+        # the largest size that the rest of a prompt fills is used first; one that no prompt can fill would be built for
+        # nothing, and tried past the end of the cache
         longest = runner.cache.max_seq_len - 1  # the last token of a prompt is decoded
         self.sizes = [size for size in traits_of(runner.device).chunks if size <= max(longest, CHUNK)]
         self._step = CompiledStep(prefill_step, compiled=runner.compiled)
@@ -79,7 +79,7 @@ class Prefill:
         return self._step.graphs
 
     def warm_up(self) -> None:
-        """Compile the steps, once; slots lose what they hold."""
+        """Compile the steps, once; slots lose their prompts."""
         if not self._warm:
             for size in self.sizes:
                 self.chunk(0, [0] * size, 0)
@@ -88,7 +88,7 @@ class Prefill:
             self._warm = True
 
     def reusable(self, slot: int, body: Sequence[int]) -> int:
-        """Tokens at the beginning of body whose keys the slot still holds, in whole large chunks or all."""
+        """Tokens at the beginning of body whose keys the slot still holds: whole large chunks, or all of body."""
         held = self._held[slot]
         shared = next(
             (i for i, (a, b) in enumerate(zip(held, body, strict=False)) if a != b), min(len(held), len(body))
@@ -108,15 +108,15 @@ class Prefill:
         return computed
 
     def begin(self, slot: int, body: Sequence[int]) -> Filling:
-        """Take over what any slot holds of body; the rest is computed by the steps of what is returned.
+        """Copy the part of body that any slot holds -> an object whose steps compute the rest.
 
-        Rounds write for idle slots, too, from seq_len on, whoever drafts and some of it before. So until it is finished
-        the slot stands in the middle of the spare split behind the capacity, of which nobody reads.
+        Rounds also write for idle slots, from seq_len on, and some drafts slightly before it. So until it is finished
+        the slot's seq_len is in the middle of the spare split past the capacity, which is never read.
         """
-        others = sorted(range(len(self._held)), key=lambda other: other != slot)  # of equals the slot itself
+        others = sorted(range(len(self._held)), key=lambda other: other != slot)  # ties go to the slot itself
         source = max(others, key=lambda other: self.reusable(other, body))
         kept = self.reusable(source, body)
-        self._held[slot] = []  # nothing to rely on, should a step fail half-way
+        self._held[slot] = []  # so that nothing relies on it if a step fails half-way
         cache = self.runner.cache
         if source != slot:
             cache.copy(source, slot, kept)
@@ -125,18 +125,18 @@ class Prefill:
         return Filling(self, slot, body, kept)
 
     def hold(self, slot: int, body: Sequence[int]) -> None:
-        """The keys of body are in the slot: rely on them."""
+        """Record that the slot holds the keys of body, for reuse."""
         self._held[slot] = list(body)
         self.runner.cache.seq_len[slot] = len(body)
 
     def keep(self, slot: int, n: int) -> None:
-        """Rely on no more than the first n tokens of a slot: what follows them is written over."""
+        """Record that only the first n tokens of a slot can be reused: the rest will be overwritten."""
         del self._held[slot][max(0, n) :]
 
     def chunk(self, slot: int, tokens: Sequence[int], start: int) -> None:
         """Write the keys and values of up to CHUNK tokens, or of a larger size, from position start on.
 
-        Padding lands beyond them.
+        Padding is written after them.
         """
         padded = torch.zeros(max(CHUNK, len(tokens)), dtype=torch.int64)
         padded[: len(tokens)] = torch.tensor(list(tokens), dtype=torch.int64)

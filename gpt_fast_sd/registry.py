@@ -1,7 +1,7 @@
-"""Who may draft, by name, and the file in policies/ that each stands in: a new one is its file and one line here.
+"""The draft policies by name, each with its file in policies/: a new one is its file and one line here.
 
-A view says which entries of a cache a drafting model reads. The target drafts through any of them, so that the name of
-a view is the name of a policy, too.
+A view says which entries of a cache a drafting model reads. The target can draft through any of them, so the name of
+a view is also the name of a policy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DRAFTERS: dict[str, Any] = {
 
 
 def policies() -> tuple[str, ...]:
-    """All that DraftConfig.policy may be."""
+    """All allowed values of DraftConfig.policy."""
     return ("off", *VIEWS, *DRAFTERS)
 
 
@@ -42,20 +42,20 @@ def policy_class(name: str) -> Any:
 
 
 def heeds(name: str) -> set[str]:
-    """The fields of DraftConfig that a policy heeds."""
+    """The fields of DraftConfig that a policy uses."""
     return {*policy_class(name).flags, *(view_class(name).flags if name in VIEWS else ())}
 
 
 def register(name: str, made: type) -> None:
-    """Let a View or a DraftPolicy of your own be named; ValueError where it is neither, or the name is taken."""
+    """Register a View or a DraftPolicy of your own by name; ValueError if it is neither, or the name is taken."""
     kinds = (("View", VIEWS), ("DraftPolicy", DRAFTERS))
     places = [place for kind, place in kinds if isinstance(made, type) and issubclass(made, _found(f"base.{kind}"))]
     if not places:
-        raise ValueError(f"what is registered is a class of View or of DraftPolicy, got {made!r:.80}")
+        raise ValueError(f"a registered policy must be a subclass of View or DraftPolicy, got {made!r:.80}")
     if not (isinstance(name, str) and name.isidentifier()):
-        raise ValueError(f"the name of a policy is one word, got {name!r:.80}")
+        raise ValueError(f"the name of a policy must be one word, got {name!r:.80}")
     if name in policies():
-        raise ValueError(f"there is a policy {name!r} already")
+        raise ValueError(f"there is already a policy {name!r}")
     places[0][name] = made
 
 

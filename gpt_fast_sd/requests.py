@@ -21,7 +21,7 @@ Prompt = str | Sequence[int]
 
 
 class Decoder(Protocol):
-    """Turns tokens into text as far as it is settled."""
+    """Turns tokens into text, up to what is certain."""
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that these tokens complete."""
@@ -36,7 +36,7 @@ class Decoder(Protocol):
 class Completion:
     """One finished prompt.
 
-    tokens end with the EOS token, or the one that completed a stop string, if that ended them; text holds neither.
+    tokens end with the EOS token, or with the one that completed a stop string, if that ended them; text has neither.
     """
 
     index: int
@@ -52,7 +52,7 @@ class TokenEvent:
 
     pieces holds the text that became certain with each token, text all of it; both may lag behind tokens (an unfinished
     character, a possible stop string). refused holds the drafts that the target judged and did not keep, in their
-    order: the last token stands in the place of the first of them. completion comes with the last event.
+    order: the last token is in the place of the first of them. completion comes with the last event.
     """
 
     index: int
@@ -68,12 +68,12 @@ class TokenEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundEvent:
-    """One round of all rows, as it went; see Engine.on_round.
+    """The record of one round of all rows; see Engine.on_round.
 
-    seconds is its part of EngineStats.decode_seconds, draft_seconds and verify_seconds are parts of it (both 0 where
-    the round was one CUDA graph); prefill_seconds came between the round before and this one. read holds, of each
-    prompt by its index, the share of layers and kv heads that read each position in the last draft step, fp32 [S]; of
-    a draft model those of its own cache. It is empty where nothing was drafted, and where the round was one CUDA graph.
+    seconds is its part of EngineStats.decode_seconds, draft_seconds and verify_seconds are parts of it (both 0 if the
+    round was one CUDA graph); prefill_seconds passed between the round before and this one. read holds, for each
+    prompt by its index, the share of layers and kv heads that read each position in the last draft step, fp32 [S]; for
+    a draft model, those of its own cache. It is empty if nothing was drafted, or if the round was one CUDA graph.
     """
 
     gamma: int
@@ -100,7 +100,7 @@ class Request:
     rounds: int = 0
     drafted: list[int] = field(default_factory=list)  # by position in the round
     accepted: list[int] = field(default_factory=list)
-    _held: str = ""  # settled text that may be the beginning of a stop string
+    _held: str = ""  # certain text that may be the beginning of a stop string
 
     @property
     def length(self) -> int:
@@ -115,10 +115,10 @@ class Request:
         accepted: int = 0,
         refused: Sequence[int] = (),
     ) -> TokenEvent:
-        """Take the tokens of one round, up to the one that ends the text; finish_reason is set when one did.
+        """Take the tokens of one round, up to the one that ends the text; finish_reason is set if one did.
 
-        judged and accepted count the round's drafts, refused are those between; what is behind the end of the text does
-        not count.
+        judged and accepted count the round's drafts, refused are the others; drafts past the end of the text do not
+        count.
         """
         self.rounds += 1
         pieces: list[str] = []
@@ -155,7 +155,7 @@ class Request:
         return shown
 
     def _settle(self, piece: str) -> str:
-        """Text that can be shown: nothing of a stop string, nor of what may yet become one."""
+        """Text that can be shown: no part of a stop string, nor of what may yet become one."""
         pending = self._held + piece
         stops = self.params.stop_strings
         found = [at for at in (pending.find(stop) for stop in stops) if at >= 0]
@@ -179,7 +179,7 @@ class Request:
 
 
 class Intake:
-    """Makes requests of prompts, for one model and one length of its rows; whatever is wrong is said before any work.
+    """Makes requests from prompts, for one model and one row length; every error is raised before any work.
 
     A prompt is a text or a list of token ids, alone or as (prompt, SamplingParams).
     """
@@ -190,11 +190,11 @@ class Intake:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """What ends a text: as the model says, or else its tokenizer."""
+        """The tokens that end a text: the model's or, if it names none, the tokenizer's."""
         return self._model_eos_ids or (self.tokenizer.eos_ids if self.tokenizer else ())
 
     def all(self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
-        """A request of each prompt, params one for all or one each; ValueError for the first that cannot run."""
+        """A request per prompt, params one for all or one each; ValueError for the first that cannot run."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
         if params is None or isinstance(params, SamplingParams):
@@ -203,11 +203,11 @@ class Intake:
             raise ValueError(f"{len(prompts)} prompts need one SamplingParams, or one each, got {len(params)}")
         twice = next((i for i, prompt in enumerate(prompts) if _brings_params(prompt)), None)
         if twice is not None:
-            raise ValueError(f"prompt {twice} brings its own SamplingParams, and params holds some for it, too")
+            raise ValueError(f"prompt {twice} has its own SamplingParams, and params has some for it, too")
         return [self.one(i, prompt, p) for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))]
 
     def each(self, prompts: Iterable[Any], params: SamplingParams | None) -> Iterator[Request | None]:
-        """Each request is made, and its ValueError raised, when it is asked for; None stands for no prompt now."""
+        """Each request is made, and its ValueError raised, when it is taken; None means no prompt now."""
         index = 0
         for prompt in prompts:
             yield None if prompt is None else self.one(index, *_apart(prompt, params))
@@ -220,7 +220,7 @@ class Intake:
         if not isinstance(prompts, Iterable):
             raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
         if not (params is None or isinstance(params, SamplingParams)):
-            raise ValueError("prompts that are no list take one SamplingParams, or come as (prompt, SamplingParams)")
+            raise ValueError("prompts that are not a list take one SamplingParams, or come as (prompt, SamplingParams)")
         return Waiting(self.each(prompts, params))
 
     def one(self, index: int, prompt: object, params: object) -> Request:
@@ -245,7 +245,7 @@ class Intake:
         return Request(index, ids, params, frozenset(self.eos_ids), decoder)
 
     def checked(self, tokens: Any, name: str) -> list[int]:
-        """Token ids of the vocabulary, one at least; the ValueError names them so."""
+        """Token ids of the vocabulary, at least one; the ValueError calls them by this name."""
         try:
             ids = [operator.index(token) for token in tokens]
         except TypeError:
@@ -258,7 +258,7 @@ class Intake:
         return ids
 
     def scored(self, tokens: Any, last: int | None) -> tuple[list[int], int]:
-        """Token ids whose logits are asked for, those of the last ones or (None) of all -> ids, the first that is."""
+        """Token ids whose logits are wanted, of the last ones or (None) of all -> ids, index of the first wanted."""
         ids = self.checked(tokens, "tokens")
         if len(ids) > self.max_seq_len:
             raise ValueError(f"logits of {len(ids):,} tokens do not fit: max_seq_len is {self.max_seq_len:,}")
@@ -271,13 +271,13 @@ class Waiting:
     """Requests in the order they came, each taken when a slot is free for it; `over` is set when no more will come."""
 
     def __init__(self, requests: Sequence[Request] | Iterator[Request | None]) -> None:
-        """An iterator makes each request when it is asked for it; its None is no request now."""
+        """An iterator makes each request when it is taken; None from it means no request now."""
         self.known = requests if isinstance(requests, Sequence) else ()  # before they are taken
         self.over = False
         self._rest = iter(requests)
 
     def take(self) -> Request | None:
-        """The next one; None where there is none, now or any more."""
+        """The next one; None if there is none now, or no more."""
         try:
             return next(self._rest)
         except StopIteration:
@@ -286,7 +286,7 @@ class Waiting:
 
 
 class Arrival:
-    """A request whose slot is being filled, and what is prefilled for it: the target's cache, and a draft's own."""
+    """A request whose slot is being filled, and the caches being filled for it: the target's, and a draft's own."""
 
     def __init__(self, slot: int, request: Request, fillings: Sequence[Filling]) -> None:
         self.slot, self.request, self.fillings = slot, request, fillings
@@ -299,7 +299,7 @@ class Arrival:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that begins stop."""
+    """Length of the longest end of text that is a beginning of stop."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -309,5 +309,5 @@ def _brings_params(prompt: object) -> bool:
 
 
 def _apart(prompt: Any, params: SamplingParams | None) -> tuple[Any, SamplingParams]:
-    """A prompt, and its own parameters where it brings them, else these (None: the default)."""
+    """A prompt, with its own parameters if it has them, else these (None: the default)."""
     return (prompt[0], prompt[1]) if _brings_params(prompt) else (prompt, params or SamplingParams())

@@ -1,14 +1,14 @@
 """A round of speculative decoding: draft, verify, accept, commit. The host reads nothing inside it.
 
-    draft    a policy proposes gamma tokens x a row, each drawn from its own q
-    verify   one step of the target, over the pending token and the drafts, says p at all gamma + 1 places
-    accept   drafts stay as long as u < p(x) / q(x); the target's own token follows them, drawn from (p - q)+ where a
-             draft was refused, from p where none was: so what is emitted follows p exactly, whatever was drafted
+    draft    a policy proposes gamma tokens x per row, each drawn from its own q
+    verify   one step of the target, over the pending token and the drafts, gives p at all gamma + 1 places
+    accept   drafts stay as long as u < p(x) / q(x); the target's own token follows them, drawn from (p - q)+ if a
+             draft was refused, from p if none was: so what is emitted follows p exactly, whatever was drafted
              (Leviathan et al. 2023, arXiv 2211.17192; verify_sampled in acceptance.py)
-    commit   text and seq_len grow by what was accepted and by that token; the keys of refused drafts lie behind
+    commit   text and seq_len grow by what was accepted and by that token; the keys of refused drafts are past
              seq_len, where the next round writes (BatchState.commit)
 
-Shapes: B slots, V vocabulary, gamma tokens drafted a round.
+Shapes: B slots, V vocabulary, gamma tokens drafted per round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .target import TargetSteps
 
 
 class Round(TargetSteps):
-    """The round that is made of the target's steps and of a policy's drafts."""
+    """A round, made of the target's steps and of a policy's drafts."""
 
     def __init__(
         self, target: Runner, state: BatchState, policy: DraftPolicy | None, draft: DraftConfig, *, width: int = 0
@@ -62,7 +62,7 @@ class Round(TargetSteps):
     def accept(self, logits: Tensor, draft: Draft, kind: Kind) -> Tensor:
         """Accept and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], see accept_step.
 
-        Compiled it is one graph for each kind of sampling and each of three lengths: no draft, one, and more.
+        Compiled, it is one graph for each kind of sampling and each of three lengths: no draft, one, and more.
         """
         width, beside = logits.shape[1], (draft.q, draft.proposer, self.replay)
         if width > 2:
@@ -74,8 +74,8 @@ class Round(TargetSteps):
 
     @property
     def page(self) -> int:
-        """Keys whose attention mass the verification sums for the policy, 0 where it wants none."""
-        own = getattr(self.policy, "page", None)  # of one that was set, and that selects by its own
+        """Keys whose attention mass the verification sums for the policy, 0 if it wants none."""
+        own = getattr(self.policy, "page", None)  # of a policy that was set by hand and has its own page
         return (own or self.draft.page) if self.policy and self.policy.wants_mass else 0
 
     @property
@@ -84,7 +84,7 @@ class Round(TargetSteps):
         return self.decode.graphs + self.verify.graphs + self.accept_compiled.graphs
 
     def keep_steps(self, before: Round) -> None:
-        """Go on with what earlier rounds of the same target have compiled."""
+        """Reuse what earlier rounds of the same target have compiled."""
         self.decode, self.verify, self.accept_compiled = before.decode, before.verify, before.accept_compiled
         self.replay = before.replay
 
@@ -95,7 +95,7 @@ def accept_step(state: BatchState, kind: Kind, logits: Tensor, draft: Draft, rep
     A row holds what BatchState.commit gives, then who proposed each draft, then the first refused draft, if any.
     """
     max_accept = torch.minimum(draft.count, state.remaining - 1).clamp(min=0)  # [B], room for the target's own token
-    # a token's randomness hangs on its row's seed and its position alone
+    # a token's randomness depends only on its row's seed and its position
     pos = state.seq_len[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, gamma + 1]
     result, _ = state.accept(
         logits, pos, kind, draft.tokens, draft.q, max_accept, accept=ACCEPT_STREAM, own=TARGET_STREAM
@@ -103,7 +103,7 @@ def accept_step(state: BatchState, kind: Kind, logits: Tensor, draft: Draft, rep
     if replay is not None:
         result = replay.apply(result, draft.tokens, max_accept)
     by_whom = draft.proposer if draft.proposer is not None else torch.zeros_like(draft.tokens)  # [B, gamma]
-    # commit puts the next token in its place; and it writes the rows, of which the drafts may be a view
+    # commit puts the next token in its place; and it writes the rows, and the drafts may be a view of these
     refused = F.pad(draft.tokens, (0, 1)).gather(1, result.n_accepted[:, None])  # [B, 1]
     committed = state.commit(draft.tokens, max_accept, result)  # [B, gamma + 4]
     return torch.cat([committed, by_whom, refused], 1)

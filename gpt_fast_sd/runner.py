@@ -1,4 +1,4 @@
-"""A model with the cache that it reads and writes: what prefill, decoding and self-drafts run."""
+"""A model with the cache that it reads and writes, as used by prefill, decoding and self-drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .compiling import Options
 
 @dataclass(frozen=True)
 class Runner:
-    """A model and the cache it reads and writes. A self-draft's is the target's own."""
+    """A model and the cache that it reads and writes. A self-draft uses the target's own."""
 
     model: Transformer
     cache: KVCache

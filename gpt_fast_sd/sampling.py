@@ -26,7 +26,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 class Kind(NamedTuple):
-    """How the rows of a round choose their tokens; known on the host, so that a round skips what none of them needs."""
+    """How the rows of a round choose their tokens; known on the host, so that a round skips what no row needs."""
 
     sampled: bool = False  # whether any of them samples
     filtered: bool = False  # whether any of those filters
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
         return Kind(bool(sampling), any(p.top_k or p.top_p not in (None, 1.0) or p.min_p for p in sampling))
 
     def to_come(self) -> list[Kind]:
-        """The kinds of rounds that a batch of such requests may come to: some end before others."""
+        """The kinds of rounds that a batch of such requests may have: some end before others."""
         return [GREEDY, *([Kind(True, False)] if self.sampled else []), *([self] if self.filtered else [])]
 
 
@@ -54,7 +54,7 @@ class SamplingTable:
 
     temperature: Tensor  # fp32 [B], 0 is greedy
     top_k: Tensor  # int64 [B]
-    top_p: Tensor  # fp64 [B], as asked: 0.3 of ten equal tokens is three, of which an fp32 0.3 is a little more
+    top_p: Tensor  # fp64 [B], as given: 0.3 of ten equal tokens is three, but an fp32 0.3 is slightly more
     min_p: Tensor  # fp64 [B]
     seed: Tensor  # int64 [B]
 
@@ -84,14 +84,14 @@ class SamplingTable:
 
 
 def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True, kernel: bool = True) -> Tensor:
-    """The distributions each row samples from: logits [B, V] or [B, T, V] -> fp32 of that shape, sums over V are 1.
+    """The distribution that each row samples from: logits [B, V] or [B, T, V] -> fp32 of that shape, sums over V are 1.
 
     Temperature, then top-k (ties with the k-th stay), then top-p (the smallest set of most likely tokens whose mass
-    reaches p; of equally likely ones the lowest ids), then min-p (tokens at least min_p times as likely as the best):
-    the order of Hugging Face generate. What a filter keeps is decided by exp in fp64, in units of 2**-44 of the best
-    token's, so by exact sums: it hangs neither on the batch nor, but for the last bit of an exp, on the device. A row
-    that is greedy is one-hot at its argmax (the lowest id of equals). filtered=False skips the filters; allowed only
-    when every one is off. kernel=False: not by a kernel of ours that may have to be built first.
+    reaches p; ties go to the lowest ids), then min-p (tokens at least min_p times as likely as the best): the order of
+    Hugging Face generate. Filters decide by exp in fp64, in units of 2**-44 of the best token's, so by exact sums: the
+    result depends neither on the batch nor, except for the last bit of an exp, on the device. A greedy row is one-hot
+    at its argmax (ties go to the lowest id). filtered=False skips the filters; allowed only if all of them are off.
+    kernel=False: not by a kernel of ours that may have to be built first.
     """
     if logits.dim() == 3:
         rows = table.repeated(logits.shape[1])
@@ -100,10 +100,10 @@ def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True
     if kernel and cpu_sampling_fits(logits):
         return cpu_distributions(logits, table.temperature, table.top_k, table.top_p, table.min_p.log())
     greedy = table.temperature == 0
-    # the best logit is 0 before the division, so that no temperature, however small, makes an infinity
+    # the best logit is 0 before the division, so that no temperature, however small, overflows
     scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, table.temperature)[:, None]
     if filtered:
-        # a greedy row, or a slot that nobody has, is not worth a search
+        # a greedy row, or a free slot, is not worth a search
         top_k = torch.where(greedy, logits.shape[-1], table.top_k)
         cut, last = (x[:, None] for x in likeliest(scaled, top_k, torch.where(greedy, 1.0, table.top_p)))  # [B, 1]
         place = torch.arange(logits.shape[-1], device=logits.device)

@@ -1,4 +1,4 @@
-"""Which request is where: waiting, being prefilled, decoded in a slot; rounds are launched for those, and collected.
+"""Which request is where: waiting, being prefilled, decoded in a slot. Rounds are launched for the last, and collected.
 
 Shapes: B slots, S cache capacity.
 """
@@ -28,7 +28,7 @@ from .stats import EngineStats
 
 
 class Schedule:
-    """B slots, what occupies them, and the rounds under way; see Engine for on_progress and on_round."""
+    """B slots, what occupies them, and the rounds in flight; see Engine for on_progress and on_round."""
 
     on_progress: Callable[[str, int, int], None] | None = None
     on_round: Callable[[RoundEvent], None] | None = None
@@ -42,10 +42,10 @@ class Schedule:
         self.n_rounds = 0  # launched, in all calls
         self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
         self.stats = EngineStats()
-        self._collected_at: float | None = None  # clock at the last collection, None: something else came since
-        self._chosen: int | None = None  # gamma of the round that is next
-        self._graphs_before = 0  # the call that runs
-        self._told = 0.0, 0.0  # decode and prefill seconds when on_round was told last
+        self._collected_at: float | None = None  # clock at the last collection, None: something else ran since
+        self._chosen: int | None = None  # gamma of the next round
+        self._graphs_before = 0  # at the start of the current call
+        self._told = 0.0, 0.0  # decode and prefill seconds at the last call of on_round
         self.use(rounds)
 
     def use(self, rounds: Rounds) -> None:
@@ -55,20 +55,20 @@ class Schedule:
 
     @property
     def policy(self) -> DraftPolicy | None:
-        """Who drafts."""
+        """The draft policy, None for plain decoding."""
         return self.rounds.policy
 
     @property
     def gammas(self) -> list[int]:
-        """What a round may draft, the most first: what a step of varying width is built for is its first call's."""
+        """The gammas that a round may have, the largest first: a step of varying width is built for its first call."""
         if not self.policy:
             return [0]
         return list(self.planner.tiers[::-1]) if self.planner.fixed is None else [self.planner.fixed, 0]
 
     def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
-        """Keep the slots filled from the queue, and go round until every request is finished.
+        """Keep the slots filled from the queue, and run rounds until every request is finished.
 
-        require_open raises where the engine was closed meanwhile, by whoever takes the events.
+        require_open raises if the consumer of the events has meanwhile closed the engine.
         """
         self.planner.begin()
         self._collected_at, self._chosen, self._graphs_before = None, None, self.graphs
@@ -83,11 +83,11 @@ class Schedule:
         self.agreement.settle()
 
     def clear(self, *, everything: bool = False) -> None:
-        """End what is under way and free every slot that is taken, or every one.
+        """End work in progress and free every slot in use, or every slot.
 
-        Rounds may still be under way that were launched before their rows were known to be finished.
+        Rounds may still be running that were launched before their rows were known to be finished.
         """
-        if self.arrival:  # it ends with those that are decoded
+        if self.arrival:  # it ends together with the requests being decoded
             self.slots[self.arrival.slot], self.arrival = self.arrival.request, None
         self.rounds.synchronize()
         self.in_flight.clear()
@@ -98,23 +98,23 @@ class Schedule:
     def _refill(self, waiting: Waiting) -> Iterator[TokenEvent]:
         """Let waiting requests into free slots; once some row has begun its text, a round follows each chunk.
 
-        Until then nobody waits: rows that can begin together do, so that the first rounds are as full as the others.
+        Until then nothing has to wait: rows that can begin together do, so the first rounds are as full as later ones.
         """
         while self.arrival or (None in self.slots and not waiting.over):
             request = None if self.arrival else self._next(waiting)
             if not (self.arrival or request):
                 return
-            yield from self._collect_all_but(0)  # what is known is told first, and no round's time is the prefill's
+            yield from self._collect_all_but(0)  # events come first, and prefill does not count as a round's time
             if request:
                 self._admit(request)
             if self._fill() and any(row.rounds for row in self.slots if row):
                 return
 
     def _next(self, waiting: Waiting) -> Request | None:
-        """The next request; None where there is none now."""
-        with torch.inference_mode(False):  # whoever yields prompts is no part of the engine
+        """The next request; None if there is none now."""
+        with torch.inference_mode(False):  # the caller's iterator is not part of the engine
             request = waiting.take()
-        # looked at before the ranks go ways of different lengths
+        # compared before ranks could diverge
         params, texts = (request.params, [request.prompt]) if request else (waiting.over, [])
         self.agreement.note("prompts and parameters", params, texts)
         self.agreement.settle()
@@ -124,7 +124,7 @@ class Schedule:
         """Give the request a free slot, and begin to prefill all but its last prompt token."""
         started, body = time.perf_counter(), request.prompt[:-1]
         free = [slot for slot, occupant in enumerate(self.slots) if occupant is None]
-        slot = max(free, key=lambda slot: self.prefill.reusable(slot, body))  # of equals the first
+        slot = max(free, key=lambda slot: self.prefill.reusable(slot, body))  # ties go to the first
         fillings = [self.prefill.begin(slot, body)]
         if isinstance(self.policy, OwnPrefill):
             fillings += self.policy.prepare(slot, request.prompt)
@@ -133,7 +133,7 @@ class Schedule:
         self.tell("prefill", self.arrival.total - self.arrival.left, self.arrival.total)
 
     def _fill(self) -> bool:
-        """Prefill the next chunk; after the last one the request is decoded. False where none was left to compute."""
+        """Prefill the next chunk; after the last one the request is decoded. False if there was nothing to compute."""
         started, arrival = time.perf_counter(), self.arrival
         assert arrival
         slot, request = arrival.slot, arrival.request
@@ -157,12 +157,12 @@ class Schedule:
         return filling is not None
 
     def tell(self, what: str, done: int, total: int) -> None:
-        """Tell on_progress, where there is anything to do."""
+        """Call on_progress, if there is anything to do."""
         if self.on_progress and total:
             self.on_progress(what, done, total)
 
     def _launch(self, speculate: bool) -> bool:
-        """Start a round: draft, verify, judge, commit. False where those under way have to be collected before."""
+        """Start a round: draft, verify, judge, commit. False if the rounds in flight must be collected first."""
         started, captured = time.perf_counter(), self.rounds.capture_seconds
         live = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
         policy = self.policy if speculate else None
@@ -171,16 +171,16 @@ class Schedule:
             ahead=sum(round_.plan.gamma + 1 for round_ in self.in_flight), number=self.n_rounds + 1,
             follows_a_draft=self._follows_a_draft, drafted_at=self._drafted_at,
         )  # fmt: skip
-        if self._chosen is None:  # once a round, whenever that is launched: to try drafting again is decided only once
+        if self._chosen is None:  # once per round, even if its launch is delayed: a retry of drafting must count once
             self._chosen = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
             if self.planner.fixed is None:  # each process has its own clock
                 self._chosen = self.parallel.same(self._chosen)
         plan = replace(plan, gamma=self._chosen)
-        # a policy is asked whatever is drafted, as it may have to follow every round
+        # a policy is asked even if nothing is drafted, as it may have to follow every round
         if policy and self.in_flight and policy.host_must_wait(plan) and plan.gamma:
             return False
         gamma, self._chosen, self.n_rounds = plan.gamma, None, plan.number
-        if not self.rounds.capture:  # a captured round drafts as planned, and keeps what may still be emitted
+        if not self.rounds.capture:  # a captured round drafts as planned, and keeps only what may still be emitted
             gamma = min(gamma, max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1)
         plan, self._follows_a_draft = replace(plan, gamma=gamma), policy is not None and gamma > 0
         if policy and gamma:
@@ -193,27 +193,27 @@ class Schedule:
         round_ = self.rounds.launch(plan, live, planned=policy is not None, watched=self.on_round is not None)
         self.in_flight.append(round_)
         capturing = self.rounds.capture_seconds - captured
-        if capturing:  # the round before ended meanwhile, nobody knows when
+        if capturing:  # the round before ended meanwhile, at an unknown time
             self._collected_at = None
         self.stats.capture_seconds += capturing
         self.stats.decode_seconds += time.perf_counter() - started - capturing - round_.watching
         return True
 
     def _collect_all_but(self, n: int) -> Iterator[TokenEvent]:
-        """Collect rounds, the oldest first, until no more than n are under way."""
+        """Collect rounds, the oldest first, until at most n are in flight."""
         while len(self.in_flight) > n:
             events = self._collect()
             self.stats.recompiles = self.graphs - self._graphs_before
             yield from events
 
     def _collect(self) -> list[TokenEvent]:
-        """Read a round's result: every live request emits a token at least, finished ones leave their slot."""
+        """Read a round's result: every live request emits at least one token, finished ones leave their slot."""
         started, round_ = time.perf_counter(), self.in_flight.popleft()
         gamma, policy, events = round_.plan.gamma, self.policy, []
         read = round_.read(self.rounds.wait)  # the one host read of a round
         collected = time.perf_counter()
         for slot, request in round_.live:
-            if request.finish_reason:  # known only since the round was launched
+            if request.finish_reason:  # it finished after this round was launched
                 continue
             emitted, judged, accepted, *rest = read[slot]
             tokens, whose, first_refused = rest[: gamma + 1], rest[gamma + 1 : -1], rest[-1]
@@ -237,7 +237,7 @@ class Schedule:
                 self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken)
                 self.planner.record_host(time.perf_counter() - verified - round_.watching)
         elif round_.planned and events:
-            # it ran alone from when the round before was collected, if it was launched by then
+            # the wall time is this round's alone if it was queued before the previous one was collected
             followed = self._collected_at is not None and round_.begun < self._collected_at
             whole = collected - self._collected_at if followed and self._collected_at else None
             self.planner.record_whole(gamma, keys_read, whole, taken)
@@ -260,7 +260,7 @@ class Schedule:
     def release(self, slot: int) -> None:
         """Free a slot."""
         self.slots[slot] = None
-        self.cache.seq_len[slot] = self.prefill.held(slot)  # an idle slot keeps its prompt and scribbles behind it
+        self.cache.seq_len[slot] = self.prefill.held(slot)  # an idle slot keeps its prompt and writes past it
         self.state.free(slot)
         if self.policy:
             self.policy.host_free(slot)

@@ -1,4 +1,4 @@
-"""What a run measured: totals of the engine, and the account of one completion."""
+"""The measurements of a run: totals of the engine, and the statistics of one completion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionStats:
-    """The account of one prompt.
+    """The statistics of one prompt.
 
     A round is one pass of the target. Drafts beyond the end of the output are not counted. By position: how many first,
     second, ... drafts of a round were judged, and accepted.
@@ -33,12 +33,12 @@ class CompletionStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 where nothing was drafted."""
+        """Accepted over drafted tokens; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def tokens_per_round(self) -> float:
-        """Emitted tokens a pass of the target."""
+        """Emitted tokens per pass of the target."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,14 +58,14 @@ class CompletionStats:
 class EngineStats:
     """Totals of the latest generate or stream call.
 
-    prefill_seconds is the wall time of what is done for prompts between rounds: keys copied and computed, also those of
-    a draft's own cache, which prefill_tokens leaves out. decode_seconds is that of rounds, draft_seconds and
-    verify_seconds (of the target's own steps) parts of it; host_seconds is the rest: judging, commit, text,
-    bookkeeping. Of a round that is one CUDA graph no part is timed alone: both parts stay 0, and host_seconds has all.
-    kv_bytes counts what attention reads in the rounds, of drafts and of the target: every slot, to the end of the last
-    split in view. rounds_by_gamma counts the rounds that drafted so many tokens. recompiles counts graphs compiled
-    during the call, compile_seconds is what the engine's one warm-up took. capture_seconds is what capturing
-    rounds as CUDA graphs took, each when it was first needed; it is no part of decode_seconds.
+    prefill_seconds is the wall time of work on prompts between rounds: keys copied and computed, also those of a
+    draft's own cache, which prefill_tokens leaves out. decode_seconds is that of rounds, draft_seconds and
+    verify_seconds (of the target's own steps) are parts of it; host_seconds is the rest: judging, commit, text,
+    bookkeeping. The parts of a round that is one CUDA graph are not timed: both stay 0, and host_seconds has all.
+    kv_bytes counts what attention reads in the rounds, for drafts and the target: every slot, to the end of the last
+    split in view. rounds_by_gamma counts the rounds by how many tokens they drafted. recompiles counts graphs compiled
+    during the call, compile_seconds is the time of the engine's one warm-up. capture_seconds is the time of capturing
+    rounds as CUDA graphs, each when it was first needed; it does not count in decode_seconds.
     """
 
     compile_seconds: float = 0.0
@@ -95,7 +95,7 @@ class EngineStats:
                     counts[i] += 1
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """What two calls counted together; compile_seconds, which calls of one engine share, is the greater one."""
+        """The sum over two calls; compile_seconds, which calls of one engine share, is the greater one."""
         total = EngineStats()
         for name in (one.name for one in fields(self)):
             ours, theirs = getattr(self, name), getattr(other, name)
@@ -116,7 +116,7 @@ class EngineStats:
 
     @property
     def host_seconds(self) -> float:
-        """What of decode_seconds is neither the draft's nor the target's steps."""
+        """The part of decode_seconds that is neither the draft's nor the target's steps."""
         return max(0.0, self.decode_seconds - self.draft_seconds - self.verify_seconds)
 
     @property
@@ -141,12 +141,12 @@ class EngineStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens of all rows; 0 where nothing was drafted."""
+        """Accepted over drafted tokens of all rows; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def tokens_per_round(self) -> float:
-        """Emitted tokens a row and round."""
+        """Emitted tokens per row and round."""
         return self.decode_tokens / self.row_rounds if self.row_rounds else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""The target's steps over all slots: one token a slot or several, compiled once, whoever drafts.
+"""The target's steps over all slots: one token per slot or several, compiled once for all policies.
 
 Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary.
 """
@@ -22,19 +22,19 @@ from .runner import Runner
 
 
 class TargetSteps:
-    """What feeds tokens to the target: every slot's own, from its seq_len on."""
+    """Feeds tokens to the target: each slot's own, from its seq_len on."""
 
     def __init__(self, target: Runner, state: BatchState, *, width: int = 0) -> None:
         """width: tokens that every step feeds (0: as many as needed).
 
-        A width also fixes the view to all of the cache: then no sum hangs on what else is in the batch.
+        A width also fixes the view to all of the cache: then no sum depends on what else is in the batch.
         """
         self.target, self.state, self.width = target, state, width
         self.any_threads = width > 0 and sums_by_row(target)
         compiled = target.compiled
         if self.any_threads and isinstance(compiled, dict):
-            compiled = {**compiled, "cpp.threads": 1}  # of generated loops, which may share a long sum among threads
-        self.decode = CompiledStep(decode_step, compiled=compiled)  # one token a slot
+            compiled = {**compiled, "cpp.threads": 1}  # generated loops may split a long sum among threads
+        self.decode = CompiledStep(decode_step, compiled=compiled)  # one token per slot
         self.verify = CompiledStep(decode_step, compiled=compiled)  # several
 
     @property
@@ -46,14 +46,14 @@ class TargetSteps:
         """Feed tokens [B, T] from each slot's seq_len on, at least n_keys keys in view -> logits [B, T, V], mass."""
         cache, wanted = self.target.cache, self.width or tokens.shape[1]
         tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
-        # a slot without a request scribbles behind what can ever be in view, and so costs no reading of keys
+        # a slot without a request writes past everything that can be in view, so it costs no reading of keys
         start = torch.where(self.state.active, cache.seq_len, cache.capacity)  # [B]
         pos = start[:, None] + torch.arange(wanted, device=tokens.device)  # [B, T]
         step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
         if step is self.verify and not self.width:
             varying(tokens, pos)
         n_splits_carrier = span(cache, self.in_view(n_keys))
-        # with several threads a library may sum one row of a product otherwise than the next
+        # with several threads a library may sum one row of a product in a different order than the next
         with one_thread() if self.width and not self.any_threads else contextlib.nullcontext():
             out: tuple[Tensor, Tensor | None] = step(
                 self.target.model, tokens, pos, cache.layers, n_splits_carrier, page, variant=page
@@ -61,11 +61,11 @@ class TargetSteps:
         return out
 
     def in_view(self, n_keys: int) -> int:
-        """Keys to have in view: with a fixed width all of the cache, so that sums never change their order."""
+        """Keys to have in view: with a fixed width the whole cache, so that sums never change their order."""
         return self.target.cache.capacity if self.width else n_keys
 
     def keys_read(self, plan: RoundPlan) -> int:
-        """Keys that each slot reads in a step, on average: what the step takes hangs on them."""
+        """Keys that each slot reads in a step, on average: the time of the step depends on them."""
         return plan.mean_keys(self.target.shape[1]) if reads_own_keys(self.target) else plan.n_keys
 
 
@@ -75,7 +75,7 @@ def decode_step(
     """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
 
     n_splits_carrier [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in
-    view. With a page, the attention mass that each block of so many keys received too: fp32 [L, B, K, n_keys // page].
+    view. With a page, also the attention mass that each block of page keys received: fp32 [L, B, K, n_keys // page].
     """
     kv = DenseKV(layers, n_splits_carrier, page)
     logits = model(tokens, pos, kv).float()  # [B, T, V]
@@ -83,19 +83,19 @@ def decode_step(
 
 
 def reads_own_keys(target: Runner) -> bool:
-    """Whether the target's steps attend by kernels of ours: these read each row's own keys and no others.
+    """Whether the target's steps attend with our kernels, which read only each row's own keys.
 
-    What attends otherwise reads for every row, idle ones too, as many keys as the longest one has in view.
+    Other attention reads for every row, including idle ones, as many keys as the longest one has in view.
     """
     compiled = target.compiled is not None and target.compiled is not False
     return triton_serves(target.device) or (compiled and cpp_fits(target))
 
 
 def sums_by_row(target: Runner) -> bool:
-    """Whether compiled steps of a model on a CPU multiply and attend by our kernels alone.
+    """Whether compiled steps of a model on a CPU multiply and attend only with our kernels.
 
-    A row's sums are each made in one place there, so that its bits do not depend on threads. Of several processes it is
-    not said: what adds their parts is a library's.
+    Each of a row's sums is then made by one thread, so that its last bits do not depend on threads. This says nothing
+    about several processes: a library adds their parts.
     """
     ours = isinstance(target.compiled, dict) and target.group.size == 1 and cpp_fits(target)
     return ours and all_packed(target.model)
@@ -110,7 +110,7 @@ def cpp_fits(target: Runner) -> bool:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """torch's CPU operators run on one thread meanwhile."""
+    """Meanwhile torch's CPU operators run on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,6 @@
 """A Llama that knows nothing of ranks, quantization or speculation.
 
-Behind this door: `ModelConfig`, read from a config.json or found in `PRESETS`; `Transformer`, whose one forward serves
+It exports `ModelConfig`, read from a config.json or found in `PRESETS`; `Transformer`, whose one forward serves
 prefill, decode, verify and draft alike, because what attends is its argument, a `KV`; `KVCache`, static keys and
 values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a GGUF file, llama.cpp stores them
 (`load_model`, `save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.

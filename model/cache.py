@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .config import ModelConfig
 
-SPLIT = 256  # capacity, and what is in view of it, are whole splits of so many positions
+SPLIT = 256  # positions; the capacity, and the part of it that is in view, are whole splits
 
 
 class KV(Protocol):
-    """Whatever can store new keys and values and attend for the queries beside them."""
+    """Whatever can store new keys and values and attend for the queries that come with them."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
@@ -68,7 +68,7 @@ class CacheLayer:
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """All that is held, each [B, K, S, ...]; a layer is made of them in this order."""
+        """Every buffer of the layer, each [B, K, S, ...]; CacheLayer takes them in this order."""
         scales = () if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
         return self.k, self.v, *scales
 
@@ -107,15 +107,15 @@ class CacheLayer:
 class KVCache:
     """Static keys and values of B slots; seq_len [B] is the only record of what is committed, the rest is scratch.
 
-    One [B, K, S, H] buffer a layer, not one [L, B, K, S, H]: a compiled step that writes into slices of a single buffer
-    makes Inductor copy all of it (measured on CPU: 288 ms a step against 13 ms).
+    One [B, K, S, H] buffer per layer, not one [L, B, K, S, H]: a compiled step that writes into slices of a single
+    buffer makes Inductor copy all of it (measured on CPU: 288 ms per step against 13 ms).
     """
 
     def __init__(
         self, config: ModelConfig, batch_size: int, max_seq_len: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.dtype, self.max_seq_len, self.capacity = dtype, max_seq_len, self.splits(max_seq_len) * SPLIT
-        # one spare split that is never in view: a view of the whole buffer would be another graph (it is contiguous)
+        # one spare split that is never in view: a view of the whole buffer is contiguous, which would be another graph
         entries = batch_size, config.n_kv_heads, self.capacity + SPLIT
 
         def layer() -> CacheLayer:
@@ -139,7 +139,7 @@ class KVCache:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All that is held, layer by layer, each [B, K, S, ...]."""
+        """Every buffer, layer by layer, each [B, K, S, ...]."""
         return [buffer for layer in self.layers for buffer in layer.buffers]
 
     @property
@@ -158,17 +158,17 @@ class KVCache:
         return first
 
     def vacate(self, slot: int, keep: int = 0) -> None:
-        """Forget a slot but for its first `keep` entries: no value behind them (not even a NaN) can reach the next."""
+        """Forget a slot except its first `keep` entries: no value after them, not even a NaN, reaches the next user."""
         self.seq_len[slot] = 0
         for buffer in self.buffers:
             buffer[slot, :, keep:].zero_()
 
     def copy(self, source: int, slot: int, n: int) -> None:
-        """Give a slot the first n entries of another one."""
+        """Copy the first n entries of one slot to another."""
         for buffer in self.buffers:
             buffer[slot, :, :n] = buffer[source, :, :n]
 
     @staticmethod
     def splits(n_keys: int) -> int:
-        """Splits to have in view for the first n_keys positions: two at least, as a size of 1 compiles apart."""
+        """Splits to have in view for the first n_keys positions: at least two, as a size of 1 would compile apart."""
         return max(2, -(-n_keys // SPLIT))

@@ -31,7 +31,7 @@ _SMALL_FILES += ["added_tokens.json", "chat_template*"]
 
 
 def resolve_model(name: str | Path) -> Path:
-    """The place of the model: a folder or GGUF file here, or a hub id's snapshot, downloaded where it is not cached."""
+    """Where the model is: a local folder or GGUF file, or the snapshot of a hub id, downloaded unless it is cached."""
     folder = Path(name).expanduser()
     if is_gguf(folder):
         if not folder.is_file():
@@ -41,14 +41,14 @@ def resolve_model(name: str | Path) -> Path:
         if not (folder / "config.json").is_file():
             named = next(iter(sorted(folder.glob("*.gguf"))), None)
             instead = f"; did you mean {named}?" if named else ""
-            raise CheckpointError(f"{folder} is no model folder: it has no config.json{instead}")
+            raise CheckpointError(f"{folder} is not a model folder: it has no config.json{instead}")
         return folder
     if folder.exists():
         raise CheckpointError(
             f"{folder} is a file; a model is a folder with config.json and weights, or a file whose name ends in .gguf"
         )
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(name)):
-        raise CheckpointError(f"no folder {folder}, and {str(name)!r} is no hub id of the form owner/name")
+        raise CheckpointError(f"no folder {folder}, and {str(name)!r} is not a hub id of the form owner/name")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -60,24 +60,24 @@ def resolve_model(name: str | Path) -> Path:
         if not any(folder.glob("model*.safetensors")):
             snapshot_download(str(name), allow_patterns=["pytorch_model*.bin"])
     except Exception as error:  # the network and the hub fail in ways we cannot list
-        raise CheckpointError(f"no folder {Path(name)}, and the hub did not give it: {first_line(error)}") from error
+        raise CheckpointError(f"no folder {Path(name)}, and the hub did not provide it: {first_line(error)}") from error
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{name} on the hub is no model this reads: it has no config.json")
+        raise CheckpointError(f"{name} on the hub is not a model that can be read: it has no config.json")
     return folder
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model in the folder; generation_config.json, where there is one, decides the end-of-text ids.
+    """The shape of the model in the folder; generation_config.json, if present, decides the end-of-text ids.
 
-    Of a GGUF file, its header decides all.
+    For a GGUF file its header decides everything.
     """
     if is_gguf(folder):
-        from .gguf import read_header  # takes its time, and few runs need it
+        from .gguf import read_header  # slow to import, and few runs need it
 
         return read_header(folder).config()
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder} is no model folder: it has no config.json")
+        raise CheckpointError(f"{folder} is not a model folder: it has no config.json")
     generation = folder / "generation_config.json"
     raw = read_json(path)
     later = read_json(generation) if generation.is_file() else {}
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_stored_dtype(folder: Path) -> str | None:
-    """The dtype that config.json says the weights have, or a GGUF file's embedding has; None where nothing says so."""
+    """The dtype of the weights as config.json says, or of a GGUF file's embedding; None if nothing says it."""
     if is_gguf(folder):
         return str(Weights(folder).dtype("model.embed_tokens.weight")).removeprefix("torch.")
     return stored_dtype(read_json(folder / "config.json"))
@@ -98,10 +98,10 @@ def read_stored_dtype(folder: Path) -> str | None:
 
 # ---- names ---------------------------------------------------------------------------------------------------------
 
-# Our tensor is a run of equal units along its rows; (name, rows, copies) says how many rows of every unit a stored
-# tensor gives, in order, and how many units in a row are given the same ones. With one copy, unit u of ours is rows
-# [u * rows, (u + 1) * rows) of each stored tensor, so any run of units can be read alone. A tensor that is stored as it
-# is has units of one row.
+# Our tensor is a run of equal units along its rows; (name, rows, copies) says how many rows of every unit come from a
+# stored tensor, in order, and how many consecutive units get the same ones. With one copy, unit u of ours is rows
+# [u * rows, (u + 1) * rows) of each stored tensor, so any run of units can be read on its own. A tensor that is stored
+# unchanged has units of one row.
 Layout = tuple[tuple[str, int, int], ...]
 
 
@@ -161,7 +161,7 @@ class StoredTensors(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """What the file calls its tensors."""
+        """The file's names of its tensors."""
         ...
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
@@ -217,8 +217,8 @@ class _PickleFile:
 class Weights:
     """The stored tensors of a folder, memory-mapped: safetensors or, where there are none, pytorch_model.bin.
 
-    Or those of a GGUF file and of the other parts that it is split into, which are read, not mapped. They are asked for
-    by the names that Hugging Face has for them, whatever the file calls them.
+    Or those of a GGUF file and of the other parts that it is split into, which are read, not mapped. They are looked up
+    by their Hugging Face names, whatever the file calls them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -290,14 +290,14 @@ class Weights:
             raise CheckpointError(f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {first}{more}")
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor is stored in; bfloat16, as most models were trained, where it is stored in blocks."""
+        """The dtype that a tensor is stored in; for blocks, bfloat16, in which most models were trained."""
         name = self.called(name)
         return _READABLE.get(self._file[name][1].describe(name)[1], torch.bfloat16)
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """Rows and columns of a stored [R, C] tensor, or rows of a stored [R], on the CPU in the stored dtype.
 
-        What is stored in blocks comes as fp32.
+        Tensors that are stored in blocks are returned as fp32.
         """
         name = self.called(name)
         path, file = self._file[name]
@@ -313,7 +313,7 @@ class Weights:
         first, last = first_row // unit, (first_row + ours.shape[0]) // unit
         columns = slice(first_column, first_column + ours.shape[1]) if ours.dim() == 2 else slice(None)
         for (name, rows, copies), place in zip(layout, _units(ours, layout), strict=True):
-            begin, end = first // copies, -(-last // copies)  # units of which each is given to `copies` of ours
+            begin, end = first // copies, -(-last // copies)  # stored units, each for `copies` of ours
             stored = self.read(name, slice(begin * rows, end * rows), columns).unflatten(0, (-1, rows))
             own = torch.arange(first, last) // copies - begin
             place.copy_(stored if copies == 1 else stored[own])  # [units, rows, ...]
@@ -342,13 +342,13 @@ class Part(Protocol):
     """Which part of a model to load."""
 
     def kv_copies(self, config: ModelConfig) -> int:
-        """How many copies of each kv head the whole model is to have, each for as many times fewer query heads."""
+        """How many copies of each kv head the whole model shall have, each for that many times fewer query heads."""
         ...
 
     def cut(self, model: Transformer) -> Mapping[str, tuple[int, int]]:
         """Cut a model on the meta device down -> the first row and column of each parameter in the whole one.
 
-        A part may end behind the whole one: what it holds there is padding.
+        A part may extend past the whole model: the rest is padding.
         """
         ...
 
@@ -358,7 +358,7 @@ def load_model(
 ) -> Transformer:
     """The folder's model in evaluation mode, without gradients; dtype None keeps the stored one.
 
-    Of a part nothing else is read. Its config is the whole model's.
+    With a part, nothing else is read. Its config is the whole model's.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a float type, got {dtype}")
@@ -397,7 +397,7 @@ def load_model(
         state["output.weight"] = state["embedding.weight"]
     model.load_state_dict(state, strict=True, assign=True)
     if config.tie_embeddings:
-        model.output.weight = model.embedding.weight  # assign made two parameters of one tensor
+        model.output.weight = model.embedding.weight  # assign made two parameters out of one tensor
     model.rope_freqs = rope_frequencies(config).to(device)  # not stored, and the meta device computed nothing
     model.config = config
     return model.eval().requires_grad_(False)

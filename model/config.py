@@ -13,10 +13,10 @@ class RopeScaling:
     """How rotary frequencies are stretched past the trained context.
 
     kind "linear" divides every frequency by factor (Chen et al. 2023, arXiv 2306.15595); kind "llama3" keeps the high
-    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783); kind "yarn" does the same by
-    another ramp, between the pairs that turn beta_fast and beta_slow times in the original context (whole pairs where
+    frequencies, divides the low ones and blends between (Llama 3.1, arXiv 2407.21783); kind "yarn" does the same with
+    another ramp, between the pairs that turn beta_fast and beta_slow times in the original context (whole pairs if
     truncate is set), and lengthens queries and keys by attention_factor (Peng et al. 2023, arXiv 2309.00071); kind
-    "factors" divides each frequency by its own one of factors as well, which is how a GGUF file stores the result of
+    "factors" also divides each frequency by its own entry of factors, which is how a GGUF file stores the result of
     any such rule.
     """
 
@@ -64,10 +64,10 @@ class RopeScaling:
         return yarn_length(self.factor) if self.attention_factor is None else self.attention_factor
 
     def reach(self, stated: int) -> int:
-        """The positions of a model whose file states so many.
+        """The positions of a model whose file states this many.
 
         YaRN makes them at least the original length times the factor. That is how Qwen's files are used: their
-        max_position_embeddings stays that of training when somebody adds the scaling. A file that states more keeps it.
+        max_position_embeddings stays that of training when the scaling is added. A file that states more keeps it.
         """
         return max(stated, int(self.original_max_seq_len * self.factor)) if self.kind == "yarn" else stated
 
@@ -81,7 +81,7 @@ def yarn_length(factor: float, weight: float = 1.0) -> float:
 
 
 def _positive(value: object) -> TypeGuard[float]:
-    """Whether it is a number above 0 and below infinity."""
+    """Whether it is a positive, finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
@@ -124,11 +124,11 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even (rotary pairs), got {self.head_dim}")
         factors = self.rope_scaling.factors if self.rope_scaling else ()
         if factors and len(factors) != self.head_dim // 2:
-            raise ValueError(f"rope scaling must have {self.head_dim // 2} factors, one a pair, got {len(factors)}")
+            raise ValueError(f"rope scaling must have {self.head_dim // 2} factors, one per pair, got {len(factors)}")
         if self.norm_eps <= 0 or self.rope_theta <= 0:
             raise ValueError(f"norm_eps and rope_theta must be positive, got {self.norm_eps} and {self.rope_theta}")
         if self.rope_scaling and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
-            raise ValueError(f"rope_theta must be above 1 where rope scaling is 'yarn', got {self.rope_theta}")
+            raise ValueError(f"rope_theta must be above 1 if rope scaling is 'yarn', got {self.rope_theta}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1 or None, got {self.sliding_window}")
 
@@ -139,7 +139,7 @@ class ModelConfig:
 
     @property
     def n_positions(self) -> int:
-        """Tokens of the longest text that the model reads."""
+        """Tokens of the longest text that the model can read."""
         return min(self.max_seq_len, self.sliding_window or self.max_seq_len)
 
     @property
@@ -190,7 +190,7 @@ class ModelConfig:
         if raw.get("head_dim") is not None or family == "Qwen3ForCausalLM":
             head_dim = fields.whole("head_dim")
         elif dim % n_heads:
-            fields.refuse("hidden_size", f"a multiple of num_attention_heads ({n_heads}) where head_dim is not given")
+            fields.refuse("hidden_size", f"a multiple of num_attention_heads ({n_heads}) if head_dim is not given")
         else:
             head_dim = dim // n_heads
         counted = "num_key_value_heads" in raw or family != "LlamaForCausalLM"  # the first Llama files do not have it
@@ -256,7 +256,7 @@ class ModelConfig:
         raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
         match scaling.kind:
             case "factors":
-                raise ValueError("a config.json has no place for a rotary factor of each frequency")
+                raise ValueError("a config.json has no place for a rotary factor per frequency")
             case "llama3":
                 raw |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
             case "yarn":
@@ -285,7 +285,7 @@ _FAMILY_OF = {  # (qkv_bias, qk_norm, sliding window)
 
 
 def stored_dtype(raw: Mapping[str, Any]) -> str | None:
-    """The dtype a config.json says its weights have, such as "bfloat16"; None where it does not say."""
+    """The dtype that a config.json gives for its weights, such as "bfloat16"; None if it gives none."""
     name = raw.get("dtype") or raw.get("torch_dtype")
     return name.removeprefix("torch.") if isinstance(name, str) else None
 
@@ -299,7 +299,7 @@ def token_ids(raw: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
 
 
 class Fields:
-    """The fields of a config.json or a header; each getter returns the kind of value it is named for or refuses it."""
+    """The fields of a config.json or a header; each getter returns the kind of value it is named after, or refuses."""
 
     def __init__(self, raw: Mapping[str, Any], inside: str = "") -> None:
         self.raw, self.inside = raw, inside
@@ -311,7 +311,7 @@ class Fields:
         raise ValueError(f"{self.inside}{name} is {got}, but it must be {allowed}")
 
     def only(self, name: str, allowed: object) -> None:
-        """Refuse every value but this one and none."""
+        """Refuse every value except this one and None."""
         if self.raw.get(name) not in (None, allowed):
             self.refuse(name, f"{allowed!r}" if allowed is not None else "absent: only float weights can be read")
 
@@ -330,26 +330,26 @@ class Fields:
         return float(value)
 
     def number_or(self, name: str, default: float) -> float:
-        """A positive number, or the default where there is none or 0."""
+        """A positive number, or the default if it is absent or 0."""
         value = self.raw.get(name)
         absent = value is None or (value == 0 and not isinstance(value, bool))
         return default if absent else self.number(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false; the default where it is not there."""
+        """True or false; the default if it is absent."""
         value = self.raw.get(name, default)
         if not isinstance(value, bool):
             self.refuse(name, "true or false")
         return value
 
     def window(self) -> int | None:
-        """The sliding window, None where there is none."""
+        """The sliding window, None if there is none."""
         if "sliding_window" not in self.raw:
-            return 4096  # what the Mistral format means by leaving it out
+            return 4096  # what Mistral's format means if it is absent
         return None if self.raw["sliding_window"] is None else self.whole("sliding_window")
 
     def windowless(self) -> bool:
-        """Whether Qwen's sliding window begins behind the last layer, so that use_sliding_window says nothing."""
+        """Whether Qwen's sliding window begins after the last layer, so that use_sliding_window has no effect."""
         first, n_layers = self.raw.get("max_window_layers"), self.raw.get("num_hidden_layers")
         return isinstance(first, int) and isinstance(n_layers, int) and first >= n_layers
 
@@ -365,7 +365,7 @@ class Fields:
         """Base and scaling: both in rope_parameters (transformers 5), or in rope_theta and rope_scaling (before)."""
         spelling = "rope_scaling" if self.raw.get("rope_scaling") else "rope_parameters"
         raw = self.raw.get(spelling) or {}
-        original = "original_max_position_embeddings"  # which transformers prefers outside, where there are two
+        original = "original_max_position_embeddings"  # if there are two, transformers prefers the outer one
         if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
             self.refuse(spelling, "one set of values for all layers")
         outside = {original: self.raw[original]} if self.raw.get(original) is not None else {}
@@ -401,7 +401,7 @@ class Fields:
                 inner.refuse(key, "'default', 'linear', 'llama3' or 'yarn'")
 
     def attention_factor(self, factor: float) -> float | None:
-        """YaRN's, as transformers finds it: the field, else what mscale and mscale_all_dim give if both are there."""
+        """YaRN's, as transformers finds it: the field, else by mscale and mscale_all_dim if both are present."""
         if self.raw.get("attention_factor") is not None:
             return self.number("attention_factor")
         scale, scale_all = self.number_or("mscale", 0.0), self.number_or("mscale_all_dim", 0.0)
@@ -477,5 +477,5 @@ PRESETS = {
 def preset(name: str) -> ModelConfig:
     """The published shape of a model, found by its exact hub name."""
     if name not in PRESETS:
-        raise ValueError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}")
+        raise ValueError(f"no preset is called {name!r}; the presets are {', '.join(PRESETS)}")
     return PRESETS[name]

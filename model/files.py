@@ -1,4 +1,4 @@
-"""Files of models before they are read: which there are, what is said of those that cannot be used."""
+"""Files of models before they are read: which there are, and the errors for those that cannot be used."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class CheckpointError(ValueError):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model's place is a GGUF file, by its name, and not a folder."""
+    """Whether the path of a model is a GGUF file, by its name, and not a folder."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """All files of the model that this GGUF file is or is a part of, by number; CheckpointError if one is missing."""
+    """All files of the model to which this GGUF file belongs, by number; CheckpointError if one is missing."""
     named = _SHARD.fullmatch(path.name)
     if named is None:
         return [path]
@@ -49,17 +49,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise where the file is only a git-lfs pointer, the usual result of a clone without git-lfs."""
+    """Raise if the file is only a git-lfs pointer, the usual result of a clone without git-lfs."""
     if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run: git lfs pull")
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, cut to its first line, without characters that a terminal would obey."""
+    """The first line of an error's message, without characters that a terminal would act on."""
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in said)
 
 
 def readable_name(name: str) -> str:
-    """A tensor's name as it is, or quoted and escaped where it has characters that a terminal would obey."""
+    """A tensor's name as it is, or quoted and escaped if it has characters that a terminal would act on."""
     return name if name.isprintable() else repr(name)

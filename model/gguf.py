@@ -1,8 +1,8 @@
 """GGUF files, llama.cpp's format: what the header says, the shape it describes, and tensors dequantized row by row.
 
-The `gguf` library parses and dequantizes. What it believes of a file is checked here before it costs memory or time, so
-that a damaged or hostile file is one sentence too: every read must end inside the file, counts have limits, and every
-size of the model must be one that some tensor really has.
+The `gguf` library parses and dequantizes. Whatever it takes from a file is checked here before it costs memory or
+time, so that a damaged or hostile file also gives one sentence: every read must end inside the file, counts have
+limits, and every size of the model must be one that some tensor really has.
 
 Shapes: R rows, C columns, V vocabulary, D model width, H head dim.
 """
@@ -30,13 +30,13 @@ from .config import Fields, ModelConfig, RopeScaling, yarn_length
 from .files import CheckpointError, first_line, gguf_parts, readable_name, refuse_pointer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as llama
-MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of it
+MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of this
 MOST_RECORDS = 1 << 16  # tensors, or fields, of a file
-MOST_LAYERS = 1 << 10  # the largest models have an eighth of it
-CHUNK = 1 << 18  # numbers that are dequantized at once: what the library needs beside them stays small
+MOST_LAYERS = 1 << 10  # the largest models have an eighth of this
+CHUNK = 1 << 18  # numbers that are dequantized at once, which keeps the library's own memory small
 WINDOW = 1 << 20  # bytes of a header that are read at once
 
-# Other rules of calculation that these architectures may be given: (name, the values that change nothing).
+# Fields that change how these architectures compute: (name, the values that change nothing).
 _NEUTRAL: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("expert_count", (0,)),
     ("attention.causal", (True,)),
@@ -53,37 +53,37 @@ _NEUTRAL: tuple[tuple[str, tuple[object, ...]], ...] = (
 _NEUTRAL_ROPE: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("rope.scaling.alpha", (0.0,)),
     ("rope.scaling.attn_factor", (1.0,)),
-    ("rope.scaling.yarn_ext_factor", (-1.0, 0.0)),  # below 0 is whatever the kind has by itself
+    ("rope.scaling.yarn_ext_factor", (-1.0, 0.0)),  # below 0: the default of the kind
 )
 _NEUTRAL_YARN: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("rope.scaling.alpha", (0.0,)),
     ("rope.scaling.yarn_ext_factor", (-1.0, 1.0)),
-    ("rope.scaling.yarn_log_multiplier", (0.0,)),  # which files write in two scales
+    ("rope.scaling.yarn_log_multiplier", (0.0,)),  # files write it in two different scales
 )
 
 
 class _Damaged(ValueError):
-    """A file says something of itself that is not so."""
+    """A file claims something about itself that is not true."""
 
 
 class _Reader(GGUFReader):
-    """gguf's reader, which trusts a file, made to ask it; arrays are one part each, not one a number.
+    """gguf's reader, which trusts a file, with checks; each array is one part, not one part per number.
 
-    The library maps the file into memory, where a byte that is gone by the time it is looked at ends the process. Here
-    no byte of that map is touched: all are read, from the file that was opened, whatever its name stands for meanwhile.
+    The library maps the file into memory, where a byte that is gone by the time it is read ends the process. Here no
+    byte of that map is touched: all are read from the file that was opened, even if another has taken its name.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
         self.n_bytes = os.fstat(self._file.fileno()).st_size
-        self._begin, self._window = 0, b""  # what was read last of the header, and where it begins
+        self._begin, self._window = 0, b""  # the part of the header that was read last, and where it begins
         self._in_header = True
         super().__init__(path)
         del self.data, self._window
 
     def fill(self, buffer: np.ndarray, offset: int) -> None:
-        """Read the bytes that begin there, uint8 of any shape; OSError where the file has become shorter."""
+        """Read the bytes that begin there, uint8 of any shape; OSError if the file has become shorter."""
         self._file.seek(offset)
         rest = memoryview(buffer.data).cast("B")
         while rest:
@@ -105,12 +105,12 @@ class _Reader(GGUFReader):
         return self._window[begin:end]
 
     def _require(self, end: int) -> None:
-        """Raise unless the file has so many bytes."""
+        """Raise unless the file has this many bytes."""
         if end > self.n_bytes:
-            raise _Damaged(f"it has {self.n_bytes:,} bytes, but what it speaks of ends at byte {end:,}")
+            raise _Damaged(f"it has {self.n_bytes:,} bytes, but what it describes ends at byte {end:,}")
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        """Numbers of the header; of a tensor, zeros that take no memory."""
+        """Numbers of the header; for a tensor, zeros that take no memory."""
         kind, offset, count = np.dtype(dtype), int(offset), int(count)
         self._require(offset + kind.itemsize * count)
         if not self._in_header:
@@ -141,7 +141,7 @@ class _Reader(GGUFReader):
     def _strings(self, offset: int, count: int) -> tuple[list[bytes], int]:
         """The strings that begin there, and where they end."""
         found = []
-        self._require(offset + 8 * count)  # each is at least its length
+        self._require(offset + 8 * count)  # each takes at least its length field
         for _ in range(count):
             length = int.from_bytes(self._bytes(offset, 8), "little")
             if offset + 8 + length > self.n_bytes:
@@ -152,25 +152,25 @@ class _Reader(GGUFReader):
 
 
 def _open(path: Path) -> _Reader:
-    """The file's header and views of its tensors; CheckpointError where it is no GGUF file, or none that is whole."""
+    """The file's header and views of its tensors; CheckpointError unless it is a complete GGUF file."""
     try:
         with path.open("rb") as file:
             start = file.read(24)
         if start[:4] != b"GGUF":
             refuse_pointer(path)
-            raise CheckpointError(f"{path} is no GGUF file: it begins with {start[:4]!r}, not with b'GGUF'")
+            raise CheckpointError(f"{path} is not a GGUF file: it begins with {start[:4]!r}, not with b'GGUF'")
         if len(start) < 24:
             raise _Damaged(f"it has only {len(start)} bytes")
         version, *counts = struct.unpack("<IQQ", start[4:])
         if version not in (2, 3):
-            raise CheckpointError(f"{path} is of version {version:#x} of GGUF, but 2 and 3 of little-endian are read")
+            raise CheckpointError(f"{path} has GGUF version {version:#x}, but only little-endian 2 and 3 can be read")
         if max(counts) > MOST_RECORDS:
-            raise _Damaged(f"it speaks of {counts[0]:,} tensors and {counts[1]:,} fields")
-        with np.errstate(over="ignore"):  # offsets that wrap around are found below
+            raise _Damaged(f"it claims {counts[0]:,} tensors and {counts[1]:,} fields")
+        with np.errstate(over="ignore"):  # offsets that wrap around are caught below
             reader = _Reader(path)
         for tensor in reader.tensors:
             name, sizes = readable_name(tensor.name), tensor.shape.tolist()[::-1]
-            if not sizes or 0 in sizes:  # of which there may be any number in a small file
+            if not sizes or 0 in sizes:  # a small file may have any number of these
                 raise _Damaged(f"{name} is empty: its shape is {sizes}")
             end = reader.data_offset + int(tensor.field.parts[-1][0]) + tensor.n_bytes
             if end > reader.n_bytes:
@@ -185,7 +185,7 @@ def _open(path: Path) -> _Reader:
 
 
 def _value(field: ReaderField) -> Any:
-    """What a field holds: a number, a bool, a text (bytes, if it is no UTF-8), or a list of numbers, bools or bytes."""
+    """The value of a field: a number, a bool, a text (bytes, if not UTF-8), or a list of numbers, bools or bytes."""
     part = field.parts[field.data[0]]
     if field.types[0] == GGUFValueType.ARRAY:
         return part if isinstance(part, list) else part.tolist()
@@ -199,7 +199,7 @@ def _value(field: ReaderField) -> Any:
 
 
 class Header(Fields):
-    """The fields and tensors of a model's file, or of all its parts. Nothing of a tensor is read before `read`."""
+    """The fields and tensors of a model's file, or of all its parts. No tensor is read before `read`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -212,26 +212,26 @@ class Header(Fields):
             for tensor in reader.tensors:
                 if tensor.name in self._tensors:
                     name = readable_name(tensor.name)
-                    raise CheckpointError(f"{part} has the tensor {name}, but {self.file_of(tensor.name)} too")
+                    raise CheckpointError(f"{part} has the tensor {name}, but so has {self.file_of(tensor.name)}")
                 self._tensors[tensor.name] = (part, tensor)
         self._check_parts(parts)
         self.architecture = self._architecture()
         self._check_layers()
         self.arch_fields = Fields(self._of_architecture(), f"{path}: {self.architecture}.")
         arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
-        self._names = gguf.get_tensor_name_map(arch, 1)  # all layers are named alike, and each takes the library time
+        self._names = gguf.get_tensor_name_map(arch, 1)  # layers are named alike, and the library is slow for many
 
     # ---------------------------------------------------------------- fields
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """A text, or the default where it is not there; CheckpointError where it is something else."""
+        """A text, or the default if it is absent; CheckpointError if it is something else."""
         found = self.raw.get(name, default)
         if found is not None and not isinstance(found, str):
             self.refuse(name, "a text, in UTF-8")
         return found
 
     def texts(self, name: str) -> list[str] | None:
-        """A list of texts, None where it is not there."""
+        """A list of texts, None if it is absent."""
         raw = self.raw.get(name)
         if raw is None:
             return None
@@ -240,21 +240,21 @@ class Header(Fields):
         try:
             return [entry.decode("utf-8") for entry in raw]
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self.path}: an entry of {name} is no UTF-8: {error.object[:40]!r}") from None
+            raise CheckpointError(f"{self.path}: an entry of {name} is not UTF-8: {error.object[:40]!r}") from None
 
     def numbers(self, name: str) -> list[float] | None:
-        """A list of numbers, None where it is not there."""
+        """A list of numbers, None if it is absent."""
         raw = self.raw.get(name)
         if raw is not None and (not isinstance(raw, list) or any(isinstance(entry, bytes) for entry in raw)):
             self.refuse(name, "a list of numbers")
         return raw
 
     def yes(self, name: str, default: bool) -> bool:
-        """A flag, or the default where it is not there."""
+        """A flag, or the default if it is absent."""
         return self.flag(name) if name in self.raw else default
 
     def token(self, name: str, default: int | None = None) -> int | None:
-        """A token id of the vocabulary, or the default where it is not there."""
+        """A token id of the vocabulary, or the default if it is absent."""
         found = self.raw.get(name, default)
         if found is None:
             return None
@@ -290,23 +290,23 @@ class Header(Fields):
         return {name.removeprefix(own): value for name, value in self.raw.items() if name.startswith(own)}
 
     def _check_layers(self) -> None:
-        """Raise where there are more layers than tensors, or than any model has."""
+        """Raise if there are more layers than tensors, or than any model has."""
         name = f"{self.architecture}.block_count"
         n_layers = self.raw.get(name)
         if not isinstance(n_layers, int) or isinstance(n_layers, bool) or not 1 <= n_layers <= len(self._tensors):
-            self.refuse(name, f"a number from 1 to that of the tensors, {len(self._tensors):,}")
+            self.refuse(name, f"a number from 1 to the number of tensors, {len(self._tensors):,}")
         if n_layers > MOST_LAYERS:
             self.refuse(name, f"at most {MOST_LAYERS:,}")
 
     def _check_parts(self, parts: list[Path]) -> None:
-        """Raise unless the parts are all that the model is split into."""
+        """Raise unless these are all the parts of the model."""
         count = self.raw.get("split.count", 0)
         if count not in ((0, 1) if len(parts) == 1 else (len(parts),)):
             said = "and names of parts end in -00001-of-00002.gguf" if len(parts) == 1 else "as their names say"
             self.refuse("split.count", f"{len(parts)}, {said}")
         held = self.raw.get("split.tensors.count")
         if held is not None and count and held != len(self._tensors):
-            self.refuse("split.tensors.count", f"what the parts hold, {len(self._tensors):,}")
+            self.refuse("split.tensors.count", f"the number of tensors in the parts, {len(self._tensors):,}")
 
     # ---------------------------------------------------------------- the shape of the model
 
@@ -367,7 +367,7 @@ class Header(Fields):
         )
 
     def _only_neutral(self, rules: tuple[tuple[str, tuple[object, ...]], ...]) -> None:
-        """Refuse every value of these fields that would change the calculation."""
+        """Refuse every value of these fields that would change the computation."""
         for name, neutral in rules:
             if self.arch_fields.raw.get(name) not in (None, *neutral):
                 self.arch_fields.refuse(name, f"absent or {neutral[-1]}")
@@ -381,7 +381,7 @@ class Header(Fields):
         return found
 
     def _rope_scaling(self, head_dim: int) -> RopeScaling | None:
-        """The stretch of rotary frequencies, as llama.cpp reads it: linear unless said otherwise; 0 is none."""
+        """The scaling of rotary frequencies, as llama.cpp reads it: linear unless stated otherwise; 0 is none."""
         fields = self.arch_fields
         kind = self.text(f"{self.architecture}.rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
@@ -391,7 +391,7 @@ class Header(Fields):
             return self._yarn()
         named = [
             name for name in ("rope.scaling.factor", "rope.scale_linear") if name in fields.raw
-        ]  # the old name last
+        ]  # the older name last
         said = kind == "linear" and bool(named) and fields.raw[named[0]] != 0
         factor = fields.number(named[0]) if said else 1.0
         if "rope_freqs.weight" in self._tensors:
@@ -402,7 +402,7 @@ class Header(Fields):
     def _yarn(self) -> RopeScaling:
         """YaRN as llama.cpp's converter writes it from a config.json, whose attention_factor it calls yarn_attn_factor.
 
-        attn_factor multiplies whatever length that gives; finetuned says where a model comes from and changes nothing.
+        attn_factor multiplies the resulting length; finetuned says where a model comes from and changes nothing.
         """
         fields, prefix = self.arch_fields, "rope.scaling."
         if "rope_freqs.weight" in self._tensors:
@@ -427,7 +427,7 @@ class Header(Fields):
         if len(shape) != 1:
             raise CheckpointError(f"{where} must be a factor for each rotary pair")
         if shape[0] != head_dim // 2:
-            raise CheckpointError(f"{where} must have {head_dim // 2} factors, one a pair, got {shape[0]:,}")
+            raise CheckpointError(f"{where} must have {head_dim // 2} factors, one per pair, got {shape[0]:,}")
         if kind not in self.readable:
             raise CheckpointError(f"{where} is stored as {kind}, but only {', '.join(self.readable)} can be read")
         factors = self._read("rope_freqs.weight", slice(None), slice(None)).tolist()
@@ -444,7 +444,7 @@ class Header(Fields):
         return [name for name in self._tensors if not re.fullmatch(tables, name)]
 
     def name_of(self, name: str) -> str:
-        """What the file calls the tensor that has this name in a Hugging Face checkpoint."""
+        """The file's name of the tensor that has this name in a Hugging Face checkpoint."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         if layer is None:
             return self._names.get_name(name, try_suffixes=(".weight", ".bias")) or name
@@ -475,17 +475,17 @@ class Header(Fields):
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Rows of a [R] tensor, or rows and columns of a [R, C] one, in fp32; no other block is dequantized.
 
-        CheckpointError where the file has become shorter, and for what is no number.
+        CheckpointError if the file has become shorter, or if a value is not a number.
         """
         out = self._read(name, rows, columns)
         if not torch.isfinite(out.sum()) and not torch.isfinite(out).all():
-            raise CheckpointError(f"{self.file_of(name)} is damaged: {readable_name(name)} holds what is no number")
+            raise CheckpointError(f"{self.file_of(name)} is damaged: {readable_name(name)} holds NaN or infinity")
         if self.architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
             return self._halves(out)
         return out
 
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """What `read` gives, rows in the order of the file, and numbers as they are."""
+        """The same as `read`, with rows in the order of the file and numbers unchecked."""
         (part, stored), shape = self._tensors[name], self.shape(name)
         block, block_bytes = gguf.GGML_QUANT_SIZES[stored.tensor_type]
         n_rows, n_columns = shape if len(shape) == 2 else (1, *shape)
@@ -503,14 +503,14 @@ class Header(Fields):
             except OSError as error:
                 raise CheckpointError(f"{part}: {name} cannot be read: {error.strerror or error}") from None
             own = np.ascontiguousarray(raw[:, begin * block_bytes : end * block_bytes]).reshape(1, -1)
-            with np.errstate(all="ignore"):  # of a damaged file's scales, which are refused by what they give
-                flat = gguf.dequantize(own, stored.tensor_type)  # which goes by 16 rows, short as they are
+            with np.errstate(all="ignore"):  # a damaged file's scales show in the results
+                flat = gguf.dequantize(own, stored.tensor_type)  # takes 16 rows at a time, however short they are
             whole = flat.reshape(len(raw), -1)  # whole blocks of each row
             out[row : row + step].numpy()[:] = whole[:, first - begin * block : last - begin * block]
         return out if len(shape) == 2 else out[0]
 
     def _halves(self, rows: Tensor) -> Tensor:
-        """Whole heads with their rows back in rotary halves, (i, i + H/2): llama.cpp has such pairs side by side."""
+        """Whole heads with their rows back in rotary halves, (i, i + H/2): llama.cpp stores such pairs adjacently."""
         fields = self.arch_fields.raw
         head_dim = fields.get("attention.key_length") or fields["embedding_length"] // fields["attention.head_count"]
         pairs: Tensor = rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2)  # [heads, 2, H/2, C]
@@ -519,7 +519,7 @@ class Header(Fields):
 
 @cache
 def _readable() -> list[str]:
-    """The kinds of blocks that the library dequantizes: it does not say so, but it tries."""
+    """The kinds of blocks that the library dequantizes: it has no list of them, so each is tried."""
     found = []
     for kind, (_, block_bytes) in gguf.GGML_QUANT_SIZES.items():
         with contextlib.suppress(NotImplementedError):
@@ -529,5 +529,5 @@ def _readable() -> list[str]:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a GGUF file, which may be any part of a split one; CheckpointError in one sentence."""
+    """The header of a GGUF file, which may be any part of a split one; CheckpointError if it cannot be used."""
     return Header(path)

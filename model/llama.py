@@ -1,4 +1,4 @@
-"""One Llama. It knows nothing of ranks, quantization or speculation: what attends is the `kv` it is given.
+"""One Llama. It knows nothing of ranks, quantization or speculation: the `kv` that it is given attends.
 
 Shapes: B batch, T tokens in this call, D model width, F feed-forward width, V vocabulary,
         N query heads, K kv heads, G = N // K, H head dim.
@@ -18,9 +18,9 @@ from .rope import apply_rope, rope_cos_sin, rope_frequencies
 
 
 class Linear(nn.Linear):
-    """nn.Linear, but a product with a single row is written as multiply-and-sum where Inductor compiles for a CPU.
+    """nn.Linear, except that Inductor on a CPU gets a product with a single row as multiply-and-sum.
 
-    The sums then fuse with what surrounds them, and reading a bf16 weight once is all that is left: measured 3x faster
+    The sums then fuse with the code around them, and all that is left is reading a bf16 weight once: measured 3x faster
     than a library call, whose fixed cost is larger than such a product.
     """
 
@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; storing and reading keys is the kv's business.
+    """Grouped-query attention; storing and reading keys is left to the kv.
 
     wqkv holds, for each kv head in turn, its G query heads, its key head and its value head ([K, G + 2, H, D]), so that
     a plain split of the rows into contiguous parts keeps every group whole.
@@ -101,7 +101,7 @@ def gated(pairs: Tensor) -> Tensor:
         and torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
     ):
-        # Inductor reads every other element one by one, but whole words, of which a bf16 is one half, as vectors
+        # Inductor reads every other element one by one, but whole words, each two bf16, as vectors
         words = pairs.view(torch.int32)  # [..., F]
         low, high = (words << 16).view(torch.float32), (words & -(1 << 16)).view(torch.float32)
         return (F.silu(low) * high).to(pairs.dtype)
@@ -128,7 +128,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens and their positions in, next-token logits out; prefill, decode, verify and draft differ only in `kv`."""
+    """Tokens and positions in, next-token logits out; prefill, decode, verify and draft differ only in `kv`."""
 
     rope_freqs: Tensor
 
@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         self.register_buffer("rope_freqs", rope_frequencies(config), persistent=False)
 
     def first_layers(self, n: int) -> Transformer:
-        """A model of the first n layers with the same embedding, norm and head; it shares them, nothing is copied."""
+        """A model of the first n layers with the same embedding, norm and head; the weights are shared, not copied."""
         with torch.device("meta"):
             short = Transformer(replace(self.config, n_layers=n))
         short.embedding, short.layers = self.embedding, self.layers[:n]

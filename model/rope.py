@@ -28,8 +28,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     if scaling.kind == "yarn":
         keep = 1 - _yarn_ramp(config.head_dim, config.rope_theta, scaling)
         return 1.0 / (scaling.factor * periods) * (1 - keep) + freqs * keep
-    # llama3: wavelengths that the original context saw in full stay, those it never completed are divided, a linear
-    # blend between
+    # llama3: wavelengths that fit into the original context several times stay, longer ones are divided, with a
+    # linear blend between
     wavelength = 2 * math.pi / freqs
     turns = scaling.original_max_seq_len / wavelength
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -41,13 +41,13 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     """How much of each pair's frequency is divided, 0 to 1: fp32 [H // 2]."""
 
     def pair(turns: float) -> float:
-        """The pair, in between too, that turns so many times in the original context."""
+        """The pair, as a real number, that turns this many times in the original context."""
         return head_dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)  # not H // 2 - 1: so have it the authors and all who followed
+    first, last = max(first, 0), min(last, head_dim - 1)  # not H // 2 - 1: as in the authors' code and all since
     if first == last:
         last += 0.001
     return ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
@@ -56,7 +56,7 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
 def rope_cos_sin(pos: Tensor, freqs: Tensor, length: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos and sin of every (position, pair) angle, times length: pos [B, T], freqs [H // 2] -> fp32 [B, T, 1, H // 2].
 
-    So rotating by them makes a query or key `length` times as long, which YaRN asks for.
+    So rotating by them makes a query or key `length` times as long, as YaRN requires.
     """
     angle = pos.float()[..., None, None] * freqs  # [B, T, 1, H // 2]
     cos, sin = angle.cos(), angle.sin()

@@ -1,9 +1,9 @@
-"""Chat templates, which are programs of strangers: rendered in a sandbox, in a process of bounded memory and time.
+"""Chat templates, which are untrusted programs: rendered in a sandbox, in a process of bounded memory and time.
 
 A sandbox keeps a template from reaching outside, not from looping for hours or filling the memory. So it runs in a
-process of its own, which is told what to render a line at a time, answers in lines, and is ended where it takes too
-long. This file is also that process's program, and then needs jinja2 alone. Threads may share a template: they take
-turns. A fork and a copy start a process of their own.
+process of its own, which reads what to render line by line, answers in lines, and is ended if it takes too long. This
+file is also that process's program, and then needs only jinja2. Threads may share a template: they take turns. A fork
+and a copy start a process of their own.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-MOST_OF_A_TEMPLATE = 1 << 20  # characters; the longest ones have a fiftieth of it
+MOST_OF_A_TEMPLATE = 1 << 20  # characters; the longest ones have a fiftieth of this
 MOST_RENDERED = 1 << 25  # characters: more than any model has positions for
-SECONDS = 20.0  # for a text, where a millisecond is usual; the first one waits for the process to start
-MOST_MEMORY = 1 << 30  # bytes of the process, where the system can bound them
+SECONDS = 20.0  # per text; a millisecond is usual, and the first one waits for the process to start
+MOST_MEMORY = 1 << 30  # bytes of the process, if the system can limit them
 
 
 class TemplateError(ValueError):
-    """A template refuses, fails, or asks for too much; one sentence says why."""
+    """A template refuses, fails, or needs too much; one sentence says why."""
 
 
 class Template:
     """A chat template as a function from messages to text. The process that runs it starts with the first text."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """source: the template; special: texts that it knows by name, such as bos_token."""
+        """source: the template; special: texts that it can refer to by name, such as bos_token."""
         self._source, self._special = source, dict(special)
-        self._renderers: dict[int, _Renderer] = {}  # by the process that asks: a fork inherits what is not its own
+        self._renderers: dict[int, _Renderer] = {}  # by the asking process: a fork must not use what it inherits
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._source, self._special)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of a conversation; TemplateError in one sentence."""
+        """The text of a conversation; TemplateError if there is none."""
         try:
             asked = json.dumps(messages, default=_plain)
         except (TypeError, ValueError, RecursionError) as error:
-            raise TemplateError(f"they are not what JSON can say: {error}") from None
+            raise TemplateError(f"they cannot be written as JSON: {error}") from None
         here = os.getpid()
         for other in {*self._renderers} - {here}:
             self._renderers.pop(other, None)
@@ -69,7 +69,7 @@ class _Renderer:
         self._asked = 0
 
     def answer(self, messages: str) -> dict[str, str]:
-        """The text of these messages, or why there is none; TemplateError where the process had to be ended."""
+        """The text of these messages, or why there is none; TemplateError if the process had to be ended."""
         with self._lock:
             self._asked += 1
             number = f"{self._asked} ".encode()  # comes back with the answer
@@ -85,7 +85,7 @@ class _Renderer:
                 answer = process.stdout.readline()
             except OSError:  # it has ended
                 answer = b""
-            except BaseException:  # its answer would be taken for that of the next question
+            except BaseException:  # its answer would be taken for that of the next request
                 self._end()
                 raise
             finally:
@@ -103,7 +103,7 @@ class _Renderer:
         return told
 
     def _running(self, late: threading.Event) -> subprocess.Popen[bytes]:
-        """The process, started if there is none or somebody ended it."""
+        """The process, started if there is none or it has ended."""
         if self._process and self._process.poll() is None:
             return self._process
         self._end()
@@ -116,13 +116,13 @@ class _Renderer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # where no Ctrl-C reaches it
+                start_new_session=True,  # so that Ctrl-C does not reach it
             )
         except OSError as error:
             raise TemplateError(f"no process can be started for it: {error.strerror}") from None
         self._finalizer = weakref.finalize(self, _end, process, os.getpid())
         self._process = process
-        if late.is_set():  # maybe before there was a process to end
+        if late.is_set():  # perhaps before there was a process to end
             process.kill()
         path = [entry for entry in sys.path if isinstance(entry, str)]
         given = {"path": path, "source": self._source, "special": self._special, "seconds": SECONDS}
@@ -142,23 +142,23 @@ class _Renderer:
 
 
 def _plain(value: object) -> object:
-    """A mapping of another kind as a dict."""
+    """Any other mapping as a dict."""
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{value!r:.80} is no text, number, list or object")
+    raise TypeError(f"{value!r:.80} is not a text, number, list or object")
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a process and close its pipes; where a fork inherited it, the pipes alone."""
+    """End a process and close its pipes; if a fork inherited it, only the pipes."""
     if os.getpid() == owner:
         process.kill()
         process.wait()
     else:
-        process.returncode = 0  # not ours to wait for
+        process.returncode = 0  # not our child to wait for
     for pipe in (process.stdin, process.stdout):
         assert isinstance(pipe, (io.BufferedWriter, io.BufferedReader))
         with suppress(OSError):
-            pipe.raw.close()  # what is unsent stays so: closing the pipe would write it
+            pipe.raw.close()  # closing the buffered pipe would send the rest
 
 
 # ---- what the process does -------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _answers(given: Mapping[str, Any], asked: Iterator[str]) -> Iterator[str]:
 
 
 def _timed(lines: Iterator[str], seconds: float) -> Iterator[str]:
-    """The lines; an alarm ends this process where one takes too long and whoever asked is no longer there to end it."""
+    """The lines; an alarm ends this process if one takes too long and the process that asked is not there to end it."""
     alarm = getattr(signal, "setitimer", None)  # none on Windows
     for line in lines:
         if alarm:
@@ -233,7 +233,7 @@ def _bound_memory() -> None:
     bound = MOST_MEMORY if most == resource.RLIM_INFINITY else min(MOST_MEMORY, most)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (bound, most))
-    except (ValueError, OSError):  # some systems have the name alone
+    except (ValueError, OSError):  # some systems only have the name
         return
 
 

@@ -1,4 +1,4 @@
-"""sentencepiece, tokenizer.json, tiktoken and what GGUF files hold of them, behind one encode and decode.
+"""sentencepiece, tokenizer.json, tiktoken and their forms in GGUF files, behind one encode and decode.
 
 Every vocabulary here is a table from id to bytes, so decoding is joining bytes, and a stream of tokens needs no more
 than an incremental UTF-8 decoder: constant work per token, and exact on characters split over tokens.
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Special tokens written out in a text are read as such, as transformers does."""
+    """Text to token ids and back. Special tokens written out in a text are read as such, as in transformers."""
 
     vocab_size: int  # one more than the largest id
-    bos_id: int | None  # what encode puts first; None where this tokenizer puts nothing
+    bos_id: int | None  # what encode puts first; None if this tokenizer puts nothing
     eos_ids: tuple[int, ...]
     drops_first_space: bool  # the first word of a text carries a space that is not part of the text
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        """Token ids, after bos_id where there is one and bos is asked for; ValueError where a text is no Unicode."""
+        """Token ids, after bos_id if there is one and bos is true; ValueError if a text is not valid Unicode."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Text without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ...
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation ({"role": ..., "content": ...} each) up to where the assistant answers."""
+        """Token ids of a conversation (a {"role": ..., "content": ...} each) up to where the assistant answers."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 class StreamDecoder:
-    """Text that grows with its tokens: the pushes and the flush join to what the tokens add to the context's text."""
+    """Text that grows with its tokens: pushes and flush, joined, are what the tokens add to the context's text."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -65,11 +65,11 @@ class StreamDecoder:
         self._at_start = tokenizer.drops_first_space and not tail
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that became readable; an unfinished character waits for its other bytes."""
+        """The text that has become readable; an unfinished character waits for its other bytes."""
         return self._grow(b"".join(map(self._token_bytes, ids)), final=False)
 
     def flush(self) -> str:
-        """The rest: U+FFFD where the last character never was finished."""
+        """The rest: U+FFFD if the last character was never finished."""
         return self._grow(b"", final=True)
 
     def _grow(self, data: bytes, final: bool) -> str:
@@ -81,7 +81,7 @@ class StreamDecoder:
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
-    """The folder's tokenizer, None where it has none; every id it can give has a row in the model's embedding."""
+    """The folder's tokenizer, None if it has none; every id that it can give has a row in the model's embedding."""
     if is_gguf(folder):
         return _load_from_gguf(folder, config)
     fast, model = folder / "tokenizer.json", folder / "tokenizer.model"
@@ -111,12 +111,12 @@ def _installed(library: str) -> bool:
 
 
 def _refuse_missing(path: Path, library: str) -> NoReturn:
-    raise CheckpointError(f'{path} needs the {library} library: pip install "gpt_fast_sd[hf]"') from None
+    raise CheckpointError(f'{path} needs the library {library}: pip install "gpt_fast_sd[hf]"') from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Notes:
-    """What the files beside a vocabulary say about it."""
+    """What the files next to a vocabulary say about it."""
 
     folder: Path
     special: dict[str, str]  # such as bos_token -> <s>
@@ -133,7 +133,7 @@ class _Notes:
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{folder / 'tokenizer_config.json'} or a file beside it is damaged: {error!r}"
+                f"{folder / 'tokenizer_config.json'} or a file next to it is damaged: {error!r}"
             ) from None
 
     @classmethod
@@ -198,12 +198,12 @@ class _BytesTokenizer(ABC):
 
 
 def _refuse_surrogates(text: str) -> None:
-    """ValueError where a text has half a character, as bytes that are no UTF-8 or JSON's escapes may leave it."""
+    """ValueError if a text has half a character, which bytes that are not UTF-8 or JSON's escapes may leave."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"U+{ord(text[error.start]):04X}"
-        raise ValueError(f"character {error.start:,} of the text is {half}, half a character: it is no UTF-8") from None
+        raise ValueError(f"character {error.start:,} of the text is {half}, half a character: not UTF-8") from None
 
 
 def _render(notes: _Notes, template: Template | None, messages: Sequence[Mapping[str, str]]) -> str:
@@ -297,7 +297,7 @@ class _FastTokenizer(_BytesTokenizer):
         try:
             library: Any = Library.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
-            raise CheckpointError(f"{path} is no tokenizer.json: {error}") from None
+            raise CheckpointError(f"{path} is not a tokenizer.json: {error}") from None
         library.no_truncation()
         library.no_padding()
         self._library = library
@@ -332,7 +332,7 @@ class _FastTokenizer(_BytesTokenizer):
 
 
 class _BytesOfPieces:
-    """The decoder of a tokenizer.json as a function from one piece to its bytes."""
+    """The decoder of a tokenizer.json as a function from a piece to its bytes."""
 
     def __init__(self, path: Path, decoder: Mapping[str, Any] | None) -> None:
         steps = [decoder or {"type": None}]
@@ -441,7 +441,7 @@ class _TiktokenTokenizer(_BytesTokenizer):
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # kinds, as sentencepiece has them
 _GPT_2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SPLITS = {  # how each pre-tokenizer cuts a text into words: each pattern cuts what those before it left
+_SPLITS = {  # how each pre-tokenizer cuts a text into words: each pattern cuts the pieces of the one before
     "smollm": (r"\p{N}", _GPT_2_WORDS),
     "llama-bpe": (_LLAMA_3_PATTERN,),
     "qwen2": (_LLAMA_3_PATTERN.replace("{1,3}", ""),),
@@ -481,12 +481,12 @@ class _Vocabulary:
 
     @classmethod
     def read(cls, header: Header, *, is_llama: bool) -> _Vocabulary:
-        """is_llama: what a file leaves unsaid is as in Llama 2."""
+        """is_llama: absent fields have the values of Llama 2."""
         n = header.vocab_size
         texts = header.texts("tokenizer.ggml.tokens")
         if texts is None:
             header.refuse("tokenizer.ggml.tokens", "a list of texts")
-        if len(texts) != n:  # before there are other lists as long
+        if len(texts) != n:  # before other lists of that length are made
             header.refuse("tokenizer.ggml.tokens", f"as long as the vocabulary, {n:,}")
         kinds = header.numbers("tokenizer.ggml.token_type") or [_NORMAL] * n
         scores = header.numbers("tokenizer.ggml.scores") or ([] if is_llama else [0.0] * n)
@@ -525,7 +525,7 @@ class _Vocabulary:
         """The sentencepiece model that has these pieces, as protobuf; prefix: a space is put before a text.
 
         pieces (1) { piece (1), score (2), type (3) }, trainer_spec (2) { model_type (3): BPE, byte_fallback (35) },
-        normalizer_spec (3) { add_dummy_prefix (3), remove_extra_whitespaces (4): false }: all that encoding asks for.
+        normalizer_spec (3) { add_dummy_prefix (3), remove_extra_whitespaces (4): false }: all that encoding needs.
         """
 
         def message(number: int, content: bytes) -> bytes:
@@ -542,7 +542,7 @@ class _Vocabulary:
 
 
 def _varint(number: int) -> bytes:
-    """A whole number as protobuf spells it: seven bits a byte, the lowest first."""
+    """A whole number as protobuf encodes it: seven bits per byte, the lowest first."""
     found = bytearray()
     while number > 127:
         found.append(number & 127 | 128)
@@ -597,7 +597,7 @@ class _BytePairTokenizer(_BytesTokenizer):
 
 
 def _byte_pair_bytes(text: str, kind: int, table: Mapping[str, int]) -> bytes:
-    """The bytes that a token adds to a text, each written as one character unless it was added as it is."""
+    """The bytes that a token adds to a text; each is written as one character unless the token was added verbatim."""
     if kind in (_CONTROL, _UNKNOWN, _UNUSED):
         return b""
     if kind == _USER_DEFINED or not table.keys() >= set(text):

@@ -40,15 +40,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from common import ProgressLine, refuse, sentence
+from common import ProgressLine, refuse, refusing, sentence
 from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
@@ -60,9 +57,9 @@ from journal import Files, Log, beside, indices
 from records import Encoder, Record, own
 
 PROGRAM = "batch.py"
-AHEAD = 16  # lines a slot that may be read before the oldest of them is written, where the order of the input is kept
+AHEAD = 16  # lines per slot that may be read before the oldest of them is written, where the order of the input is kept
 BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
-ROOM = 8192  # tokens a slot holds, unless --max-seq-len says otherwise or the model ends before
+ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
 REJECTED = 4  # exit code
 
 
@@ -80,7 +77,7 @@ class Task:
 
 
 def no_number(name: str) -> NoReturn:
-    """Refuse what Python would read and JSON does not know."""
+    """Refuse numbers that Python would parse although JSON has none such."""
     raise ValueError(f"not JSON: {name}")
 
 
@@ -94,7 +91,7 @@ class Reader:
     room: int  # tokens of prompt and output together
 
     def task(self, index: int, raw: bytes) -> Task:
-        """The line as a task; ValueError, or whatever else its content brought about."""
+        """The line as a task; ValueError, or whatever else its content causes."""
         try:
             record = json.loads(raw.decode("utf-8-sig" if index == 0 else "utf-8"), parse_constant=no_number)
         except UnicodeDecodeError as error:
@@ -144,22 +141,13 @@ class Share:
             return sum(1 for _ in file)
 
 
-def fingerprint_of_file(path: Path) -> str:
-    """A name that changes with the content."""
-    digest = hashlib.sha256()
+def fingerprint_of_file(path: Path, *, whole: bool = True) -> str:
+    """A name that changes with the content; not whole: with the header, the last page and 256 between."""
+    size, page, digest = path.stat().st_size, 1 << 12, hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
+        while (whole or file.tell() < BEGINNING) and (chunk := file.read(1 << 20)):
             digest.update(chunk)
-    return digest.hexdigest()[:16]
-
-
-def fingerprint_of_pages(path: Path) -> str:
-    """A name that changes with the beginning, where a header stands, the last page and 256 pages between."""
-    size, page = path.stat().st_size, 1 << 12
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(BEGINNING))
-        for i in range(257):
+        for i in range(0 if whole else 257):
             file.seek(max(0, BEGINNING + (size - BEGINNING - page) * i // 256))
             digest.update(file.read(page))
     return digest.hexdigest()[:16]
@@ -171,16 +159,12 @@ def fingerprint_of_model(folder: Path) -> Record:
     Of a GGUF file, which begins with its config: pages and size of it and of the other parts it is split into.
     """
     if folder.is_file():
-        parts = gguf_parts(folder)
-        return {
-            "config": [fingerprint_of_pages(part) for part in parts],
-            "weights": {part.name: part.stat().st_size for part in parts},
-        }
-    weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-    return {
-        "config": fingerprint_of_file(folder / "config.json"),
-        "weights": {path.name: path.stat().st_size for path in weights},
-    }
+        weights = gguf_parts(folder)
+        config: object = [fingerprint_of_file(part, whole=False) for part in weights]
+    else:
+        weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
+        config = fingerprint_of_file(folder / "config.json")
+    return {"config": config, "weights": {path.name: path.stat().st_size for path in weights}}
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -197,16 +181,16 @@ class Writer:
         self._held: dict[int, Record] = {}  # finished before one of those ahead of them
 
     def expect(self, task: Task) -> None:
-        """Let it come next."""
+        """Expect its completion next."""
         self._expected.append(task.index)
 
     @property
     def unwritten(self) -> int:
-        """Lines that were read and are not written yet, finished or not."""
+        """Number of lines that were read and are not written yet, finished or not."""
         return len(self._expected)
 
     def finished(self, task: Task, completion: Completion) -> None:
-        """Write it, or keep it until those before it are there."""
+        """Write it, or keep it until those before it are written."""
         record = {"index": task.index, "id": task.id} | {
             key: value for key, value in as_record(completion).items() if key != "index"
         }
@@ -219,7 +203,7 @@ class Writer:
             self._write(self._held.pop(self._expected.popleft()))
 
     def rejected(self, index: int, raw: bytes, reason: str) -> None:
-        """Write down which line, why, and what stood there."""
+        """Record which line was rejected, why, and its text."""
         if self._output is None:
             return
         if self._rejects is None:
@@ -232,7 +216,7 @@ class Writer:
             self._output.write(record)
 
     def close(self) -> None:
-        """Everything is on the disk."""
+        """Flush everything to the disk."""
         for log in (self._output, self._rejects):
             if log:
                 log.close()
@@ -242,7 +226,7 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
     """Continue all lines of the share that are not done; return how many tokens that gave.
 
     A line is read when a slot is free for it, so that slots idle only at the end of the file; but where the output
-    keeps the input's order, no more than AHEAD lines a slot are kept in memory behind one that takes long.
+    keeps the input's order, no more than AHEAD lines per slot are kept in memory behind one that takes long.
     """
     under_way: dict[int, Task] = {}  # by the number of the prompt
     n_tokens, started = 0, time.perf_counter()
@@ -255,7 +239,7 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
             try:
                 task = reader.task(index, raw)
                 engine.check([task.prompt], [task.params])
-            except Exception as error:  # whatever a line brings about is no reason to end the run
+            except Exception as error:  # whatever a line causes is no reason to end the run
                 writer.rejected(index, raw, sentence(error).replace("prompt 0", "the prompt"))
                 bar.update()
                 continue
@@ -281,12 +265,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("input", metavar="IN.jsonl", type=Path, help="one prompt a line")
-    add("output", metavar="OUT.jsonl", type=Path, help="one continuation a line; what it holds already is kept")
+    add("input", metavar="IN.jsonl", type=Path, help="one prompt per line")
+    add("output", metavar="OUT.jsonl", type=Path, help="one continuation per line; what it holds already is kept")
     add("--order", choices=("input", "finished"), default="input", help="of the output's lines (default: input)")
-    add(
-        "--rejects", metavar="F.jsonl", type=Path, help="lines that could not be continued (default: OUT.rejects.jsonl)"
-    )
+    add("--rejects", metavar="F.jsonl", type=Path,
+        help="lines that could not be continued (default: OUT.rejects.jsonl)")  # fmt: skip
     add("--fresh", action="store_true", help="forget what the output holds")
     add("--chat", action="store_true", help=CHAT)
     sampling = parser.add_argument_group("how lines are continued that do not say it themselves")
@@ -311,7 +294,7 @@ class Job:
     files: Files
     reader: Reader
     draft: DraftConfig
-    done: NDArray[np.bool_]  # bool, a line of the input each
+    done: NDArray[np.bool_]  # one bool for each line of the input
     left: int  # lines of this replica to continue
     output: Log | None  # of the replica's first rank
     lock: Log | None  # of the first process: it keeps others from the whole output
@@ -363,14 +346,11 @@ def settings_of(args: argparse.Namespace, folder: Path, room: int, parallel: Par
     """What a run that goes on must have in common with the one before."""
     free = ("input", "output", "rejects", "fresh", "threads", "tp", "max_seq_len")
     found: Record = {
-        "input": fingerprint_of_file(args.input),
-        "model": str(args.model),
+        "input": fingerprint_of_file(args.input), "model": str(args.model),
         "model files": fingerprint_of_model(folder),
         "draft model files": fingerprint_of_model(locate(args.draft_model)) if args.draft_model else None,
-        "max_seq_len": room,
-        "tp": parallel.tp,
-        "dp": parallel.dp,
-    }
+        "max_seq_len": room, "tp": parallel.tp, "dp": parallel.dp,
+    }  # fmt: skip
     found |= {name: value for name, value in vars(args).items() if name not in (*free, *found)}
     settings: Record = as_json(found)
     return settings
@@ -379,10 +359,8 @@ def settings_of(args: argparse.Namespace, folder: Path, room: int, parallel: Par
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, continue every line, merge, say how it went."""
     args = parse(argv)
-    try:
+    with refusing(PROGRAM):
         job = prepare(args)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     writer = Writer(job.output, job.files.mine(job.files.rejects), ordered=args.order == "input")
     try:
         engine = job.engine() if job.left else None
@@ -421,9 +399,9 @@ def work(job: Job, engine: Engine, writer: Writer) -> int:
 
 
 def report(files: Files, n_tokens: int, seconds: float, *, under_torchrun: bool) -> None:
-    """What there is now, in a sentence or two; exit code 4 where lines were rejected, see the top."""
+    """Summarize the outputs in a sentence or two; exit code 4 if lines were rejected, see the top."""
     n_done, n_rejected = (sum(1 for _ in indices(path)) for path in (files.output, files.rejects))
-    speed = f"; {n_tokens:,} tokens in this run, {n_tokens / seconds:,.0f} a second" if n_tokens else ""
+    speed = f"; {n_tokens:,} tokens in this run, {n_tokens / seconds:,.0f} per second" if n_tokens else ""
     print(f"{n_done:,} prompts continued in {files.output}{speed}")
     if n_rejected:
         print(f"{n_rejected:,} lines were rejected: {files.rejects} says which and why")
@@ -432,7 +410,7 @@ def report(files: Files, n_tokens: int, seconds: float, *, under_torchrun: bool)
 
 
 def stop(error: OSError) -> NoReturn:
-    """A disk that is full, or such: what is written is kept."""
+    """Exit because of a full disk or the like; what is written is kept."""
     print(f"{PROGRAM}: {sentence(error)}; the same command goes on from here", file=sys.stderr, flush=True)
     raise SystemExit(1)
 

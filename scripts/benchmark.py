@@ -15,19 +15,9 @@ them. Plain and speculative runs take turns on one engine (A B, B A, A B, ...), 
 only the first run prefills, for all temperatures. What counts is the ratio of a pair: the median over the pairs, with
 the least and the greatest. All points of a batch share an engine, whose cache is as long as the longest context needs.
 
-steady        tokens per second while all rows are live: from the end of the first round to the last that ended no row
-completion    tokens per second from the first round to the end of the slowest row
-predicted     the same by bytes and operations alone, at the measured tokens per round and the machine's rates, which
-              are measured before the first point (gpt_fast_sd/measuring/roofline.py)
-by steps      Omega T_T / (gamma T_D + T_V) of the measured steps, without the host and rows that end early: if a draft
-              is accepted with chance alpha, gamma of them give Omega = (1 - alpha ** (gamma + 1)) / (1 - alpha) tokens
-              per round (Leviathan et al. 2023, arXiv 2211.17192)
-
-break-even       of a batch: the context from which on the steady speed-up is above 1
-critical length  of a draft: the context from which on the steady speed-up grows with the batch, that is, from which on
-                 its least-squares slope over log2 of the batch is above 0
-Both are where the line between two measured contexts crosses, over log2 of the context, after the last one that is not
-above; none if that is the longest one, and below the shortest if there is no such context.
+Two speeds are told: steady, while all rows are live, and to completion, the end of the slowest row. docs/measure.md
+defines them, what is predicted, break-even and the critical length. The machine's rates are measured before the first
+point.
 
 --sweep budget takes one batch, context, gamma and temperature, and prompts that share no text. --no-compile starts at
 once and gives the same acceptance, but no speed that means anything.
@@ -45,39 +35,23 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-
 from tqdm import tqdm
 
-from common import refuse, sentence
+from common import refuse, refusing, sentence, started
 from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, join, positive, sizes
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.devices import natural_dtype
 from gpt_fast_sd.loading import BUNDLED, TORCH_DTYPES, locate
-from gpt_fast_sd.measuring import lossless, machine, plots, prompts
+from gpt_fast_sd.measuring import grid, lossless, machine, plots, prompts
 from gpt_fast_sd.measuring.chips import Chip, Ranks, chip_of
 from gpt_fast_sd.measuring.forecast import System
-from gpt_fast_sd.measuring.grid import (
-    Point,
-    Setting,
-    Sweep,
-    buildable,
-    draft_fields,
-    draft_label,
-    has_a_model,
-    in_common,
-    known_drafters,
-    settings_of,
-    timed_on,
-    up_to_date,
-)
+from gpt_fast_sd.measuring.grid import Point, Setting, Sweep, draft_fields, draft_label, has_a_model, known_drafters
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint, read_document
 from gpt_fast_sd.measuring.lengths import lengths_of, lines_of
 from gpt_fast_sd.measuring.points import (
@@ -85,26 +59,18 @@ from gpt_fast_sd.measuring.points import (
     POLICIES,
     SIZES,
     difference_text,
-    ends_text,
     more,
     rates_of,
+    ratio_text,
     summarize,
 )
 from gpt_fast_sd.measuring.tables import Table
-from gpt_fast_sd.measuring.turns import (
-    Run,
-    Turns,
-    round_ms,
-    run,
-    spread,
-    take_turns,
-    totals,
-)
+from gpt_fast_sd.measuring.turns import Run, Turns, round_ms, run, spread, take_turns, totals
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, load_tokenizer, read_config, read_stored_dtype
 from gpt_fast_sd.tp import Parallel
 
 PROGRAM = "benchmark.py"
-LOOKING = 60.0  # seconds after which the gaps of further differences of a policy are left unknown
+LOOKING = 60.0  # seconds after which no more gaps of a policy's differences are computed
 Record = dict[str, Any]
 DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is measured; what is not here is not read there
     "size": {
@@ -145,19 +111,19 @@ class Job:
 
     def in_common(self, **more: Any) -> Record:
         """What results that may stand in one file have in common."""
-        return {"model": str(self.args.model), **more, **in_common(vars(self.args))}
+        return {"model": str(self.args.model), **more, **grid.in_common(vars(self.args))}
 
     @property
     def timed(self) -> Record:
         """What else times that may stand in one file have in common."""
         here, device = machine.environment(self.parallel.device), self.parallel.device.type
-        return timed_on(here, device, self.parallel.tp) | {"seconds": self.args.seconds}
+        return grid.timed_on(here, device, self.parallel.tp) | {"seconds": self.args.seconds}
 
     def ledger(self, benchmark: str, settings: Record, results: str = "results") -> Ledger:
         """The file of --json, which the first process has; ValueError where it holds something else."""
         path = self.args.json if self.parallel.is_main else None
         here = machine.environment(self.parallel.device)
-        return Ledger(path, benchmark, settings, here, fresh=self.args.fresh, results=results, adapt=up_to_date)
+        return Ledger(path, benchmark, settings, here, fresh=self.args.fresh, results=results, adapt=grid.up_to_date)
 
     def points(self, contexts: Sequence[int]) -> list[Point]:
         """All measurements, those that may share an engine and its prefilled keys side by side."""
@@ -215,7 +181,8 @@ def prepare(args: argparse.Namespace) -> Job:
     ]
     if args.mode == "lossless" and not args.draft_model:
         args.draft_model = str(args.model)  # no smaller one: the target drafts for itself, sparsely
-    settings, skipped = buildable(settings_of(policies, args.budget), args.gamma, draft_fields(vars(args)))
+    wanted = grid.settings_of(policies, args.budget)
+    settings, skipped = grid.buildable(wanted, args.gamma, draft_fields(vars(args)))
     for temperature in args.temperature:
         params_of(args, temperature, 0)
     config_of(EngineConfig, args, batch_size=1, max_seq_len=1)
@@ -254,7 +221,7 @@ class Mode:
     bar: Any = None
 
     def key(self, point: Point) -> Record:
-        """How a point's result is found again."""
+        """The key under which a point's result is stored."""
         return point.key
 
     def known(self, point: Point) -> Record | None:
@@ -266,11 +233,11 @@ class Mode:
         return self.job.build(batch, context, draft)
 
     def measure(self, point: Point, engine: Engine) -> Record:
-        """What a point says beside its key."""
+        """The result of a point, without its key."""
         raise NotImplementedError
 
     def done(self, point: Point, found: Record | Exception) -> None:
-        """Keep and print a result; why there is none is told and not kept."""
+        """Store and print a result; the reason for a missing one is printed and not stored."""
         if isinstance(found, Exception):
             self.job.skipped[point.setting.label] = sentence(found)
             self.bar.write(f"skipped {point.setting.label}: {sentence(found)}")
@@ -284,14 +251,14 @@ class Mode:
         return self.table.line(record)
 
     def step(self, what: str) -> None:
-        """Say what is going on."""
+        """Show what is being done."""
         if self.bar is not None:
             self.bar.set_description(what)
 
     def run(self) -> list[Record]:
         """Measure what the file does not hold yet -> the results of all points, as far as there are any."""
         parallel, args = self.job.parallel, self.job.args
-        # the first rank has the file, and says what is left
+        # the first rank holds the file and decides what is left
         todo = [point for point in self.points if not parallel.same(int(self.known(point) is not None))]
         parallel.log(describe(self.ledger.document))
         for label, reason in self.job.skipped.items():
@@ -365,7 +332,7 @@ class BySize(Mode):
     chip: Chip | None  # the machine's rates, once they are measured
 
     def rows(self, batch: int, context: int) -> tuple[list[list[int]], str | None]:
-        """The prompts of a point, and what is to be said about them."""
+        """The prompts of a point, and a note about them."""
         return prompts.round_the_text(self.ids, batch, context, self.job.bos)
 
     def known(self, point: Point) -> Record | None:
@@ -374,7 +341,7 @@ class BySize(Mode):
         return found if found and found["status"] == "measured" else None
 
     def run(self) -> list[Record]:
-        """As every mode, with what is to be said about the prompts first."""
+        """As every mode, after the notes about the prompts."""
         for note in dict.fromkeys(self.rows(b, c)[1] for b in self.job.args.batch for c in self.job.args.context):
             if note:
                 self.job.parallel.log(note)
@@ -405,7 +372,7 @@ class BySize(Mode):
         return summarize(point, turns, engine, system, self.job.draft(point)) | {"note": note, "machine": rates}
 
     def done(self, point: Point, found: Record | Exception) -> None:
-        """Keep and print the figures, or why there are none, in the place of older ones."""
+        """Store and print the figures, or why there are none; they replace older ones."""
         if isinstance(found, Exception):
             found = {"status": "failed", "reason": sentence(found)}
         self.ledger.put(point.key, point.key | found)
@@ -415,7 +382,7 @@ class BySize(Mode):
             self.bar.write(more(found))
 
     def line(self, record: Record) -> str:
-        """A row under the head, or why there is none."""
+        """A row of the table, or why there is none."""
         if record["status"] == "measured":
             return self.table.line(record)
         return f"{record['context']:>7,}  {record['batch']:>5}  {draft_label(record):<34}  skipped: {record['reason']}"
@@ -595,10 +562,7 @@ class Lossless(Mode):
             "prompts": len(self.prompts),
             "equal": len(self.prompts) - len(found),
             "differences": [
-                {
-                    "row": d.index, "position": d.position, "plain": d.plain, "speculative": d.speculative,
-                    "gap": d.gap,
-                }
+                {"row": d.index, "position": d.position, "plain": d.plain, "speculative": d.speculative, "gap": d.gap}
                 for d in found
             ],
             "acceptance_rate": one.stats.acceptance_rate,
@@ -608,7 +572,7 @@ class Lossless(Mode):
         }  # fmt: skip
 
     def line(self, record: Record) -> str:
-        """A row under the head, and a line for each difference."""
+        """A row of the table, and a line for each difference."""
         return "\n".join([self.table.line(record), *map(difference_text, record["differences"])])
 
     def report(self, found: list[Record]) -> None:
@@ -645,7 +609,7 @@ def draw_files(args: argparse.Namespace) -> None:
     if first["benchmark"] == "batch":
         if len(documents) > 1:
             raise ValueError("--draw draws one sweep at a time")
-        up_to_date(first)
+        grid.up_to_date(first)
         points = [r for r in first["points"] if r["status"] == "measured"]
         drawn = plots.draw_sweep(points, lengths_of(points), title, args.plots)
     elif first["benchmark"] == "frontier":
@@ -656,7 +620,7 @@ def draw_files(args: argparse.Namespace) -> None:
         cells: dict[str, dict[str, tuple[float, str]]] = {}
         for r in (r for document in documents for r in document["results"]):
             bars = cells.setdefault(f"context {r['context']:,}, batch {r['batch']}", {})
-            bars[draft_label(r)] = r["ratio"]["median"], f" {r['ratio']['median']:.2f}x {ends_text(r['ratio'])}"
+            bars[draft_label(r)] = r["ratio"]["median"], f" {ratio_text(r['ratio'])}"
         panels = [[(name, bars, 1.0) for name, bars in cells.items()]]
         plots.draw_bars(panels, drawn[0], title=title, xlabel=plots.SPEED, first="")
     for path in drawn:
@@ -724,10 +688,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--context", metavar="S,S", type=sizes, help="tokens of a prompt (default: 1k,4k; what the text holds for "
         "every row, at most 4,096, with --sweep budget)")  # fmt: skip
     add("--pairs", metavar="N", type=count, help=f"pairs of timed runs for each point (default: {defaults('pairs')})")
-    add(
-        "--seconds", metavar="S", type=seconds,
-        help="go on with pairs until they took so long: short runs need many (default: as many as --pairs says)",
-    )  # fmt: skip
+    add("--seconds", metavar="S", type=seconds, help="go on with pairs until they took so long: short runs need many "
+        "(default: as many as --pairs says)")  # fmt: skip
     add("--prompts", metavar="N", type=positive, help="with --lossless (default: 200)")
     add("--shortest", metavar="N", type=positive, help="tokens of its shortest prompt (default: 20)")
     add("--longest", metavar="N", type=positive, help="tokens of its longest prompt (default: 1500)")
@@ -767,7 +729,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, measure, write."""
-    try:
+    with refusing(PROGRAM):
         args = parse(argv)
         if args.draw:
             draw_files(args)
@@ -776,8 +738,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"--plots needs a folder, and {args.plots} is a file")
         job = prepare(args)
         mode: Mode = {"size": BySize, "budget": ByBudget, "lossless": Lossless}[args.mode](job)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     with job.parallel.guard():
         found = mode.run()
     job.parallel.close()
@@ -786,7 +746,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    started(main)

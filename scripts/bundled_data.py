@@ -13,44 +13,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from gpt_fast_sd.model import Tokenizer
+from gpt_fast_sd.measuring.needles import made_up, question, register
 
 Ids = NDArray[np.int64]
-DIGITS = 5  # of an answer
-
-FIRST = (
-    "Agnes Albert Alice Ambrose Anna Arthur Beatrice Benjamin Bertha Caleb Caroline Charles Clara Cyril Daniel Dora "
-    "Edith Edmund Eleanor Ernest Esther Felix Florence Francis George Grace Hannah Harold Helen Henry Hester Hugh Ida "
-    "Isaac Jane Jasper Joseph Julia Laura Leonard Lucy Lydia Mabel Martin Matilda Miriam Nathan Nora Oliver Owen "
-    "Philip Rachel Ralph Robert Rose Rupert Sarah Silas Simon Sophia Stephen Susan Thomas Violet Walter William"
-).split()
-LAST = (
-    "Abbott Ainsley Archer Barlow Beckett Blackwood Bramley Bright Calder Carver Chambers Clifton Coombe Crane Dalton "
-    "Drake Dunstan Ellery Fairfax Fenwick Fletcher Forrest Garland Gibbon Gray Hale Hargrave Harper Hartley Holloway "
-    "Ingram Keating Kirby Lambert Langley Lockwood Marsden Merrick Milford Norris Oakley Palmer Pembroke Perkins "
-    "Quince Radcliffe Ransom Redfern Rowley Savage Selwyn Shelby Stanton Sutton Thorne Turner Underhill Vernon "
-    "Wainwright Ward Weston Whitlock Winter Yardley York"
-).split()
-ADJECTIVE = (
-    "amber ancient blue brass broken bronze copper crimson crooked crystal dark distant empty faded gilded golden "
-    "gray green hidden hollow iron ivory little lonely marble narrow northern old painted pale purple quiet red rusty "
-    "sacred secret silent silver small southern square stone stolen sunken tall velvet violet white winding wooden "
-    "yellow"
-).split()
-NOUN = (
-    "anchor arch barrel basket bell boat bottle box bridge button cabinet candle castle chain chest clock coat "
-    "compass cottage crown cup door drum feather fiddle flag flute fountain garden gate glove hammer harbour key "
-    "kettle knife ladder lamp lantern letter lock mill mirror needle oar pearl pipe plough ring saddle ship spoon "
-    "statue sword tower trumpet vase violin wagon watch wheel whistle window"
-).split()
 
 
 class Encoder(Protocol):
@@ -111,76 +82,10 @@ class Books:
         return ids[start : start + n]
 
 
-def person(rng: np.random.Generator) -> str:
-    """A name such as "Clara Lockwood"; about 4,200 are possible."""
-    return f"{rng.choice(FIRST)} {rng.choice(LAST)}"
-
-
-def thing(rng: np.random.Generator) -> str:
-    """A thing such as "the silver lantern"; about 3,300 are possible."""
-    return f"the {rng.choice(ADJECTIVE)} {rng.choice(NOUN)}"
-
-
-def number(rng: np.random.Generator) -> str:
-    """Five digits."""
-    return "".join(str(d) for d in rng.integers(0, 10, 5))
-
-
-def distinct(make: Callable[[np.random.Generator], str], rng: np.random.Generator, n: int) -> list[str]:
-    """n different values of make."""
-    seen: dict[str, None] = {}
-    while len(seen) < n:
-        seen[make(rng)] = None
-    return list(seen)
-
-
-def fact(name: str, value: str) -> str:
-    """The sentence that states a needle: the value follows the name at once, the easiest order for a small model."""
-    return f"Remember {name} {value}."
-
-
-def question(name: str) -> str:
-    """The text whose continuation is the needle's value."""
-    return f"Recall {name} "
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A prompt whose continuation is known."""
-
-    prompt: list[int]
-    answer: str
-    cell: tuple[float, ...]
-
-
-def needle(tokenizer: Tokenizer, rng: np.random.Generator, books: Sequence[Tensor], length: int, depth: float) -> Probe:
-    """Prose with one fact at depth, then its question: prompt and answer together take at most length tokens."""
-    name = (person if rng.random() < 0.5 else thing)(rng)
-    value = number(rng)
-    ids = books[int(rng.integers(len(books)))]
-    start = int(rng.integers(0, max(1, len(ids) - length)))
-    room = length
-    while True:
-        place = start + round(depth * room)
-        before, after = (
-            tokenizer.decode(part.tolist()).strip("\ufffd") for part in (ids[start:place], ids[place : start + room])
-        )
-        prompt = tokenizer.encode(f"{before}\n{fact(name, value)}\n{after}\n{question(name)}")
-        excess = len(prompt) + DIGITS - length
-        if excess <= 0:
-            return Probe(prompt, value, (length, depth))
-        if room <= excess:
-            raise ValueError(f"a needle does not fit into {length} tokens")
-        room -= excess
-
-
 def lookup_document(rng: np.random.Generator, n: int, books: Books, encoder: Encoder) -> Ids:
     """A register of facts filling most of n tokens, then questions about some of them."""
-    make = person if rng.random() < 0.5 else thing
-    entries = max(2, int(n * rng.uniform(0.3, 0.7) / 15))
-    names = distinct(make, rng, min(entries, 1500))
-    values = [number(rng) for _ in names]
-    lines = [fact(name, value) for name, value in zip(names, values, strict=True)]
+    names, values = made_up(rng, min(1500, max(2, int(n * rng.uniform(0.3, 0.7) / 15))))
+    lines = register(names, values)
     asked = rng.permutation(len(names))[: max(1, (n - 15 * len(lines)) // 15)]
     lines += [question(names[i]) + values[i] + "." for i in asked]
     return fit(encoder.encode("\n".join(lines)), n, encoder)
@@ -189,13 +94,11 @@ def lookup_document(rng: np.random.Generator, n: int, books: Books, encoder: Enc
 def needle_document(rng: np.random.Generator, n: int, books: Books, encoder: Encoder) -> Ids:
     """Book prose in which a few facts are stated at random places and asked for at the end."""
     count = int(rng.integers(1, 5 + n // 1024))
-    make = person if rng.random() < 0.5 else thing
-    names = distinct(make, rng, count)
-    values = [number(rng) for _ in names]
+    names, values = made_up(rng, count)
     tail: list[int] = []
     for i in rng.permutation(count):
         tail += encoder.encode("\n" + question(names[i]) + values[i] + ".")
-    facts = [encoder.encode("\n" + fact(name, value) + "\n") for name, value in zip(names, values, strict=True)]
+    facts = [encoder.encode(f"\n{line}\n") for line in register(names, values)]
     prose = books.passage(rng, max(1, n - len(tail) - sum(map(len, facts)) - 1))
     places = np.sort(rng.integers(0, len(prose) + 1, count))
     pieces: list[int] = []
@@ -217,10 +120,8 @@ def copy_document(rng: np.random.Generator, n: int, books: Books, encoder: Encod
 
 def list_document(rng: np.random.Generator, n: int, books: Books, encoder: Encoder) -> Ids:
     """Names in order, then prose that uses them and the same names in the same order, again and again."""
-    make = person if rng.random() < 0.5 else thing
-    names = distinct(make, rng, int(rng.integers(4, 16 + n // 128)))
-    listing = "".join(f"{i + 1}. {name}\n" for i, name in enumerate(names))
-    block = encoder.encode(listing)
+    names, _ = made_up(rng, int(rng.integers(4, 16 + n // 128)))
+    block = encoder.encode("".join(f"{i + 1}. {name}\n" for i, name in enumerate(names)))
     ids = encoder.encode("The list:\n") + block
     while len(ids) < n:
         ids += books.passage(rng, int(rng.integers(16, 64 + n // 4))).tolist() + encoder.encode("\nThe list:\n") + block
@@ -253,21 +154,12 @@ def drill_document(rng: np.random.Generator, n: int, books: Books, encoder: Enco
 Kind = Callable[[np.random.Generator, int, Books, Encoder], Ids]
 MIXTURES: dict[str, dict[Kind, float]] = {
     # Comes first and is short. Among prose alone the heads that copy did not form in 12 M tokens, here they do in 1 M.
-    "copying": {
-        book_document: 0.10,
-        lookup_document: 0.15,
-        copy_document: 0.05,
-        drill_document: 0.70,
-    },
+    "copying": {book_document: 0.10, lookup_document: 0.15, copy_document: 0.05, drill_document: 0.70},
     "prose": {
-        book_document: 0.50,
-        needle_document: 0.12,
-        lookup_document: 0.14,
-        copy_document: 0.10,
-        list_document: 0.04,
+        book_document: 0.50, needle_document: 0.12, lookup_document: 0.14, copy_document: 0.10, list_document: 0.04,
         repeat_document: 0.10,
     },
-}
+}  # fmt: skip
 
 
 def training_document(rng: np.random.Generator, n: int, books: Books, encoder: Encoder, mixture: str) -> Ids:

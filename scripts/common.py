@@ -1,4 +1,4 @@
-"""What the scripts that run for long share: a line of progress, and refusals."""
+"""What all programs share: they import it first, so a checkout need not be installed; progress, and refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,17 +16,17 @@ from tqdm import tqdm
 
 from gpt_fast_sd.tp import Parallel
 
-LONG_PREFILL = 1000  # tokens from which on a line says what takes its time, where there is no terminal
-PATIENCE = 10.0  # seconds in which torchrun has ended the others after a process that refuses; each waits one longer
+LONG_PREFILL = 1000  # tokens; a longer prefill is announced by a line where there is no terminal
+PATIENCE = 10.0  # seconds within which torchrun ends the other processes after a refusal; each rank waits one more
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------
 
 
 class ProgressLine:
-    """Draws how far something is that takes over a second, on stderr where that is a terminal; see Engine.on_progress.
+    """Draws the progress of work that takes over a second, on stderr if that is a terminal; see Engine.on_progress.
 
-    The line goes away when all is done. Where there is no terminal, a plain line says once that a long prefill begins.
+    The line disappears when the work is done. Without a terminal one plain line says that a long prefill begins.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ProgressLine:
         self._said = False  # that a long prefill begins
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """So much of what is done, of so much."""
+        """Show that this much of the total is done; what: the name of the work."""
         if self._bar is None or (what, total) != (self._what, self._bar.total) or done < self._bar.n:
             self.clear()
             self._what = what
@@ -50,7 +50,7 @@ class ProgressLine:
             self.clear()
 
     def clear(self) -> None:
-        """Take the line away; it comes again if what it told of goes on."""
+        """Remove the line; it returns if the same work goes on."""
         if self._bar is not None:
             self._bar.close()
         self._bar = None
@@ -70,7 +70,7 @@ def alone_prints(parallel: Parallel) -> Iterator[None]:
 
 
 def check_apart(report: Path | None, others: Mapping[str, Any]) -> None:
-    """Refuse a --report that would take the place of another file of the same run: others, by what args call them."""
+    """Refuse a --report that would overwrite another file of the same run; others: by their names in args."""
     if report is None:
         return
     if report.exists() and not (report.is_file() or report.is_dir()):
@@ -90,6 +90,23 @@ def sentence(error: Exception) -> str:
         return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text[:300]}"
+
+
+@contextlib.contextmanager
+def refusing(program: str) -> Iterator[None]:
+    """Input that makes no sense and files that cannot be used end the program with one sentence, see refuse."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        refuse(error, program)
+
+
+def started(main: Callable[[], int | None]) -> NoReturn:
+    """Run a program and exit with its code, with 130 as shells do if it is interrupted."""
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 def refuse(error: Exception, program: str, *, code: int = 2) -> NoReturn:

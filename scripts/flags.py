@@ -1,4 +1,4 @@
-"""Flags out of the configurations: every public field has one in every program, and says itself what it is.
+"""Flags generated from the configurations: every public field has one in every program and describes itself.
 
     parser = argparse.ArgumentParser()
     add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "streaming"})
@@ -13,7 +13,7 @@ of DraftConfig is said by their classes. A value that makes no sense is refused 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from types import NoneType
@@ -31,9 +31,10 @@ from gpt_fast_sd.tp import Parallel, start
 Config = TypeVar("Config", EngineConfig, DraftConfig, SamplingParams)
 Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 Change = Mapping[str, Any] | None  # arguments of argparse's add_argument that are a program's own, see add_flags
+MODELS = "'smollm2', 'bundled', a model folder, a GGUF file or a hub id"
 CHAT = "wrap each text in the model's chat template as a user message"
 
-# ---- what stands behind a flag ---------------------------------------------------------------------------------------
+# ---- parsers of values -----------------------------------------------------------------------------------------------
 
 
 def positive(text: str) -> int:
@@ -49,7 +50,7 @@ def count(text: str) -> int:
 
 
 def number_or_auto(text: str) -> int | str:
-    """gamma's two spellings."""
+    """A value of gamma: "auto" or a whole number."""
     try:
         return text if text == "auto" else int(text)
     except ValueError:
@@ -73,12 +74,21 @@ def gammas(text: str) -> list[int | str]:
     return list(dict.fromkeys(part if part == "auto" else positive(part) for part in parts))
 
 
+def names_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
+    """A parser of names among those that are known: "streaming,guided"."""
+
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
 def drafters(text: str) -> list[str]:
-    """Names of those that may draft: "streaming,guided"."""
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in known_drafters()]:
-        raise argparse.ArgumentTypeError(f"there is no policy {unknown[0]!r}; there are {', '.join(known_drafters())}")
-    return list(dict.fromkeys(names))
+    """Names of policies that may draft."""
+    return names_of("policy", known_drafters())(text)
 
 
 # ---- flags and configurations ----------------------------------------------------------------------------------------
@@ -118,7 +128,7 @@ def flag_of(field: Field[Any]) -> str:
 
 
 def kind_of(field: Field[Any], hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type."""
+    """How argparse parses a value of this type."""
     kinds = {*(get_args(hint) or (hint,))} - {NoneType, Path}
     if kinds == {bool}:
         return {"action": "store_true"}
@@ -172,7 +182,7 @@ def add_engine_flags(
     """
     group, n = parser.add_argument_group("the model, and how it runs"), torch.get_num_threads()
     model = {"default": "bundled", "unset": "bundled", **(model or {})}
-    text = f"'smollm2', 'bundled', a model folder, a GGUF file or a hub id (default: {model.pop('unset')})"
+    text = f"{MODELS} (default: {model.pop('unset')})"
     group.add_argument("--model", **{"metavar": "M", "help": text, **model})
     add_flags(group, EngineConfig, **changes)
     parser.set_defaults(tp=None)

@@ -42,12 +42,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import torch
 
-from common import ProgressLine, alone_prints, check_apart, refuse
+from common import ProgressLine, alone_prints, check_apart, refuse, refusing, started
 from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
@@ -76,7 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument(
         "--prompt-file", metavar="F", nargs="+", type=Path, help="continue these UTF-8 files, one prompt each"
     )
-    source.add_argument("--prompts", metavar="F.jsonl", type=Path, help="one JSON object a line")
+    source.add_argument("--prompts", metavar="F.jsonl", type=Path, help="one JSON object per line")
     prompts.add_argument(
         "--document", metavar="FILE", type=Path, help="UTF-8 text that stands before every prompt; it is prefilled once"
     )
@@ -98,7 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     add = shown.add_argument
     add("--json", metavar="FILE|-", help="write completions, stats, config and environment as one JSON document")
-    add("--output", metavar="F.jsonl", type=Path, help="write one JSON object a completion")
+    add("--output", metavar="F.jsonl", type=Path, help="write one JSON object per completion")
     add("--profile", metavar="F.json", type=Path, help="write a Chrome trace of the run")
     add("--report", metavar="F.html", type=Path, help="write a page to look at: tokens, rounds, what drafts read")
     add("--no-stream", action="store_true", help="print each text when it is finished, not as it grows")
@@ -112,25 +109,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, build, generate, print."""
     args = parse(argv)
-    try:
+    with refusing(PROGRAM):
         to_json = Path(args.json) if args.json not in (None, "-") else None
         check_writable(args.output, args.profile, to_json, args.report)
         others = "output", "json", "profile", "prompts", "document", "model", "draft_model", "prompt_file"
         check_apart(args.report, {name: getattr(args, name) for name in others})
         draft_config(args)  # refused before any file is read
         parallel = join(args)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     with parallel.guard(), alone_prints(parallel):
         generate(args, parallel)
 
 
 def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     """What main does once the processes have met."""
-    try:
+    with refusing(PROGRAM):
         engine, prompts, params = prepare(args, parallel)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     if engine.compiled:
         say(parallel, "compiling (a minute or two the first time, cached afterwards) ...")
     screen = Screen(engine, prompts, args)
@@ -344,7 +337,4 @@ def say(parallel: Parallel, text: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    started(main)

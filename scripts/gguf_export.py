@@ -8,15 +8,10 @@ Needs the `gguf` package; gpt_fast_sd/measuring/gguf_export.py says what is writ
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-
-from common import refuse
+from common import refusing
 from gpt_fast_sd.measuring.gguf_export import DTYPES, export_gguf
-
-PROGRAM = "gguf_export.py"
 
 
 def main() -> None:
@@ -26,10 +21,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="file to write")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="f16", help="dtype of the matrices (default f16)")
     args = parser.parse_args()
-    try:
+    with refusing("gguf_export.py"):
         export_gguf(args.folder, args.out, args.dtype)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {args.dtype}")
 
 

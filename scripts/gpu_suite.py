@@ -33,12 +33,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import torch
 
-from common import refuse
+from common import refuse, started
 from gpt_fast_sd.measuring.ledger import Ledger, write_whole
 from gpt_fast_sd.measuring.machine import environment
 from gpt_fast_sd.tp import why_no_cuda
@@ -66,13 +63,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("out", type=Path, metavar="OUT", help="folder of results; it may hold those of earlier calls")
     add("--stages", metavar="A,B", help="only these (default: all)")
-    add(
-        "--budget-seconds",
-        type=float,
-        default=520.0,
-        metavar="S",
-        help="begin nothing that ends later; no less than the longest stage takes (default: 520)",
-    )
+    add("--budget-seconds", type=float, default=520.0, metavar="S",
+        help="begin nothing that ends later; no less than the longest stage takes (default: 520)")  # fmt: skip
     add("--fresh", action="store_true", help="forget the results that OUT holds")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only with --tiny (default: cuda)")
     add("--tiny", action="store_true", help="tiny shapes: a dry run of the whole suite")
@@ -116,11 +108,9 @@ def settings_of(args: argparse.Namespace) -> Record:
     """What results that may stand in one file have in common."""
     return {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "tiny": args.tiny,
-        "pairs": args.pairs,
-        "max_autotune": args.max_autotune,
+        "tiny": args.tiny, "pairs": args.pairs, "max_autotune": args.max_autotune,
         "texts": [path.name for path in args.texts],
-    }
+    }  # fmt: skip
 
 
 def setup_of(args: argparse.Namespace, known: Mapping[str, Record]) -> Setup:
@@ -144,22 +134,20 @@ Launch = Callable[[Stage, float], Record]
 def conduct(stages: Sequence[Stage], ledger: Ledger, budget: float, launch: Launch) -> list[str]:
     """Run what is not done, as far as the budget goes, what has failed before last; -> the names of those left.
 
-    A stage is begun if what it is reckoned to take is left of the budget, the first of a call in any case, and has all
-    that is left. One that is stopped then has failed only if it had the time it was reckoned to take.
+    A stage is begun if its estimated time is left of the budget, the first of a call in any case, and has all
+    that is left. One that is stopped then has failed only if it had its estimated time.
     """
     began, left, ran = time.perf_counter(), [], 0
     done = [stage for stage in stages if stage.is_done(ledger)]
     for stage in done:
         print(f"{stage.name}: there already")
-    for stage in sorted(
-        (stage for stage in stages if stage not in done), key=lambda one: ledger.find({"stage": one.name}) is not None
-    ):
+    todo = [stage for stage in stages if stage not in done]
+    for stage in sorted(todo, key=lambda one: ledger.find({"stage": one.name}) is not None):
         remaining = budget - SPARE - (time.perf_counter() - began)
         if ran and remaining < stage.seconds:
             left.append(stage.name)
-            print(
-                f"{stage.name}: left for the next call, it takes about {stage.seconds} s and {remaining:.0f} s are left"
-            )
+            why = f"it takes about {stage.seconds} s and {remaining:.0f} s are left"
+            print(f"{stage.name}: left for the next call, {why}")
             continue
         print(f"--- {stage.name}: {stage.about}", flush=True)
         ran, before = ran + 1, time.perf_counter()
@@ -170,7 +158,7 @@ def conduct(stages: Sequence[Stage], ledger: Ledger, budget: float, launch: Laun
             "stage": stage.name, "seconds": seconds, "reckoned_seconds": stage.seconds, "seconds_over": over,
             "date": time.strftime("%Y-%m-%d %H:%M"),
         }  # fmt: skip
-        longer = f", {over:.1f} s more than it is reckoned to take" if over else ""
+        longer = f", {over:.1f} s more than estimated" if over else ""
         print(f"--- {stage.name} {entry['status']} in {seconds:.1f} s{longer}", flush=True)
         if entry["status"] == LEFT:
             left.append(stage.name)
@@ -270,7 +258,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    started(main)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import heapq
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +31,8 @@ ADVICE = "name another output, or begin anew with --fresh"
 # ---- one file --------------------------------------------------------------------------------------------------------
 
 
-def indices(path: Path) -> Iterator[int]:
-    """The index of every line of an output; none of a file that is not there. ValueError for another program's file."""
+def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line of an output with its index; none of a missing file. ValueError for another program's file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -40,7 +40,12 @@ def indices(path: Path) -> Iterator[int]:
             match = OURS.fullmatch(line.rstrip(b"\n"))
             if match is None:
                 raise ValueError(f"{path} line {number} was not written by this program: {ADVICE}")
-            yield int(match[1])
+            yield int(match[1]), line
+
+
+def indices(path: Path) -> Iterator[int]:
+    """The index of every line of an output, see numbered."""
+    return (index for index, _ in numbered(path))
 
 
 def cut_torn_line(path: Path) -> None:
@@ -178,13 +183,10 @@ class Files:
             parts = [path for path in self.parts(whole) if path.exists()]
             if self.of == 1 or not (parts or whole is self.output):
                 continue
-            sources = [path for path in (whole, *parts) if path.exists()]
+            sources, seen = [numbered(path) for path in (whole, *parts)], set[int]()
             partial = whole.with_name(f"{whole.name}.partial")
-            with contextlib.ExitStack() as stack:
-                files = [numbered(stack.enter_context(path.open("rb"))) for path in sources]
-                lines = heapq.merge(*files, key=lambda pair: pair[0]) if in_order else chain(*files)
-                target, seen = stack.enter_context(partial.open("wb")), set()
-                for index, line in lines:
+            with partial.open("wb") as target:
+                for index, line in heapq.merge(*sources, key=itemgetter(0)) if in_order else chain(*sources):
                     if index not in seen:  # a merge that was killed may have left parts of a whole file
                         target.write(line)
                         seen.add(index)
@@ -209,11 +211,3 @@ def brief(value: object) -> str:
     """The value, or its beginning."""
     text = str(value)
     return text if len(text) < 60 else f"{text[:57]}..."
-
-
-def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Every line of an output with its index."""
-    for line in file:
-        match = OURS.fullmatch(line.rstrip(b"\n"))
-        assert match, "checked when the run began, and written by it since"
-        yield int(match[1]), line

@@ -15,35 +15,24 @@ ended.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from bundled_data import DIGITS, distinct, fact, needle, number, person, question, thing
-from common import refuse
-from flags import add_engine_flags, add_flags, config_of, drafters, join, positive, sizes
+from common import refusing, started
+from flags import add_engine_flags, add_flags, config_of, drafters, join, names_of, positive, sizes
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
-from gpt_fast_sd.measuring import machine, plots, prompts
-from gpt_fast_sd.measuring.grid import (
-    Setting,
-    buildable,
-    draft_fields,
-    has_a_model,
-    in_common,
-    known_drafters,
-    settings_of,
-    up_to_date,
-)
+from gpt_fast_sd.measuring import grid, machine, plots, prompts
+from gpt_fast_sd.measuring.grid import Setting, has_a_model, known_drafters
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint
+from gpt_fast_sd.measuring.needles import DIGITS, made_up, needle, question, register
 from gpt_fast_sd.measuring.tables import Column, Table, shown
 from gpt_fast_sd.model import Tokenizer, load_tokenizer, read_config
 
@@ -84,10 +73,7 @@ class Cases:
     def make(self, kind: str, length: int, n: int) -> list[Case]:
         """n cases; the same for the same seed, kind and length, whatever else was asked for."""
         rng = np.random.default_rng([self.seed, KINDS.index(kind), length])
-        made: dict[str, Callable[[np.random.Generator, int], Case]] = {
-            "needle": self.needle, "lookup": self.lookup, "copy": self.copy, "prose": self.prose,
-        }  # fmt: skip
-        return [made[kind](rng, length) for _ in range(n)]
+        return [getattr(self, kind)(rng, length) for _ in range(n)]
 
     def needle(self, rng: np.random.Generator, length: int) -> Case:
         """Prose with one fact far back, asked for at the end."""
@@ -96,20 +82,18 @@ class Cases:
 
     def lookup(self, rng: np.random.Generator, length: int) -> Case:
         """A register of facts that fills the length; one from its first part is asked for."""
-        make, entries = (person if rng.random() < 0.5 else thing), max(2, length // 14)
-        names = distinct(make, rng, min(entries, 2000))
-        values = [number(rng) for _ in names]
+        names, values = made_up(rng, min(2000, max(2, length // 14)))
         place = rng.uniform(*DEPTHS)
         while True:
             asked = int(place * len(names))
-            lines = [fact(name, value) for name, value in zip(names, values, strict=False)]
-            prompt = self.tokenizer.encode("\n".join([*lines, question(names[asked])]))
+            prompt = self.tokenizer.encode("\n".join([*register(names, values), question(names[asked])]))
             excess = len(prompt) + DIGITS - length
             if excess <= 0:
                 return Case(prompt=prompt, new_tokens=DIGITS, answer=values[asked])
             if len(names) <= 2:
                 raise ValueError(f"a register of two facts does not fit into {length} tokens")
-            del names[max(2, len(names) - 1 - excess // 20) :]
+            kept = max(2, len(names) - 1 - excess // 20)
+            names, values = names[:kept], values[:kept]
 
     def copy(self, rng: np.random.Generator, length: int) -> Case:
         """A passage, the prose behind it, and the first half of the passage again: its second half should follow."""
@@ -166,7 +150,12 @@ def measure_cell(engine: Engine, cases: Sequence[Case], drafts: Sequence[DraftCo
     return right, counts
 
 
-def interval(values: Sequence[float]) -> list[float]:
+def accepted(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The share of drafts that were accepted: [..., 4] -> [...]"""
+    return np.asarray(counts[..., 0] / np.maximum(1, counts[..., 1]))
+
+
+def interval(values: NDArray[np.float64]) -> list[float]:
     """The middle 95 %."""
     return [float(end) for end in np.percentile(values, [2.5, 97.5])]
 
@@ -194,14 +183,11 @@ def summarize(results: Sequence[Record], seed: int = 0) -> list[Record]:
             drawn = np.random.default_rng(seed).integers(0, keep.sum(), (RESAMPLES, keep.sum()))
             resampled = {key: rows[drawn].sum(1) for key, rows in counts.items()}  # [resamples, 4]
             for (policy, budget), rows in counts.items():
-                accepted, drafted, emitted, rounds = rows.sum(0)
-                again = resampled[policy, budget]
+                total, again = rows.sum(0), resampled[policy, budget]
                 record = {
                     "kind": kind, "prompts": subset, "n": int(keep.sum()), "policy": policy, "budget": budget,
-                    "drafted": int(drafted),
-                    "acceptance_rate": accepted / max(1, drafted),
-                    "acceptance_interval": interval(again[:, 0] / np.maximum(1, again[:, 1])),
-                    "tokens_per_round": emitted / rounds,
+                    "drafted": int(total[1]), "acceptance_rate": float(accepted(total)),
+                    "acceptance_interval": interval(accepted(again)), "tokens_per_round": total[2] / total[3],
                     "tokens_per_round_interval": interval(again[:, 2] / again[:, 3]),
                 }  # fmt: skip
                 if policy != "streaming" and ("streaming", budget) in counts:
@@ -211,20 +197,17 @@ def summarize(results: Sequence[Record], seed: int = 0) -> list[Record]:
 
 
 def same_setting(a: Record, b: Record) -> bool:
-    """Whether both are of one policy and budget."""
+    """Whether both have the same policy and budget."""
     return bool(a["policy"] == b["policy"] and a["budget"] == b["budget"])
 
 
 def lead(rows: Any, others: Any, again: Any, others_again: Any) -> Record:
     """By how much acceptance is above that of others on the same prompts, and on how many it is above and below."""
-    shares, other_shares = (x[:, 0] / np.maximum(1, x[:, 1]) for x in (rows, others))
-    totals, other_totals = (x.sum(0) for x in (rows, others))
-    resampled = again[:, 0] / np.maximum(1, again[:, 1]) - others_again[:, 0] / np.maximum(1, others_again[:, 1])
     return {
-        "over_streaming": totals[0] / max(1, totals[1]) - other_totals[0] / max(1, other_totals[1]),
-        "over_streaming_interval": interval(resampled),
-        "prompts_above_streaming": int((shares > other_shares).sum()),
-        "prompts_below_streaming": int((shares < other_shares).sum()),
+        "over_streaming": float(accepted(rows.sum(0)) - accepted(others.sum(0))),
+        "over_streaming_interval": interval(accepted(again) - accepted(others_again)),
+        "prompts_above_streaming": int((accepted(rows) > accepted(others)).sum()),
+        "prompts_below_streaming": int((accepted(rows) < accepted(others)).sum()),
     }
 
 
@@ -284,14 +267,6 @@ def draw(summary: Sequence[Record], title: str, path: Path) -> None:
 # ---- command line ----------------------------------------------------------------------------------------------------
 
 
-def kinds_of(text: str) -> list[str]:
-    """Names of KINDS: "needle,prose"."""
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in KINDS]:
-        raise argparse.ArgumentTypeError(f"there is no kind {unknown[0]!r}; there are {', '.join(KINDS)}")
-    return list(dict.fromkeys(names))
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(
@@ -299,7 +274,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--text", metavar="FILE", type=Path, nargs="+", required=True, help="UTF-8 texts unknown to the model")
-    add("--kinds", metavar="K,K", type=kinds_of, default=list(KINDS), help=f"default: {','.join(KINDS)}")
+    add("--kinds", metavar="K,K", type=names_of("kind", KINDS), default=list(KINDS), help=f"default: {','.join(KINDS)}")
     add("--lengths", metavar="N,N", type=sizes, default=[512, 1024, 2048], help="default: 512,1024,2048")
     add("--n", metavar="N", type=positive, default=40, help="prompts of each kind and length (default: 40)")
     add("--seed", metavar="S", type=positive, default=1, help="of the prompts (default: 1)")
@@ -337,10 +312,9 @@ def prepare(args: argparse.Namespace) -> Job:
     if args.fresh and not args.json:
         raise ValueError("--fresh forgets what --json holds, and there is no --json")
     check_writable(args.json, args.plot)
-    if args.plot:
-        plots.check_drawable("--plot", args.plot)
-    common = draft_fields(vars(args))
-    settings, skipped = buildable(settings_of(args.draft, args.budget), [args.gamma], common)
+    plots.check_drawable("--plot", args.plot)
+    common = grid.draft_fields(vars(args))
+    settings, skipped = grid.buildable(grid.settings_of(args.draft, args.budget), [args.gamma], common)
     drafts, longest = [setting.draft(args.gamma, common) for setting in settings], max(args.lengths)
     folder = locate(args.model)
     config = read_config(folder)
@@ -366,20 +340,17 @@ def prepare(args: argparse.Namespace) -> Job:
         "texts": {name: digest(ids) for name, ids in texts.items()}, "n": args.n, "gamma": args.gamma,
         "seed": args.seed, "drafts": [[setting.policy, setting.budget] for setting in settings],
     }  # fmt: skip
-    ledger = Ledger(
-        args.json, "speculation needles", common_settings | in_common(vars(args)), machine.environment(engine.device),
-        fresh=args.fresh, adapt=up_to_date,
-    )  # fmt: skip
+    common_settings |= grid.in_common(vars(args))
+    here, what = machine.environment(engine.device), "speculation needles"
+    ledger = Ledger(args.json, what, common_settings, here, fresh=args.fresh, adapt=grid.up_to_date)
     return Job(engine=engine, cells=cells, settings=settings, drafts=drafts, skipped=skipped, ledger=ledger)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every kind and length that is not in the file yet, then sum up."""
     args = parse(argv)
-    try:
+    with refusing(PROGRAM):
         job = prepare(args)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     what = f"{args.model}, {job.engine.dtype_name}, gamma {args.gamma}"
     print(f"{what}: {args.n} prompts of each kind and length")
     for label, reason in job.skipped.items():
@@ -404,7 +375,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    started(main)

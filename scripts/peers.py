@@ -14,9 +14,9 @@ What is compared, and why it is fair:
 * Every mode of a peer is timed and the fastest counts (marked *): transformers with sdpa and eager attention; its
   static cache under torch.compile with both; llama.cpp with F16 and BF16 weights and KV, flash attention off and on.
 * A GGUF file is dequantized to 16 bits once, for all peers alike. llama.cpp is timed on the file as it comes, too, as a
-  peer of its own: it then reads fewer bytes a weight, which its ceiling takes into account, and computes in 8 bits.
+  peer of its own: it then reads fewer bytes per weight, which its ceiling takes into account, and computes in 8 bits.
 * Each mode holds a model and all rows of its own at the same time: --without leaves out what memory cannot hold.
-* Prefill is timed once a cell and mode: tokens/s of the one row, its copying into the others included.
+* Prefill is timed once per cell and mode: tokens/s of the one row, its copying into the others included.
 * The ceiling is the time to read the weights and the context's keys and values once, at the read bandwidth that this
   machine shows in this run. Cells that fit into a CPU cache can pass 100 %.
 * Greedy tokens are compared with transformers in fp32: every peer in fp32 (they must agree), and every timed cell in
@@ -34,7 +34,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -44,10 +43,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-
-from common import refuse
-from flags import count, positive, sizes
+from common import refuse, refusing
+from flags import MODELS, count, names_of, positive, sizes
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.measuring import plots, prompts
 from gpt_fast_sd.measuring.chips import measure
@@ -55,25 +52,9 @@ from gpt_fast_sd.measuring.gguf_export import export_gguf
 from gpt_fast_sd.measuring.ledger import Ledger, check_writable
 from gpt_fast_sd.measuring.lossless import first_difference
 from gpt_fast_sd.measuring.machine import environment
-from gpt_fast_sd.measuring.peers import (
-    AS_IT_COMES,
-    Entry,
-    PeerFailed,
-    PeerMissing,
-    Setup,
-    Worker,
-    entries,
-    one_line,
-)
+from gpt_fast_sd.measuring.peers import AS_IT_COMES, Entry, PeerFailed, PeerMissing, Setup, Worker, entries, one_line
 from gpt_fast_sd.measuring.tables import Column, Table, shown
-from gpt_fast_sd.model import (
-    ModelConfig,
-    gguf_parts,
-    load_model,
-    load_tokenizer,
-    read_config,
-    save_hugging_face,
-)
+from gpt_fast_sd.model import ModelConfig, gguf_parts, load_model, load_tokenizer, read_config, save_hugging_face
 
 PROGRAM = "peers.py"
 PACKAGES = ("torch", "transformers", "llama-cpp-python", "gguf")
@@ -123,13 +104,13 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """Milliseconds a step, half of the steps took less."""
+        """Milliseconds per step; half of the steps took less."""
         return statistics.median(self.milliseconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What transformers says in fp32: greedy tokens [n] and each one's lead over the runner-up [n]."""
+    """What transformers computes in fp32: greedy tokens [n] and each one's lead over the runner-up [n]."""
 
     tokens: list[int]
     gaps: list[float]
@@ -140,11 +121,10 @@ class Reference:
         parted = first_difference(*zip(*pairs, strict=True)) if pairs else None
         agreed = len(pairs) if parted is None else parted
         return {
-            "agreed": agreed,
-            "compared": len(pairs),
+            "agreed": agreed, "compared": len(pairs),
             "fp32_logit_gap_where_they_part": None if agreed == len(pairs) else self.gaps[agreed],
             "rows_alike": all(len(set(row)) == 1 for row in tokens[: len(pairs)]),
-        }
+        }  # fmt: skip
 
 
 class Run:
@@ -162,7 +142,7 @@ class Run:
 
     @property
     def decoded(self) -> int:
-        """Tokens each row says in a cell: one out of prefill, one a step."""
+        """Tokens that each row emits in a cell: one out of prefill, one per step."""
         return int(1 + WARMUP_STEPS + self.args.repeats * (1 + self.args.steps))
 
     def skip(self, peer: str, reason: str) -> None:
@@ -197,7 +177,7 @@ class Run:
                 self.entries.remove(entry)
 
     def reference(self, context: int) -> Reference | None:
-        """The tokens every peer should say after this context, or None without transformers."""
+        """The tokens that every peer should emit after this context, or None without transformers."""
         entry = Entry(peer="transformers", mode="eager", dtype="fp32", attention="eager")
         try:
             worker = Worker(entry, self.setup)
@@ -278,9 +258,7 @@ def cell_report(
     fastest = {peer: min(t.median for t in timings if t.entry.peer == peer) for peer in {t.entry.peer for t in timings}}
     rows = [
         {
-            "peer": t.entry.peer,
-            "mode": t.entry.mode,
-            "counts": t.median == fastest[t.entry.peer],
+            "peer": t.entry.peer, "mode": t.entry.mode, "counts": t.median == fastest[t.entry.peer],
             "ms_per_step": {"median": t.median, "min": min(t.milliseconds), "max": max(t.milliseconds)},
             "tokens_per_second": batch / t.median * 1e3,
             "percent_of_roofline": 100 * needs[roofline_of(t.entry)] / t.median,
@@ -291,7 +269,7 @@ def cell_report(
             "first_tokens": [row[0] for row in t.tokens[:16]],
         }
         for t in timings
-    ]
+    ]  # fmt: skip
     return {"context": context, "batch": batch, **needs, "results": rows}
 
 
@@ -310,13 +288,13 @@ def agreement_phrase(greedy: dict[str, Any] | None) -> str:
     return phrase if greedy["rows_alike"] else phrase + ", rows differ"
 
 
+def entry_text(r: dict[str, Any]) -> str:
+    """A peer and its mode, starred where it is the one that counts."""
+    return f"{'*' if r['counts'] else ' '} {r['peer']}{' (' + r['mode'] + ')' if r['mode'] else ''}"
+
+
 CELL = Table(
-    Column(
-        "peer",
-        lambda r: f"{'*' if r['counts'] else ' '} {r['peer']}{' (' + r['mode'] + ')' if r['mode'] else ''}",
-        62,
-        left=True,
-    ),
+    Column("peer", entry_text, 62, left=True),
     Column("ms/step", lambda r: f"{r['ms_per_step']['median']:.2f}", 7),
     Column("min", lambda r: f"{r['ms_per_step']['min']:.2f}", 7),
     Column("max", lambda r: f"{r['ms_per_step']['max']:.2f}", 7),
@@ -329,14 +307,11 @@ CELL = Table(
 
 
 def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:
-    """Save one panel per cell: milliseconds a step of each peer's fastest mode, and the roofline."""
+    """Save one panel per cell: milliseconds per step of each peer's fastest mode, and the roofline."""
     rows: dict[int, list[Any]] = {}
     for cell in cells:
         bars = {
-            row["peer"]: (
-                row["ms_per_step"]["median"],
-                f" {row['ms_per_step']['median']:.2f} ms, {row['percent_of_roofline']:.0f} %",
-            )
+            row["peer"]: (ms := row["ms_per_step"]["median"], f" {ms:.2f} ms, {row['percent_of_roofline']:.0f} %")
             for row in cell["results"]
             if row["counts"]
         }
@@ -351,35 +326,18 @@ def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:
 # ------------------------------------------------------------------------------------------------ command line
 
 
-def peer_names(text: str) -> list[str]:
-    """A parser of "ours,llama.cpp"."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in INSTALL:
-            raise argparse.ArgumentTypeError(f"there is no peer {name!r}; there are {', '.join(INSTALL)}")
-    return list(dict.fromkeys(names))
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be without the model."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Time plain decoding in this engine, transformers and llama.cpp."
-    )
+    about = "Time plain decoding in this engine, transformers and llama.cpp."
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=about)
     add = parser.add_argument
-    add(
-        "--model",
-        default="bundled",
-        help="'bundled', 'smollm2', a model folder, a GGUF file or a hub id (default: bundled)",
-    )
-    add(
-        "--text",
-        type=Path,
-        default=BUNDLED / "document.txt",
-        help="of the prompt, repeated or cut (default: the bundled document)",
-    )
+    add("--model", default="bundled", help=f"{MODELS} (default: bundled)")
+    document = BUNDLED / "document.txt"
+    add("--text", type=Path, default=document, help="of the prompt, repeated or cut (default: the bundled document)")
     add("--contexts", type=sizes, default=[512, 8192, 16000], help="tokens in the cache (default: 512,8192,16000)")
     add("--batches", type=sizes, default=[1, 8], help="rows (default: 1,8)")
-    add("--peers", type=peer_names, default=list(INSTALL), help=f"among {','.join(INSTALL)} (default: all)")
+    peers = list(INSTALL)
+    add("--peers", type=names_of("peer", peers), default=peers, help=f"among {','.join(peers)} (default: all)")
     add("--without", metavar="MODE", nargs="+", default=[], help="not timed, as the table names them")
     add("--steps", type=positive, default=16, help="timed steps of a block (default: 16)")
     add("--repeats", type=positive, default=5, help="blocks each peer gets, in turns (default: 5)")
@@ -444,12 +402,10 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
         for batch in args.batches:
             kv = batch * (context + run.decoded // 2) * per_token  # the cache grows: its mean over the steps
             needs[context, batch] = {
-                "read_gb_per_second": bandwidth,
-                "weight_bytes": weights,
-                "kv_bytes": kv,
+                "read_gb_per_second": bandwidth, "weight_bytes": weights, "kv_bytes": kv,
                 "roofline_ms": (weights + kv) / bandwidth / 1e6,
                 **({"file_roofline_ms": (in_file + kv) / bandwidth / 1e6} if is_file else {}),
-            }
+            }  # fmt: skip
             roofline = needs[context, batch]["roofline_ms"]
             print(f"{context:>9}{batch:>7}{weights / 1e6:>12.1f}{kv / 1e6:>9.1f}{roofline:>13.2f}")
 
@@ -507,17 +463,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes, as the next one
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    try:
+    with refusing(PROGRAM):
         check_writable(Path(args.json) if args.json and args.json != "-" else None, args.plot)
-        if args.plot:
-            plots.check_drawable("--plot", args.plot)
+        plots.check_drawable("--plot", args.plot)
         with tempfile.TemporaryDirectory() as ggufs:
             report = benchmark(args, Path(ggufs))
         if args.plot:
             cpu, rate = report["environment"]["cpu"], report["read_gb_per_second"]["best"]
             plot(report["cells"], f"Plain decoding: {cpu}, threads {args.threads}, {rate:.0f} GB/s", args.plot)
-    except (ValueError, OSError) as error:
-        refuse(error, PROGRAM)
     if args.json == "-":
         print(json.dumps(report))
     if not any(cell["results"] for cell in report["cells"]):

@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from common import refuse
+from common import refusing
 from flags import positive, sizes
 from gpt_fast_sd.config import KV_DTYPES
 from gpt_fast_sd.loading import TORCH_DTYPES
@@ -51,7 +47,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", metavar="N", type=positive, default=512, help="that a row grows by (default: 512)")
     add("--policy", metavar="P,P", help="who drafts (default: all for whom an acceptance is known)")
     add("--budget", metavar="N", type=positive, help="entries that a draft step reads (default: as --policy's)")
-    add("--gamma", metavar="N", type=positive, help="tokens drafted a round (default: the best of gamma auto's)")
+    add("--gamma", metavar="N", type=positive, help="tokens drafted per round (default: the best of gamma auto's)")
     add(
         "--acceptance", metavar="A", action="append", default=[],
         help="0.8, streaming=0.8, or a .json of benchmark.py; may come again (default: as published)",
@@ -61,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quantize", metavar="NAME", help="weights: int8")
     add(
         "--estimate", choices=list(forecast.ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
-        "public ones; expected, as ours were reckoned to (default: that, but for measured or given rates roofline)",
+        "public ones; expected, as ours were estimated to (default: that, but for measured or given rates roofline)",
     )  # fmt: skip
     add("--measured", metavar="FILE", type=Path, help="a sweep of benchmark.py, beside what is predicted for it")
     add("--json", metavar="FILE", type=Path, help="write everything there")
@@ -89,10 +85,9 @@ def system_of(args: argparse.Namespace) -> forecast.System:
 def main(argv: Sequence[str] | None = None) -> int:
     """Forecast, print and write."""
     args = parse(argv)
-    try:
+    with refusing("plan.py"):
         check_writable(args.json, args.plot)
-        if args.plot:
-            check_drawable("--plot", args.plot)
+        check_drawable("--plot", args.plot)
         document: dict[str, Any] = {"benchmark": "plan"}
         if args.model:
             system, kept = system_of(args), forecast.Kept.of(args.acceptance)
@@ -110,8 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             planning.draw(document, args.model, args.plot)
         if args.json:
             write_whole(args.json, json.dumps(document, indent=1) + "\n")
-    except (ValueError, OSError) as error:
-        refuse(error, "plan.py")
     return 0
 
 

@@ -5,7 +5,7 @@
 
 What the program wrote, and when, is kept beside the picture in asciinema's format (version 2): docs/terminal.cast. The
 picture plays --speed times as fast, no pause in it lasts longer than --pause seconds, and lines that came all at once
-come at --lines a second; the clock in its title bar shows the seconds that really passed. Without animation, or where
+come at --lines per second; the clock in its title bar shows the seconds that really passed. Without animation, or where
 motion is not wanted, it shows the last screen.
 """
 
@@ -22,7 +22,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -30,7 +30,7 @@ from pathlib import Path
 CELL, LINE, MARGIN, BAR = 8.4, 19, 16, 38  # pixels: width of a character, height of a line, around the text, title bar
 COLORS = {31: "#ff7b72", 32: "#56d364", 33: "#e3b341", 34: "#79c0ff", 35: "#d2a8ff", 36: "#56d4dd"}  # by ANSI's numbers
 INK, DIM, PAPER, EDGE = "#e6edf3", "#9198a1", "#0d1117", "#3d444d"
-FRAME = 0.1  # played seconds that a screen stands at least
+FRAME = 0.1  # played seconds that a screen is shown at least
 SEQUENCE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b[()][A-Z0-9]|\x1b[=>78]|\x1b\][^\x07]*\x07")
 BEGUN = re.compile(r"\x1b(\[[0-9;?]*|[()]|\][^\x07]*)?$")
 
@@ -114,7 +114,7 @@ class Film:
 
 
 def film(events: Sequence[Event], columns: int, rows: int, speed: float, pause: float, most: float) -> Film:
-    """Play events: speed times as fast, no pause longer than that, at most so many lines a second."""
+    """Play events: speed times as fast, no pause longer than that, at most so many lines per second."""
     screen, played, last = Screen(columns), 0.0, 0.0
     frames: list[tuple[float, float, str]] = []  # played, real, what came until the next frame
     for real, text in events:
@@ -167,7 +167,8 @@ def draw(reel: Film, columns: int, rows: int, title: str, hold: float) -> str:
     ticks = [next(group) for _, group in itertools.groupby(reel.clock, key=lambda one: int(one[1]))]
     for (at, real), after in zip(ticks, [*(at for at, _ in ticks[1:]), None], strict=True):
         name = spans.setdefault((at, after), f"t{len(spans)}")
-        clock.append(f'<text class="{name}" x="{width - MARGIN:g}" y="24" text-anchor="end">{minutes(real)}</text>')
+        time_of = f"{int(real) // 60}:{int(real) % 60:02}"
+        clock.append(f'<text class="{name}" x="{width - MARGIN:g}" y="24" text-anchor="end">{time_of}</text>')
     scroll = "".join(f"{100 * at / total:.2f}%{{transform:translateY({-top * LINE}px)}}" for at, top in reel.tops)
     moving = [f"@keyframes scroll{{{scroll}}}#lines{{animation:scroll {total:.1f}s step-end infinite}}"]
     still = []
@@ -215,11 +216,6 @@ def text_line(shown: Shown, name: str) -> str:
     return f'<text class="{name}" {where}>{"".join(parts)}</text>'
 
 
-def minutes(seconds: float) -> str:
-    """Seconds as minutes and seconds."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-
-
 # ---- recording -------------------------------------------------------------------------------------------------------
 
 
@@ -241,25 +237,15 @@ def record(command: Sequence[str], columns: int, rows: int) -> tuple[list[Event]
             os.write(1, f"cannot run {command[0]}: {error.strerror}\n".encode())
         os._exit(127)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for chunk in chunks(terminal):
-        text = decoder.decode(chunk)
-        events.append((round(time.perf_counter() - began, 3), text))
-        print(text, end="", flush=True)
+    try:
+        for chunk in iter(lambda: os.read(terminal, 65536), b""):
+            text = decoder.decode(chunk)
+            events.append((round(time.perf_counter() - began, 3), text))
+            print(text, end="", flush=True)
+    except OSError as error:
+        if error.errno != errno.EIO:  # so Linux says that nobody is there any more
+            raise
     return events, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def chunks(terminal: int) -> Iterator[bytes]:
-    """What comes from a terminal until its program has ended."""
-    while True:
-        try:
-            chunk = os.read(terminal, 65536)
-        except OSError as error:
-            if error.errno != errno.EIO:  # so Linux says that nobody is there any more
-                raise
-            return
-        if not chunk:
-            return
-        yield chunk
 
 
 def read_cast(path: Path) -> tuple[str, int, int, list[Event]]:
@@ -287,19 +273,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--rows", metavar="N", type=int, default=34, help="of the terminal (default: 34)")
     add("--speed", metavar="X", type=float, default=8.0, help="times as fast as it was (default: 8)")
     add("--pause", metavar="S", type=float, default=1.5, help="played seconds of the longest pause (default: 1.5)")
-    add("--lines", metavar="N", type=float, default=15.0, help="lines a played second at most (default: 15)")
+    add("--lines", metavar="N", type=float, default=15.0, help="lines per played second at most (default: 15)")
     add("--hold", metavar="S", type=float, default=10.0, help="seconds that the last screen stands (default: 10)")
     args = parser.parse_args(flags)
     if args.svg.suffix != ".svg" or not args.svg.resolve().parent.is_dir():
         parser.error(f"the picture must be a file in a folder that is there, its name ending in .svg, got {args.svg}")
-    for name in ("columns", "rows", "speed", "pause", "lines"):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name} must be greater than 0, got {getattr(args, name)}")
-    if args.hold < 1:
-        parser.error(f"--hold must be at least 1, got {args.hold}")
-    for name in ("speed", "pause", "lines", "hold"):
-        if not math.isfinite(getattr(args, name)):
-            parser.error(f"--{name} must be finite, got {getattr(args, name)}")
+    for name in ("columns", "rows", "speed", "pause", "lines", "hold"):
+        value = getattr(args, name)
+        least = "at least 1" if name == "hold" else "greater than 0"
+        if not math.isfinite(value) or value <= 0 or (name == "hold" and value < 1):
+            parser.error(f"--{name} must be {least if math.isfinite(value) else 'finite'}, got {value}")
     cast = args.svg.with_suffix(".cast")
     if command:
         events, code = record(command, args.columns, args.rows)

@@ -21,7 +21,7 @@ PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "s
 class Encoder:
     """Turns texts and records into token ids; ValueError that names where they come from.
 
-    chat: texts are user messages of the model's chat template. before: a document that stands before every prompt.
+    chat: texts are user messages of the model's chat template. before: a document that precedes every prompt.
     """
 
     tokenizer: Tokenizer | None
@@ -77,7 +77,7 @@ class Encoder:
 
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Put where a text comes from before what is said against it; a CheckpointError names its own file."""
+    """Prefix errors about a text with where it comes from; a CheckpointError names its own file."""
     try:
         yield
     except CheckpointError:
@@ -87,12 +87,12 @@ def naming(where: str) -> Iterator[None]:
 
 
 def own(record: Record) -> Record:
-    """What a line says of how it is continued."""
+    """The sampling parameters that a line sets for itself."""
     return {key: record[key] for key in PER_PROMPT if key in record}
 
 
 def read_document(path: Path | None) -> str:
-    """What stands before every prompt, the blank line behind it included; nothing without a file."""
+    """The text before every prompt, with a blank line after it; empty without a file."""
     if path is None:
         return ""
     before = f"{read_text(path)}\n\n"
@@ -139,7 +139,7 @@ def check_prompts(
     config: ModelConfig,
     max_seq_len: int | None = None,
 ) -> None:
-    """Refuse before weights are read what the engine would refuse for its length, or for a token it has not."""
+    """Refuse, before weights are read, prompts that the engine would refuse for their length or an unknown token."""
     limit, whose = max_seq_len, "as --max-seq-len says"
     if limit is None:
         limit, whose = config.n_positions, "the positions that the model has"

@@ -19,7 +19,6 @@ import math
 import os
 import pickle
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,17 +31,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout runs without being installed
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+from common import refusing
 from bundled_data import Books, book_paths, skipped_positions, training_document
-from common import refuse
 from gpt_fast_sd.model import ModelConfig, Transformer, load_model, save_hugging_face
 
-QUERY_BLOCK = 256
 WARM_UP_STEPS = 50
+UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, AttributeError, TypeError, pickle.UnpicklingError)
 TOKENIZER_CONFIG = {  # transformers then encodes as sentencepiece does, BOS first (but drops a text's leading space)
     "tokenizer_class": "LlamaTokenizer",
     "bos_token": "<s>",
@@ -155,72 +152,14 @@ def train_tokenizer(books: list[Path], path: Path, vocab_size: int) -> None:
 
 # ---- model ---------------------------------------------------------------------------------------------------------
 
-# Causal attention as blocks of bf16 matrix products: torch's CPU flash kernel is 3x slower at these sizes, and its
-# backward is half of a training step. Probabilities are recomputed in the backward pass, so memory stays linear in T.
-# Shapes: q [B, K, G, T, H]; k, v [B, K, T, H].
-
-
-def _block_probabilities(q: Tensor, scaled_k: Tensor, start: int, end: int) -> Tensor:
-    """softmax of the causal scores of query rows start..end -> [B, K, G * (end - start), end]."""
-    scores = q[:, :, :, start:end].flatten(2, 3) @ scaled_k[:, :, :end].transpose(-1, -2)
-    future = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).triu(1)
-    scores.unflatten(2, (-1, end - start))[..., start:end].masked_fill_(future, float("-inf"))
-    return scores.softmax(-1)
-
-
-@torch.library.custom_op("gpt_fast_sd_train::causal_attention", mutates_args=())
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, K, G, T, H]; k, v [B, K, T, H] -> [B, K, G, T, H]"""
-    out = torch.empty_like(q)
-    scaled_k = k * q.shape[-1] ** -0.5
-    for start in range(0, q.shape[3], QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, q.shape[3])
-        p = _block_probabilities(q, scaled_k, start, end)
-        out[:, :, :, start:end] = (p @ v[:, :, :end]).unflatten(2, (-1, end - start))
-    return out
-
-
-@torch.library.custom_op("gpt_fast_sd_train::causal_attention_backward", mutates_args=())
-def causal_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of causal_attention for q, k and v."""
-    scaled_k = k * q.shape[-1] ** -0.5
-    dq = torch.empty_like(q)
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    for start in range(0, q.shape[3], QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, q.shape[3])
-        p = _block_probabilities(q, scaled_k, start, end)
-        g = grad[:, :, :, start:end].flatten(2, 3)  # [B, K, G * t, H]
-        dv[:, :, :end] += p.transpose(-1, -2) @ g
-        ds = torch._softmax_backward_data(g @ v[:, :, :end].transpose(-1, -2), p, -1, p.dtype)
-        dq[:, :, :, start:end] = (ds @ scaled_k[:, :, :end]).unflatten(2, (-1, end - start))
-        dk[:, :, :end] += ds.transpose(-1, -2) @ q[:, :, :, start:end].flatten(2, 3)
-    return dq, (dk * q.shape[-1] ** -0.5).to(k.dtype), dv.to(v.dtype)
-
-
-@causal_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.empty_like(q)
-
-
-@causal_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-causal_attention.register_autograd(
-    lambda ctx, grad: causal_attention_backward(grad.contiguous(), *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
 
 class TrainingAttention:
-    """A KV that attends causally within the call, in bf16, with a backward pass."""
+    """A KV that attends causally within the call, in bf16; its memory is linear in T, that of the backward pass too."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]"""
-        q, k, v = (x.to(torch.bfloat16).contiguous() for x in (q, k, v))
-        out: Tensor = causal_attention(q.unflatten(1, (k.shape[1], -1)), k, v)  # [B, K, G, T, H]
-        return out.flatten(1, 2)
+        q, k, v = (x.bfloat16() for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def loss_of(model: nn.Module, tokens: Tensor, pos: Tensor) -> Tensor:
@@ -265,17 +204,10 @@ def batch(
 ) -> tuple[Tensor, Tensor]:
     """The documents of one step, a pure function of (seed, step, rank): tokens [B, T + 1], pos [B, T]."""
     rng = np.random.default_rng((seed, step, rank))
-    tokens = np.stack([
-        training_document(rng, stage.context + 1, books, pieces, stage.mixture) for _ in range(stage.sequences)
-    ])  # fmt: skip
-    plain = np.arange(stage.context)
-    pos = np.stack(
-        [
-            skipped_positions(rng, stage.context, max_pos) if rng.random() < stage.stretched else plain
-            for _ in range(stage.sequences)
-        ]
-    )
-    return torch.from_numpy(tokens), torch.from_numpy(pos)
+    n, rows = stage.context, range(stage.sequences)
+    tokens = [training_document(rng, n + 1, books, pieces, stage.mixture) for _ in rows]
+    pos = [skipped_positions(rng, n, max_pos) if rng.random() < stage.stretched else np.arange(n) for _ in rows]
+    return torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(pos))
 
 
 @torch.no_grad()
@@ -285,9 +217,7 @@ def held_out_loss(model: nn.Module, books: Books, pieces: Pieces, context: int, 
     pos = torch.arange(context, device=device).expand(8, -1)  # [8, context]
     losses = []
     for _ in range(8):
-        ids = np.stack(
-            [np.concatenate(([pieces.bos_id], books.passage(rng, context, held_out=True))) for _ in range(8)]
-        )
+        ids = np.stack([np.append(pieces.bos_id, books.passage(rng, context, held_out=True)) for _ in range(8)])
         losses.append(loss_of(model, torch.from_numpy(ids).to(device), pos).item())
     return sum(losses) / len(losses)
 
@@ -306,12 +236,8 @@ class Training:
 
     def save(self, path: Path) -> None:
         """Write the checkpoint; a kill leaves the old one or the new one."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "step": self.step,
-            "tokens": self.tokens,
-        }
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        state = {"model": self.model.state_dict(), "optimizers": states, "step": self.step, "tokens": self.tokens}
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
 
@@ -322,15 +248,7 @@ class Training:
             weights, saved = state["model"], state["optimizers"]
             self.step, self.tokens = state["step"], state["tokens"]
             shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-        except (
-            OSError,
-            RuntimeError,
-            EOFError,
-            LookupError,
-            AttributeError,
-            TypeError,
-            pickle.UnpicklingError,
-        ) as error:
+        except UNREADABLE as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{path} is no checkpoint that can be read: {reason}") from None
         for name, tensor in self.model.state_dict().items():
@@ -395,27 +313,21 @@ def rewind_log(path: Path, step: int) -> list[dict[str, Any]]:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    # fmt: off
     add("--books", type=Path, help="folder of UTF-8 text files to train on")
     add("--work", type=Path, required=True, help="folder for tokenizer, checkpoints, log and export")
-    add(
-        "--recipe",
-        choices=tuple(RECIPES),
-        default="bundled",
-        help="bundled: the shipped model; test: a minutes-long miniature for checking the pipeline (default: bundled)",
-    )
+    add("--recipe", choices=tuple(RECIPES), default="bundled",
+        help="bundled: the shipped model; test: a minutes-long miniature for checking the pipeline (default: bundled)")
     add("--tokens", type=float, help="tokens to train in all; may be changed on resuming (default: the recipe's)")
     add("--optimizer", choices=("muon", "adamw"), default="muon")
     add("--seed", type=int, default=0)
-    add(
-        "--init-from",
-        metavar="FOLDER",
-        type=Path,
-        help="start from an exported model; ignored once there is a checkpoint",
-    )
+    add("--init-from", metavar="FOLDER", type=Path,
+        help="start from an exported model; ignored once there is a checkpoint")
     add("--minutes", type=float, default=math.inf, help="stop cleanly after this long; resume later")
     add("--save-every", metavar="SECONDS", type=float, default=120.0, help="between checkpoints (default: 120)")
     add("--export-only", action="store_true", help="write WORK/model from the checkpoint, and train nothing")
-    args = parser.parse_args(argv)  # fmt: skip
+    # fmt: on
+    args = parser.parse_args(argv)
     if args.books is None and not args.export_only:
         parser.error("--books is required unless --export-only is given")
     return args
@@ -424,10 +336,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def average_gradients(model: nn.Module, world: int) -> None:
     """Replace every gradient by its mean over the processes, in one all-reduce."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
+    flat = parameters_to_vector(grads)
     dist.all_reduce(flat)
-    for grad, mean in zip(grads, (flat / world).split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(mean.view_as(grad))
+    vector_to_parameters(flat / world, grads)
 
 
 def train(training: Training, recipe: Recipe, books: Books, pieces: Pieces, args: argparse.Namespace) -> None:
@@ -537,10 +448,8 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    try:
+    with refusing("train_bundled.py"):
         run(args)
-    except (ValueError, OSError) as error:
-        refuse(error, "train_bundled.py")
 
 
 if __name__ == "__main__":

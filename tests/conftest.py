@@ -1,4 +1,4 @@
-"""What every test may rely on: a fixed seed, few threads, one compile cache for the whole run."""
+"""Shared by all tests: a fixed seed, few threads, one compile cache for the whole run."""
 
 import atexit
 import os
@@ -13,7 +13,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers and subprocesses inhe
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores
-    os.environ["OMP_NUM_THREADS"] = "1"  # of what they start
+    os.environ["OMP_NUM_THREADS"] = "1"  # also for processes that they start
     torch.set_num_threads(1)
 elif "OMP_NUM_THREADS" not in os.environ:  # tiny tensors: more threads only wait for each other
     torch.set_num_threads(min(2, os.cpu_count() or 1))

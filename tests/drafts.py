@@ -1,4 +1,4 @@
-"""One row for each policy, and for those that are made of two: whatever tests all of them reads the table here."""
+"""One row for each policy, and for those made of two: tests of all policies read this table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from gpt_fast_sd import DraftConfig, registry
 
 VIEWS = list(registry.VIEWS)
-# name -> what small models are drafted for with; the policy is the name where nothing else is said
+# name -> the draft settings for small models; the policy is the name unless stated otherwise
 POLICIES: dict[str, dict[str, Any]] = {
     "streaming": {"budget": 24},
     "full": {},

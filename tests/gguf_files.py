@@ -47,7 +47,7 @@ def transformers_model(family: str, **changes: Any) -> Any:
 
 
 def model_of(folder: Path) -> Any:
-    """What a folder of safetensors holds, as far as this file asks a model of transformers for it."""
+    """The part of a safetensors folder that this file needs from a model of transformers."""
     from safetensors.torch import load_file
 
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def model_of(folder: Path) -> Any:
 
 
 def permuted(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Rows of rotary halves, (i, i + H/2), put side by side as llama.cpp's llama wants them."""
+    """Rows of rotary halves, (i, i + H/2), made adjacent as llama.cpp's llama stores them."""
     return weight.reshape(n_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -66,7 +66,7 @@ def stored(weight: np.ndarray, kind: Kind) -> np.ndarray:
 
 
 def fields_of(theirs: Any) -> dict[str, Any]:
-    """What llama.cpp's converter writes about this model; a field of the architecture without its prefix."""
+    """The fields that llama.cpp's converter writes for this model; fields of the architecture without their prefix."""
     config = theirs.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
@@ -103,7 +103,7 @@ def tensors_of(theirs: Any, kind: Kind) -> dict[str, tuple[np.ndarray, Kind]]:
 
 
 def architecture(theirs: Any) -> str:
-    """What llama.cpp calls it."""
+    """The llama.cpp name."""
     return "llama" if theirs.config.model_type == "mistral" else str(theirs.config.model_type)
 
 

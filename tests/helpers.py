@@ -67,7 +67,7 @@ def table_of(params: Sequence[SamplingParams], vocab_size: int) -> SamplingTable
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """How many times the 1 - 1e-6 quantile of its distribution Pearson's statistic is: above 1 is no chance.
+    """How many times the 1 - 1e-6 quantile of its distribution Pearson's statistic is: above 1 cannot be chance.
 
     Cells that expect fewer than 5 are put together; quantile by Wilson and Hilferty (1931), z = 4.7534.
     """

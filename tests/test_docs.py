@@ -1,4 +1,4 @@
-"""What README and docs/ say: links resolve, code runs, commands have the flags they name, figures are of a run."""
+"""The claims of README and docs/: links resolve, code runs, commands have the flags they name, figures are of a run."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_plot_in_docs_is_that_of_the_sweep() -> None:
     assert hero.hero(hero.points_of(ROOT / SWEEP, "streaming", 0.8)) == text_of("docs/hero.svg")
 
 
-def test_the_numbers_beside_the_plot_are_those_of_the_sweep() -> None:
+def test_the_numbers_next_to_the_plot_are_those_of_the_sweep() -> None:
     points = {(p["batch"], p["context"], p["temperature"]): p for p in json.loads(text_of(SWEEP))["points"]}
     sampled, greedy = (points[16, 7500, temperature] for temperature in (0.8, 0.0))
     first = text_of("README.md").split("## Run it")[0]

@@ -1,4 +1,4 @@
-"""A checkout and an installed copy are entered by the same names, and the door of the package stays light."""
+"""A checkout and an installed copy are imported by the same names, and importing the package stays cheap."""
 
 import os
 import shutil
@@ -84,7 +84,7 @@ def test_pyproject_installs_every_package_of_the_checkout() -> None:
     assert sorted(pyproject()["tool"]["setuptools"]["packages"]) == sorted(package_folders().values())
 
 
-def test_every_room_beside_the_package_is_mapped_into_it_and_has_a_stub_for_type_checkers() -> None:
+def test_every_room_next_to_the_package_is_mapped_into_it_and_has_a_stub_for_type_checkers() -> None:
     rooms = [folder for folder in package_folders() if "/" not in folder and folder != "gpt_fast_sd"]
     assert "model" in rooms
     for room in rooms:

@@ -161,7 +161,7 @@ def test_every_import_looks_downhill_through_a_door() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Not even for types alone, nor inside functions: whoever opens a file can read what it stands on first."""
+    """Not even for types alone, nor inside functions: a reader of a file can first read what it is built on."""
     paths = files_of(*PACKAGES, "scripts")
     assert circle({path: (ROOT / path).read_text(encoding="utf-8") for path in paths}) == []
 
@@ -175,8 +175,8 @@ def test_programs_import_the_package_and_never_each_other() -> None:
 ASKS_FOR_A_DEVICE = re.compile(r"\.is_cuda|device\.type|triton_serves|cpu_attention|is_compiling")
 
 
-def test_what_is_read_and_when_does_not_hang_on_who_attends() -> None:
-    """Which body attends or selects is chosen inside kernels/, once for policies, prefill and caches."""
+def test_what_is_read_and_when_does_not_depend_on_who_attends() -> None:
+    """The body that attends or selects is chosen inside kernels/, once for policies, prefill and caches."""
     paths = [*files_of("gpt_fast_sd/policies"), "gpt_fast_sd/attending.py", "gpt_fast_sd/prefill.py", "model/cache.py"]
     assert [path for path in paths if ASKS_FOR_A_DEVICE.search((ROOT / path).read_text(encoding="utf-8"))] == []
 

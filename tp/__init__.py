@@ -1,8 +1,8 @@
 """Where tensors live: a mesh of processes, and the plan by which a model is shared among them.
 
-Behind this door: `start`, which joins the processes that torchrun started to a `Parallel`; the `Group` of ranks that
-hold one model together, which loads or shards it by `PLAN`; the `Vocabulary` that they share; the `Agreement` that they
-do the same; `take_device`, which finds the device of one of them, and `why_no_cuda`.
+It exports `start`, which joins the processes that torchrun started to a `Parallel`; the `Group` of ranks that
+hold one model together, which loads or shards it by `PLAN`; the `Vocabulary` that they share; the `Agreement`, which
+checks that they do the same; `take_device`, which finds the device of one of them, and `why_no_cuda`.
 """
 
 from .agree import Agreement, Disagreement

@@ -1,4 +1,4 @@
-"""Ranks that hold one model must do the same; a cheap check on the host says so as soon as they do not."""
+"""Ranks that hold one model must do the same; a cheap check on the host raises as soon as they do not."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ class Disagreement(RuntimeError):
 
 
 class Agreement:
-    """Compares checksums among the ranks of a host group: each is sent when noted and looked at when the next one is.
+    """Compares checksums among the ranks of a host group: each is sent when noted and checked when the next one is.
 
-    So nobody waits for the answer: it is there by then.
+    So no rank waits for the answer: it has arrived by then.
     """
 
     def __init__(self, host: dist.ProcessGroup | None) -> None:
-        """host None: there is nobody to differ from."""
+        """host None: there is no other rank to differ from."""
         self.host = host
         self._sent: tuple[str, torch.Tensor, dist.Work] | None = None
 
     def note(self, what: str, values: object, texts: Iterable[Sequence[int]] = ()) -> None:
-        """Send a checksum of values, told apart by how they print, and of texts of token ids, which may be long.
+        """Send a checksum of `repr(values)` and of texts of token ids, which may be long.
 
-        Disagreement where the last checksum differed.
+        Disagreement if the previous checksum differed.
         """
         if self.host is None:
             return
         self.settle()
         checksum = zlib.crc32(repr(values).encode())
-        for ids in texts:  # as they lie in memory: to print them takes many times longer
+        for ids in texts:  # as raw memory: printing them takes many times longer
             checksum = zlib.crc32(array("q", [len(ids), *ids]), checksum)
         ends = torch.tensor([checksum, -checksum])
         work = dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.host, async_op=True)
@@ -42,7 +42,7 @@ class Agreement:
         self._sent = what, ends, work
 
     def settle(self) -> None:
-        """Look at the last checksum now."""
+        """Check the last checksum now."""
         if self._sent is None:
             return
         (what, ends, work), self._sent = self._sent, None

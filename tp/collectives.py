@@ -1,4 +1,4 @@
-"""The collectives of a step, functional: they stand in a compiled graph, or a captured one, like any other operator.
+"""The collectives of a step, functional: in a compiled graph, or a captured one, they are operators like any other.
 
 A result is complete when the function returns.
 """
@@ -9,21 +9,21 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.11 has only the older of the two names, later ones warn of it
+# torch 2.11 has only the older of the two names, later versions warn about it
 _all_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
 
 
 def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks of a mesh of one dimension, the same bits on each: any shape -> that shape."""
+    """The sum over the ranks of a one-dimensional mesh, bit-identical on each: any shape -> that shape."""
     return _complete(functional.all_reduce(x.contiguous(), "sum", mesh))
 
 
 def sum_in_order(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks, added in fp32 and in their order wherever an element stands: any shape -> that shape.
+    """The sum over the ranks in fp32 and in rank order, wherever an element is: any shape -> that shape.
 
-    An all-reduce shares the adding out by the place in the buffer, and each rank begins with its own part: beyond two
-    ranks equal rows in other places come to other bits. Here they do not, for which each rank is sent all parts: half
-    as many times more bytes as there are ranks.
+    An all-reduce splits the work by place in the buffer, and each rank begins with its own part: beyond two ranks,
+    equal rows in different places may differ in their last bits. Here they do not, at a price: every rank receives all
+    parts, ranks / 2 times the bytes.
     """
     first, *others = all_gather(x, mesh).unbind(0)
     total = first.float()
@@ -33,12 +33,12 @@ def sum_in_order(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What all ranks have, in their order: [...] -> [ranks, ...]."""
+    """The tensors of all ranks, in rank order: [...] -> [ranks, ...]."""
     return _complete(_all_gather(x.contiguous()[None], 0, mesh))
 
 
 def broadcast(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What the first rank has: any shape -> that shape."""
+    """The first rank's tensor: any shape -> that shape."""
     return _complete(functional.broadcast(x.contiguous(), 0, mesh))
 
 

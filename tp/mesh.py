@@ -1,6 +1,6 @@
-"""From torchrun's environment to a mesh ("dp", "tp"): who this process is, and what it says to the others on the host.
+"""From torchrun's environment to a mesh ("dp", "tp"): which process this is, and what hosts tell each other.
 
-torchrun starts the processes, torch.distributed joins them, DeviceMesh names the groups; one process alone needs none
+torchrun starts the processes, torch.distributed joins them, DeviceMesh names the groups; a single process needs none
 of these and is a mesh of 1 x 1. Every rank runs the same host loop: dp replicas share a list of prompts, and the tp
 ranks of a replica hold one model together.
 """
@@ -30,30 +30,30 @@ from .plan import ALONE, Group
 
 Item = TypeVar("Item")
 
-# seconds that a rank waits for the others: 80 layers may take 20 minutes to compile, and where the caches of compiled
-# code differ, one rank does so while the others wait
+# seconds that a rank waits for the others: 80 layers may take 20 minutes to compile, and if the caches of compiled
+# code differ, one rank compiles while the others wait
 TIMEOUT = 1800.0
-POLL = 5e-5  # seconds between two looks at a device
-LOST = ("connection", "peer", "timed out", "timeout", "socket", "gloo", "nccl")  # what a lost rank's errors speak of
+POLL = 5e-5  # seconds between two checks of a device
+LOST = ("connection", "peer", "timed out", "timeout", "socket", "gloo", "nccl")  # words in the errors of a lost rank
 
 
 class Closes(Protocol):
-    """Something that holds on to a process group, until it is closed."""
+    """Something that keeps a process group alive until it is closed."""
 
     def close(self) -> None:
-        """Let it go; it may be closed already."""
+        """Release the group; it may be closed already."""
         ...
 
 
 class DoneEvent(Protocol):
-    """A place among what a device was given to do, as a torch.cuda.Event is."""
+    """A place in a device's queue of work, such as a torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached it."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has reached it."""
         ...
 
 
@@ -67,9 +67,9 @@ class Parallel:
     dp_rank: int = 0
     tp_rank: int = 0
     mesh: DeviceMesh | None = None  # ("dp", "tp"); None: one process without a process group
-    # both gloo: what host loops say to each other
+    # both gloo: for messages between host loops
     host: dist.ProcessGroup | None = None  # the replica's ranks
-    peers: dist.ProcessGroup | None = None  # the ranks of this shard in all replicas, who wait as long as it takes
+    peers: dist.ProcessGroup | None = None  # the ranks of this shard in all replicas, which wait without a limit
     owned: bool = False  # whether start made the process group, so that close ends it
     timeout: float = TIMEOUT
     _smaller: dict[int, Group] = field(default_factory=dict, repr=False, compare=False)
@@ -87,11 +87,11 @@ class Parallel:
 
     @property
     def group(self) -> Group:
-        """The ranks that hold this one's model together."""
+        """The ranks that hold this rank's model together."""
         return Group(self.tp, self.tp_rank, self.mesh["tp"]) if self.mesh is not None and self.tp > 1 else ALONE
 
     def smaller_group(self, size: int) -> Group:
-        """The one of this rank among groups of `size` tp ranks; every rank must call it."""
+        """The group of this rank if the tp ranks form groups of `size`; every rank must call it."""
         if size < 1 or self.tp % size:
             raise ValueError(f"draft_tp must divide tp, got draft_tp {size} and tp {self.tp}")
         if size == self.tp or size == 1:
@@ -104,7 +104,7 @@ class Parallel:
         return self._smaller[size]
 
     def agreement(self) -> Agreement:
-        """A check that the ranks which hold one model do the same."""
+        """A check that the ranks that hold one model do the same."""
         return Agreement(self.host if self.tp > 1 else None)
 
     def log(self, *what: object) -> None:
@@ -119,7 +119,7 @@ class Parallel:
     def gather(self, results: Sequence[tuple[int, Item]]) -> list[Item] | None:
         """All replicas' (index, result) as one list in the order of the indices, on rank 0; None elsewhere.
 
-        Every rank calls it; of a replica the first rank's results count. It waits for the slowest replica.
+        Every rank calls it; in each replica the first rank's results count. It waits for the slowest replica.
         """
         found = list(results)
         if self.dp > 1 and self.tp_rank == 0:
@@ -133,26 +133,26 @@ class Parallel:
         return [result for _, result in found]
 
     def same(self, number: int) -> int:
-        """The number that the replica's first rank has, on each of its ranks: for a fresh seed or a measured time."""
+        """The number of the replica's first rank, on each of its ranks: for a fresh seed or a measured time."""
         return int(self.same_values(torch.tensor([number])))
 
     def same_values(self, values: Tensor) -> Tensor:
-        """Overwrite the values, as many on each of the replica's ranks, by those of its first rank."""
+        """Overwrite the values with those of the replica's first rank; every rank of it has as many."""
         if self.host is not None:
             dist.broadcast(values, group=self.host, group_src=0)
         return values
 
     def meet(self) -> None:
-        """Wait until every rank of every replica is here: on the host, a device need not hold a group for it."""
+        """Wait until every rank of every replica is here: on the host, so no device group is needed."""
         if self.mesh is not None:
             dist.barrier(self.peers)  # this shard's ranks of all replicas,
             dist.barrier(self.host)  # and this replica's: each has met its own peers
 
     def wait_for(self, done_event: DoneEvent) -> None:
-        """Return when the device has come to the event; end this process where that takes longer than the timeout.
+        """Return when the device has reached the event; end this process if that takes longer than the timeout.
 
-        Nobody watches a collective in a captured graph: where another rank is gone the device stays in it, and so would
-        whoever waits for the device, such as all that tidies up behind an error.
+        Nothing watches a collective in a captured graph: if another rank is gone, the device stays in it, and so would
+        any code that waits for the device, such as the clean-up after an error.
         """
         if self.tp == 1:
             done_event.synchronize()
@@ -166,10 +166,10 @@ class Parallel:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Close at the end of the block; where this rank fails in it, or another one is lost, end the process at once.
+        """Close at the end of the block; if this rank fails in it, or another one is lost, end the process at once.
 
-        A lost rank and a disagreement are told in one sentence, other errors with their traceback. One process alone
-        has its errors go their way.
+        A lost rank and a disagreement are reported in one sentence, other errors with their traceback. In a single
+        process, errors propagate.
         """
         try:
             yield
@@ -195,7 +195,7 @@ class Parallel:
         self._say(f"another rank is gone, or did not answer within {self.timeout:g} s ({reason})")
 
     def leave(self, code: int) -> NoReturn:
-        """End this process with an exit code, at once where there are others: taking leave may wait for a lost one."""
+        """End this process with an exit code, at once if there are others: an orderly exit may wait for a lost one."""
         if self.mesh is None:
             raise SystemExit(code)
         sys.stdout.flush()
@@ -203,14 +203,14 @@ class Parallel:
         os._exit(code)
 
     def close_before(self, user: Closes) -> None:
-        """Close this one before the group is left, if it is still there then: it is not kept for that.
+        """Close this user before the group is left, if it is still alive then: only a weak reference is kept.
 
-        Ending a group of NCCL waits for all CUDA graphs in which its collectives were captured to be gone.
+        Ending an NCCL group waits until all CUDA graphs in which its collectives were captured are gone.
         """
         self._users.add(user)
 
     def close(self) -> None:
-        """Close engines, wait until every rank is done (who leaves early upsets others), leave the group start made."""
+        """Close engines, wait until every rank is done (leaving early breaks others), leave the group start made."""
         for user in list(self._users):
             user.close()
         if self.mesh is not None and dist.is_initialized():
@@ -220,10 +220,10 @@ class Parallel:
 
 
 def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT) -> Parallel:
-    """Join the other processes that torchrun started; ValueError where tp does not fit them or they are out of reach.
+    """Join the other processes that torchrun started; ValueError if tp does not fit or they cannot be reached.
 
     tp: ranks that hold one model together (None: all of them), the rest are replicas. device: "cpu" (gloo), "cuda"
-    (nccl, one device a process) or "auto". timeout: seconds that a rank waits for the others.
+    (nccl, one device per process) or "auto". timeout: seconds that a rank waits for the others.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if dist.is_initialized():  # by the program around us
@@ -243,7 +243,7 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
     if owned:
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=wait)
     grid = torch.arange(world).view(-1, wanted)  # [dp, tp]
-    by_host = "gloo" if place.type == "cuda" else None  # None: the backend that there is
+    by_host = "gloo" if place.type == "cuda" else None  # None: the default backend
     by_column, by_row = _own_group(grid.T, wait), _own_group(grid, wait)
     mesh = DeviceMesh.from_group([by_column, by_row], place.type, grid, mesh_dim_names=("dp", "tp"))
     return Parallel(
@@ -261,14 +261,14 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
 
 
 def _own_group(rows: Tensor, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """One group for each row of ranks -> the one that this process is in. Every process makes all of them."""
+    """One group per row of ranks -> the one that this process is in. Every process makes all of them."""
     try:
         made = [dist.new_group(row, timeout=timeout, backend=backend) for row in rows.tolist()]
     except RuntimeError as error:
         reason = str(error).partition("\n")[0][:200]
         raise ValueError(
             f"the processes met, but cannot reach one another ({reason}): across machines GLOO_SOCKET_IFNAME must name "
-            "the network interface that they share, unless each machine's name stands for its address there"
+            "the network interface that they share, unless each machine's name resolves to its address there"
         ) from error
     own: dist.ProcessGroup = next(
         group for row, group in zip(rows.tolist(), made, strict=True) if dist.get_rank() in row

@@ -1,8 +1,8 @@
 """Which rank holds which rows and columns of a model, as a dict from module names to DTensor styles.
 
 The fused weights are stored so that contiguous parts keep together what belongs together: wqkv by kv heads, w_in by
-pairs of gate and up. So each style is a plain Shard(0) or Shard(1). What a rank keeps of a weight is an ordinary
-tensor, not a DTensor: quantization, kernels and Inductor see nothing new, and an eager step costs no more Python.
+pairs of gate and up. So each style is a plain Shard(0) or Shard(1). A rank's part of a weight is an ordinary tensor,
+not a DTensor: quantization, kernels and Inductor see nothing new, and an eager step costs no more Python.
 
 Shapes: N query heads, K kv heads, G = N // K, H head dim, D model width, F feed-forward width, V vocabulary.
 """
@@ -30,7 +30,7 @@ from .vocab import rows_held
 class Split(ParallelStyle):
     """The module keeps this rank's part of every parameter: Shard(0) of its outputs, Shard(1) of its inputs.
 
-    Parts are of one size: where it does not divide a vocabulary, zeros follow the last rows.
+    Parts have one size: if it does not divide a vocabulary, zeros follow the last rows.
     """
 
     def __init__(self, placement: Shard) -> None:
@@ -62,16 +62,16 @@ class SplitVocabulary(Split):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
-        module.__class__ = VocabularyEmbedding  # as torch's fully_shard does: the module is the one it was
+        module.__class__ = VocabularyEmbedding  # as torch's fully_shard does: the module stays the same object
         assert isinstance(module, VocabularyEmbedding)
         module.mesh, module.first_row = device_mesh, device_mesh.get_local_rank() * module.weight.shape[0]
         return module
 
 
 class Summed(ParallelStyle):
-    """The module's output is a part of a sum: one all-reduce makes it whole.
+    """The module's output is a partial sum: one all-reduce completes it.
 
-    It stands on the block around a Shard(1) weight, so that quantization may put another module in that one's place.
+    It is set on the block around a Shard(1) weight, so that quantization may replace the module of that weight.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -80,14 +80,14 @@ class Summed(ParallelStyle):
 
 
 class Sum:
-    """What is called with such a part, as the module's forward hook."""
+    """Completes such a partial sum, as the module's forward hook."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.in_order = False  # see Group.sum_in_order
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The sum of which output is this rank's part: any shape -> that shape."""
+        """The sum over the ranks' outputs: any shape -> that shape."""
         return sum_in_order(output, self.mesh) if self.in_order else all_reduce(output, self.mesh)
 
 
@@ -102,7 +102,7 @@ class VocabularyEmbedding(nn.Embedding):
         row, n_rows = tokens - self.first_row, self.weight.shape[0]
         held = (row >= 0) & (row < n_rows)
         found = F.embedding(row.clamp(0, n_rows - 1), self.weight)
-        # one part and zeros: the same bits in whatever order they are added
+        # one part and zeros: bit-identical in whatever order they are added
         return all_reduce(torch.where(held[..., None], found, 0.0), self.mesh)
 
 
@@ -114,8 +114,8 @@ PLAN: dict[str, ParallelStyle] = {
     "layers.*.feed_forward.w_in": Split(Shard(0)),  # [F, 2, D]
     "layers.*.feed_forward.w_out": Split(Shard(1)),  # [D, F]
     "layers.*.feed_forward": Summed(),
-    "output": Split(Shard(0)),  # [V, D]: its logits stay where they are, see Vocabulary, which also knows of padding
-    # all else is whole on each rank: norms of D, and q_norm and k_norm, which every head shares
+    "output": Split(Shard(0)),  # [V, D]: its logits stay where they are, see Vocabulary, which also handles padding
+    # everything else is whole on each rank: norms of D, and q_norm and k_norm, which every head shares
 }
 
 
@@ -125,14 +125,14 @@ class Group:
 
     size: int = 1
     rank: int = 0
-    mesh: DeviceMesh | None = None  # of one dimension; None: this process has the model for itself
+    mesh: DeviceMesh | None = None  # of one dimension; None: this process has the whole model
 
     def shard(self, model: Transformer) -> Transformer:
-        """Cut a whole model down, in place, to this rank's part; ValueError where it cannot be split that often."""
+        """Cut a whole model down, in place, to this rank's part; ValueError if it cannot be split into that many."""
         if self.mesh is not None:
             assert len(model.embedding.weight) == model.config.vocab_size, "the model is a part already"
-            if any(hasattr(weight, "is_packed") for weight in model.parameters()):  # their rows are not where they were
-                raise ValueError("an engine has packed this model's weights for its CPU: load it anew to split it")
+            if any(hasattr(weight, "is_packed") for weight in model.parameters()):  # packed rows are in another order
+                raise ValueError("an engine has packed this model's weights for its CPU: load it again to split it")
             check_split(model.config, self.size)
             repeat_kv_heads(model, kv_copies(model.config, self.size))
             self._cut(model)
@@ -141,13 +141,13 @@ class Group:
     def load(
         self, folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Transformer:
-        """The part of the folder's model that this rank holds; of the weights nothing else is read. See load_model."""
+        """The part of the folder's model for this rank; no other weights are read. See load_model."""
         if self.mesh is None:
             return load_model(folder, device=device, dtype=dtype)
         return load_model(folder, device=device, dtype=dtype, part=Part(self))
 
     def check_part(self, model: Transformer) -> None:
-        """ValueError unless the model is the part of itself that this rank holds."""
+        """ValueError unless the model has been cut down to this rank's part."""
         held, whole = model.embedding.weight.shape[0], model.config.vocab_size
         if held != rows_held(whole, self.size):
             raise ValueError(
@@ -156,9 +156,9 @@ class Group:
             )
 
     def sum_in_order(self, model: Transformer) -> None:
-        """From now on a token's sums over the ranks come to the same bits wherever it stands in a step; slower.
+        """Make a token's sums over the ranks bit-identical wherever it is in a step; slower.
 
-        A sum of two has no order, so that with two ranks nothing changes.
+        A sum of two has no order, so nothing changes with two ranks.
         """
         if self.size > 2:
             for module in model.modules():
@@ -178,12 +178,12 @@ ALONE = Group()
 
 @dataclass(frozen=True)
 class Part:
-    """What load_model asks about the part of a model that a rank of a group holds."""
+    """Tells load_model which part of a model a rank of a group holds."""
 
     group: Group
 
     def kv_copies(self, config: ModelConfig) -> int:
-        """How many ranks hold each kv head; ValueError where the model cannot be split among the ranks."""
+        """How many ranks hold each kv head; ValueError if the model cannot be split among the ranks."""
         check_split(config, self.group.size)
         return kv_copies(config, self.group.size)
 
@@ -199,9 +199,9 @@ class Part:
 
 
 def check_split(config: ModelConfig, tp: int) -> None:
-    """ValueError, with the numbers that are in the way, where tp ranks cannot hold equal parts of a model.
+    """ValueError, naming the sizes that do not fit, if tp ranks cannot hold equal parts of a model.
 
-    Any vocabulary will do: the last rows of it are padded.
+    Any vocabulary will do: its last rows are padded.
     """
     parts = {"n_heads": config.n_heads, "ffn_dim": config.ffn_dim}
     wrong = [f"{name} {size:,}" for name, size in parts.items() if size % tp]
@@ -212,18 +212,18 @@ def check_split(config: ModelConfig, tp: int) -> None:
 
 
 def kv_copies(config: ModelConfig, tp: int) -> int:
-    """Ranks that hold the same kv head: 1, or more where there are fewer kv heads than ranks."""
+    """Ranks that hold the same kv head: 1, or more if there are fewer kv heads than ranks."""
     return max(1, tp // config.n_kv_heads)
 
 
 def local_config(config: ModelConfig, tp: int) -> ModelConfig:
-    """What one of tp ranks sees in attention, its own heads: the shape that its KV cache is made for."""
+    """The model as one of tp ranks sees it in attention, with its own heads: the shape of its KV cache."""
     check_split(config, tp)
     return replace(config, n_heads=config.n_heads // tp, n_kv_heads=max(1, config.n_kv_heads // tp))
 
 
 def repeat_kv_heads(model: Transformer, copies: int) -> None:
-    """Store each kv head `copies` times, each time with as many times fewer query heads; the function is the same.
+    """Store each kv head `copies` times, each with that many times fewer query heads; the function is unchanged.
 
     [K, G + 2, H, ...] -> [K * copies, G // copies + 2, H, ...]
     """
@@ -243,9 +243,9 @@ def repeat_kv_heads(model: Transformer, copies: int) -> None:
 
 
 def collectives_per_step(config: ModelConfig, tp: int, *, exact: bool = False) -> dict[str, int]:
-    """Collectives of one greedy step: two sums a layer and the embedding's; the best token of all parts.
+    """Collectives of one greedy step: two sums per layer and the embedding's; the best token of all parts.
 
-    exact: the sums of the layers are added in order. (A step that samples has a broadcast more, of what was drawn.)
+    exact: the sums of the layers are added in order. (A step that samples also broadcasts what was drawn.)
     """
     if tp == 1:
         return {}

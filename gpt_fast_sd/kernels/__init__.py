@@ -1,12 +1,12 @@
-"""What the engine attends, selects, multiplies and samples with; each chooses the body that fits its tensors itself.
+"""The engine's kernels: attention, selection, products and sampling; each chooses the body that fits its tensors.
 
 Attention: `decode_attention` (and with the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`.
-Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages`, and of tokens `likeliest`. Where `triton_serves`
+Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages` and, for tokens, `likeliest`. If `triton_serves`,
 these are operators in Triton: `prepare_launches` does beforehand what Triton needs for launching any of them, and
-`launches` says how many kernels a call of one launches. On a CPU they are C++ where `cpu_attention_fits`, else PyTorch.
-For CPUs with AVX-512 bf16 dot products also `packed_linear`, `packed_swiglu`, products with weights that `pack` has
-packed, and for large vocabularies `cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` beside
-whatever comes next, with `known_isa` among Inductor's options.
+`launches` says how many kernels one call launches. On a CPU they are C++ if `cpu_attention_fits`, else PyTorch.
+For CPUs with AVX-512 bf16 dot products there are also `packed_linear` and `packed_swiglu`, products with weights that
+`pack` has packed, and for large vocabularies `cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels`
+in the background, with `known_isa` among Inductor's options.
 """
 
 from .choice import triton_serves

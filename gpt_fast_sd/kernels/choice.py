@@ -1,4 +1,4 @@
-"""Where operators run their Triton bodies: the one question about a device that attention and selection ask."""
+"""Which devices run the operators' Triton bodies: the only thing attention and selection ask about a device."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ TRITON = frozenset({"cuda"})  # kinds of devices
 
 
 def triton_serves(device: torch.device) -> bool:
-    """Whether operators run in Triton on a device; elsewhere by what attends and selects on a CPU."""
+    """Whether operators run in Triton on a device; otherwise they run their CPU bodies."""
     return device.type in TRITON

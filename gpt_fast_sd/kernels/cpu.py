@@ -37,7 +37,7 @@ def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def available(head_dim: int) -> bool:
-    """Whether this CPU has the instructions and there is a compiler that knows them, for the kernel of a head dim."""
+    """Whether this CPU and its compiler support the instructions of the kernel for a head dim."""
     return builds(SOURCE, head_dim)
 
 
@@ -47,7 +47,7 @@ def cpu_attention(
 ) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
-    bf16 q [B, N, T, H]; k, v [B, K, S, H], dense but for the first two strides, bf16 or with fp16 scales [B, K, S]
+    bf16 q [B, N, T, H]; k, v [B, K, S, H], dense except the first two strides, bf16 or with fp16 scales [B, K, S]
     int8; pos int64 [B, T] -> bf16 [B, N, T, H]
     """
     out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, None, n_keys, k_scale, v_scale)
@@ -58,7 +58,7 @@ def cpu_attention_at(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend to the entries named by index [B, K, M], those at or before each query; -1 is nothing. Else as above."""
+    """Attend to the entries in index [B, K, M] that are at or before each query; -1 is empty. Otherwise as above."""
     out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, index, 0, k_scale, v_scale)
     return out
 
@@ -67,7 +67,7 @@ def cpu_attention_with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """cpu_attention, and what each PAGE keys received from all rows of a kv head: fp32 [B, K, n_keys // PAGE]."""
+    """cpu_attention, and the mass that each PAGE keys received from all rows of a kv head: [B, K, n_keys // PAGE]."""
     out, mass = torch.ops.gpt_fast_sd.cpu_attention_with_mass(q, k, v, pos, n_keys, k_scale, v_scale)
     return out, mass
 

@@ -6,16 +6,16 @@
 // queries or on how much of the cache is in view.
 //
 // A tile is 64 keys. The softmax has a key in every lane, so that few rows cost few exponentials. With AMX, products take
-// up to 16 rows at once, keys as they lie in the cache; their scores are turned, four rows at a time. Without, the tile is
-// transposed once and each query then costs dot products alone, no horizontal sum; rows are taken up to six at a time,
-// which is what the registers hold.
+// up to 16 rows at once, with keys as the cache stores them; their scores are transposed, four rows at a time. Without,
+// the tile is transposed once and each query then costs only dot products, no horizontal sum; up to six rows are taken
+// at a time, as many as fit the registers.
 //
-// int8 keys and values have a scale each, one a token and kv head, which stay outside the products: a row of queries is
-// rounded to int8 by its own largest, a row's weights over a tile, times the values' scales, to uint8 by theirs. Products
-// of those are whole numbers, and exact; softmax and outputs are fp32 as they are for bf16.
+// int8 keys and values have a scale each, one a token and kv head, that stays outside the products. A row of queries is
+// rounded to int8 by its own largest; its weights of a tile, times the scales of the values, to uint8 by theirs. Products
+// of these are whole numbers and exact, whatever computes them; the softmax and all sums of tiles are fp32.
 //
-// Names: E element of keys and values, bf16 or int8_t, of which a dword holds a pair or a quad; B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
-// S capacity, M keys in view or entries listed.
+// Names: E element of keys and values, bf16 or int8_t, B batch, K kv heads, G query heads a kv head, T queries a head,
+// R = G * T rows of one kv head, H head dim, S capacity, M keys in view or entries listed.
 #include <immintrin.h>
 #include <algorithm>
 #include <cmath>
@@ -33,8 +33,8 @@ template <class E> constexpr int IN_DWORD = 4 / sizeof(E);
 template <class E> constexpr int IN_LINE = 64 / sizeof(E);
 constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is no NaN; scaled it stays exact
 
-// 2^x for x <= 0, relative error below 3e-6; what would be smaller than 2^-126 is next to it. The weights are rounded to
-// bf16 afterwards.
+// 2^x for x <= 0, relative error below 3e-6; results below 2^-126 are rounded up to about it. The weights are rounded
+// to bf16 afterwards.
 static inline __m512 exp2_of(__m512 x) {
     const __m512 magic = _mm512_set1_ps(12582912.f); // 1.5 * 2^23: adding it rounds to whole numbers
     x = _mm512_max_ps(x, _mm512_set1_ps(-126.f));
@@ -131,7 +131,7 @@ template <class E> struct Tile {
     const E *key[TILE / 16], *value[TILE / 16];
     const float *key_scale, *value_scale; // of bytes
     const int64_t* position; // INT64_MAX: does not exist
-    int64_t first, last; // last: the largest position of those that exist
+    int64_t first, last; // last: the largest position that exists
     int n; // entries from n on do not exist
     bool gaps; // whether any before n does not
 };
@@ -164,7 +164,7 @@ template <class E, int H> static inline float soften(__m512* score, const Tile<E
     }
     const __m512 best = _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]));
     float shrink = 1.f;
-    if (_mm512_cmp_ps_mask(best, _mm512_set1_ps(row.max), _CMP_GT_OQ)) { // seldom, after the first tiles
+    if (_mm512_cmp_ps_mask(best, _mm512_set1_ps(row.max), _CMP_GT_OQ)) { // rare, after the first tiles
         const float top = _mm512_reduce_max_ps(best);
         shrink = exp2f((row.max - top) * row.to_log2);
         row.max = top;
@@ -173,7 +173,7 @@ template <class E, int H> static inline float soften(__m512* score, const Tile<E
     __m512 w[V];
 #pragma GCC unroll 4
     for (int c = 0; c < V; c++) w[c] = exp2_of(_mm512_fmadd_ps(score[c], scale, shift));
-    if (!whole) { // what is not seen weighs nothing: else it would be 2^-126
+    if (!whole) { // unseen keys weigh 0: otherwise it would be 2^-126
 #pragma GCC unroll 4
         for (int c = 0; c < V; c++) w[c] = _mm512_maskz_mov_ps(seen >> 16 * c, w[c]);
     }
@@ -264,7 +264,7 @@ struct alignas(64) TileConfig {
 };
 static void begin() { static thread_local TileConfig config; _tile_loadconfig(&config); }
 static void end() { _tile_release(); }
-static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers do not see
+static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers cannot see
 
 // Of what two follow each other in the making, the parity of the tile or of the step tells which.
 template <class E, int H> struct Scratch : Picked<E, H> {
@@ -276,7 +276,7 @@ template <class E, int H> struct Scratch : Picked<E, H> {
 
 template <class E, int H> struct alignas(64) Queries { uint32_t q[H / IN_DWORD<E>][16]; }; // of 16 rows
 
-// The scores of four rows over 16 keys, as products leave them -> a key in every lane.
+// The scores of four rows over 16 keys, in the layout of the products -> a key in every lane.
 static inline void turn(const float (*score)[16], __m512* to, int apart) {
     __m512 a[4], b[4];
 #pragma GCC unroll 4
@@ -609,14 +609,14 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
             float *key_scale = at.key_scale[parity], *value_scale = at.value_scale[parity];
             Tile<E> tile{{}, {}, key_scale, value_scale, index ? position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
             if (!index) tile.last = start + tile.n - 1;
-            for (int64_t j = TILE; index && j < std::min<int64_t>(2 * TILE, M - start); j++) { // the next tile's, wherever they are
+            for (int64_t j = TILE; index && j < std::min<int64_t>(2 * TILE, M - start); j++) { // the next tile's entries, wherever they are
                 const int64_t place = std::min(std::max<int64_t>(index[bk * M + start + j], 0), S - 1);
                 for (int h = 0; h < H; h += IN_LINE<E>) {
                     _mm_prefetch((const char*)(keys + place * H + h), _MM_HINT_T0);
                     _mm_prefetch((const char*)(values + place * H + h), _MM_HINT_T0);
                 }
             }
-            for (int c = 0; c < TILE; c += 16) { // where they are, if 16 lie together, else gathered
+            for (int c = 0; c < TILE; c += 16) { // in place if 16 are consecutive, else gathered
                 const int64_t* named = index ? index + bk * M + start + c : nullptr;
                 const int64_t first = named && c < tile.n ? named[0] : start + c;
                 bool together = first >= 0 && first + 16 <= S && (!named || c + 16 <= tile.n);
@@ -657,10 +657,10 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
 
 }
 
-// q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k), bf16 without scales, int8
-// with theirs, [B, K, S] with strides (scale_b, scale_k); pos [B, T]; index null or
-// [B, K, M], -1 is nothing -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received,
-// all rows of a kv head together. A query at or past M sees nothing: its output is 0, and it costs no reading.
+// q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k), bf16, or int8 where there
+// are scales [B, K, S] with strides (scale_b, scale_k); pos [B, T]; index null or [B, K, M], -1 is nothing
+// -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received, all rows of a kv head
+// together. A query at or past M sees nothing: its output is 0, and it costs no reading.
 // H is HEAD_DIM, 64 or 128: every head dim is a library of its own, as one takes seconds to build.
 extern "C" void attend_cpu(const bf16* q, const void* k, const void* v, const fp16* k_scale, const fp16* v_scale, const int64_t* pos, const int64_t* index, bf16* out,
                            float* mass, int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n,

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 
-@functools.cache  # in torch 2.11 threads share Inductor's settings, this one among them
+@functools.cache  # in torch 2.11 threads share Inductor's settings, including this one
 def known_isa() -> dict[str, bool]:
-    """Inductor's option not to build and load a program for each vector instruction set, 15 s where a CPU has AVX-512.
+    """Inductor's option not to build and load a program for each vector instruction set, 15 s on a CPU with AVX-512.
 
-    Those programs ask whether libtorch and the compiler know the sets. libtorch does, where its own kernels run with
-    them, and any compiler that builds its headers knows them. (What came later than AVX-512, Inductor asks for still.)
+    Those programs test whether libtorch and the compiler support the sets. libtorch does if its own kernels use them,
+    and any compiler that builds its headers does. (Sets later than AVX-512 are still tested by Inductor.)
     """
     from torch._inductor import config
 
@@ -45,10 +45,10 @@ def builds(source: Path, head_dim: int = 0) -> bool:
 
 @functools.cache
 def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
-    """Begin to build a source; what is called then waits for it.
+    """Begin to build a source -> a function that waits for it.
 
-    A thread of its own: torch's AsyncCompile.submit does it at once where it has one thread, under a lock that the
-    building waits for.
+    In a thread of its own: with one thread, torch's AsyncCompile.submit builds at once, under a lock that the build
+    itself waits for.
     """
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
@@ -60,9 +60,9 @@ def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
 
 
 def text(source: Path, head_dim: int = 0) -> str:
-    """A source, for one head dim where it is written for any, and without tiles where this process may not use them.
+    """A source, for one head dim if it is written for any, and without tiles if this process may not use them.
 
-    A compiler knows what a CPU has, and not whether the system gives it to this process, which has to ask.
+    A compiler knows what a CPU has, but not whether the system grants it to this process, which has to ask.
     """
     named = [f"#define HEAD_DIM {head_dim}\n"] if head_dim else []
     if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
@@ -74,11 +74,11 @@ def text(source: Path, head_dim: int = 0) -> str:
 def begin_building(*sources: tuple[Path, int]) -> None:
     """Start a thread that builds what the first compiled step waits for, while Python traces that step.
 
-    That is Inductor's precompiled header, which takes 8 s at the first use of an Inductor on a machine and is built for
-    whatever is compiled first, and the sources, each for a head dim. Where building fails, it fails again where it is
-    needed, and is told.
+    That is Inductor's precompiled header, which takes 8 s at the first use of an Inductor on a machine, whatever is
+    compiled first, and the sources, each for a head dim. If a build fails here, it fails again when it is needed, and
+    the error is raised there.
     """
-    known_isa()  # here, where no thread has changed the settings that it asks
+    known_isa()  # here, before any thread changes the settings that it reads
 
     def build() -> None:
         from torch._inductor import config

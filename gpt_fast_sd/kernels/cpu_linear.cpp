@@ -1,11 +1,11 @@
 // y = x W' (+ bias) in bf16 with fp32 sums, for any number of rows of x, on a CPU with AMX tiles or AVX-512 bf16 dot
-// products. W is packed once: tiles of 16 outputs x 32 inputs, an output in every lane, pairs of inputs side by side.
-// Where outputs are pairs of gate and up, SwiGLU may be taken of the sums before they are rounded.
+// products. W is packed once: tiles of 16 outputs x 32 inputs, an output in every lane, pairs of inputs adjacent.
+// If outputs are pairs of gate and up, SwiGLU may be applied to the sums before they are rounded.
 //
-// A row's bits never depend on how many rows there are nor on the number of threads: the sum of an output runs over all
-// inputs in order, in one place. Up to 32 rows read each weight once; the tiles do the operations of 16 rows in the time
-// of one. With more rows the weights of 32 outputs stay in a cache while the rows pass by, and those that come next are
-// fetched meanwhile, a few lines a step.
+// A row's result never depends on the number of rows or threads, down to the last bit: one thread sums each output over
+// all inputs in order. Up to 32 rows read each weight once; the tiles do the operations of 16 rows in the time of one.
+// With more rows the weights of 32 outputs stay in a cache while the rows pass by, and the next ones are prefetched, a
+// few lines per step.
 //
 // Names: M rows, I inputs, O outputs. I and O are multiples of 32.
 #include <immintrin.h>
@@ -15,7 +15,7 @@
 #include <vector>
 
 typedef uint16_t bf16;
-namespace { // a process may hold this built in two ways, whose names must not meet
+namespace { // a process may load two builds of this, whose names must not clash
 #ifndef AHEAD
 #define AHEAD 8192
 #endif
@@ -37,7 +37,7 @@ static inline __m512 wide(const bf16* x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
 }
 
-// What is multiplied, and where its results go.
+// The operands, and where the results go.
 struct Product {
     const bf16 *x, *w, *bias; // bias null or [O]
     bf16* y; // [M, O], gated [M, O / 2]
@@ -68,13 +68,13 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// 16 rows of x: where they lie, from one to the next, and from 32 inputs to the next 32.
+// 16 rows of x: their address, the stride of a row, and that of 32 inputs.
 struct Sixteen {
     const bf16* at;
     int64_t bytes, step;
 };
 
-// 16 * A rows x 32 outputs, w being the tiles of those outputs; of what `ahead` points to `lines` are fetched a step.
+// 16 * A rows x 32 outputs, w being the tiles of those outputs; `lines` of what `ahead` points to are fetched per step.
 template <int A> static inline void block(const Sixteen* x, const bf16* w, int64_t n, float* sums, const char* ahead, int lines) {
     _tile_zero(0); _tile_zero(1);
     if (A == 2) { _tile_zero(2); _tile_zero(3); }
@@ -109,15 +109,15 @@ static void rows_of(const Product& p, int64_t m, int64_t o, float* sums) {
         else x[b] = {p.tiles + (first - p.apart) * p.I, 64, TILE};
     }
     const bf16* w = p.w + o * p.I;
-    // the only reading of these weights fetches what it comes to soon; where rows come in turns, each fetches a part of
-    // the next outputs' weights
+    // if these weights are read once, each step prefetches those soon needed; if blocks of rows take turns, each
+    // prefetches a part of the next outputs' weights
     const int lines = turns == 1 ? 32 : (int)((32 + turns - 1) / turns);
     const char* ahead = turns == 1 ? (const char*)w + AHEAD : (const char*)(w + 32 * p.I) + m / ROWS * 64 * lines * n;
     if (n_rows > 16) block<2>(x, w, n, sums, ahead, lines);
     else block<1>(x, w, n, sums, ahead, lines);
     p.store(sums, m, n_rows, o);
 }
-// Rows of x that are loaded as they lie: in whole lines, and not so far apart that they meet in a cache.
+// Rows of x that are loaded in place: whole lines, at a stride that does not make them collide in a cache.
 static int64_t in_place(const bf16* x, int64_t M, int64_t x_row) { return (uintptr_t)x % 64 || x_row % 32 || !(x_row % 1024) ? 0 : M / 16 * 16; }
 static void begin() { static thread_local TileConfig config; _tile_loadconfig(&config); }
 static void end() { _tile_release(); }
@@ -162,7 +162,7 @@ extern "C" void linear_cpu(const bf16* x, const bf16* w, const bf16* bias, bf16*
     static thread_local std::vector<bf16> kept;
     const int64_t apart = in_place(x, M, x_row), blocks = (M - apart + 15) / 16, n = I / 32;
     if ((int64_t)kept.size() < blocks * 16 * I + 32) kept.resize(blocks * 16 * I + 32);
-    // by address: workers have a vector of their own
+    // by address: each worker has its own vector
     const Product p{x, w, bias, y, M, I, O, x_row, gated != 0, (bf16*)(((uintptr_t)kept.data() + 63) & ~(uintptr_t)63), apart};
     auto pack = [&](int64_t b) { // 16 rows
         for (int64_t r = 0; r < 16; r++)
@@ -181,7 +181,7 @@ extern "C" void linear_cpu(const bf16* x, const bf16* w, const bf16* bias, bf16*
             for (int64_t b = 0; b < blocks; b++) pack(b);
         }
         begin();
-        asm volatile("" ::: "memory"); // what was packed is there: compilers do not see that tiles are loaded
+        asm volatile("" ::: "memory"); // packing must be complete: the compiler does not see that tiles are loaded
 #pragma omp for schedule(static) nowait
         for (int64_t o = 0; o < O; o += 32)
             for (int64_t m = 0; m < M; m += ROWS) rows_of(p, m, o, sums);

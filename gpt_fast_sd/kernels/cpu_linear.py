@@ -1,7 +1,7 @@
 """Products of few rows on a CPU: weights held once, packed for cpu_linear.cpp, behind a torch operator.
 
-A library packs the weights anew in every call, or reads them with a horizontal sum a row; packed once, a product reads
-each weight from memory a single time, and a row's bits hang neither on the other rows nor on the number of threads.
+A library packs the weights again in every call, or reads them with a horizontal sum per row; packed once, a product
+reads each weight from memory a single time, and a row's last bits depend neither on other rows nor on threads.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -29,7 +29,7 @@ _library.define("cpu_swiglu(Tensor x, Tensor packed) -> Tensor")
 
 
 def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], ...]:
-    """What `begin_building` is to build for a model: sources, each with the head dim that it is built for."""
+    """The sources that `begin_building` builds for a model, each with its head dim."""
     own = [(attention.SOURCE, head_dim)] if head_dim in attention.HEAD_DIMS else []
     drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY else []
     return (*own, (SOURCE, 0), *drawn)
@@ -49,9 +49,9 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def packed_swiglu(x: Tensor, packed: Tensor) -> Tensor:
-    """silu(gate) * up, of which packed [2 * F, I] holds the rows in turns: bf16 x [..., I] -> bf16 [..., F].
+    """silu(gate) * up, whose rows alternate in packed [2 * F, I]: bf16 x [..., I] -> bf16 [..., F].
 
-    Taken of fp32 sums; TypeError for other dtypes.
+    Computed from fp32 sums; TypeError for other dtypes.
     """
     out: Tensor = torch.ops.gpt_fast_sd.cpu_swiglu(x, packed)
     return out
@@ -90,14 +90,14 @@ def _kernel() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
-    # of a step with a single row what stands here takes longer than the product of a small weight
+    # in a step with a single row, this Python code takes longer than the product of a small weight
     if x.dtype is not BF16 or packed.dtype is not BF16 or not packed.is_contiguous():
         raise TypeError(f"packed weights are contiguous bf16 and multiply bf16, got {packed.dtype} and {x.dtype}")
     if bias is not None and bias.dtype is not BF16:
         raise TypeError(f"the bias of packed weights is bf16, got {bias.dtype}")
     n_out, n_in = packed.shape
     if x.shape[-1] != n_in:
-        raise ValueError(f"packed weights of {n_in} inputs multiply rows of as many, got {tuple(x.shape)}")
+        raise ValueError(f"packed weights of {n_in} inputs need rows of {n_in} numbers, got {tuple(x.shape)}")
     rows, apart = x, n_in  # [M, I], from one row to the next
     if not x.is_contiguous():
         rows = x.reshape(-1, n_in)

@@ -1,7 +1,8 @@
 // Logits to distributions, and distributions to tokens, on a CPU with AVX-512: a row stays in a core's cache.
 //
-// What is kept is what `likeliest` keeps, but for the last bit of an exp: weights are exp in fp64 in whole units of
-// 2**-44 of the best token's, so their sums are exact in any order. A row's bits hang neither on the other rows nor on the number of threads.
+// It keeps what `likeliest` keeps, except for the last bit of an exp: weights are exp in fp64 in whole units of 2**-44
+// of the best token's, so their sums are exact in any order. A row's last bits depend neither on other rows nor on
+// threads.
 //
 // Names: R rows, V vocabulary; the key of a score is the bits of -score, the better a token the smaller its key.
 #include <immintrin.h>
@@ -13,14 +14,14 @@
 #include <vector>
 
 constexpr double UNIT = 17592186044416.0; // 2**44
-constexpr int SET = 256;                  // tokens whose best ones, or whose sum, are noted
+constexpr int SET = 256;                  // tokens whose best ones, or whose sum, are recorded
 
 struct Token { uint32_t key, place; };
 static inline bool operator<(const Token& a, const Token& b) { return a.key != b.key ? a.key < b.key : a.place < b.place; }
 
 struct Workspace { std::vector<Token> tokens; std::vector<float> best; };
 
-// exp of 8 numbers at or below 0, to a rounding or two of fp64; 0 where there is less than 2**-1021, NaN of NaN
+// exp of 8 numbers at or below 0, to within a rounding or two of fp64; 0 below 2**-1021, NaN for NaN
 static inline __m512d exp8(__m512d x) {
     const __m512d n = _mm512_roundscale_pd(_mm512_mul_pd(x, _mm512_set1_pd(1.4426950408889634)), 8);
     __m512d r = _mm512_fnmadd_pd(n, _mm512_set1_pd(6.93147180369123816490e-01), x); // ln 2 in two parts
@@ -34,7 +35,7 @@ static inline __m512d exp8(__m512d x) {
 static inline __m512d low(__m512 x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
 static inline __m512d high(__m512 x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
 static inline __m512 narrow(__m512d a, __m512d b) { return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(a)), _mm512_cvtpd_ps(b), 1); }
-static inline __m512i units(__m512d e) { // truncated after a half was added, as the reference rounds
+static inline __m512i units(__m512d e) { // truncated after adding a half, as the reference rounds
     const __mmask8 number = _mm512_cmp_pd_mask(e, e, _CMP_ORD_Q);
     return _mm512_maskz_cvttpd_epi64(number, _mm512_fmadd_pd(e, _mm512_set1_pd(UNIT), _mm512_set1_pd(0.5)));
 }
@@ -60,7 +61,7 @@ static int64_t list(const float* scores, int64_t V, float bound, std::vector<Tok
     return n;
 }
 
-// The k-th best key: at or above the k-th best of many tokens' scores there are k tokens at least.
+// The k-th best key: at or above the k-th best of many tokens' scores there are at least k tokens.
 static uint32_t cut_by_count(const float* scores, int64_t V, int64_t k, Workspace& room) {
     float bound = -std::numeric_limits<float>::infinity();
     const int64_t n_best = V / SET * 16;
@@ -75,12 +76,12 @@ static uint32_t cut_by_count(const float* scores, int64_t V, int64_t k, Workspac
         bound = room.best[k - 1];
     }
     const int64_t n = list(scores, V, bound, room.tokens);
-    if (n < k) return 0x7F800000; // a row that holds NaN
+    if (n < k) return 0x7F800000; // a row with a NaN
     std::nth_element(room.tokens.begin(), room.tokens.begin() + k - 1, room.tokens.begin() + n);
     return room.tokens[k - 1].key;
 }
 
-// What n tokens weigh.
+// The weight of n tokens.
 static int64_t weigh(const Token* tokens, int64_t n) {
     __m512i sums = _mm512_setzero_si512();
     for (int64_t i = 0; i < n; i += 8) {
@@ -100,23 +101,23 @@ static Token cut_by_weight(const float* scores, int64_t V, double top_p, uint32_
     __m512i sums = _mm512_setzero_si512();
     for (int64_t i = 0; i < V; i += 16) {
         const __m512 s = _mm512_mask_loadu_ps(NONE, upto(V - i), scores + i);
-        const __mmask16 heavy = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-32.0f), _CMP_GT_OQ); // others weigh less than half a unit
+        const __mmask16 heavy = _mm512_cmp_ps_mask(s, _mm512_set1_ps(-32.0f), _CMP_GT_OQ); // the others weigh less than half a unit
         const __mmask16 here = _mm512_mask_cmp_ps_mask(heavy, s, _mm512_set1_ps(least), _CMP_GE_OQ);
         if (!here) continue;
         sums = _mm512_mask_add_epi64(sums, here & 255, sums, units(exp8(low(s))));
         sums = _mm512_mask_add_epi64(sums, here >> 8, sums, units(exp8(high(s))));
     }
     const int64_t total = _mm512_reduce_add_epi64(sums);
-    if (total <= 0) return {most, (uint32_t)(V - 1)}; // a row that holds NaN
+    if (total <= 0) return {most, (uint32_t)(V - 1)}; // a row with a NaN
     int64_t wanted = std::max<int64_t>((int64_t)((double)total * top_p), 1);
     int64_t n = 0;
-    for (float bound = -3.0f;; bound *= 2) { // few tokens have most of the weight, as a rule
+    for (float bound = -3.0f;; bound *= 2) { // as a rule, few tokens have most of the weight
         n = list(scores, V, std::max(bound, least), room.tokens);
         if (bound <= least || weigh(room.tokens.data(), n) >= wanted) break;
     }
     Token *from = room.tokens.data(), *to = from + n;
     while (to - from > 32) {
-        Token* middle = from + (to - from) / 8; // most of the weight is with few
+        Token* middle = from + (to - from) / 8; // few have most of the weight
         std::nth_element(from, middle, to);
         const int64_t better = weigh(from, middle - from);
         if (better >= wanted) to = middle;
@@ -127,7 +128,7 @@ static Token cut_by_weight(const float* scores, int64_t V, double top_p, uint32_
     return *from;
 }
 
-// x [V] -> scores [V]: (x - best) / temperature; gives the first place of the best one.
+// x [V] -> scores [V]: (x - best) / temperature; returns the first place of the best one.
 static int64_t score(const float* x, int64_t V, float temperature, float* scores) {
     __m512 most = NONE;
     for (int64_t i = 0; i < V; i += 16) most = _mm512_max_ps(_mm512_mask_loadu_ps(NONE, upto(V - i), x + i), most);
@@ -204,7 +205,7 @@ extern "C" void draw_cpu(const float* p, const float* u, int64_t* tokens, int64_
         const int64_t set = std::min<int64_t>(std::upper_bound(ends.begin(), ends.end(), target) - ends.begin(), ends.size() - 1) - 1;
         double sum = ends[set];
         int64_t token = set * SET;
-        for (int64_t i = set * SET; i < std::min((set + 1) * SET, V); i++) // one that is possible, whatever the rounding
+        for (int64_t i = set * SET; i < std::min((set + 1) * SET, V); i++) // a possible one, whatever the rounding
             if (row[i] > 0) {
                 token = i, sum += row[i];
                 if (sum > target) break;

@@ -1,8 +1,7 @@
 """cpu_sampling.cpp as torch operators: logits to distributions, filters and all, and distributions to tokens.
 
-Plain tensor operations read and write the vocabulary some twenty times, and sort it where top-p is asked for; the
-kernel keeps what `likeliest` keeps (but for the last bit of an exp), by the same exact sums, while a row stays in a
-core's cache.
+Plain tensor operations read and write the vocabulary some twenty times, and sort it for top-p; the kernel keeps what
+`likeliest` keeps (except for the last bit of an exp), by the same exact sums, while a row stays in a core's cache.
 
 Shapes: B rows, V vocabulary.
 """
@@ -19,7 +18,7 @@ from torch import Tensor
 from .cpu_build import builds, library
 
 SOURCE = Path(__file__).with_name("cpu_sampling.cpp")
-LEAST_VOCABULARY = 8192  # below it a model's own steps, too, are small, and what runs eagerly starts at once
+LEAST_VOCABULARY = 8192  # below it a model's own steps are small, too, and eager operations need no build
 
 _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
 _library.define(
@@ -29,18 +28,18 @@ _library.define("cpu_draw(Tensor p, Tensor u) -> Tensor")
 
 
 def cpu_sampling_fits(rows: Tensor) -> bool:
-    """Whether the kernel serves such rows [B, V] on this machine. It hangs on neither B nor values."""
+    """Whether the kernel serves such rows [B, V] on this machine. It depends neither on B nor on values."""
     return rows.device.type == "cpu" and rows.shape[-1] >= LEAST_VOCABULARY and available()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def available() -> bool:
-    """Whether this CPU has the instructions and there is a compiler that knows them."""
+    """Whether this CPU and its compiler support the instructions."""
     return builds(SOURCE)
 
 
 def cpu_distributions(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
-    """What each row samples from, see sampling.probabilities; a filter that is off holds V, 1 or -inf.
+    """The distribution of each row, see sampling.probabilities; a filter that is off holds V, 1 or -inf.
 
     fp32 logits [B, V], fp32 temperature [B], int64 top_k [B], fp64 top_p and log of min_p [B] -> fp32 [B, V]
     """

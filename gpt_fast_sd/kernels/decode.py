@@ -1,4 +1,4 @@
-"""Attention of a few query tokens a row over a long cache: one pass over the keys, split at absolute positions.
+"""Attention of a few query tokens per row over a long cache: one pass over the keys, split at absolute positions.
 
 On CUDA each is an operator whose body is Triton (decode_triton.py); elsewhere on_cpu.py attends.
 
@@ -24,9 +24,9 @@ SMALLEST_SPLIT, LARGEST_SPLIT = 256, 2048
 def split_for(capacity: int) -> int:
     """Keys that one program reads, for a cache of `capacity` positions: a function of nothing else, so sums are fixed.
 
-    Every split writes and reads again one fp32 row per query, 2 * R / split of the traffic of a bf16 cache where R
+    Every split writes one fp32 row per query and reads it again, 2 * R / split of the traffic of a bf16 cache if R
     queries share a kv head (R = 24 and 2048 keys: 2.3 %), so splits are long; a small cache needs many of them to keep
-    all of a GPU busy when it serves one row.
+    a whole GPU busy when it serves one row.
     """
     return min(max((1 << (capacity - 1).bit_length()) // 16, SMALLEST_SPLIT), LARGEST_SPLIT)
 
@@ -52,7 +52,7 @@ def decode_attention_with_mass(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """decode_attention, and the attention that each `page` keys received from the G * T queries of a kv head.
 
-    The weights of a query sum to 1, so the blocks of a row and kv head sum to G * T where n_keys is whole pages.
+    The weights of a query sum to 1, so the blocks of a row and kv head sum to G * T if n_keys is whole pages.
     page: one of PAGES -> [B, N, T, H], fp32 [B, K, n_keys // page]
     """
     if triton_serves(q.device):
@@ -98,5 +98,5 @@ def _decode_with_mass_fake(
 
 
 def by_token(q: Tensor) -> Tensor:
-    """An output as Triton bodies give it: like q [B, N, T, H], a transposed view of [B, T, N, H]."""
+    """An output in the layout of the Triton bodies: like q [B, N, T, H], a transposed view of [B, T, N, H]."""
     return q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)

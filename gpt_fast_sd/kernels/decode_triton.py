@@ -2,14 +2,14 @@
 """Flash-decoding in Triton (Dao et al. 2023): splits of the keys, each read once with a running softmax, then merged.
 
 The R = G * T queries of a kv head are the rows of a tile, so the keys are read once for all of them. A split is a fixed
-range of positions and is read in blocks of fixed size: what a row gives depends on neither the other rows, nor on how
+range of positions and is read in blocks of fixed size: a row's result depends neither on the other rows, nor on how
 much of the cache is in view, nor on T while the R rows fit one tile of 16 or 32, which the compiler lays out alike. A
-larger tile is laid out otherwise, sums in another order and may differ in the last bits.
+larger tile is laid out differently, sums in another order and may differ in the last bits.
 
 Attention mass is a by-product: the exps that each block of keys got from each row, relative to the maximum at that
-moment, are stored and made into weights when the row's log-sum-exp is known. That is R * (1 + page / BLOCK_N) fp32
-a page, written and read, beside 2 * page * H entries of keys and values: for R = 24, H = 128, bf16 and pages of 16 keys
-240 bytes beside 8192, 2.9 %; for pages of 32 keys 1.8 %.
+moment, are stored and become weights when the row's log-sum-exp is known. That is R * (1 + page / BLOCK_N) fp32 per
+page, written and read, besides 2 * page * H entries of keys and values: for R = 24, H = 128, bf16 and pages of 16
+keys, 240 bytes besides 8192, 2.9 %; for pages of 32 keys, 1.8 %.
 
 A cache may hold entries of a byte (FORMAT, see triton_common): they are widened in registers to the dtype of the
 queries, which is exact, and what an int8 stands for stays outside the products: the scale of a key belongs to its
@@ -41,27 +41,27 @@ class Config(NamedTuple):
     block_n: int  # keys of a block
     num_warps: int
     num_stages: int
-    per_sm: int  # blocks of threads that an SM is meant to hold at a time; the launch does not need it, tests do
+    per_sm: int  # thread blocks that an SM should hold at a time; only tests need it
 
 
-# (family, bytes of an entry, padded head dim) -> keys of a block, {rows of a tile: (warps, stages, blocks an SM)}. The
+# (family, bytes of an entry, padded head dim) -> keys of a block, {rows of a tile: (warps, stages, blocks per SM)}. The
 # keys of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
-# Reckoned, not timed on a chip. A block of threads has stages - 1 blocks of keys and of values on their way from memory
-# while it computes: 64 keys of 128 bf16 are 16 KiB, keys and values 32 KiB. By Little's law an SM needs 36 KB on their
-# way for 4.8 TB/s (H200: 132 SMs, 1 us), 19 KB for 2 TB/s (A100: 108 SMs). Two blocks of threads an SM are wanted, one
-# to compute while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere. 64 rows
-# of 128 dims take 112, and with mass half a KiB more, through which the sums of pages pass on their way to be stored: a
-# whole KiB would be the limit to the byte, and on sm_100 past it. Where eight warps take a tile, two groups of four
-# wait for each other's products, and one such block is all that the registers of an SM hold. On SMs of 100 KiB (sm_86,
-# 89, 120) one block is enough: it has 32 KiB and more on their way, and 1 TB/s over 128 SMs needs 8.
+# Estimated, not timed on a chip. A thread block has stages - 1 blocks of keys and of values in flight from memory while
+# it computes: 64 keys of 128 bf16 are 16 KiB, keys and values 32 KiB. By Little's law an SM needs 36 KB in flight for
+# 4.8 TB/s (H200: 132 SMs, 1 us), 19 KB for 2 TB/s (A100: 108 SMs). The aim is two thread blocks per SM, one to compute
+# while the other waits at a barrier; shared memory then allows 113 KiB each on Hopper, 81 on Ampere. 64 rows of 128
+# dims take 112, and with mass half a KiB more, through which the sums of pages are stored: a whole KiB would be exactly
+# the limit, and on sm_100 past it. If eight warps take a tile, two groups of four wait for each other's products, and
+# the registers of an SM hold only one such block. On SMs of 100 KiB (sm_86, 89, 120) one block is enough: it has 32 KiB
+# and more in flight, and 1 TB/s over 128 SMs needs 8.
 #
-# What 65 to 128 rows cost: one block of eight warps an SM, so that products and exps of all 128 rows wait for bytes and
-# are waited for, whatever part of the tile is empty. A tile of 64 + 16 rows, two products on the same keys, would serve
-# 72 rows: compiled for sm_90 it takes 255 registers (205 without the 16), with mass it spills, on sm_80 it spills with
-# four warps. So drafts of a length that fills a tile are drawn instead (config.gamma_tiers).
+# The cost of 65 to 128 rows: one block of eight warps per SM, so that products and exps of all 128 rows wait for bytes,
+# and the bytes for them, however much of the tile is empty. A tile of 64 + 16 rows, two products on the same keys,
+# would serve 72 rows: compiled for sm_90 it takes 255 registers (205 without the 16), with mass it spills, on sm_80 it
+# spills with four warps. So gamma "auto" prefers draft lengths that fill a tile (config.gamma_tiers).
 #
-# fp32 products take no tensor cores, and larger tiles do not fit the registers; with one tile, bits depend on no T.
+# fp32 products use no tensor cores, and larger tiles do not fit the registers; with one tile, results depend on no T.
 CONFIGS = {
     (90, 2, 64): (64, {16: (4, 4, 2), 32: (4, 4, 2), 64: (4, 4, 2), 128: (8, 3, 1)}),
     (90, 2, 128): (64, {16: (4, 3, 2), 32: (4, 3, 2), 64: (4, 3, 2), 128: (8, 3, 1)}),
@@ -85,7 +85,7 @@ CONFIGS = {
 
 
 def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
-    """How to read for n_rows rows of block_h dims of itemsize bytes: in one tile if there is one so large."""
+    """How to read for n_rows rows of block_h dims of itemsize bytes: in one tile if one is large enough."""
     block_n, tiles = CONFIGS[family(arch), itemsize, max(block_h, 64)]
     block_r = next((block_r for block_r in tiles if block_r >= n_rows), max(tiles))
     return Config(block_r, block_n, *tiles[block_r])
@@ -100,10 +100,10 @@ def split_kernel(
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of rows gets from one split: fp32 part [splits, B * K, R, H], normalised, and base-2 lse beside it.
+    """A tile of rows over one split: fp32 part [splits, B * K, R, H], normalised, and its base-2 lse.
 
-    p_sum [B * K, S // UNIT, R], p_max [B * K, S // BLOCK_N, R]: the exps of each UNIT keys, and what they are relative
-    to; None if nobody asks.
+    p_sum [B * K, S // UNIT, R], p_max [B * K, S // BLOCK_N, R]: the exps of each UNIT keys, and the maxima they are
+    relative to; None if they are not needed.
     """
     i_tile, i_bk, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
@@ -131,14 +131,14 @@ def split_kernel(
     # [BLOCK_N, BLOCK_H]
     o_block = o_n[:, None] * H + o_h[None, :]
 
-    # Finite, so that a row that has seen no key yet subtracts no infinities.
+    # Finite, so that a row that has seen no key yet does not subtract infinities.
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
     b_total = tl.zeros([BLOCK_R], tl.float32)
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
     for j in range(0, tl.minimum(split, last + 1 - start), BLOCK_N):
         # [BLOCK_N]
         o_j = start + j + o_n
-        # Memory behind the last key may hold NaN, and 0 * NaN is no 0.
+        # Memory past the last key may hold NaN, and 0 * NaN is not 0.
         m_block = (o_j <= last)[:, None]
         if H != BLOCK_H:
             m_block = m_block & (o_h < H)[None, :]
@@ -163,7 +163,7 @@ def split_kernel(
             o_unit = i_bk * n_units + (start + j) // UNIT + tl.arange(0, BLOCK_N // UNIT)
             # [BLOCK_R, BLOCK_N // UNIT]
             b_sum = tl.sum(tl.reshape(b_w, [BLOCK_R, BLOCK_N // UNIT, UNIT]), 2)
-            if BLOCK_R == 64 and BLOCK_N // UNIT == 4:  # in halves, so that half as much shared memory will do
+            if BLOCK_R == 64 and BLOCK_N // UNIT == 4:  # in halves, which need half as much shared memory
                 b_even, b_odd = tl.split(tl.reshape(b_sum, [BLOCK_R, 2, 2]))
                 o_even = i_bk * n_units + (start + j) // UNIT + 2 * tl.arange(0, 2)
                 p_even = p_sum + o_even[None, :] * n_rows + o_r[:, None]
@@ -180,7 +180,7 @@ def split_kernel(
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
-    # A row may end before this split of its tile does: it reads nothing here, and the merge does not read what it gave.
+    # A row may end before this split of its tile does: it reads nothing here, and the merge ignores its result.
     b_total = tl.where(b_total > 0, b_total, 1.0)
     b_out = b_out / b_total[:, None]
     o_part = (i_split * tl.num_programs(1) + i_bk).to(tl.int64) * n_rows + o_r
@@ -195,7 +195,7 @@ def merge_kernel(
     p_part, p_lse, p_pos, p_out, p_row_lse, n_tokens, n_keys, split, pos_b, pos_t,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the splits of one row, those it has, in their order: out [B, T, N, H], row_lse [B * K, R] or None."""
+    """Merge the splits of one row, in their order: out [B, T, N, H], row_lse [B * K, R] or None."""
     i_r, i_bk = tl.program_id(0), tl.program_id(1)
     i_b, i_k = (i_bk // K).to(tl.int64), i_bk % K
     n_rows = G * n_tokens
@@ -238,7 +238,7 @@ def mass_kernel(
     K: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Sum over all rows what each page received: mass fp32 [B, K, n_keys // PAGE], 0 behind the last key."""
+    """Sum the mass of each page over all rows: mass fp32 [B, K, n_keys // PAGE], 0 past the last key."""
     i_block, i_bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n_rows = G * n_tokens
     n_blocks = n_units // (BLOCK_N // UNIT)

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Top-k and top-p in Triton: a search for the cut, digit by digit of the bits of a score, instead of a sort.
 
-A key is the bits of -score, 31 of them: the better a token, the smaller. Each step reads all rows once, many programs a
-row, and sums for each of the 16 values of a digit what the keys weigh that begin with the digits found so far; the next
-step adds up what the programs of its row found, and so knows one digit more. Eight steps count tokens (top-k), eight
-add weights (top-p); a row that has no such filter leaves at once. Nothing is read by the host, and as whole numbers are
-added no order of sums matters.
+A key is the bits of -score, 31 of them: the better a token, the smaller. Each step reads all rows once, many programs
+per row, and for each of the 16 values of a digit sums the weights of the keys that begin with the digits found so far;
+the next step adds up the sums of its row's programs, and so knows one more digit. Eight steps count tokens (top-k),
+eight add weights (top-p); a row without such a filter returns at once. The host reads nothing, and since whole numbers
+are added the order of sums does not matter.
 
 Shapes: B rows of scores, V vocabulary, N tiles of a row, 16 values of a digit.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 BLOCK = 4096  # scores of a program
 WARPS = 8
-STEPS = 8  # of a search: 31 bits, 4 a step
+STEPS = 8  # of a search: 31 bits, 4 per step
 
 _LAST_KEY = tl.constexpr(0x7FFFFFFF)
 _INFINITE = tl.constexpr(0x7F800000)
@@ -35,17 +35,17 @@ def shift_of(i_step):
 
 @triton.jit
 def weight_of(key):
-    """exp(score) in whole units; of a NaN 0."""
+    """exp(score) in whole units; 0 for NaN."""
     score = -key.to(tl.float32, bitcast=True).to(tl.float64)
     return tl.where(key <= _INFINITE, (tl.exp(score) * _UNIT + 0.5).to(tl.int64), 0)
 
 
 @triton.jit
 def after(p_state, p_sums, i_row, i_step, n_rows, n_tiles, p, TILES: tl.constexpr):
-    """What a row knows after this step: (limit, prefix, want).
+    """The state of a row's search after this step: (limit, prefix, want).
 
-    Of its keys up to limit those count that begin with prefix, and want is what they have to give. p_state
-    [2 * STEPS, B, 3] holds the same before each step, p_sums [2 * STEPS, B, N, 16] what the step's programs saw.
+    Its keys up to limit that begin with prefix count, and want is the weight they must supply. p_state
+    [2 * STEPS, B, 3] holds the same before each step, p_sums [2 * STEPS, B, N, 16] the sums of the step's programs.
     """
     row = i_step.to(tl.int64) * n_rows + i_row
     limit, prefix, want = tl.load(p_state + row * 3), tl.load(p_state + row * 3 + 1), tl.load(p_state + row * 3 + 2)
@@ -53,7 +53,7 @@ def after(p_state, p_sums, i_row, i_step, n_rows, n_tiles, p, TILES: tl.constexp
     o_sums = (row * n_tiles + o_tile[:, None]) * 16 + o_d[None, :]
     # [16]
     b_sum = tl.sum(tl.load(p_sums + o_sums, mask=o_tile[:, None] < n_tiles, other=0), 0)
-    if i_step == _STEPS:  # the first that weighs saw all that top-k leaves
+    if i_step == _STEPS:  # the first step that adds weights saw all tokens that top-k keeps
         want = tl.maximum((p * tl.sum(b_sum, 0).to(tl.float64)).to(tl.int64), 1)
     digit = tl.minimum(tl.sum((tl.cumsum(b_sum, 0) < want).to(tl.int64), 0), 15)
     want -= tl.sum(tl.where(o_d < digit, b_sum, 0), 0)
@@ -65,7 +65,7 @@ def step_kernel(
     p_scores, p_top_k, p_top_p, p_state, p_sums, i_step, n_rows, n_tiles, n_vocab,
     WEIGHS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One digit more: what the keys weigh for each value of it, of those that begin with the digits found before."""
+    """One more digit: for each of its values, the weight of the keys that begin with the digits found before it."""
     i_row, i_tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, p = tl.load(p_top_k + i_row), tl.load(p_top_p + i_row)
     if WEIGHS:
@@ -78,7 +78,7 @@ def step_kernel(
     if i_step % _STEPS != 0:
         limit, prefix, want = after(p_state, p_sums, i_row, i_step - 1, n_rows, n_tiles, p, TILES)
     elif WEIGHS:  # noqa: SIM102  decided when the kernel is built
-        if k < n_vocab:  # what top-k found is where top-p begins
+        if k < n_vocab:  # top-p begins where top-k ended
             _, limit, _ = after(p_state, p_sums, i_row, i_step - 1, n_rows, n_tiles, p, TILES)
     row = i_step.to(tl.int64) * n_rows + i_row
     if i_tile == 0:
@@ -92,7 +92,7 @@ def step_kernel(
     shift = shift_of(i_step)
     m_here = m_v & (b_key <= limit.to(tl.int32)) & ((((b_key ^ prefix.to(tl.int32)) >> shift) >> 4) == 0)
     p_sums += (row * n_tiles + i_tile) * 16
-    if tl.max(m_here.to(tl.int32), 0) == 0:  # soon the rule: few tokens share many digits with the cut
+    if tl.max(m_here.to(tl.int32), 0) == 0:  # soon usual: few tokens share many digits with the cut
         tl.store(p_sums + tl.arange(0, 16), tl.zeros([16], tl.int64))
     else:
         b_digit = tl.where(m_here, (b_key >> shift) & 15, 16)
@@ -114,7 +114,7 @@ def cut_kernel(
         step = tl.full([], 2 * _STEPS - 1, tl.int32)
         _, key, want = after(p_state, p_sums, i_row, step, n_rows, n_tiles, p, TILES)
         weight = tl.maximum(weight_of(key.to(tl.int32)), 1)
-        nth = (want - 1) // weight  # equal ones that are taken before the last one
+        nth = (want - 1) // weight  # equal ones that are kept before the last one
         o_tile = tl.arange(0, TILES)
         o_sums = ((step.to(tl.int64) * n_rows + i_row) * n_tiles + o_tile) * 16 + (key & 15)
         # [TILES] how many equal ones a tile has

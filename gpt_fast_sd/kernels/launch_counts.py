@@ -1,4 +1,4 @@
-"""How many kernels an operator launches on CUDA: what a forecast of a step counts, and what tests hold it to."""
+"""How many kernels an operator launches on CUDA: forecasts of a step count them, and tests check the numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUMMED_PAGE = {1: 128, 2: 128, 4: 32}  # bytes of a number of the cache -> the l
 
 
 def launches(op: str, *, n_rows: int = 1, n_entries: int = 1, page: int = 1, itemsize: int = 2) -> int:
-    """How many kernels one call of the operator `op` launches on CUDA, those of torch inside it included.
+    """How many kernels one call of the operator `op` launches on CUDA, torch's own included.
 
     n_rows: queries that share a kv head, G * T (prefill); n_entries: listed ones and those of the window
     (sparse_attention); page, itemsize: keys of a page and bytes of a number (key_mass). ValueError for others.

@@ -1,10 +1,10 @@
-"""What attends on a CPU: the C++ kernel in compiled steps that it serves, else PyTorch.
+"""Attention on a CPU: the C++ kernel in compiled steps that it serves, else PyTorch.
 
-Eager steps never call the C++ kernel, as it would be built first: what runs eagerly starts at once. All bodies give
-what decode.py, prefill.py and sparse.py promise. Those in PyTorch ask for one thing more: values in view must be
+Eager steps never call the C++ kernel, since it would have to be built first: eager code starts at once. All bodies keep
+the promises of decode.py, prefill.py and sparse.py. Those in PyTorch have one more condition: values in view must be
 finite, whether or not a query sees them, as their weight is an exact zero (keys and scales may be anything). Empty keys
-behind a row's own, in view because a neighbour is longer, do not change a bit of `attend_rows`; a matrix product over
-more keys may round differently.
+past a row's own, in view because a neighbour is longer, change no bit of `attend_rows`; a matrix product over more keys
+may round differently.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, n_keys in view, N query heads, K kv heads, G = N // K,
         H head dim, R = G * T query rows that share one kv head, M entries named.
@@ -24,7 +24,7 @@ LEAST = -1e30  # a finite maximum for a query that sees nothing: its weights are
 
 
 def cpp_serves(q: Tensor, k: Tensor) -> bool:
-    """Whether what is traced now attends by the C++ kernel."""
+    """Whether the code being traced attends with the C++ kernel."""
     return torch.compiler.is_compiling() and cpu_attention_fits(q, k)
 
 
@@ -69,7 +69,7 @@ def attend_at(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend to the entries named by index, those at or before each query; an index of -1 is nothing.
+    """Attend to the entries in index that are at or before each query; -1 is empty.
 
     q [B, N, T, H]; k, v [B, K, S, H]; index int64 [B, K, M] without repeats; pos [B, T]; k_scale, v_scale fp16
     [B, K, S] -> [B, N, T, H]
@@ -102,11 +102,11 @@ def picked(x: Tensor, where: Tensor) -> Tensor:
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> Tensor:
-    """Few query rows a kv head, compiled: each row is its own pair of reductions over k and v.
+    """Few query rows per kv head, compiled: each row is its own pair of reductions over k and v.
 
     Inductor fuses the reductions of all R rows into one loop, so keys and values are read and widened once, with no
     matrix product and no bf16 score in between. Measured on 2 AVX-512 cores it reads the cache about 1.5x faster than
-    batched matrix products for R = 2, is level at R = 4 and loses beyond. Uncompiled it would write fp32 copies.
+    batched matrix products for R = 2, is level at R = 4 and slower beyond. Uncompiled it would write fp32 copies.
 
     q [B, N, T, H]; k, v [B, K, n_keys, H], whole blocks of SUMMED; pos [B, T]; scales [B, K, n_keys] -> [B, N, T, H]
     """
@@ -136,7 +136,7 @@ def attend_rows(
 def attend_matmul(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> Tensor:
-    """Two matrix products a kv head, its G * T query rows folded together; long calls go by blocks of queries.
+    """Two matrix products per kv head, its G * T query rows folded together; long calls run in blocks of queries.
 
     q [B, N, T, H]; k, v [B, K, n_keys, H]; pos [B, T]; k_scale, v_scale [B, K, n_keys] -> [B, N, T, H]
     """
@@ -164,7 +164,7 @@ def with_scale(weights: Tensor, v_scale: Tensor | None) -> Tensor:
 
 
 def scores_of(q: Tensor, k: Tensor, k_scale: Tensor | None, pos: Tensor) -> Tensor:
-    """fp32 [B, K, G, T, n_keys], -inf for what a query may not see.
+    """fp32 [B, K, G, T, n_keys], -inf for keys a query may not see.
 
     q [B, N, T, H]; k [B, K, n_keys, H]; k_scale [B, K, n_keys] or None; pos [B, T]
     """
@@ -183,7 +183,7 @@ def visible(pos: Tensor, n_keys: int) -> Tensor:
 def _attend_block(
     q: Tensor, k: Tensor, k_scale: Tensor | None, v: Tensor, v_scale: Tensor | None, pos: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> the output [B, N, T, H], fp32 weights [B, K, G, T, n_keys] that are not yet shares, sums and best scores."""
+    """-> the output [B, N, T, H], fp32 weights [B, K, G, T, n_keys] before normalisation, sums and best scores."""
     scores = scores_of(q, k, k_scale, pos)
     best = scores.amax(-1).clamp(min=LEAST)
     weights = (scores - best[..., None]).exp()

@@ -1,4 +1,4 @@
-"""Attention of long chunks of queries over a cache that holds their keys already, and what such queries attend to.
+"""Attention of long chunks of queries over a cache that already holds their keys, and the mass they attend with.
 
 On CUDA each is an operator whose body is Triton (prefill_triton.py); elsewhere on_cpu.py attends.
 
@@ -18,9 +18,9 @@ from .sizes import FEW_ROWS, PREFILL_SPLIT, page_sums
 
 
 def prefill_splits(n_rows: int, n_keys: int) -> int:
-    """Parts in which n_rows queries that share a kv head read n_keys keys: 0 where these are not split.
+    """Parts in which n_rows queries that share a kv head read n_keys keys: 0 if these are not split.
 
-    Each part hands on an fp32 row [H] and its sum for every query, until they are merged.
+    Each part passes an fp32 row [H] and its sum per query on to the merge.
     """
     return -(-n_keys // PREFILL_SPLIT) if n_rows <= FEW_ROWS else 0
 
@@ -31,8 +31,8 @@ def prefill_attention(
 ) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
-    q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; pos int64 [B, T], where queries that follow
-    each other stand near each other; k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone -> [B, N, T, H]
+    q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; pos int64 [B, T], where consecutive queries
+    should have nearby positions; k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone -> [B, N, T, H]
     """
     if triton_serves(q.device):
         out: Tensor = _prefill(q, k, v, pos, n_keys, k_scale, v_scale)
@@ -44,7 +44,7 @@ def prefill_attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """prefill_attention, and the natural log of each softmax's sum, fp32 [B, N, T]: -inf where nothing is read."""
+    """prefill_attention, and the natural log of each softmax's sum, fp32 [B, N, T]: -inf if nothing is read."""
     if triton_serves(q.device):
         out, lse = _prefill_with_lse(q, k, v, pos, n_keys, k_scale, v_scale)
         return out, lse
@@ -54,9 +54,9 @@ def prefill_attention_with_lse(
 def key_mass(
     q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None
 ) -> Tensor:
-    """The attention that each `page` keys received from the G * T queries of a kv head, once the lse is known.
+    """The attention that each `page` keys received from the G * T queries of a kv head, given the lse.
 
-    Reads keys alone, once. q, k, pos, n_keys, k_scale as in prefill_attention, lse as it gives it; page: a power of two
+    Reads only keys, once. q, k, pos, n_keys, k_scale as in prefill_attention, lse as it returns it; page: a power of 2
     -> fp32 [B, K, n_keys // page]
     """
     if triton_serves(q.device):
@@ -77,7 +77,7 @@ def prefill_attention_of_slots(
     -> [W, N, T, H], the mass
     """
     if triton_serves(q.device):
-        # all slots take part, as copies of some slots' keys would cost more than queries that read nothing
+        # all slots take part: copying the keys of some slots would cost more than queries that read nothing
         all_q = q.new_zeros(k.shape[0], *q.shape[1:]).index_copy(0, slots, q)  # [B, N, T, H]
         all_pos = pos.new_full((k.shape[0], pos.shape[1]), k.shape[2]).index_copy(0, slots, pos)  # [B, T]
         out, lse = _prefill_with_lse(all_q, k, v, all_pos, n_keys, k_scale, v_scale)

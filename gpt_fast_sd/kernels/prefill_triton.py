@@ -2,7 +2,7 @@
 """Flash attention in Triton (Dao 2023) for many queries over a static cache, and the attention that each key received.
 
 The R = G * T queries of a kv head are rows, so that neighbours share keys without a copy of them; a tile of rows stops
-at its largest position, and only blocks behind its smallest are masked: no [T, S] mask is ever in memory.
+at its largest position, and only blocks past its smallest are masked: no [T, S] mask is ever in memory.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         R = G * T rows of a kv head (row r is token r // G, head r % G).
@@ -19,22 +19,22 @@ from . import decode_triton
 from .sizes import FEW_ROWS, PREFILL_SPLIT, page_sums
 from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides, widen
 
-# (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks an SM (see
-# decode_triton.CONFIGS). Reckoned, not timed on a chip: the largest tiles that fit the registers, as such tiles use
-# keys most often; of those of 16 bits an SM holds one. On Hopper 64 rows for four warps are what its wide products
-# (HGMMA) take, and those want 128 keys, lest they wait for shared memory.
+# (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks per SM (see
+# decode_triton.CONFIGS). Estimated, not timed on a chip: the largest tiles that fit the registers, as such tiles reuse
+# keys most; with 16-bit entries an SM holds one. On Hopper the wide products (HGMMA) take 64 rows for four warps, and
+# they need 128 keys so as not to wait for shared memory.
 #
 # Keys and values could come through tensor descriptors (TMA). Compiled for sm_90 by Triton 3.6.0 and 3.7.1 that changes
-# neither registers nor blocks an SM, and little in the loop over blocks that need no mask (128 rows, 128 keys of 128):
+# neither registers nor blocks per SM, and little in the loop over unmasked blocks (128 rows, 128 keys of 128):
 #
-#                             instructions   registers   shared      blocks an SM
+#                             instructions   registers   shared      blocks per SM
 #   pointers                       510          255      160 KiB          1
 #   descriptors                    488          254      161 KiB          1
 #   64 rows, 64 keys, pointers     373          236       80 KiB          2   (before scale and subtraction were one)
 #   the same, descriptors          366          216       81 KiB          2   (likewise)
 #
-# warp_specialize=True builds the same binary with eight warps and does not build with four. What descriptors save is a
-# twentieth of the instructions; they cost a second body (blocks at a row's end still need masks: what is behind it may
+# warp_specialize=True builds the same binary with eight warps and does not build with four. Descriptors save a
+# twentieth of the instructions; they cost a second body (blocks at a row's end still need masks: memory past it may
 # be NaN) and two descriptors made on the host for every call.
 PREFILL = {
     (90, 2, 64): (128, 128, 8, 3, 1), (90, 2, 128): (128, 128, 8, 2, 1), (90, 2, 256): (64, 32, 8, 3, 1),
@@ -44,7 +44,7 @@ PREFILL = {
     (80, 1, 64): (128, 64, 8, 3, 1), (80, 1, 128): (128, 32, 8, 4, 1), (80, 1, 256): (64, 32, 8, 2, 1),
     (80, 4, 64): (16, 32, 4, 3, 2), (80, 4, 128): (16, 32, 8, 3, 2), (80, 4, 256): (16, 16, 4, 3, 1),
 }  # fmt: skip
-# likewise -> keys of a program, rows of a tile, warps, stages, blocks an SM
+# likewise -> keys of a program, rows of a tile, warps, stages, blocks per SM
 KEY_MASS = {
     (90, 2, 64): (128, 64, 8, 3, 2), (90, 2, 128): (128, 64, 8, 3, 2), (90, 2, 256): (128, 32, 8, 2, 2),
     (90, 1, 64): (128, 64, 8, 3, 2), (90, 1, 128): (128, 64, 8, 3, 2), (90, 1, 256): (128, 32, 8, 2, 2),
@@ -70,7 +70,7 @@ def read_block(
         b_v_scale = load_scales(p_v_scale + o_j, o_j <= last)
     # [BLOCK_N, BLOCK_H]
     o_block = o_j[:, None] * H + o_h[None, :]
-    if MASKED:  # memory behind the last key may hold NaN, and 0 * NaN is no 0
+    if MASKED:  # memory past the last key may hold NaN, and 0 * NaN is not 0
         m_block = (o_j <= last)[:, None] & (o_h < H)[None, :]
         b_k = tl.load(p_k + o_block, mask=m_block, other=0.0)
     elif H == BLOCK_H:
@@ -83,7 +83,7 @@ def read_block(
         b_s *= b_k_scale[None, :]
     if MASKED:
         b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s, float("-inf"))
-    # The scale is positive: only a row's largest score needs it by itself, all others get it as they are subtracted.
+    # The scale is positive: only a row's largest score needs it separately, the others get it with the subtraction.
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * SCALE)
     b_w = tl.exp2(b_s * SCALE - b_new[:, None])
     # [BLOCK_R]
@@ -129,10 +129,10 @@ def prefill_kernel(
         p_v_scale += i_b * scale_b + i_k * scale_k
 
     last = tl.max(b_limit, 0)
-    # Rows that read nothing do not keep the others from reading blocks unmasked.
+    # Rows that read nothing do not prevent the others from reading blocks unmasked.
     n_all = tl.min(tl.where(b_limit >= 0, b_limit, last), 0) + 1
     n_all = n_all // BLOCK_N * BLOCK_N
-    # Finite, so that a row that has seen no key yet subtracts no infinities.
+    # Finite, so that a row that has seen no key yet does not subtract infinities.
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
     b_total = tl.zeros([BLOCK_R], tl.float32)
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
@@ -163,7 +163,7 @@ def mass_kernel(
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, UNIT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """What BLOCK_N keys received from all rows: mass fp32 [B, K, n_keys // UNIT], 0 behind the last key."""
+    """The mass of BLOCK_N keys from all rows: mass fp32 [B, K, n_keys // UNIT], 0 past the last key."""
     i_block, i_bk = tl.program_id(0), tl.program_id(1)
     i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
     n_rows = G * n_tokens

@@ -1,7 +1,7 @@
 """Which pages of the cache a draft reads: bounds of keys, scores of pages, and the best of them.
 
-On CUDA each is an operator whose body is Triton (select_triton.py); elsewhere it is the PyTorch that stands here.
-torch.topk breaks ties as it likes, these do not: the same scores give the same draft.
+On CUDA each is an operator whose body is Triton (select_triton.py); elsewhere it is the PyTorch in this file.
+torch.topk breaks ties arbitrarily, these do not: equal scores give equal drafts.
 
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, H head dim,
         R = G * T query rows that share one kv head, P pages in view, n pages chosen, C listed entries.
@@ -26,9 +26,9 @@ def entries_of(pages: Tensor, page: int) -> Tensor:
 
 
 def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
-    """The n best of the first n_valid scores of each row, ascending by place, then -1 where there are fewer.
+    """The n best of the first n_valid scores of each row, ascending by place, then -1 if there are fewer.
 
-    Of equal scores the first wins; a NaN is worse than any number. Any P will do, single entries as well as pages.
+    Ties go to the first; a NaN is worse than any number. Any P will do, single entries as well as pages.
     fp32 scores [..., P], contiguous, at most four dims; n_valid int64, broadcast to [...] -> int64 [..., n]
     """
     if triton_serves(scores.device):
@@ -37,7 +37,7 @@ def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
     n_scores = scores.shape[-1]
     place = torch.arange(n_scores, device=scores.device)  # [P]
     bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)  # zeros of both signs are equal
-    # bits of numbers that are not negative are ordered as they are, of others the other way round; place comes second
+    # bits of non-negative numbers are ordered like the numbers, those of negative ones in reverse; place comes second
     rank = (torch.where(bits < 0, bits ^ SIGN, bits).long() << 30) - place  # [..., P]
     rank = torch.where(scores.isnan(), NAN_RANK - place, rank)
     rank = torch.where(place < n_valid[..., None], rank, NO_RANK)
@@ -47,7 +47,7 @@ def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
 
 
 def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
-    """For rows that are due list the C // page pages of most mass before first_window_page, entry by entry.
+    """For rows that are due, list the C // page pages of most mass before first_window_page, entry by entry.
 
     fp32 mass [L, B, K, P], contiguous; kv_indices int64 [L, B, K, C], contiguous; due bool [B]; first_window_page
     int64 [B]
@@ -65,8 +65,8 @@ def page_bounds(
 ) -> None:
     """Write the largest and the smallest key of each dimension for n_pages pages from page first on.
 
-    Pages past the last one are the last one. What the bounds of a page mean that holds a NaN is not said.
-    k [B, K, S, H], bounds [B, K, S // page, 2H], of both the last two dims dense, in one dtype; first int64 [B].
+    Pages past the last one are the last one. The bounds of a page with a NaN are unspecified.
+    k [B, K, S, H], bounds [B, K, S // page, 2H], the last two dims of both dense, in one dtype; first int64 [B].
     Keys of int8 come with k_scale, fp16 [B, K, S]; their bounds are bf16, as are those of float8, see `bounds_of`.
     """
     if triton_serves(k.device):
@@ -95,9 +95,9 @@ def bounds_of(keys: Tensor, scales: Tensor | None = None) -> Tensor:
 
 
 def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
-    """No key of a page has a larger product with a query: q [B, N, T, H]; bounds [B, K, P, 2H] -> fp32 [B, K, R, P].
+    """Upper bound of a query's product with any key of a page: q [B, N, T, H]; bounds [B, K, P, 2H] -> [B, K, R, P].
 
-    Of each dimension the product with the largest or the smallest key counts, by the query's sign.
+    fp32. In each dimension the product with the largest or the smallest key counts, by the query's sign.
     """
     rows = q.unflatten(1, (bounds.shape[1], -1)).flatten(2, 3)  # [B, K, R, H]
     signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], -1)  # [B, K, R, 2H]
@@ -107,10 +107,9 @@ def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
 def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     """The n pages, of the first n_closed, that may matter most to the queries, ascending, then -1.
 
-    No key of a page has a larger product with a query than the corner of the page's box on the query's side. A page is
-    as good as it is to the query row that it is best for, and a row's scores count by how far they fall short of its
-    own best: softmax knows no more of them, while plain sums or maxima would let the largest query rule. Of equal pages
-    the lower wins.
+    No key of a page has a larger product with a query than the corner of the page's box on the query's side. A page
+    counts as its best query row sees it, and a row's scores count by how far they are below its own best: softmax
+    depends on nothing else, while plain sums or maxima would let the largest query dominate. Ties go to the lower page.
     q [B, N, T, H], last stride 1; bounds [B, K, P, 2H], last two dims dense; n_closed int64 [B] -> int64 [B, K, n]
     """
     if triton_serves(q.device):
@@ -118,7 +117,7 @@ def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
         return out
     scores = page_scores(q, bounds)
     closed = (torch.arange(scores.shape[-1], device=q.device) < n_closed[:, None])[:, None, None]  # [B, 1, 1, P]
-    scores = torch.where(closed, scores, float("-inf"))  # the rest may be a NaN
+    scores = torch.where(closed, scores, float("-inf"))  # the rest may be NaN
     short = (scores - scores.amax(-1, keepdim=True)).amax(2)  # [B, K, P], 0 is best
     return top_pages(short, n_closed[:, None], n)
 

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
-"""Selection in Triton: the n best of a row of scores, in ascending order of place, the same whenever it is asked.
+"""Selection in Triton: the n best of a row of scores, in ascending order of place, deterministic.
 
-One program a row. The n-th best score is found by bisection over the ordered bits of a float: each step counts the
+One program per row. The n-th best score is found by bisection over the ordered bits of a float: each step counts the
 scores at or above the middle, and it ends as soon as they are n, after some 15 steps for scores without ties. Then one
-prefix sum gives each that was taken its place in the list. A row is read again at every step, from L1 where it is no
-longer than that (64K scores on Hopper), so no kernel is built for some length: P may grow during a run.
+prefix sum gives each selected one its place in the list. A row is read again at every step, from L1 if it fits (64K
+scores on Hopper), so no kernel is specialized for a length: P may grow during a run.
 
 Shapes: B slots, L layers, N query heads, K kv heads, G = N // K, H head dim, R = G * T query rows of a kv head,
         P scores of a row, S cache capacity.
@@ -26,7 +26,7 @@ PAGES_WEIGHED = 128  # pages of a program that compares scores
 
 @triton.jit
 def ordered(score):
-    """An integer that is larger for a larger score (not NaN); -0.0 comes just before 0.0."""
+    """An integer that is ordered like the scores (not NaN); -0.0 comes just before 0.0."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64)
 
@@ -40,10 +40,10 @@ def score_of(order):
 
 @triton.jit
 def cut(p_scores, n_valid, wanted, BLOCK: tl.constexpr):
-    """Where to cut a row of n_valid scores, of which the best are wanted: (t, n_above, n_numbers).
+    """Where to cut a row of n_valid scores to get the best: (t, n_above, n_numbers).
 
-    Taken are the n_above scores of order t + 1 and more, and of order t the first ones. Where there are fewer numbers
-    than wanted, all n_numbers of them and the first NaN are.
+    Selected are the n_above scores of order t + 1 and more, and the first ones of order t. If there are fewer numbers
+    than wanted, all n_numbers of them and the first NaN are selected.
     """
     o_p = tl.arange(0, BLOCK)
     # [BLOCK]
@@ -67,7 +67,7 @@ def cut(p_scores, n_valid, wanted, BLOCK: tl.constexpr):
             b_score = tl.load(p_scores + j + o_p, mask=j + o_p < n_valid, other=float("nan"))
             b_count += (b_score >= bound).to(tl.int32)
         count = tl.sum(b_count, 0)
-        # Exactly enough: none is missing, so the bisection ends one below the middle.
+        # Exactly enough, so the bisection ends one below the middle.
         low = tl.where(count > wanted, middle, tl.where(count == wanted, middle - 1, low))
         n_above = tl.where(count > wanted, n_above, count)
         high = tl.where(count > wanted, high, middle - 1)
@@ -84,7 +84,7 @@ def select_kernel(
 ):  # fmt: skip
     """The n_wanted best of the first n_valid scores of row (a, b, c) of [A, B, C, n_scores] -> out [A, B, C, width].
 
-    A page is written as its PAGE entries; -1 where there are fewer. Rows b that are not due are left alone.
+    A page is written as its PAGE entries; -1 if there are fewer. Rows b that are not due stay unchanged.
     """
     i_c, i_b, i_a = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if p_due is not None:  # noqa: SIM102  decided when the kernel is built
@@ -97,7 +97,7 @@ def select_kernel(
     p_scores += i_row * n_scores
     p_out += i_row * width
     order, n_above, n_numbers = cut(p_scores, n_valid, wanted, BLOCK)
-    few = n_numbers < wanted  # numbers: NaN are taken too
+    few = n_numbers < wanted  # numbers: then NaN are selected, too
     need = wanted - tl.where(few, n_numbers, n_above)
     bound, above = score_of(order), score_of(order + 1)
 
@@ -172,9 +172,9 @@ def score_kernel(
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """No key of a closed page has a larger product with a row than scores [B * K, R, P]; best [B * K, R, P / BLOCK_P].
+    """Upper bounds of rows' products with any key of closed pages: scores [B * K, R, P]; best [B * K, R, P / BLOCK_P].
 
-    Row r is token r // G, head r % G. Of pages that are not closed nothing is read or written.
+    Row r is token r // G, head r % G. Pages that are not closed are neither read nor written.
     """
     i_block, i_bk, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
@@ -214,7 +214,7 @@ def weigh_kernel(
     p_scores, p_best, p_n_closed, p_short, n_rows, n_pages, n_blocks,
     K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """How little closed pages fall short of a row's best page, for the row that they are best for: short [B * K, P]."""
+    """The smallest gap of each closed page to a row's best page, over the rows: short [B * K, P]."""
     i_block, i_bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     n_closed = tl.minimum(tl.load(p_n_closed + i_bk // K), n_pages).to(tl.int32)
     if i_block * BLOCK_W >= n_closed:

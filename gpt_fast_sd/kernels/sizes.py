@@ -1,12 +1,12 @@
-"""Sizes that operators and their bodies agree on, and sums by pages."""
+"""Sizes that operators and their bodies agree on, and sums by page."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 PAGES = (16, 32, 64, 128)  # block sizes whose attention mass can be summed
-FEW_ROWS = 256  # so few rows a kv head are too few tiles for a GPU: in a long chunk, too, their keys are split
-PREFILL_SPLIT = 1024  # keys that one program then reads of few rows
+FEW_ROWS = 256  # up to so many rows per kv head are too few tiles for a GPU: even in a long chunk, keys are split
+PREFILL_SPLIT = 1024  # keys that one program then reads for few rows
 ONE_CHUNK = 192  # listed entries that one program reads, so that nothing is merged
 
 

@@ -1,4 +1,4 @@
-"""Attention to listed entries of a static cache and to a window of recent ones: what sparse draft steps attend with.
+"""Attention to listed entries of a static cache and to a window of recent ones, as used by sparse draft steps.
 
 On CUDA it is an operator whose body is Triton (sparse_triton.py); elsewhere on_cpu.py attends.
 
@@ -29,12 +29,12 @@ def sparse_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the entries listed and to window_width from window_start on; of both, to those at or before each query.
+    """Attend to the entries listed and to window_width from window_start on, those at or before each query.
 
-    A query that sees none of them, or that is at or past n_keys, gives 0. Of the cache nothing else is read.
-    kv_indices: integers [B, K, C] without repeats, -1 is nothing, and so is what is not below window_start; they come
-    in runs of `page` consecutive entries (or of as many -1), each run beginning at a multiple of page: of a run that
-    is only begun, the first entry decides in Triton, each for itself on a CPU. A page of 1 is a list in any order.
+    A query that sees none of them, or that is at or past n_keys, gives 0. Nothing else of the cache is read.
+    kv_indices: integers [B, K, C] without repeats; -1 is empty, and so is anything not below window_start. They come
+    in runs of `page` consecutive entries (or of as many -1), each beginning at a multiple of page and complete except
+    for what is in the window: Triton looks only at the first entry. A page of 1 is a list in any order.
 
     q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; window_start int64 [B]; pos int64 [B, T];
     k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone -> [B, N, T, H]

@@ -2,9 +2,9 @@
 """Sparse attention in Triton: the listed entries and the window are one list, read in chunks, merged in their order.
 
 A draft step reads so little that latency counts as much as bandwidth: a program knows all that it will read after one
-look at its list, nothing it waits for decides how much it does, and the list of a chunk is fetched ahead of the keys.
-The R = G * T queries of a kv head are the rows of a tile. A chunk is a fixed range of the list, so what a row gives
-depends on no other row.
+look at its list, no loaded value decides how much it does, and the list of a chunk is fetched ahead of the keys. The
+R = G * T queries of a kv head are the rows of a tile. A chunk is a fixed range of the list, so a row's result depends
+on no other row.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         R = G * T rows of a kv head (row r is token r // G, head r % G), C listed entries, M = C + the window's width.
@@ -22,7 +22,7 @@ from torch import Tensor
 from .sizes import ONE_CHUNK
 from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, strides, widen
 
-MOST_CHUNKS = 16  # that the merge reads at once
+MOST_CHUNKS = 16  # chunks that the merge reads at once
 LARGEST_TILE = 64  # rows of a program
 
 
@@ -33,18 +33,17 @@ class Config(NamedTuple):
     block_n: int  # entries of a block
     num_warps: int
     num_stages: int
-    per_sm: int  # blocks of threads that an SM is meant to hold at a time; the launch does not need it, tests do
+    per_sm: int  # thread blocks that an SM should hold at a time; only tests need it
 
 
-# (family, bytes of a number, padded head dim) -> entries of a block, stages, blocks an SM with 16, 32 and 64 rows. The
+# (family, bytes of a number, padded head dim) -> entries of a block, stages, blocks per SM with 16, 32 and 64 rows. The
 # entries of a block must not depend on the rows of a tile: the order of sums follows from them.
 #
-# Reckoned, not timed on a chip. Entries wait for their list, so of s stages (s - 1) // 2 blocks of keys and values are
-# on their way while a program computes: 64 entries of 128 bf16 are 32 KiB, keys and values. Hopper takes two of them,
-# all of a chunk of 128 entries at once, and has shared memory for three such programs an SM, 192 KiB on their way; by
-# Little's law 36 KB serve for 4.8 TB/s (132 SMs, 1 us). Ampere takes one, in three programs an SM or
-# four. Tiles of 64 rows are for many tokens a row, which no draft step has: eight warps, and the registers of an SM for
-# one of them.
+# Estimated, not timed on a chip. Entries wait for their list, so with s stages (s - 1) // 2 blocks of keys and values
+# are in flight while a program computes: 64 entries of 128 bf16 are 32 KiB, keys and values. Hopper takes two of them,
+# a whole chunk of 128 entries at once, and has shared memory for three such programs per SM, 192 KiB in flight; by
+# Little's law 36 KB are enough for 4.8 TB/s (132 SMs, 1 us). Ampere takes one, in three or four programs per SM. Tiles
+# of 64 rows are for many tokens per row, which no draft step has: eight warps, and an SM has registers for one of them.
 LOADS = {
     (90, 2, 64): (64, 3, (3, 3, 1)), (90, 2, 128): (64, 5, (3, 2, 1)), (90, 2, 256): (32, 3, (2, 2, 1)),
     (90, 1, 64): (64, 3, (3, 3, 1)), (90, 1, 128): (64, 5, (3, 2, 1)), (90, 1, 256): (32, 3, (2, 2, 1)),
@@ -67,8 +66,8 @@ def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
 def chunk_for(n_entries: int) -> int:
     """Entries that one program reads: a function of nothing else, so sums are fixed.
 
-    Few entries are one chunk, which needs no merge: a second launch costs more than the bandwidth that half of a GPU
-    leaves unused for so little. Eight kv heads in eight slots and 512 entries give 320 programs, two and more an SM.
+    Few entries are one chunk, which needs no merge: a second launch costs more than leaving half of a GPU's bandwidth
+    unused for so little. Eight kv heads in eight slots and 512 entries give 320 programs, more than two per SM.
     """
     if n_entries <= ONE_CHUNK:
         return ONE_CHUNK
@@ -91,9 +90,9 @@ def chunk_kernel(
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of rows gets from one chunk: fp32 out [chunks, B * K, R, H], its base-2 maxima and totals beside it.
+    """A tile of rows over one chunk: fp32 out [chunks, B * K, R, H], with its base-2 maxima and totals.
 
-    WHOLE: there is but one chunk, and out is the result [B, T, N, H].
+    WHOLE: there is only one chunk, and out is the result [B, T, N, H].
     """
     i_chunk, i_bk, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
@@ -117,7 +116,7 @@ def chunk_kernel(
         p_v_scale += i_b * scale_b + i_k * scale_k
     p_slots += i_b * slots_b + i_k * slots_k
 
-    # Finite, so that a row that has seen no key yet subtracts no infinities.
+    # Finite, so that a row that has seen no key yet does not subtract infinities.
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
     b_total = tl.zeros([BLOCK_R], tl.float32)
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
@@ -126,10 +125,10 @@ def chunk_kernel(
         # [BLOCK_N]
         o_n = j + tl.arange(0, BLOCK_N)
         m_listed = o_n < n_listed
-        # One number a page is looked at; the window has none.
+        # One number per page is read; the window has none.
         b_first = tl.load(p_slots + o_n // PAGE * PAGE, mask=m_listed, other=-1).to(tl.int32)
         b_entry = tl.where(m_listed, b_first + o_n % PAGE, window_start + (o_n - n_listed))
-        # A page that reaches into the window is read as far as the window's beginning.
+        # A page that reaches into the window is read up to the beginning of the window.
         m_n = tl.where(m_listed, (b_first >= 0) & (b_entry < window_start), o_n < n_entries) & (b_entry <= last)
         # [BLOCK_N, BLOCK_H]
         o_kv = b_entry.to(tl.int64)[:, None] * H + o_h[None, :]
@@ -177,7 +176,7 @@ def merge_kernel(
     p_part, p_max, p_total, p_out, n_tokens, n_chunks,
     K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the chunks of one row: out [B, T, N, H]."""
+    """Merge the chunks of one row: out [B, T, N, H]."""
     i_r, i_bk = tl.program_id(0), tl.program_id(1)
     n_rows = G * n_tokens
     o_h = tl.arange(0, BLOCK_H)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
-"""What the Triton kernels share: which GPU they are built for, strides as they are handed over, limits of rows."""
+"""Shared by the Triton kernels: which GPU they are built for, how strides are passed, limits of rows."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ FLOAT8_TO_BF16 = tl.constexpr("""{
 
 
 def architecture() -> int | str:
-    """The compute capability that kernels are built for, 90 for Hopper; a text where that is no NVIDIA GPU."""
+    """The compute capability that kernels are built for, 90 for Hopper; a text if it is not an NVIDIA GPU."""
     arch: int | str = triton.runtime.driver.active.get_current_target().arch
     return arch
 
 
 def family(arch: int | str) -> int:
-    """Whose row of the tables serves: 90 where a block of threads may take 227 KiB of shared memory, else 80.
+    """Whose row of the tables applies: 90 if a thread block may use 227 KiB of shared memory, else 80.
 
-    ValueError for what no row was reckoned for: a capability below 8.0, and GPUs of other makers ("gfx942").
+    ValueError if no row applies: a capability below 8.0, and GPUs of other makers ("gfx942").
     """
     if not isinstance(arch, int) or arch < 80:
         raise ValueError(f"the kernels are for NVIDIA GPUs of compute capability 8.0 and later, not for {arch!r}")

@@ -1,4 +1,4 @@
-"""What looks at an engine from above: it imports the engine's rooms, and none of them imports it."""
+"""Measures an engine from above: it imports the engine's rooms, and none of them imports it."""
 
 from .report import Recorder, Way, page
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: a card of names and texts, and the page to look at."""
+"""The summary of a run: a card of names and texts, and the HTML page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .comparing import Comparison
 from .report import Recorder, Way, page
 
 Rows = list[tuple[str, str]]  # names and texts
-OWN = ("ngram", "n_sink", "refresh", "page")  # settings of few policies, told where somebody chose them
+OWN = ("ngram", "n_sink", "refresh", "page")  # settings of few policies, shown if they were changed
 
 
 def card(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, comparison: Comparison | None) -> str:
-    """What the run was and how fast it went, beside plain decoding where there is a comparison."""
+    """What was run and how fast, next to plain decoding if there is a comparison."""
     rows = about(engine, prompts, stats, comparison)
     rows += side_by_side(comparison) if comparison else alone(engine, stats)
     if stats.drafted:
@@ -35,7 +35,7 @@ def card(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, c
 
 
 def about(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, comparison: Comparison | None) -> Rows:
-    """What the run was: names and texts."""
+    """What was run: names and texts."""
     config, lengths, parallel = engine.model.config, [len(ids) for ids in prompts], engine.parallel
     runs = comparison.plain + comparison.speculative if comparison else [stats]
     recompiles, capturing = sum(s.recompiles for s in runs), sum(s.capture_seconds for s in runs)
@@ -52,7 +52,7 @@ def about(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, 
         ("compiling", f"{stats.compile_seconds:.1f} s before the first token, {recompiles} recompiles since"),
     ]  # fmt: skip
     if capturing:
-        rows.append(("capturing", f"{capturing:.1f} s for CUDA graphs, no part of decoding"))
+        rows.append(("capturing", f"{capturing:.1f} s for CUDA graphs, not counted as decoding"))
     if parallel.dp * parallel.tp > 1:
         rows.insert(1, ("processes", f"{parallel.dp} replicas x {parallel.tp} that hold one together"))
     if engine.policy:
@@ -76,10 +76,10 @@ def who_drafts(draft: DraftConfig) -> str:
 
 
 def alone(engine: Engine, stats: EngineStats) -> Rows:
-    """The speed of one run; of plain steps with the bytes that each has to read."""
+    """The speed of one run; for plain decoding, with the bytes that each step has to read."""
     rows = [
         ("decoding", f"{stats.decode_tokens:,} tokens at {stats.decode_tokens_per_second:,.1f} tokens/s"),
-        ("KV read", f"{stats.kv_bytes_per_token / 1e6:.2f} MB a token"),
+        ("KV read", f"{stats.kv_bytes_per_token / 1e6:.2f} MB per token"),
     ]
     if engine.policy:
         spent = ", ".join(f"{part} {share}" for part, share in time_split(stats).items())
@@ -91,33 +91,33 @@ def alone(engine: Engine, stats: EngineStats) -> Rows:
 
 
 def side_by_side(comparison: Comparison) -> Rows:
-    """Both ways in two columns, and the ratio where it says something."""
+    """Both ways in two columns, and their ratio where it is meaningful."""
     ways = [way.stats for way in comparison.ways.values()]
     read, split = [stats.kv_bytes_per_token / 1e6 for stats in ways], [time_split(stats) for stats in ways]
     rows = [
         ("", "plain", "speculative", ""),
         ("tokens/s", *(f"{stats.decode_tokens_per_second:,.1f}" for stats in ways), f"{comparison.ratio:.2f} x"),
-        ("KV MB a token", *(f"{mb:,.2f}" for mb in read), f"{over(read[1], read[0]):.2f} x"),
-        ("tokens a round", *(f"{stats.tokens_per_round:.2f}" for stats in ways), ""),
-        ("ms a round", *(f"{over(stats.decode_seconds, stats.rounds) * 1e3:.2f}" for stats in ways), ""),
+        ("KV MB per token", *(f"{mb:,.2f}" for mb in read), f"{over(read[1], read[0]):.2f} x"),
+        ("tokens per round", *(f"{stats.tokens_per_round:.2f}" for stats in ways), ""),
+        ("ms per round", *(f"{over(stats.decode_seconds, stats.rounds) * 1e3:.2f}" for stats in ways), ""),
         *((f"{part} time", *(shares[part] for shares in split), "") for part in split[0]),
     ]
     return [("", ""), *((name, f"{plain:>9}  {spec:>11}  {ratio}") for name, plain, spec, ratio in rows), ("", "")]
 
 
 def verdict(engine: Engine, comparison: Comparison) -> list[str]:
-    """Whether both ways said the same, or whether rounding in the engine's dtypes explains why not."""
+    """Whether both ways gave the same outputs, or whether rounding in the engine's dtypes explains the differences."""
     return comparison.verdict(engine.dtype_name, engine.config.kv_dtype or engine.dtype_name)
 
 
 def time_split(stats: EngineStats) -> dict[str, str]:
-    """Where the time of decoding went, in percent."""
+    """The shares of decoding time, in percent."""
     seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "host": stats.host_seconds}
     return {part: f"{over(value, stats.decode_seconds):.0%}" for part, value in seconds.items()}
 
 
 def over(a: float, b: float) -> float:
-    """a / b; 0 where b is 0."""
+    """a / b; 0 if b is 0."""
     return a / b if b else 0.0
 
 
@@ -131,7 +131,7 @@ def report(
     stats: EngineStats,
     comparison: Comparison | None,
 ) -> str:
-    """The page of a run; mine: the places of the recorded prompts among all n_requests, model: how it was named."""
+    """The page of a run; mine: places of the recorded prompts among all n_requests; model: its name as given."""
     others = n_requests - len(mine)
     return page(
         recorder,

@@ -1,6 +1,6 @@
-"""Chips by name, with their vendor's figures, and the chip at hand, measured; what joins several of them.
+"""Chips by name, with their vendor's figures, or the one of this machine, measured; the links between several of them.
 
-A figure of a data sheet is a ceiling, and none of these was measured with this code.
+A data sheet's figure is a ceiling, and none of these was measured with this code.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def _check_rates(thing: Link | Chip, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins devices. bandwidth: bytes per second that one device sends while it receives as many."""
+    """A link between devices. bandwidth: bytes per second that one device sends while it receives as many."""
 
     name: str
     bandwidth: float
-    hop: float  # seconds until what one device sends is with the next
+    hop: float  # seconds until data of one device arrives at the next
 
     def __post_init__(self) -> None:
         _check_rates(self, "bandwidth")
 
 
-# A ring of n devices adds numbers up in 2 (n - 1) hops, after a start; NCCL's own figures for its quickest protocol
+# A ring of n devices adds numbers up in 2 (n - 1) hops, after a start; NCCL's own figures for its fastest protocol
 # (src/graph/tuning.cc: baseLat and hwLat of Ring, LL), which it takes for sums as small as those of a step.
 RING_START, NVLINK_HOP, PCIE_HOP, NETWORK_HOP = 6.6e-6, 0.6e-6, 1.0e-6, 2.7e-6
 PCIE_4 = Link(name="PCIe 4.0 x16", bandwidth=32e9, hop=PCIE_HOP)
@@ -44,13 +44,13 @@ PCIE_5 = Link(name="PCIe 5.0 x16", bandwidth=64e9, hop=PCIE_HOP)
 
 
 def nvlink(both_ways: float) -> Link:
-    """NVLink of so many bytes per second: data sheets count both directions together."""
+    """NVLink by its data sheet's bytes per second, which count both directions together."""
     return Link(name="NVLink", bandwidth=both_ways / 2, hop=NVLINK_HOP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Devices that hold a model together, `per_node` of them in a machine; network: what joins the machines."""
+    """Devices that hold a model together, `per_node` of them in a machine; network: the link between machines."""
 
     n: int
     link: Link
@@ -65,11 +65,11 @@ class Ranks:
 
     @property
     def slowest(self) -> Link:
-        """The link that a ring through all of them waits for."""
+        """The slowest link of a ring through all of them."""
         return self.network if self.network and self.n > self.per_node else self.link
 
     def all_reduce(self, n_bytes: float) -> float:
-        """Seconds of adding up n_bytes of every rank: in a ring each sends them twice but for its own share."""
+        """Seconds of adding up n_bytes of every rank: in a ring each sends them twice, except its own share."""
         machines = -(-self.n // self.per_node)
         outside = 2 * machines if machines > 1 else 0
         hops = (2 * (self.n - 1) - outside) * self.link.hop + outside * (self.network.hop if self.network else 0.0)
@@ -82,10 +82,10 @@ class Chip:
 
     name: str
     bandwidth: float  # bytes per second
-    peak: float  # dense operations per second, in the working dtype; of the table below in bf16 and fp16
+    peak: float  # dense operations per second, in the working dtype; in the table below, bf16 and fp16
     memory: float = math.inf  # usable bytes
-    fp32: float | None = None  # dense operations per second in fp32; None: as in any other dtype
-    link: Link = PCIE_4  # to others in its machine
+    fp32: float | None = None  # dense operations per second in fp32; None: the same as peak
+    link: Link = PCIE_4  # to other devices in its machine
 
     def __post_init__(self) -> None:
         _check_rates(self, "bandwidth", "peak")
@@ -97,9 +97,9 @@ class Chip:
         return replace(self, peak=self.fp32) if dtype == torch.float32 and self.fp32 else self
 
 
-# Bandwidth, dense rates (half of what is printed where that is "with sparsity") and links by NVIDIA's data sheets; for
-# GeForce by the white papers of Ampere GA102, Ada and Blackwell: tensor cores, bf16, sums in fp32. memory: what a
-# driver leaves of what is sold; the 141 GB of an H200 are some 140 GiB to nvidia-smi, and ECC takes a part of GDDR6.
+# Bandwidth, dense rates (half of figures "with sparsity") and links from NVIDIA's data sheets; for GeForce from the
+# white papers of Ampere GA102, Ada and Blackwell: tensor cores, bf16, sums in fp32. memory: what a driver leaves of the
+# nominal size; the 141 GB of an H200 are some 140 GiB to nvidia-smi, and ECC takes a part of GDDR6.
 CHIPS = {
     "a100": Chip(  # A100 80GB data sheet, SXM
         name="A100-80G SXM", bandwidth=2.039e12, peak=312e12, fp32=19.5e12, memory=79 * GIB, link=nvlink(600e9),
@@ -144,7 +144,7 @@ CHIPS = {
 
 
 def chip_named(name: str) -> Chip:
-    """The chip that a user calls by its key, spaces, dashes and capitals aside; ValueError where there is none."""
+    """The chip with this key, ignoring spaces, dashes and case; ValueError if there is none."""
     wanted = "".join(_words(name))
     found = next((chip for key, chip in CHIPS.items() if "".join(_words(key)) == wanted), None)
     if found is None:
@@ -153,7 +153,7 @@ def chip_named(name: str) -> Chip:
 
 
 def chip_of(device_name: str) -> Chip | None:
-    """The chip that a driver calls so, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
+    """The chip with this driver name, such as "NVIDIA H100 80GB HBM3"; None if it is not in the table."""
     said = set(_words(device_name))
     keys = [key for key in CHIPS if set(_words(key)) <= said]
     return CHIPS[max(keys, key=len)] if keys else None
@@ -168,19 +168,19 @@ def _words(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one device moved and computed: bytes a second of copying (read and written) and of reading, operations."""
+    """Measured rates of one device, per second: bytes copied (read and written), bytes read, operations."""
 
     copy: float
     read: float
     matmul: float
 
     def chip(self, name: str, memory: float) -> Chip:
-        """The ceiling that measured steps are held against: a step reads, so the better of both bandwidths counts."""
+        """The ceiling that measured steps are compared with: a step reads, so the better of both bandwidths counts."""
         return Chip(name=name, bandwidth=max(self.copy, self.read), peak=self.matmul, memory=memory)
 
 
 def rates_here(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of the machine at hand, over half a GiB (on a GPU four); a few seconds."""
+    """The rates of this machine, over half a GiB (on a GPU four); takes a few seconds."""
     on_cuda = device.type == "cuda"
     return measure(device, n_bytes=2**32 if on_cuda else 2**29, size=8192 if on_cuda else 1024, dtype=dtype)
 
@@ -189,12 +189,12 @@ def rates_here(device: torch.device, dtype: torch.dtype) -> Rates:
 def measure(device: torch.device, *, n_bytes: int, size: int, dtype: torch.dtype, repeats: int = 20) -> Rates:
     """Measure the ceilings: a copy and a sum of n_bytes, far more than any cache holds, and a product of size**3.
 
-    All on random numbers: zeros are multiplied faster than real data. Each figure is that of the median time.
+    All on random numbers: zeros are multiplied faster than real data. Each figure is from the median time.
     """
     numbers = torch.rand(n_bytes // 4096, 1024, device=device)
     other = torch.empty_like(numbers)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    # no single reduction is the fastest everywhere
+    # which reduction is the fastest depends on the machine: the best one counts
     reads: tuple[Callable[[], Tensor], ...] = (
         lambda: numbers.sum(),
         lambda: numbers.sum(-1),
@@ -209,7 +209,7 @@ def measure(device: torch.device, *, n_bytes: int, size: int, dtype: torch.dtype
 
 def _median_seconds(call: Callable[[], Tensor], device: torch.device, repeats: int) -> float:
     seconds: list[float] = []
-    for _ in range(repeats + 3):  # the first three are not counted
+    for _ in range(repeats + 3):  # the first three do not count
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

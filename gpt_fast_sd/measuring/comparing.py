@@ -1,4 +1,4 @@
-"""The same prompts decoded plainly and speculatively by one engine: how fast each way was, and whether both said it."""
+"""The same prompts decoded plainly and speculatively by one engine: how fast each was, and whether outputs agree."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..stats import EngineStats
 from .lossless import NEAR_TIE, Difference, differences, is_near_tie
 from .report import Way
 
-RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, where a run takes fewer seconds than that
+RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, if a run takes fewer seconds than this
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same prompts decoded both ways; of each kind of run the one of median speed stands for all."""
+    """The same prompts decoded both ways; the run of median speed represents each kind."""
 
     plain: list[EngineStats]
     speculative: list[EngineStats]
@@ -33,12 +33,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Speculative over plain tokens/s; 0 where nothing was decoded."""
+        """Speculative over plain tokens/s; 0 if nothing was decoded."""
         plain, speculative = (way.stats.decode_tokens_per_second for way in self.ways.values())
         return speculative / plain if plain else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready; outputs_equal is null where all outputs were sampled."""
+        """JSON-ready; outputs_equal is null if all outputs were sampled."""
         plain, speculative = self.ways.values()
         return {
             "stats": plain.stats.as_dict(),
@@ -51,7 +51,7 @@ class Comparison:
         }
 
     def verdict(self, *dtypes: str) -> list[str]:
-        """Whether both ways said the same; where they did not, whether rounding in one of these dtypes explains it."""
+        """Whether both ways gave the same outputs; if not, whether rounding in one of these dtypes explains it."""
         n_greedy, found = self.n_greedy, self.differences
         if not n_greedy:
             return ["not compared: they were sampled, and samples differ by design"]
@@ -79,9 +79,9 @@ def compare(
     params: Sequence[SamplingParams],
     shown: Sequence[Completion],
 ) -> Comparison:
-    """Decode what was just decoded into shown plainly too; where that is quick, go on in turns to RUNS of each kind.
+    """Decode the prompts of `shown` plainly as well; if that is quick, continue in turns up to RUNS of each kind.
 
-    Later runs find the first one's keys in their slots; its prefill stands in the stats of all.
+    Later runs find the first one's keys in their slots; its prefill is in the stats of all.
     """
     first = engine.stats
     plain, speculative = [], [first]

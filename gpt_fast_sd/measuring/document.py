@@ -1,4 +1,4 @@
-"""A run as JSON: its completions, what they cost, how they were made and where."""
+"""A run as JSON: its completions, their cost, how they were made and where."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def as_record(completion: Completion) -> dict[str, Any]:
 def document(
     engine: Engine, model: str, completions: Sequence[Completion], stats: EngineStats, comparison: Comparison | None
 ) -> dict[str, Any]:
-    """The JSON document of a run; model: how it was named."""
+    """The JSON document of a run; model: its name as given."""
     return {
         "completions": [as_record(completion) for completion in completions],
         "stats": stats.as_dict(),

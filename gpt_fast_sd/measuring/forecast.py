@@ -1,6 +1,6 @@
-"""What the cost model says of speculation before anyone waits for it or buys a chip, and what was measured beside it.
+"""Speculation by the cost model, before anyone waits for it or buys a chip, and measurements next to it.
 
-Shapes: B rows, gamma tokens drafted a round; T_T a step of plain decoding, T_D a draft step, T_V a verification.
+Shapes: B rows, gamma tokens drafted per round; T_T a step of plain decoding, T_D a draft step, T_V a verification.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from .roofline import (
     EXPECTED,
     IDEAL,
     PRACTICAL,
+    Conditions,
     Efficiency,
     Forecast,
     Refresh,
@@ -58,9 +58,9 @@ def shape_of(model: str) -> ModelConfig:
 def chip_for(
     device: str | None, dtype: torch.dtype, bandwidth: float | None, flops: float | None, memory: float | None
 ) -> tuple[Chip, str]:
-    """The chip of a name, the one at hand for "this" (measured, a few seconds), or one of rates alone; and its kind.
+    """The chip of a name, this machine's for "this" (measured, a few seconds), or one given by rates; and its kind.
 
-    bandwidth in GB/s, flops in TFLOP/s and memory in GiB stand in for what is published.
+    bandwidth in GB/s, flops in TFLOP/s and memory in GiB replace what is published.
     """
     units = {"bandwidth": (bandwidth, 1e9, "GB/s"), "peak": (flops, 1e12, "TFLOP/s"), "memory": (memory, GIB, "GiB")}
     for name, (value, _, unit) in units.items():
@@ -80,7 +80,7 @@ def chip_for(
 
 
 def ranks_for(chip: Chip, tp: int, per_node: int, link: float | None, network: float | None) -> Ranks | None:
-    """So many such chips, per_node in a machine; link and network in GB/s each way. None for one chip."""
+    """n such chips, per_node in a machine; link and network in GB/s each way. None for one chip."""
     own = chip.link if link is None else replace(chip.link, name="a link", bandwidth=link * 1e9)
     other = None if network is None else Link(name="a network", bandwidth=network * 1e9, hop=NETWORK_HOP)
     return Ranks(n=tp, link=own, per_node=per_node, network=other) if tp > 1 else None
@@ -91,9 +91,9 @@ def ranks_for(chip: Chip, tp: int, per_node: int, link: float | None, network: f
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """A model on chips: all that the cost of a round depends on beside its rows and its draft.
+    """A model on chips: all that the cost of a round depends on besides its rows and its draft.
 
-    device: of what kind the chips are, "cuda" or "cpu". room: tokens that a row may grow by. ranks: None for one chip.
+    device: the kind of the chips, "cuda" or "cpu". room: tokens that a row may grow by. ranks: None for one chip.
     """
 
     model: ModelConfig
@@ -107,7 +107,7 @@ class System:
     room: int = 512
 
     def __post_init__(self) -> None:
-        local_config(self.model, self.tp)  # which refuses what ranks cannot share
+        local_config(self.model, self.tp)  # refuses a model that ranks cannot share
 
     @property
     def tp(self) -> int:
@@ -115,7 +115,7 @@ class System:
         return self.ranks.n if self.ranks else 1
 
     def draft_ranks(self, draft: DraftConfig) -> Ranks | None:
-        """Those that hold a draft model together."""
+        """Ranks that hold a draft model together."""
         n = draft.draft_tp or self.tp
         return replace(self.ranks, n=n) if self.ranks and n > 1 else None
 
@@ -123,22 +123,21 @@ class System:
     def _kv_dtype(self) -> torch.dtype:
         return KV_TORCH_DTYPES[self.kv_dtype or self.dtype]
 
-    @property
-    def costs(self) -> Record:
-        """What every step of the target is reckoned with: quantizing leaves the output's weights as they are."""
-        return self._costs(self.ranks) | ({"weight_bytes": 1.0} if self.quantize else {})
+    def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
+        """Of every step of the target: quantizing leaves the output's weights as they are."""
+        own = self._unquantized(self.ranks, efficiency)
+        return replace(own, weight_bytes=1.0) if self.quantize else own
 
-    def _costs(self, ranks: Ranks | None) -> Record:
-        """The same of any model that these ranks hold, which nobody has quantized."""
-        own = float(TORCH_DTYPES[self.dtype].itemsize)
-        return {
-            "weight_bytes": own, "head_bytes": own,
-            "kv_bytes": KVCache.element_bytes(self._kv_dtype, self.model.head_dim),
-            "tp": ranks.n if ranks else 1, "all_reduce": ranks.all_reduce if ranks else free,
-        }  # fmt: skip
+    def _unquantized(self, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
+        """The same for any model that these ranks hold unquantized."""
+        own, kv = float(TORCH_DTYPES[self.dtype].itemsize), KVCache.element_bytes(self._kv_dtype, self.model.head_dim)
+        return Conditions(
+            weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
+            all_reduce=ranks.all_reduce if ranks else free, efficiency=efficiency,
+        )  # fmt: skip
 
     def config(self, batch: int, context: int) -> EngineConfig:
-        """How an engine would run such rows; ValueError where it would not."""
+        """The configuration of an engine for such rows; ValueError if it would refuse them."""
         config = EngineConfig(
             batch_size=batch, max_seq_len=context + self.room, device=self.device, dtype=self.dtype,
             kv_dtype=self.kv_dtype, quantize=self.quantize,
@@ -150,43 +149,41 @@ class System:
 
     def plain(self, batch: int, context: float, efficiency: Efficiency = IDEAL) -> float:
         """Seconds of a step of plain decoding, T_T."""
-        return step_seconds(self.model, self.chip, batch, 1, context, efficiency=efficiency, **self.costs)
+        return step_seconds(self.model, self.chip, batch, 1, context, self.conditions(efficiency))
 
     def forecast(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, gamma: int,
         efficiency: Efficiency = IDEAL,
     ) -> Forecast:  # fmt: skip
-        """Rounds of gamma drafts, what their selection costs included; gamma 0 is plain decoding."""
-        policy, costs = registry.policy_class(draft.policy), {"efficiency": efficiency, **self.costs}
-        theirs = self.draft_model and replace(self.draft_model)  # another one, also of the target's shape
-        own = {"efficiency": efficiency, **self._costs(self.draft_ranks(draft))}
+        """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
+        policy, under = registry.policy_class(draft.policy), self.conditions(efficiency)
+        theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
+        own = self._unquantized(self.draft_ranks(draft), efficiency)
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
         tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
         for step in policy.model_steps(draft, self.model, theirs, gamma) if gamma else ():
             view = registry.view_class(step.view)
-            of_step = own if step.model is theirs else costs
-            size = (step.model, self.chip, batch)
-            drafting += step.count * step_seconds(
-                *size, step.n_tokens, view.reads(draft, int(context)), attention=step.view, **of_step
-            )
+            of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
+            reads = view.reads(draft, int(context))
+            drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once
                 traits = traits_of(torch.device(self.device))
-                reads = 1.5 if triton_serves(torch.device(self.device)) else 1.0
-                refresh = Refresh(every=period, n_observed=view.n_observed, reads=reads, at_once=traits.windows)
-                selecting += refresh_seconds(*size, int(context), tokens, refresh, **of_step)
+                twice = 1.5 if triton_serves(torch.device(self.device)) else 1.0
+                refresh = Refresh(every=period, n_observed=view.n_observed, reads=twice, at_once=traits.windows)
+                selecting += refresh_seconds(*size, int(context), tokens, refresh, of_step)
         return Forecast(
             gamma=gamma, tokens=tokens, target_seconds=self.plain(batch, context, efficiency),
             draft_seconds=drafting / gamma if gamma else 0.0,
-            verify_seconds=step_seconds(self.model, self.chip, batch, gamma + 1, context, mass_page=page, **costs),
+            verify_seconds=step_seconds(self.model, self.chip, batch, gamma + 1, context, under, mass_page=page),
             select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
         )  # fmt: skip
 
     def mean_round(
         self, draft: DraftConfig, chance: float, batch: int, context: float, rounds_by_gamma: Mapping[int, int]
     ) -> float:
-        """Seconds of a round on average, where so many drafted each gamma and drafts were kept with this chance."""
+        """Average seconds of a round, given how many drafted each gamma and the chance that drafts were kept."""
         rounds = {gamma: self.forecast(draft, chance, batch, context, gamma) for gamma in rounds_by_gamma}
         spent = sum(n * rounds[gamma].round_seconds for gamma, n in rounds_by_gamma.items())
         return spent / sum(rounds_by_gamma.values())
@@ -194,12 +191,12 @@ class System:
     def best(
         self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
     ) -> Forecast:
-        """Rounds of the gamma that a configuration fixes, or of the best that gamma "auto" may draft."""
+        """Rounds with the gamma that a configuration fixes, or with the best that gamma "auto" may draft."""
         tiers = gamma_tiers(self.model.group_size)[1:] if isinstance(draft.gamma, str) else [draft.gamma]
         return best_gamma(lambda gamma: self.forecast(draft, chances, batch, context, gamma, efficiency), tiers)
 
     def memory(self, draft: DraftConfig, batch: int, context: int) -> tuple[int, str | None]:
-        """Bytes on each chip that an engine would plan with, and None, or what would fit where these do not."""
+        """Bytes on each chip by an engine's memory plan, and None or, if they do not fit, advice on what would."""
         config, device = self.config(batch, context), torch.device(self.device)
         have = None if math.isinf(self.chip.memory) else int(self.chip.memory)
         size, on_cuda = TORCH_DTYPES[self.dtype].itemsize, self.device == "cuda"
@@ -224,13 +221,13 @@ class System:
     def break_even(
         self, draft: DraftConfig, chances: float | Chances, batch: int, efficiency: Efficiency = IDEAL
     ) -> int | None:
-        """The least context in which drafting is faster than plain decoding; None: in none that the model reaches."""
+        """The shortest context at which drafting is faster than plain decoding; None: at none within the model's."""
         return self._first(lambda context: self.best(draft, chances, batch, context, efficiency).ratio > 1)
 
     def critical(
         self, draft: DraftConfig, chances: float | Chances, batches: Sequence[int], efficiency: Efficiency = IDEAL
     ) -> int | None:
-        """The least context in which the largest batch gains at least as much as the smallest; None: in none."""
+        """The shortest context at which the largest batch gains at least as much as the smallest; None: at none."""
 
         def grows(context: int) -> bool:
             few, many = (self.best(draft, chances, n, context, efficiency).ratio for n in (min(batches), max(batches)))
@@ -239,7 +236,7 @@ class System:
         return self._first(grows)
 
     def _first(self, holds: Callable[[int], bool]) -> int | None:
-        """The least context in which something holds that, once it does, holds in every longer one."""
+        """The shortest context at which something holds that, once it does, holds at every longer one."""
         low, high = 0, self.model.max_seq_len - self.room
         if high < 1 or not holds(high):
             return None
@@ -250,7 +247,7 @@ class System:
 
 
 def budget_of(draft: DraftConfig) -> int | None:
-    """The budget of a draft, None where its policy heeds none."""
+    """The budget of a draft, None if its policy uses none."""
     return draft.budget if "budget" in registry.heeds(draft.policy) else None
 
 
@@ -264,14 +261,14 @@ def label(one: Record) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """How many drafts are kept: what a user says, by policy ("" is any), what was measured, else what was published."""
+    """How many drafts are kept: as given, by policy ("" is any), as measured, or else as published."""
 
     said: Mapping[str, float]
     measured: Sequence[Record] = ()
 
     @staticmethod
     def of(texts: Sequence[str]) -> Kept:
-        """From 0.8, streaming=0.8 and results of an earlier run (JSON); ValueError where a text is none of these."""
+        """From 0.8, streaming=0.8 and results of an earlier run (JSON); ValueError if a text is none of these."""
         said: dict[str, float] = {}
         measured: list[Record] = []
         for text in texts:
@@ -290,7 +287,7 @@ class Kept:
         return Kept(said=said, measured=measured)
 
     def chances(self, draft: DraftConfig, context: int) -> tuple[Chances, str]:
-        """The chances of a draft, and where they come from; ValueError where nobody has told any."""
+        """The chances of a draft, and their source; ValueError if there are none."""
         policy, budget = draft.policy, budget_of(draft)
         if (rate := self.said.get(policy, self.said.get(""))) is not None:
             return (rate,), "given"
@@ -305,14 +302,14 @@ class Kept:
             )
         if policy in PROFILES:
             return PROFILES[policy].chances, f"assumed: {PROFILES[policy].source}"
-        raise ValueError(f"nobody published an acceptance of {policy} to assume: give one, as in {policy}=0.5")
+        raise ValueError(f"no published acceptance of {policy} is known: give one, as in {policy}=0.5")
 
 
 def _measured_acceptance(path: Path) -> list[Record]:
-    """Acceptance in the results of a frontier or a sweep, of drafts that follow accepted ones.
+    """Acceptance in the results of a frontier or a sweep, for drafts that follow accepted ones.
 
-    By shares of position i and i - 1, which is exact where every round drafted as many: gamma "auto" drafts far where
-    that pays, so that there it is a guess.
+    From the shares of positions i and i - 1, which is exact if every round drafted equally many: gamma "auto" drafts
+    more where that pays, so there it is a guess.
     """
     document, found = read_document(path, "frontier", "batch"), []
     for one in document.get("results") or document.get("points") or ():
@@ -331,27 +328,23 @@ def _measured_acceptance(path: Path) -> list[Record]:
 
 
 def default_policies(system: System) -> list[str]:
-    """The policies for which an acceptance was published, those of a draft model where there is one."""
+    """The policies for which an acceptance was published, including those of a draft model if there is one."""
     needs = {name for name in registry.policies() if registry.policy_class(name).own_cache}
     return [name for name in registry.policies() if name in PROFILES and (system.draft_model or name not in needs)]
 
 
-def cell(
-    system: System, draft: DraftConfig, kept: Kept, batch: int, context: int, efficiency: Efficiency
-) -> Record:  # fmt: skip
+def cell(system: System, draft: DraftConfig, kept: Kept, batch: int, context: int, efficiency: Efficiency) -> Record:
     """One draft in one batch and context, JSON-ready; times in milliseconds."""
     chances, source = kept.chances(draft, context)
-    n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is reckoned
+    n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is computed
     one, ideal = (system.best(draft, chances, batch, context, e) for e in (efficiency, IDEAL))
-    own = system.costs["head_bytes"]  # as activations have
-    together = partial(collective_seconds, system.model, tp=system.tp, weight_bytes=own)
     return {
         "batch": batch, "context": context, "policy": draft.policy, "budget": budget_of(draft),
         "acceptance": list(chances), "acceptance_source": source, "gamma": one.gamma, "tokens_per_round": one.tokens,
         "plain_ms": one.target_seconds * 1e3, "draft_ms": one.draft_seconds * 1e3,
         "verify_ms": one.verify_seconds * 1e3, "select_ms": one.select_seconds * 1e3,
         "round_ms": one.round_seconds * 1e3, "speedup": one.ratio, "speedup_of_roofline": ideal.ratio,
-        "collective_ms": together(batch, all_reduce=system.costs["all_reduce"]) * 1e3,
+        "collective_ms": collective_seconds(system.model, batch, system.conditions()) * 1e3,
         "plain_tokens_per_second": batch / one.target_seconds,
         "speculative_tokens_per_second": batch * one.tokens / one.round_seconds,
         "memory_bytes": n_bytes, "fits": advice is None, "advice": advice,
@@ -359,7 +352,7 @@ def cell(
 
 
 def compare(path: Path) -> list[Record]:
-    """What was measured in a sweep beside what is predicted for that machine's own rates, at the acceptance it had."""
+    """The measurements of a sweep next to the prediction from that machine's own rates, at the same acceptance."""
     document, found = read_document(path, "batch"), []
     up_to_date(document)
     settings = document["settings"]
@@ -392,5 +385,5 @@ def compare(path: Path) -> list[Record]:
 
 
 def _shape(stored: Record | None) -> ModelConfig | None:
-    """A shape as results hold it; how far its positions are stretched costs nothing."""
+    """A shape as stored in results; its position scaling costs nothing and is left out."""
     return ModelConfig(**{**stored, "rope_scaling": None, "eos_ids": ()}) if stored else None

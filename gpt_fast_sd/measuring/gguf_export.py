@@ -36,12 +36,12 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"{folder} holds no .safetensors file")
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, the handle is no dict
+            for name in tensors.keys():  # noqa: SIM118, the handle is not a dict
                 yield name, tensors.get_tensor(name)
 
 
 def _add_tokenizer(writer: Any, folder: Path, config: ModelConfig) -> None:
-    """Store sentencepiece pieces, scores and types, or say that the file speaks token ids only."""
+    """Store sentencepiece pieces, scores and types, or mark the file as one with token ids only."""
     import gguf
 
     writer.add_vocab_size(config.vocab_size)
@@ -77,7 +77,7 @@ def export_gguf(folder: Path, out: Path, dtype: str) -> None:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config = read_config(folder)
     if config.qkv_bias or config.qk_norm or config.sliding_window:
-        raise ValueError(f"{folder} is no plain Llama: only that shape is exported")
+        raise ValueError(f"{folder} is not a plain Llama: only that shape is exported")
     if config.rope_scaling and config.rope_scaling.length != 1.0:
         raise ValueError(f"{folder} has YaRN, whose longer queries and keys are not exported")
     file_type = {
@@ -103,7 +103,7 @@ def export_gguf(folder: Path, out: Path, dtype: str) -> None:
 
     def add(name: str, tensor: Tensor) -> None:
         stored = tensor.to(DTYPES[dtype] if tensor.ndim > 1 else torch.float32).contiguous()
-        if stored.dtype == torch.bfloat16:  # numpy knows no bfloat16: hand over the bits and name their meaning
+        if stored.dtype == torch.bfloat16:  # numpy has no bfloat16: pass the raw bits and name their type
             writer.add_tensor(name, stored.view(torch.uint16).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:
             writer.add_tensor(name, stored.numpy())

@@ -1,4 +1,4 @@
-"""Which engine measures which points: who drafts with what, over which batches and contexts, and what fails alone."""
+"""Which engine measures which points: policies and budgets over batches and contexts; a failure costs one point."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..registry import heeds, policies
 from .machine import release_memory
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
-CHECKED = ("draft_model", "draft_tp", "view", "exit_layers")  # fields that a policy refuses which does not heed them
+CHECKED = ("draft_model", "draft_tp", "view", "exit_layers")  # fields that policies refuse unless they use them
 Record = dict[str, Any]
 
 
@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 
 def known_drafters() -> tuple[str, ...]:
-    """All that may draft, by name."""
+    """Everything that may draft, by name."""
     return (*(policy for policy in policies() if policy != "off"), OVER_STANDALONE)
 
 
@@ -35,7 +35,7 @@ def has_a_model(drafter: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A policy by its name among known_drafters, and the budget it drafts with: None where it has none."""
+    """A policy by its name in known_drafters, and its budget: None if it has none."""
 
     policy: str
     budget: int | None
@@ -46,9 +46,9 @@ class Setting:
         return self.policy if self.budget is None else f"{self.policy} {self.budget:,}"
 
     def draft(self, gamma: int | str, common: Mapping[str, Any]) -> DraftConfig:
-        """The configuration it stands for; ValueError where that makes no sense.
+        """The configuration that it stands for; ValueError if that is invalid.
 
-        common: other fields of DraftConfig, of which it takes those that it heeds.
+        common: other fields of DraftConfig; the policy takes those that it uses.
         """
         policy, _, cheap = self.policy.partition("/")
         fields = heeds(policy) - (set() if has_a_model(self.policy) else {"draft_model", "draft_tp"})
@@ -58,7 +58,7 @@ class Setting:
 
 
 def settings_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Setting]:
-    """Every policy with every budget, or once where it has none."""
+    """Every policy with every budget, or once if it has none."""
     found = []
     for policy in policies:
         has_budget = "budget" in heeds(policy.partition("/")[0])
@@ -69,7 +69,7 @@ def settings_of(policies: Sequence[str], budgets: Sequence[int]) -> list[Setting
 def buildable(
     settings: Sequence[Setting], gammas: Sequence[int | str], common: Mapping[str, Any]
 ) -> tuple[list[Setting], dict[str, str]]:
-    """The settings that make sense, and why the others do not, by label; ValueError where some budget has none left."""
+    """The valid settings, and why the others are not, by label; ValueError if some budget has none left."""
     fine, skipped = [], {}
     for setting in settings:
         try:
@@ -88,7 +88,7 @@ def buildable(
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
-COMMON: Record = {  # fields that all points of a file have in common, and what a file means that does not name them
+COMMON: Record = {  # fields that all points of a file share, with their values for a file that does not name them
     f.name: f.default
     for config, names in (
         (EngineConfig, ("exact", "quantize", "kv_dtype", "cuda_graphs", "max_autotune")),
@@ -101,26 +101,26 @@ COMMON: Record = {  # fields that all points of a file have in common, and what 
 
 
 def in_common(given: Mapping[str, Any]) -> Record:
-    """Of what was asked for, field by field, what results that may stand in one file have in common."""
+    """The requested fields that all results in one file must share."""
     return {name: given.get(name, default) for name, default in COMMON.items()}
 
 
 def draft_fields(given: Mapping[str, Any]) -> Record:
-    """Of what was asked for, the fields of DraftConfig that every draft has if it heeds them."""
+    """The requested fields of DraftConfig that apply to every draft that uses them."""
     names = {f.name for f in fields(DraftConfig)} & {*COMMON, "draft_model"}
     return {name: value for name, value in given.items() if name in names}
 
 
 def timed_on(environment: Record, device: str, tp: int) -> Record:
-    """Of a machine, what times that may stand in one file have in common. device: "cuda" or "cpu"."""
+    """The properties of a machine that all times in one file must share. device: "cuda" or "cpu"."""
     where = {name: environment.get(name) for name in ("cpu", "device", "torch")}
     return {"machine": where, "device": device, "tp": tp, "threads": environment.get("threads")}
 
 
 def up_to_date(document: Record) -> None:
-    """Let a file of an earlier version name what it did not name then."""
+    """Add the settings that a file of an earlier version did not name."""
     then = COMMON
-    if document.get("benchmark") in ("batch", "frontier"):  # whose files said on which machine, but not as a setting
+    if document.get("benchmark") in ("batch", "frontier"):  # their files named the machine, but not as a setting
         here = document.get("environment", {})
         then = then | timed_on(here, "cpu" if here.get("device", "cpu") == "cpu" else "cuda", 1) | {"seconds": 0.0}
     document["settings"] = {**then, **document["settings"]}
@@ -143,7 +143,7 @@ class Point:
 
     @property
     def key(self) -> Record:
-        """How its result is found again."""
+        """The key under which its result is found again."""
         return {
             "batch": self.batch, "context": self.context, "policy": self.setting.policy,
             "budget": self.setting.budget, "gamma": self.gamma, "temperature": self.temperature,
@@ -151,20 +151,20 @@ class Point:
 
     @property
     def needs_model(self) -> bool:
-        """Whether another model drafts, which an engine is built with."""
+        """Whether another model drafts, with which the engine must be built."""
         return has_a_model(self.setting.policy)
 
 
 def draft_label(record: Record) -> str:
-    """Who drafted, with which budget and gamma, and the temperature where it is not greedy."""
+    """Who drafted, with which budget and gamma, and the temperature unless it is greedy."""
     who = f"{Setting(policy=record['policy'], budget=record['budget']).label}, gamma {record['gamma']}"
     return f"{who}, T {record['temperature']:g}" if record.get("temperature") else who
 
 
 def groups(points: Sequence[Point], *, exact: bool) -> Iterator[list[Point]]:
-    """Points that one engine measures, of the size of their longest context: those of a batch.
+    """Points that one engine measures, sized for their longest context: those of one batch.
 
-    A draft model needs an engine of its own, and so does every context in exact mode, which always reads all of a slot.
+    A draft model needs an engine of its own, and so does every context in exact mode, which always reads a whole slot.
     """
 
     def key(point: Point) -> tuple[object, ...]:
@@ -176,19 +176,19 @@ def groups(points: Sequence[Point], *, exact: bool) -> Iterator[list[Point]]:
 
 
 def recoverable_errors(parallel: Parallel) -> tuple[type[Exception], ...]:
-    """Errors that cost a point; any other one ends the run.
+    """Errors that cost one point; any other ends the run.
 
-    With several processes memory may end on one alone, and the others would wait for it.
+    With several processes, one alone may run out of memory, and the others would wait for it.
     """
     return (ValueError,) if parallel.dp * parallel.tp > 1 else (ValueError, RuntimeError, MemoryError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """How points are measured: engines are shared, drafts are exchanged, and what fails costs no other point.
+    """How points are measured: engines are shared, drafts are swapped, and a failure costs no other point.
 
-    build: an engine for (batch, longest context, draft that it is built with, or None). draft: who drafts for a point.
-    measure: what a point says. done: takes it, or the error that there was instead, as soon as it is there.
+    build: an engine for (batch, longest context, draft that it is built with, or None). draft: the draft of a point.
+    measure: the result of a point. done: takes the result, or the error instead, as soon as it is there.
     """
 
     parallel: Parallel
@@ -200,7 +200,7 @@ class Sweep:
     progress: Callable[[str], object] = lambda what: None
 
     def run(self, todo: Sequence[Point]) -> None:
-        """Measure every point, or say why not."""
+        """Measure every point, or report why not."""
         for group in groups(todo, exact=self.exact):
             self._group(list(group))
 
@@ -237,7 +237,7 @@ class Sweep:
                 self.done(point, self.measure(point, engine))
             except kinds as error:
                 self._failed([point], error)
-                engine = None  # who knows what state it is in: the others get a new one
+                engine = None  # its state is unknown: the others get a new one
 
     def _failed(self, points: Sequence[Point], error: Exception) -> None:
         for point in points:

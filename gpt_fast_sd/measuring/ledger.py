@@ -1,4 +1,4 @@
-"""Results on the disk: one JSON document that is whole after each of them, and goes on where a killed run ended."""
+"""Results on disk: one JSON document that is complete after each of them, and resumes where a killed run ended."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Record = dict[str, Any]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put the text where the file was: a kill leaves the old file or the new one, and no other file is touched.
+    """Replace the file with the text: a kill leaves the old file or the new one, and no other file is touched.
 
-    OSError where that fails, and for what is no file, such as a device: it would be gone.
+    OSError if that fails, and for anything but a regular file, such as a device, which would be lost.
     """
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file that can be replaced", str(path))
+        raise OSError(errno.EINVAL, "it is not a file that can be replaced", str(path))
     partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.partial")
-    file = partial.open("x", encoding="utf-8")  # which is nobody's: what is there is not opened
+    file = partial.open("x", encoding="utf-8")  # a new file: an existing one is never opened
     try:
         with file:
             file.write(text)
@@ -39,7 +39,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """ValueError, before any work is done, for an output that could not be written after it."""
+    """ValueError, before any work is done, for an output that could not be written afterwards."""
     for path in paths:
         if path is not None and not path.resolve().parent.is_dir():
             raise ValueError(f"cannot write {path}: there is no folder {path.resolve().parent}")
@@ -48,7 +48,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def as_json(value: object) -> Any:
-    """The value as it comes back from a JSON file: tuples are lists, keys are texts."""
+    """The value as a JSON file returns it: tuples are lists, keys are texts."""
     return json.loads(json.dumps(value))
 
 
@@ -69,7 +69,7 @@ def short_name(data: bytes) -> str:
 
 
 class Ledger:
-    """A JSON document of results, on the disk after every one; those of an earlier run with the same settings stay."""
+    """A JSON document of results, on disk after every one; those of an earlier run with the same settings stay."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Ledger:
         results: str = "results",
         adapt: Callable[[Record], object] = lambda document: None,
     ) -> None:
-        """results: what the document calls its list of them. adapt: brings a file of an earlier version up to date.
+        """results: the document's name for its list of them. adapt: brings a file of an earlier version up to date.
 
         path None: nothing is read or written.
 
-        ValueError where the file holds something else, or was measured with other settings.
+        ValueError if the file holds something else, or was measured with other settings.
         """
         self.path, self._results = path, results
         self.document: Record = {
@@ -94,7 +94,7 @@ class Ledger:
         }  # fmt: skip
         if path is None or fresh or not path.exists():
             return
-        advice = "name another file, or begin anew with --fresh"
+        advice = "name another file, or start over with --fresh"
         try:
             old = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError):
@@ -120,19 +120,19 @@ class Ledger:
         return next((r for r in self.records if all(r.get(name) == value for name, value in key.items())), None)
 
     def put(self, key: Record, record: Record) -> None:
-        """The result with these values is this one; nothing is written yet."""
+        """Set the result with these values; nothing is written yet."""
         older = self.find(key)
         self.document[self._results] = [*(r for r in self.records if r is not older), as_json(record)]
 
     def write(self, **more: Any) -> None:
-        """The file as it should be now, with what else belongs in it."""
+        """Write the file as it is now, with anything else that belongs in it."""
         self.document |= more
         if self.path:
             write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
 
 
 def read_document(path: Path, *benchmarks: str) -> Record:
-    """What one of these benchmarks wrote into a file; ValueError where none did."""
+    """The document that one of these benchmarks wrote into a file; ValueError if none did."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):

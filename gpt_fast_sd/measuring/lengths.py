@@ -1,4 +1,4 @@
-"""From which context on speculation pays: break-even of a batch, critical length of a draft, of measured points."""
+"""The contexts beyond which speculation pays: break-even of a batch, critical length of a draft, by measured points."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Crossing:
-    """From which context on something is above a level; of_measured says which of the three cases it is."""
+    """The context beyond which something is above a level; of_measured says which of the three cases it is."""
 
     context: float | None
     of_measured: str  # "below": above at all of them; "between"; "none": not above at the longest
@@ -28,7 +28,7 @@ class Crossing:
 
 
 def crossing(contexts: Sequence[int], values: Sequence[float], level: float) -> Crossing:
-    """The context from which on values stay above the level, on lines over log2 of the context; contexts rise."""
+    """The context beyond which values stay above the level, interpolated over its log2; contexts are ascending."""
     under = [i for i, value in enumerate(values) if value <= level]
     if not under:
         return Crossing(None, "below")
@@ -41,7 +41,7 @@ def crossing(contexts: Sequence[int], values: Sequence[float], level: float) -> 
 
 
 def shown_speedup(record: Record) -> Record:
-    """The steady speed-up, or where runs were too short for one, that to completion."""
+    """The steady speed-up or, if runs were too short for one, that to completion."""
     found: Record = record["speedup"]["steady"] or record["speedup"]["completion"]
     return found
 
@@ -77,7 +77,7 @@ def _record(kind: str, draft: str, batch: int | None, at: Crossing, contexts: Se
 
 
 def lines_of(lengths: Sequence[Record]) -> list[str]:
-    """Break-even and critical lengths, one line a draft."""
+    """Break-even and critical lengths, one line per draft."""
     lines = []
     for draft in dict.fromkeys(r["draft"] for r in lengths):
         ours = [r for r in lengths if r["draft"] == draft]

@@ -1,4 +1,4 @@
-"""Whether two greedy outputs are equal, and where they are not, how close a call it was.
+"""Whether two greedy outputs are equal, and if not, how close the logits were.
 
 Shapes: T tokens, D model width, V vocabulary.
 """
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from gpt_fast_sd.model import CausalSelf, Transformer
 
-# A gap of logits that rounding may close: 4 steps of one near 10. In a cache of int8 a number between two steps may be
-# rounded to the one or the other, and such a step is small beside what bf16 rounds away; one of fp8 is not.
+# Gap of logits that rounding may close: 4 ulp of a logit near 10. In an int8 cache a number between two steps may be
+# rounded to either, and such a step is small compared with what bf16 rounds away; one of fp8 is not.
 NEAR_TIE = {"bf16": 0.25, "fp8": 0.25, "fp16": 0.03, "int8": 0.03, "fp32": 1e-4}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two greedy outputs of a prompt part, and the tokens there, None where an output had ended.
+    """Where two greedy outputs of a prompt diverge, and the tokens there, None if an output had ended.
 
-    gap: how far the target's logit of the worse of the two is below its best one; None where nobody looked.
+    gap: how far the target's logit of the worse of the two is below its best one; None if it was not computed.
     """
 
     index: int
@@ -35,7 +35,7 @@ class Difference:
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first place where two outputs are not the same, the end of the shorter one included; None if they are."""
+    """The first place where two outputs differ, including the end of the shorter one; None if they are equal."""
     pairs = enumerate(itertools.zip_longest(ours, theirs))
     return next((i for i, (a, b) in pairs if a != b), None)
 
@@ -45,9 +45,9 @@ def differences(
     logits_after: Callable[[list[int]], Tensor],
     seconds: float = float("inf"),
 ) -> list[Difference]:
-    """Where outputs, each (index, prompt, plain tokens, speculative tokens), part, and by how close a call.
+    """Where outputs, each (index, prompt, plain tokens, speculative tokens), diverge, and the gap of the logits there.
 
-    logits_after: the target's logits [V] after these tokens. Past so many seconds gaps are left unknown.
+    logits_after: the target's logits [V] after these tokens. After this many seconds gaps are left unknown.
     """
     found, began = [], time.perf_counter()
     for index, prompt, plain, speculative in outputs:
@@ -64,7 +64,7 @@ def differences(
 
 
 def is_near_tie(gap: float, *dtypes: str) -> bool:
-    """Whether rounding in the coarsest of these dtypes may decide between logits so far apart."""
+    """Whether rounding in the coarsest of these dtypes may decide between logits this far apart."""
     return gap <= max(NEAR_TIE[dtype] for dtype in dtypes)
 
 
@@ -72,7 +72,7 @@ def is_near_tie(gap: float, *dtypes: str) -> bool:
 def logits_after(model: Transformer, ids: Sequence[int]) -> Tensor:
     """The logits [V] after T tokens, by one forward of the whole text in the model's own dtype.
 
-    Engine.logits goes as the engine does, token by token, and takes a slot's prefilled keys away.
+    Engine.logits works like the engine, token by token, and discards a slot's prefilled keys.
     """
     tokens = torch.tensor([list(ids)], device=model.embedding.weight.device)
     hidden = model.hidden(tokens, torch.arange(len(ids), device=tokens.device)[None], CausalSelf())[0, -1:]  # [1, D]

@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 
 def environment(device: torch.device, *packages: str) -> Record:
-    """Machine and versions that numbers belong to; of these distributions too, None where one is not installed."""
+    """Machine and versions that numbers belong to, also of these distributions; None if one is not installed."""
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
     found: Record = {
@@ -39,7 +39,7 @@ def environment(device: torch.device, *packages: str) -> Record:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a distribution, None where there is none."""
+    """The installed version of a distribution, None if there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -57,7 +57,7 @@ def clocks() -> Record:
 
 
 def load_average() -> float | None:
-    """How many processes wanted a core in the last minute, where the system says so."""
+    """How many processes wanted a core in the last minute, if the system reports it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
@@ -70,22 +70,22 @@ def kv_bytes(engine: Engine) -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give the memory of engines that are gone back before the next one's is taken."""
+    """Free the memory of deleted engines before the next one allocates its own."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def restart_peak(device: torch.device) -> None:
-    """Let peak_bytes count from here on, where the system can do so: elsewhere it counts from the start."""
+    """Let peak_bytes count from here on, if the system supports it: otherwise it counts from the start."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif os.access("/proc/self/clear_refs", os.W_OK):
-        Path("/proc/self/clear_refs").write_text("5")  # of Linux: forget the greatest resident size
+        Path("/proc/self/clear_refs").write_text("5")  # on Linux: reset the greatest resident size
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory in use at once: allocated on a CUDA device, else resident in this process; 0 where unknown."""
+    """The most memory in use at once: allocated on a CUDA device, else resident in this process; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")

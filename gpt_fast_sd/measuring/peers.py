@@ -1,6 +1,6 @@
-"""Other engines beside this one: the same calls for each, and a process of its own for every mode of it.
+"""Other engines next to this one: the same calls for each, and a process of its own for every mode.
 
-Shapes: B batch rows, S tokens a row holds, V vocabulary.
+Shapes: B batch rows, S tokens that a row holds, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..engine import Engine
 from .machine import version
 
 PREFILL_CHUNK = 512
-DEBUG = 1  # ggml's number of that level: of many layers it says more than is kept
+DEBUG = 1  # ggml's number of that level: with many layers it logs more than is kept
 AS_IT_COMES = "file"  # weights of llama.cpp-file
-# Weights, KV, flash attention. With BF16 KV its flash attention leaves the fast path on a CPU. In F32 it has none: it
-# casts keys and values to F16 and sums in F16, which costs digits as the context grows (each cell shows its agreement).
+# Weights, KV, flash attention. With BF16 KV its flash attention leaves the fast path on a CPU. In F32 there is none: it
+# casts keys and values to F16 and sums in F16, which loses digits as the context grows (each cell shows its agreement).
 LLAMA_MODES = {
     "bf16": (
         ("F16", "F16", False),
@@ -53,15 +53,15 @@ class Peer(Protocol):
     notes: str
 
     def reserve(self, batch: int, capacity: int) -> None:
-        """Room for batch rows of capacity tokens; whatever was held before is gone."""
+        """Make room for batch rows of capacity tokens; earlier contents are dropped."""
         ...
 
     def prefill(self, tokens: list[int]) -> list[int]:
-        """Every row holds tokens [S]; returns the greedy token that follows, per row [B]."""
+        """Make every row hold tokens [S] -> the greedy token that follows, per row [B]."""
         ...
 
     def step(self) -> list[int]:
-        """Every row holds its latest token too; returns the greedy token that follows, per row [B]."""
+        """Make every row also hold its latest token -> the greedy token that follows, per row [B]."""
         ...
 
 
@@ -79,9 +79,9 @@ class Ours:
     def reserve(self, batch: int, capacity: int) -> None:
         """A new engine of that shape, compiled."""
         self.events: Any = None
-        self.engine: Any = None  # let go of the old cache first
+        self.engine: Any = None  # free the old cache first
         self.engine = self.start(batch, capacity)
-        self.engine.tokenizer = None  # tokens only, as the others
+        self.engine.tokenizer = None  # tokens only, like the others
         self.engine.warm_up()
 
     def prefill(self, tokens: list[int]) -> list[int]:
@@ -141,7 +141,7 @@ class Transformers:
         return self._choose(self.decode(self.tokens, past_key_values=self.cache, use_cache=True).logits)
 
     def top2_gap(self) -> float:
-        """How far the latest token's logit lies above the runner-up, in row 0."""
+        """How far the latest token's logit is above the runner-up, in row 0."""
         best, second = self.logits[0].topk(2).values.tolist()
         return float(best - second)
 
@@ -254,7 +254,7 @@ class LlamaCpp:
             self.log = (self.log + text.decode(errors="replace"))[-100_000:]
 
     def _refuse_shared_rows(self, batch: int, capacity: int) -> None:
-        """RuntimeError unless llama.cpp says that it allocated keys and values for batch full rows."""
+        """RuntimeError unless llama.cpp reports that it allocated keys and values for batch full rows."""
         needed = batch * capacity * self.config.kv_bytes_per_token(4 if self.kv == "F32" else 2)
         held = sum(float(size) for size in re.findall(r"KV buffer size = +([\d.]+) MiB", self.log)) * 2**20
         if held < needed:
@@ -273,11 +273,11 @@ class Entry:
     peer: str
     mode: str
     dtype: str
-    attention: str = ""  # transformers' name of it
+    attention: str = ""  # transformers' name for it
     weights: str = ""  # ggml's dtypes
     kv: str = ""
     flash: bool = False
-    repacked: bool = True  # as llama.cpp does it by itself; with AMX its Q4_1 ended the process (0.3.36)
+    repacked: bool = True  # llama.cpp's default; with AMX its Q4_1 ended the process (0.3.36)
 
     @property
     def label(self) -> str:
@@ -293,7 +293,7 @@ def entries(peer: str, dtype: str) -> list[Entry]:
         return [
             Entry(
                 peer=peer, dtype=dtype,
-                mode=f"fewer bytes a weight, {'repacked' if repacked else 'mapped'}, flash {'on' if flash else 'off'}",
+                mode=f"smaller weights, {'repacked' if repacked else 'mapped'}, flash {'on' if flash else 'off'}",
                 weights=AS_IT_COMES, kv="F16", flash=flash, repacked=repacked,
             )
             for repacked in (True, False) for flash in (False, True) if dtype != "fp32"
@@ -311,7 +311,7 @@ def entries(peer: str, dtype: str) -> list[Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all peers share."""
+    """The settings that all peers share."""
 
     folder: Path
     config: ModelConfig
@@ -352,7 +352,7 @@ def serve(pipe: Connection, entry: Entry, setup: Setup) -> None:
     except ImportError as error:
         pipe.send(("missing", one_line(error)))
         return
-    except Exception as error:  # whatever a peer dies of is this peer's line in the report
+    except Exception as error:  # any error of a peer becomes its line in the report
         pipe.send(("failed", one_line(error)))
         return
     while True:
@@ -372,7 +372,7 @@ class PeerMissing(Exception):
 
 
 class PeerFailed(Exception):
-    """The peer is installed and could not do what it was asked."""
+    """The peer is installed but failed."""
 
 
 class Worker:
@@ -392,7 +392,7 @@ class Worker:
         return self._answer()
 
     def close(self) -> None:
-        """The process is gone and its memory free."""
+        """End the process and free its memory."""
         self._pipe.close()
         self._process.join(timeout=10)
         self._process.kill()

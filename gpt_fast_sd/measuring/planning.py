@@ -24,7 +24,7 @@ def drafts_of(
 ) -> list[DraftConfig]:  # fmt: skip
     """A configuration of each policy; None: those that have a published acceptance, and budgets as published.
 
-    measured: results with an acceptance, whose drafts are planned where neither policies nor a budget are given.
+    measured: results with an acceptance, whose drafts are planned if neither policies nor a budget are given.
     """
     if measured and not (policies or budget):
         pairs = dict.fromkeys((one["policy"], one["budget"]) for one in measured)
@@ -47,7 +47,7 @@ def plan(
     system: System, drafts: Sequence[DraftConfig], kept: Kept, batches: Sequence[int], contexts: Sequence[int],
     estimate: str,
 ) -> Record:  # fmt: skip
-    """Every draft in every batch and context, and the lengths from which on drafting gains; JSON-ready."""
+    """Every draft at every batch and context, and the lengths beyond which drafting gains; JSON-ready."""
     e = ESTIMATES[estimate]
     cells = [cell(system, draft, kept, n, c, e) for c in contexts for n in batches for draft in drafts]
     lengths = []
@@ -79,13 +79,13 @@ def plan(
 
 LEGEND = """\
 T_T a step of plain decoding, T_D a draft step, T_V a verification of gamma + 1 tokens, T_S judging and selecting;
-tokens: that a round emits a row; speed-up: tokens x T_T / (gamma x T_D + T_V + T_S), below 1 gamma auto drafts nothing;
+tokens: per row and round; speed-up: tokens x T_T / (gamma x T_D + T_V + T_S), below 1 gamma auto drafts nothing;
 roofline: the speed-up if every kernel reached the full rates; plain/s, spec./s: tokens per second of all rows;
-GiB: on each device, when rows have grown by {room:,} tokens, with ! where that does not fit."""
+GiB: on each device, when rows have grown by {room:,} tokens, with ! if that does not fit."""
 
 
 def _accepted(one: Record) -> str:
-    """The chance of the first draft of a round, and of the last that has one of its own."""
+    """The chance of a round's first draft, and of the last one that has its own."""
     chances = list(dict.fromkeys(f"{chance:.2f}" for chance in one["acceptance"]))
     mark = "*" if one["acceptance_source"].startswith("assumed") else ""
     return " to ".join([chances[0], *chances[1:][-1:]]) + mark
@@ -114,7 +114,7 @@ MEASURED = Table(
 
 
 def text(document: Record, subject: str) -> str:
-    """The plan as it is printed. subject: what the model is called."""
+    """The plan as it is printed. subject: the model's name."""
     cells, settings = document["cells"], document["settings"]
     chip, link, n = settings["chip"], settings["link"], settings["tp"]
     memory = f", {chip['memory'] / GIB:.0f} GiB" if chip["memory"] else ""
@@ -144,7 +144,7 @@ def text(document: Record, subject: str) -> str:
 
 
 def _lengths(document: Record) -> list[str]:
-    """From which context on drafting gains, and from which on a larger batch gains more."""
+    """The contexts beyond which drafting gains, and beyond which a larger batch gains more."""
 
     def shown(context: int | None) -> str:
         return "never" if context is None else "any" if context == 1 else f"{context:,}"
@@ -159,11 +159,11 @@ def _lengths(document: Record) -> list[str]:
     if len(batches) > 1:
         legend += f",\nand batch {batches[-1]} gains as much as batch {batches[0]} (critical)"
         columns.append(Column("critical", lambda one: shown(one["critical"])))
-    return [f"From which context on, of at most {positions:,} tokens, {legend}:", "", *Table(*columns).lines(lengths)]
+    return [f"The context, up to {positions:,} tokens, beyond which {legend}:", "", *Table(*columns).lines(lengths)]
 
 
 def comparison(points: Sequence[Record], name: str) -> str:
-    """What was measured beside what was predicted, as it is printed."""
+    """Measurements next to predictions, as printed."""
 
     def shares(key: str) -> str:
         found = sorted(one[f"{key}_measured"] / one[key] for one in points)
@@ -171,7 +171,7 @@ def comparison(points: Sequence[Record], name: str) -> str:
 
     rows = sorted(points, key=lambda one: (one["context"], one["batch"], one["temperature"]))
     return "\n".join([
-        f"{name}: measured beside what its machine's own rates allow, with the drafts that were kept there", "",
+        f"{name}: measured, next to what its machine's own rates allow, with the drafts that were kept there", "",
         *MEASURED.lines(rows), "",
         "measured over predicted, median (least to greatest):", f"a plain step {shares('plain_ms')}, "
         f"a round {shares('round_ms')}, the speed-up {shares('speedup')}",
@@ -182,7 +182,7 @@ def comparison(points: Sequence[Record], name: str) -> str:
 
 
 def draw(document: Record, subject: str, path: Path) -> None:
-    """Speed-up over context, a panel a batch and a line a draft; hollow where the memory does not hold it."""
+    """Speed-up over context, one panel per batch and one line per draft; hollow where it does not fit into memory."""
     cells, settings = document["cells"], document["settings"]
     drafts = list(dict.fromkeys(map(label, cells)))
 

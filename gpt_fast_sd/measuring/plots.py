@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .grid import draft_label
+from .hero import hero
 from .lengths import shown_speedup
 
 Record = dict[str, Any]
 Draw = Callable[[Any], None]
 SPEED = "speed, times plain decoding"
 SUFFIXES = (".png", ".pdf", ".svg")
-INK = "#808890"  # and the colours below: read on white and on black
 COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf62a8", "#7f9a2c")
 
 
@@ -22,22 +22,15 @@ COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf
 
 
 def check_drawable(flag: str, *files: Path | None) -> None:
-    """ValueError, before any work is done, where matplotlib is missing or knows no such format."""
-    for file in files:
-        if file is not None and file.suffix.lower() not in SUFFIXES:
+    """ValueError, before any work is done, if matplotlib is missing or does not know the format of a file."""
+    wanted = [file for file in files if file is not None]
+    if files and not wanted:
+        return
+    for file in wanted:
+        if file.suffix.lower() not in SUFFIXES:
             raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f'{flag} needs matplotlib: pip install "gpt_fast_sd[plot]"')
-
-
-def load_pyplot() -> Any:
-    """matplotlib without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def color(i: int) -> str:
@@ -56,11 +49,15 @@ def draw_panels(
     share: str = "",
     legend: bool = False,
 ) -> None:
-    """Draw a grid of panels, size inches each. share: axes that all have in common, "x", "y" or "xy".
+    """Draw a grid of panels, size inches each. share: axes that all panels share, "x", "y" or "xy".
 
     legend: one for all panels, below them.
     """
-    pyplot = load_pyplot()
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
     n_columns = max(map(len, rows))
     figure, axes = pyplot.subplots(
         len(rows), n_columns, figsize=(0.8 + size[0] * n_columns, 0.8 + size[1] * len(rows)), squeeze=False,
@@ -85,7 +82,7 @@ def draw_panels(
 
 
 def over_log2(panel: Any, xs: Sequence[int], xlabel: str = "") -> None:
-    """A horizontal axis of doublings, with ticks where something was measured."""
+    """A horizontal log2 axis, with ticks at the measured values."""
     panel.set_xscale("log", base=2)
     panel.set_xticks(xs, [f"{x:,}" for x in xs])
     panel.set_xlim(min(xs) / 1.2, max(xs) * 1.2)
@@ -94,7 +91,7 @@ def over_log2(panel: Any, xs: Sequence[int], xlabel: str = "") -> None:
 
 
 def whiskers(values: Sequence[Record]) -> list[list[float]]:
-    """How far below and above the median each spread reaches."""
+    """How far each spread reaches below and above the median."""
     return [[abs(one[end] - one["median"]) for one in values] for end in ("min", "max")]
 
 
@@ -102,12 +99,12 @@ def whiskers(values: Sequence[Record]) -> list[list[float]]:
 
 
 def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, folder: Path) -> list[Path]:
-    """Pictures of one panel a draft: speed-up over batch, over context, throughput over latency; and the hero."""
+    """Pictures with one panel per draft: speed-up over batch, over context, throughput over latency; and the hero."""
     folder.mkdir(parents=True, exist_ok=True)
     drafts = [*dict.fromkeys(map(draft_label, points))]
     steady = "steady, whiskers: least and greatest pair; dotted: to completion"
     critical = (
-        f"{steady}\ncritical length (red): from there on the speed-up grows with the batch, "
+        f"{steady}\ncritical length (red): beyond it the speed-up grows with the batch, "
         "its least-squares slope over log2 of the batch is above 0"
     )
     pictures: tuple[tuple[str, Callable[[Any, str, list[Record]], None], str, str, str], ...] = (
@@ -133,46 +130,12 @@ def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, 
             [panels[i : i + 2] for i in range(0, len(panels), 2)], folder / name, title=f"{title}\n{how}",
             xlabel=xlabel, ylabel=ylabel, size=(5, 3.8), share="xy",
         )  # fmt: skip
-    draw_hero(points, folder / "hero.png")
-    return [folder / name for name in (*(name for name, *_ in pictures), "hero.png")]
-
-
-def draw_hero(points: Sequence[Record], path: Path) -> None:
-    """Speed-up over context, a line for each batch, a panel a draft, on no background: for a page light or dark."""
-    pyplot = load_pyplot()
-    drafts = [*dict.fromkeys(map(draft_label, points))]
-    batches = sorted({r["batch"] for r in points})
-    figure, axes = pyplot.subplots(
-        1, len(drafts), figsize=(0.8 + 4.2 * len(drafts), 3.6), squeeze=False, sharey=True, layout="constrained"
-    )
-    for panel, draft in zip(axes.flat, drafts, strict=True):
-        ours = [r for r in points if draft_label(r) == draft]
-        for i, batch in enumerate(batches):
-            row = sorted((r for r in ours if r["batch"] == batch), key=lambda r: r["context"])
-            shown = [shown_speedup(r) for r in row]
-            panel.errorbar(
-                [r["context"] for r in row], [one["median"] for one in shown], yerr=whiskers(shown), fmt="o-",
-                color=color(i), lw=2, ms=4, elinewidth=1, label=f"batch {batch}",
-            )  # fmt: skip
-        panel.axhline(1.0, color=INK, linewidth=1)
-        over_log2(panel, sorted({r["context"] for r in ours}))
-        panel.yaxis.set_major_formatter("{x:.1f}x")
-        panel.set_title(draft, fontsize=10, color=INK)
-        panel.set_xlabel("context, tokens", color=INK)
-        panel.tick_params(colors=INK)
-        panel.grid(alpha=0.25, color=INK)
-        panel.spines[:].set_visible(False)
-    axes[0][0].set_ylabel(SPEED, color=INK)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelcolor=INK
-    )  # as the lines lie, the greatest batch on top
-    figure.savefig(path, dpi=200, transparent=True)
-    pyplot.close(figure)
+    (folder / "hero.svg").write_text(hero(points), encoding="utf-8")
+    return [folder / name for name in (*(name for name, *_ in pictures), "hero.svg")]
 
 
 def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None:
-    """Speed-up over batch or context, a line for each value of the other; thin: to completion."""
+    """Speed-up over batch or context, one line per value of the other; thin: to completion."""
     for i, value in enumerate(sorted({r[by] for r in ours})):
         row = sorted((r for r in ours if r[by] == value), key=lambda r: r[over])
         xs, shown = [r[over] for r in row], [shown_speedup(r) for r in row]
@@ -229,7 +192,7 @@ def over_budget(
     level: float | None = None,
     percent: bool = False,
 ) -> Draw:
-    """A panel over the budget, a colour for each of the policies; those without a budget are horizontal.
+    """A panel over the budget, one colour per policy; those without a budget are horizontal.
 
     ends: least and greatest of a value. level: a line to compare with. percent: values are shares.
     """
@@ -263,7 +226,7 @@ def over_budget(
 
 
 def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
-    """Panels over the budget: acceptance, tokens per round and, where it was timed, speed with its spread."""
+    """Panels over the budget: acceptance, tokens per round and, if it was timed, speed with its spread."""
     timed, policies = [r for r in results if r["ratio"]], [*dict.fromkeys(r["policy"] for r in results)]
     panels = [
         over_budget("acceptance", results, lambda r: r["acceptance_rate"], policies, percent=True),
@@ -279,7 +242,7 @@ def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
 
 
 def draw_acceptance(documents: Sequence[Record], title: str, path: Path) -> None:
-    """Acceptance over the budget, a panel for each document: a row for each temperature, contexts side by side."""
+    """Acceptance over the budget, one panel per document: one row per temperature, contexts side by side."""
     rows: dict[float, list[Draw]] = {}
     policies = [*dict.fromkeys(r["policy"] for document in documents for r in document["results"])]
     for document in sorted(documents, key=lambda d: (d["settings"]["temperature"], d["settings"]["context"])):
@@ -302,9 +265,9 @@ def draw_bars(
     xlabel: str,
     first: str,
 ) -> None:
-    """A grid of panels, each (name, label -> (length, text) of a bar, where a dashed line stands).
+    """A grid of panels, each (name, label -> (length, text) of a bar, the place of a dashed line).
 
-    All panels have a place for every label. first: the label of another colour.
+    All panels have a place for every label. first: the label drawn in another colour.
     """
     labels = [*dict.fromkeys(label for row in cells for _, bars, _ in row for label in bars)]
 
@@ -314,7 +277,7 @@ def draw_bars(
                 length, text = bars.get(label, (0.0, " no result"))
                 panel.barh(i, length, height=0.7, color=color(3) if label == first else color(1))
                 panel.text(length, i, text, va="center", fontsize=8, bbox={"color": "white", "pad": 0})
-            panel.axvline(line, color="black", linestyle="--", linewidth=1)  # texts lie above lines
+            panel.axvline(line, color="black", linestyle="--", linewidth=1)  # texts are drawn over lines
             panel.set_xlim(0, 1.5 * max(line, *(length for length, _ in bars.values()), 0.0))
             panel.set_title(name, fontsize=10)
             panel.set_yticks(range(len(labels)), labels)

@@ -1,4 +1,4 @@
-"""What a point says: its figures, what they had to be at least, and the tables that show them."""
+"""The results of a point: its figures, their lower bounds, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rates_of(device: torch.device, dtype: torch.dtype) -> Chip:
 
 
 def predict(point: Point, system: System, draft: DraftConfig, stats: EngineStats) -> Record:
-    """A plain step, a round of the gammas that were run, and the speed-up at the tokens per round that were seen."""
+    """A plain step, a round of the gammas that were run, and the speed-up at the measured tokens per round."""
     size = point.batch, point.context + system.room / 2
     plain, a_round = system.plain(*size), system.mean_round(draft, stats.acceptance_rate, *size, stats.rounds_by_gamma)
     speedup = stats.tokens_per_round * plain / a_round
@@ -39,7 +39,7 @@ def predict(point: Point, system: System, draft: DraftConfig, stats: EngineStats
 
 
 def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft: DraftConfig) -> Record:
-    """Everything that a point says, JSON-ready."""
+    """All results of a point, JSON-ready."""
     counts, plain_counts = turns.counts, totals(turns.plain)
     is_comparable = point.temperature == 0
     differences = turns.first_differences if is_comparable else []
@@ -87,13 +87,13 @@ def summarize(point: Point, turns: Turns, engine: Engine, system: System, draft:
 
 
 def more(r: Record) -> str:
-    """What else a point says, in one line."""
+    """Further results of a point, in one line."""
     kv, memory, prefill = (r[way]["kv_bytes_per_token"] for way in WAYS), r["memory"], r["prefill"]
     by_position = " ".join(f"{share:.0%}" for share in r["acceptance_by_position"])
     return (
-        f"{'':16}accepted by position {by_position or '-'}; plain {r['plain']['round_ms']['round']:.2f} ms a step, "
+        f"{'':16}accepted by position {by_position or '-'}; plain {r['plain']['round_ms']['round']:.2f} ms per step, "
         f"{r['percent_of_roofline']['plain']:.0f} % of the roofline, rounds {r['percent_of_roofline']['round']:.0f} %; "
-        f"by steps {shown(r['predicted']['by_steps'], '.2f')}x; KV read a token "
+        f"by steps {shown(r['predicted']['by_steps'], '.2f')}x; KV read per token "
         f"{' to '.join(f'{one / 1e6:.2f}' for one in kv)} MB; cache {memory['kv_cache_bytes'] / 2**20:,.0f} MiB, "
         f"peak {memory['peak_bytes'] / 2**20:,.0f} MiB; prefilled {prefill['tokens_computed']:,} of "
         f"{prefill['tokens_held']:,} tokens at {prefill['tokens_per_second']:,.0f}/s"
@@ -104,7 +104,7 @@ def more(r: Record) -> str:
 
 
 def speed_of(record: Record) -> float | None:
-    """Tokens per second while all rows are live, or where runs were too short for that, to completion."""
+    """Tokens per second while all rows are live or, if runs were too short for that, to completion."""
     found: float | None = record["tokens_per_second"]["steady"] or record["tokens_per_second"]["completion"]
     return found
 
@@ -116,7 +116,7 @@ def round_text(ms: Record) -> str:
 
 
 def distinct_text(record: Record) -> str:
-    """Of distinct 4-grams, of both ways; files of before it was told have none."""
+    """The share of distinct 4-grams of both ways; older files have none."""
     found = record.get("distinct_4grams", dict.fromkeys(WAYS))
     return ", ".join(shown(found[way], ".0%") for way in WAYS)
 
@@ -130,6 +130,11 @@ def equal_text(record: Record) -> str:
 def ends_text(found: Record) -> str:
     """The least and the greatest of the pairs."""
     return f"({found['min']:.2f} to {found['max']:.2f})"
+
+
+def ratio_text(found: Record) -> str:
+    """The median of the pairs, and these."""
+    return f"{found['median']:.2f}x {ends_text(found)}"
 
 
 SIZES = Table(
@@ -173,5 +178,5 @@ POLICIES = Table(
 
 def difference_text(one: Record) -> str:
     """A difference in words."""
-    gap = "not looked into" if one["gap"] is None else f"logits {one['gap']:.2g} apart"
+    gap = "not examined" if one["gap"] is None else f"logits {one['gap']:.2g} apart"
     return f"    prompt {one['row']} from token {one['position']} on ({gap})"

@@ -1,4 +1,4 @@
-"""Prompts to measure with: stretches of texts, rows that run round one, ragged ones, random tokens."""
+"""Prompts to measure with: stretches of texts, rows that wrap around one text, ragged ones, random tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from gpt_fast_sd.model import Tokenizer
 
-CONTEXT = 4096  # tokens of a prompt that nobody asked to be of some length
+CONTEXT = 4096  # tokens of a prompt if no length is given
 
 
 def read_text(path: Path) -> str:
@@ -22,7 +22,7 @@ def read_text(path: Path) -> str:
 
 
 def tokens_of(path: Path, tokenizer: Tokenizer) -> list[int]:
-    """The file's tokens, no BOS; ValueError where there is none."""
+    """The file's tokens, no BOS; ValueError if there are none."""
     ids = tokenizer.encode(read_text(path), bos=False)
     if not ids:
         raise ValueError(f"{path} is empty: give it some text")
@@ -30,9 +30,9 @@ def tokens_of(path: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def stretches(texts: Mapping[str, Sequence[int]], n: int, length: int, bos: int | None) -> list[list[int]]:
-    """n prompts of length tokens, BOS first, each its own stretch, dealt over the texts in turn.
+    """n prompts of length tokens, BOS first, each its own stretch, taken from the texts in turn.
 
-    ValueError where a text holds too few tokens for its share.
+    ValueError if a text has too few tokens for its share.
     """
     body = length - (bos is not None)
     cuts = []
@@ -50,16 +50,16 @@ def stretches(texts: Mapping[str, Sequence[int]], n: int, length: int, bos: int 
 
 
 def longest_context(n_tokens: int, batch: int, positions: int) -> int:
-    """CONTEXT, or less where text or model end before; in hundreds where that leaves much."""
+    """CONTEXT, or less if text or model are shorter; rounded to hundreds if that leaves enough."""
     most = min(CONTEXT, n_tokens // batch + 1, positions)
     return most if most == CONTEXT or most < 200 else most // 100 * 100
 
 
 def round_the_text(ids: Sequence[int], n: int, length: int, bos: int | None) -> tuple[list[list[int]], str | None]:
-    """n prompts of length tokens, BOS first, and what is to be said about them.
+    """n prompts of length tokens, BOS first, and a remark about them.
 
-    Row i begins i / n through the ids and goes on at their beginning where they end. A row's shorter prompts are the
-    beginnings of its longer ones, so that a slot that holds one need not compute it again.
+    Row i begins i / n through the ids and wraps around at their end. A row's shorter prompts are the beginnings of its
+    longer ones, so that a slot that holds one need not compute it again.
     """
     first = [] if bos is None else [bos]
     body = length - len(first)
@@ -73,14 +73,14 @@ def round_the_text(ids: Sequence[int], n: int, length: int, bos: int | None) -> 
 
 
 def random_text(n: int, vocab_size: int, seed: int) -> list[int]:
-    """n token ids without meaning, the same for the same seed."""
+    """n random token ids, deterministic in the seed."""
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def ragged(
     texts: Mapping[str, Sequence[int]], n: int, shortest: int, longest: int, bos: int | None, seed: int
 ) -> list[list[int]]:
-    """n prompts of shortest to longest tokens from anywhere in the texts; the same for the same seed."""
+    """n prompts of shortest to longest tokens from anywhere in the texts; deterministic in the seed."""
     rng, pool = np.random.default_rng(seed), list(texts.values())
     for name, ids in texts.items():
         if len(ids) < longest:

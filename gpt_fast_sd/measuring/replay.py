@@ -1,9 +1,9 @@
 """Acceptance replay: the real round, keeping as many drafts as a seeded table says, for timing without real weights.
 
-Draft, verification, judging, commit and selection run as they always do; only how many drafts are kept is overwritten.
-So the seconds are real and the tokens are not: whatever is measured this way must be called a replay.
+Draft, verification, judging, commit and selection run as always; only the number of accepted drafts is overwritten.
+So the seconds are real and the tokens are not: anything measured this way must be called a replay.
 
-Shapes: B slots, gamma tokens drafted a round, R rounds of a table.
+Shapes: B slots, gamma tokens drafted per round, R rounds of a table.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..acceptance import AcceptResult
 from .roofline import omega
 
 ROW_STD = 0.05  # of a row's acceptance: spread between requests in SpecDecode-Bench's Llama-3.1-8B data
-LEAST, MOST = 0.02, 0.999  # where the chances of an unusual row end
+LEAST, MOST = 0.02, 0.999  # limits of the chances of an unusual row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """The chance that the first, second, ... draft of a round is accepted if those before it were; flat after the last.
 
-    source: where it was published, or what it stands for. budget: cache entries that drafts read there, or nearly.
+    source: where it was published, or what it stands for. budget: about how many cache entries drafts read there.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Profile:
             raise ValueError(f"chances of profile {self.name} must be from 0 to 1, got {self.chances}")
 
     def rows(self, deviates: Tensor, gamma: int) -> Tensor:
-        """The chances of rows that are so many standard deviations off: [B] -> fp64 [B, gamma]."""
+        """The chances of rows this many standard deviations off the mean: [B] -> fp64 [B, gamma]."""
         places = [min(i, len(self.chances) - 1) for i in range(gamma)]
         mean = torch.tensor(self.chances, dtype=torch.float64)[places]  # [gamma]
         return (mean + ROW_STD * deviates.double()[:, None]).clamp(LEAST, MOST)
 
     def tokens(self, gamma: int) -> float:
-        """Tokens a round of gamma drafts is expected to emit, over rows as spread as the table's."""
+        """Expected tokens per round of gamma drafts, over rows with the spread of the table's."""
         quantiles = (torch.arange(256, dtype=torch.float64) + 0.5) / 256
         deviates = torch.special.ndtri(quantiles)
         return sum(omega(gamma, chances) for chances in self.rows(deviates, gamma).tolist()) / len(deviates)
@@ -88,7 +88,7 @@ PROFILES = {
 
 
 def replay_table(profile: Profile, rounds: int, batch: int, gamma: int, seed: int, device: torch.device) -> Tensor:
-    """How many drafts each row keeps in each round: int64 [R, B], 0..gamma; the same seed gives the same everywhere."""
+    """How many drafts each row keeps in each round: int64 [R, B], 0..gamma; deterministic in the seed, everywhere."""
     generator = torch.Generator().manual_seed(seed)
     chances = profile.rows(torch.randn(batch, generator=generator), gamma)  # [B, gamma]
     kept = torch.rand(rounds, batch, gamma, dtype=torch.float64, generator=generator) < chances  # [R, B, gamma]
@@ -96,26 +96,26 @@ def replay_table(profile: Profile, rounds: int, batch: int, gamma: int, seed: in
 
 
 class Replay:
-    """A table and a place in it, both on the device: a captured graph reads the next row at every replay of its own."""
+    """A table and a place in it, both on the device: a captured graph reads the next row at each of its replays."""
 
     def __init__(self, table: Tensor) -> None:
-        """table: int64 [R, B], see replay_table; it is read round and round."""
+        """table: int64 [R, B], see replay_table; it is read cyclically."""
         self.table = table
         self.place = torch.zeros(1, dtype=torch.int64, device=table.device)
 
     def rewind(self) -> None:
-        """Begin at the first row again; no host read."""
+        """Restart at the first row; no host read."""
         self.place.zero_()
 
     def apply(self, result: AcceptResult, drafted: Tensor, max_accept: Tensor) -> AcceptResult:
         """Keep as many drafts as the table says, at most max_accept [B]: drafted int64 [B, gamma].
 
-        The token after them is the target's own where the result stood at the same place or every draft is kept, else
-        the draft that stands there. Nothing here is read by the host, so it may be part of a captured graph.
+        The token after them is the target's own if the real result ended at the same place or every draft is kept, else
+        the draft at that place. The host reads nothing here, so it may be part of a captured graph.
         """
         if not drafted.shape[1]:  # plain decoding keeps its place in the table
             return result
-        row = self.table.index_select(0, self.place)[0]  # [B]; indexing by a tensor of no dimension would be read
+        row = self.table.index_select(0, self.place)[0]  # [B]; the host would read a zero-dimensional index
         n_accepted = torch.minimum(row, max_accept)  # [B]
         self.place.copy_((self.place + 1) % self.table.shape[0])
         there = torch.cat([drafted, result.next_token[:, None]], 1)  # [B, gamma + 1]

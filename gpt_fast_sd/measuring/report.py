@@ -1,12 +1,12 @@
-"""A run as one page to look at: who proposed each token, what was refused, how rounds went, and what drafts read.
+"""A run as one HTML page: who proposed each token, what was refused, how rounds went, and what drafts read.
 
     recorder = Recorder(engine.tokenizer, prompts, params, engine.policy.proposers)
     engine.on_round = recorder
     engine.generate(prompts, params)
     Path("run.html").write_text(page(recorder, "my run", ways={"speculative": Way.of([engine.stats])}))
 
-The page needs no other file and no network. What a long run has too much of is thinned or left out, and the page says
-so: it never grows beyond MOST_BYTES.
+The page needs no other file and no network. The data of a long run is thinned or cut, and the page says so: it never
+grows beyond MOST_BYTES.
 
 Shapes: S positions, W stretches of positions that are drawn as one.
 """
@@ -31,10 +31,10 @@ from ..stats import EngineStats
 MOST_BYTES = 400_000  # of a page
 TEXT_BYTES, VIEW_BYTES = 160_000, 80_000  # of it, for tokens and for what drafts read
 MOST_REQUESTS, MOST_ROUNDS, MOST_VIEWS = 48, 1000, 256  # shown: texts, rounds of the timeline, rounds of a text's views
-WIDTH = 192  # stretches that what a draft reads is drawn in
+WIDTH = 192  # stretches in the picture of what a draft reads
 MOST_CHARS, ENDING = 400, 240  # of a name or a fact, and of the end of a prompt
 DIGITS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
-HERE = "__RUN__"  # where the template takes the run
+HERE = "__RUN__"  # the template's placeholder for the run
 
 Json = dict[str, Any]
 Part = tuple[int, list[str], list[int], int, list[str]]  # round, its pieces and their sources, drafted, refused
@@ -42,19 +42,19 @@ Part = tuple[int, list[str], list[int], int, list[str]]  # round, its pieces and
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to decode the prompts: the account of its run, and the tokens/s of all that were timed."""
+    """One way to decode the prompts: the statistics of its run, and the tokens/s of all timed runs."""
 
     stats: EngineStats
     speeds: Sequence[float]
 
     @classmethod
     def of(cls, runs: Sequence[EngineStats]) -> Way:
-        """The run of median speed stands for all."""
+        """The run of median speed represents all."""
         ranked = sorted(runs, key=lambda stats: stats.decode_tokens_per_second)
         return cls(stats=ranked[len(runs) // 2], speeds=[stats.decode_tokens_per_second for stats in runs])
 
     def as_dict(self) -> Json:
-        """JSON-ready: what the page compares."""
+        """The figures that the page compares, JSON-ready."""
         stats, rounds = self.stats, max(1, self.stats.rounds)
         return {
             "speed": stats.decode_tokens_per_second,
@@ -71,13 +71,13 @@ class Way:
 
 @dataclass
 class _Views:
-    """What the drafts for one text read: all rounds summed, and as many of them apart as are kept."""
+    """The entries that drafts for one text read: the sum of all rounds, and a limited number of single rounds."""
 
-    length: int  # positions that the text may come to
+    length: int  # the most positions of the text
     total: np.ndarray[Any, np.dtype[np.float64]] = field(init=False)  # [W]
     seen: int = 0  # rounds
-    every: int = 1  # of which each such one is kept
-    kept: list[tuple[int, str, int]] = field(default_factory=list)  # round, a digit for each stretch, entries read
+    every: int = 1  # every n-th of which is kept
+    kept: list[tuple[int, str, int]] = field(default_factory=list)  # round, one digit per stretch, entries read
 
     def __post_init__(self) -> None:
         width = min(WIDTH, self.length)
@@ -85,7 +85,7 @@ class _Views:
         self.total = np.zeros(width)
 
     def add(self, number: int, read: Tensor) -> None:
-        """A round read these shares of positions, fp32 [S]."""
+        """Add a round that read these shares of positions, fp32 [S]."""
         n = min(len(read), self.length)
         sums = np.concatenate(([0.0], read[:n].double().cumsum(0).numpy()))  # [n + 1]
         shares = np.diff(sums[np.minimum(self.edges, n)]) / np.diff(self.edges)  # [W]
@@ -97,10 +97,10 @@ class _Views:
         self.seen += 1
 
     def as_dict(self, n_written: int, allowed: int) -> Json | None:
-        """JSON-ready, for a text that came to n_written positions, in about so many bytes."""
+        """JSON-ready, for a text that reached n_written positions, in about this many bytes."""
         if not self.total.any():  # a policy that reads no keys, or nothing drafted
             return None
-        used = int(np.searchsorted(self.edges, n_written))  # stretches that hold something
+        used = int(np.searchsorted(self.edges, n_written))  # stretches that are not empty
         most = max(1, allowed // (used + 24))
         apart = -(-len(self.kept) // most)
         return {
@@ -113,7 +113,7 @@ class _Views:
 
 @dataclass
 class _Text:
-    """One request as it went."""
+    """The record of one request."""
 
     n_prompt: int
     ending: str  # of the prompt
@@ -136,7 +136,7 @@ class Recorder:
         params: Sequence[SamplingParams],
         proposers: Sequence[str] = (),
     ) -> None:
-        """The prompts and parameters of the run, whose events count them so; who may draft."""
+        """The prompts and parameters of the run, in the order in which its events number them; who may draft."""
         self.tokenizer, self.sources = tokenizer, ["target", *proposers]
         self.n_requests, self.n_rounds = len(prompts), 0
         self.rounds: list[list[float]] = []
@@ -182,7 +182,7 @@ class Recorder:
             text.finish = event.completion.finish_reason
 
     def _texts_of(self, context: Sequence[int], tokens: Sequence[int]) -> list[str]:
-        """What each of these tokens would have added behind the context; the token's id where that is no text."""
+        """The text that each of these tokens would have added after the context, or its id if that is not text."""
         if self.tokenizer is None:
             return [f"{token} " for token in tokens]
         decoder = StreamDecoder(self.tokenizer, context)
@@ -194,7 +194,7 @@ class Recorder:
         return self.tokenizer.decode(list(prompt[-80:]))[-ENDING:].lstrip("\ufffd")
 
     def as_dict(self, names: Sequence[int]) -> Json:
-        """JSON-ready, as much as a page may hold; names: what each request is called."""
+        """JSON-ready, as much as a page may hold; names: the name of each request."""
         requests, left, views_left = [], TEXT_BYTES, VIEW_BYTES
         cut = 0
         for behind, (index, text) in zip(range(len(self.texts), 0, -1), self.texts.items(), strict=True):
@@ -222,7 +222,7 @@ class Recorder:
         }  # fmt: skip
 
     def _left_out(self, requests: Sequence[Json], cut: int) -> list[str]:
-        """What is not on the page, in sentences."""
+        """Sentences on what is not on the page."""
         said = []
         if self.n_requests > len(requests):
             said.append(f"Texts: the first {len(requests):,} of {self.n_requests:,} requests are shown.")
@@ -241,13 +241,13 @@ class Recorder:
 
 
 def digits(shares: np.ndarray[Any, np.dtype[np.float64]]) -> str:
-    """Shares from 0 to 1 as one of 64 digits each; only nothing at all is the first."""
+    """Shares from 0 to 1 as one of 64 digits each; the first means exactly 0."""
     text: str = DIGITS[np.ceil(63 * shares.clip(0, 1) - 1e-9).astype(np.int64)].tobytes().decode("ascii")
     return text
 
 
 def in_script(value: object) -> str:
-    """JSON that may stand in a script element of an HTML page whatever texts it holds; all of it is ASCII."""
+    """JSON that is safe in a script element of an HTML page, whatever texts it holds; all ASCII."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -264,9 +264,9 @@ def page(
 ) -> str:
     """The HTML document of a run.
 
-    ways: "plain" and "speculative", as far as they ran. facts: what is told of the run besides, name and text. names:
-    what each request is called, where that is not its index. verdict: sentences on how the ways' outputs compare.
-    left_out: sentences on what the recorder was not given.
+    ways: "plain" and "speculative", those that ran. facts: other facts about the run, name and text. names: the name of
+    each request, if not its index. verdict: sentences on how the ways' outputs compare. left_out: sentences on what the
+    recorder was not given.
     """
     run = recorder.as_dict(names if names is not None else range(recorder.n_requests))
     run["left_out"] += left_out

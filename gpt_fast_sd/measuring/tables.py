@@ -8,13 +8,13 @@ from typing import Any
 
 
 def shown(value: float | None, how: str) -> str:
-    """A number, formatted so; a dash where there is none."""
+    """A number in this format; a dash if there is none."""
     return "-" if value is None else format(value, how)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading, what it shows of a row, and on a terminal its width and on which side texts begin."""
+    """A column: its heading, its text for a row, and on a terminal its width and alignment."""
 
     heading: str
     show: Callable[[Any], str]
@@ -27,7 +27,7 @@ class Column:
 
 
 class Table:
-    """Columns in their order, none narrower than its heading. Rows are whatever the columns can show."""
+    """Columns in order, none narrower than its heading. Rows are whatever the columns can show."""
 
     def __init__(self, *columns: Column) -> None:
         self.columns = columns

@@ -1,4 +1,4 @@
-"""Plain and speculative decoding of the same prompts in turns: what counts is the ratio of a pair of runs."""
+"""Plain and speculative decoding of the same prompts in turns: the ratio of a pair of runs is what counts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Mark:
 
 
 def steady_speed(marks: Sequence[Mark]) -> float | None:
-    """Tokens per second from the end of the first round to that of the last that ended no row; None if they are one.
+    """Tokens per second from the end of the first round to that of the last in which no row ended; None for one round.
 
-    In a round every live row has one event, and they come together: a row that comes again begins another round.
+    In a round every live row has one event, and they come together: when a row comes again, another round begins.
     """
     rounds: list[list[Mark]] = []
     for mark in marks:
@@ -53,7 +53,7 @@ def steady_speed(marks: Sequence[Mark]) -> float | None:
 
 @dataclass(frozen=True)
 class Run:
-    """All prompts to their ends, once."""
+    """One run of all prompts to their ends."""
 
     stats: EngineStats
     steady: float | None  # tokens per second
@@ -97,18 +97,18 @@ class Turns:
     capture_seconds: float = 0.0  # of the untimed runs
 
     def ratios(self, speed: str = "completion") -> list[float]:
-        """Speculative over plain speed of each pair, "steady" or "completion"; empty where a run was too short."""
+        """Speculative over plain speed of each pair, "steady" or "completion"; empty if a run was too short."""
         pairs = [(getattr(s, speed), getattr(p, speed)) for p, s in zip(self.plain, self.speculative, strict=True)]
         return [s / p for s, p in pairs] if all(s and p for s, p in pairs) else []
 
     @property
     def counts(self) -> EngineStats:
-        """What all speculative runs counted; with a fixed gamma each counted the same."""
+        """The summed statistics of all speculative runs; with a fixed gamma all count the same."""
         return totals(self.speculative)
 
     @property
     def first_differences(self) -> list[Record]:
-        """Where a speculative output first leaves the plain one of its pair: row and position."""
+        """Where a speculative output first differs from the plain one of its pair: row and position."""
         found: dict[int, int] = {}
         for plain, speculative in zip(self.plain, self.speculative, strict=True):
             for row, outputs in enumerate(zip(plain.outputs, speculative.outputs, strict=True)):
@@ -124,9 +124,9 @@ class Turns:
 
     @property
     def by_steps(self) -> float | None:
-        """The ratio by Omega T_T / (gamma T_D + T_V) of the measured steps; None where rounds were not timed by part.
+        """The ratio Omega T_T / (gamma T_D + T_V) of the measured steps; None if rounds were not timed by part.
 
-        It leaves out the host, and rows that end before the last one.
+        It ignores the host, and rows that end before the last one.
         """
         alpha, found = alpha_of(self.counts), []
         for plain, speculative in zip(self.plain, self.speculative, strict=True):
@@ -147,9 +147,9 @@ def take_turns(
     seconds: float = 0.0,
     progress: Callable[[str], object] = lambda what: None,
 ) -> Turns:
-    """n pairs of runs after an untimed short one of each kind; who goes first alternates.
+    """n pairs of runs after an untimed short one of each kind; the order alternates.
 
-    More pairs until they took so many seconds: short runs are at the mercy of what else is running.
+    More pairs until they took this many seconds: other work on the machine disturbs short runs.
     """
     short = [replace(p, max_tokens=min(SHORT, p.max_tokens)) for p in params]
     progress("prefill")
@@ -173,7 +173,7 @@ def take_turns(
 
 
 def totals(runs: Sequence[Run]) -> EngineStats:
-    """What all runs counted together."""
+    """The summed statistics of all runs."""
     return sum((one.stats for one in runs), EngineStats())
 
 
@@ -183,7 +183,7 @@ def spread(values: Sequence[float]) -> Record:
 
 
 def median_interval(values: Sequence[float]) -> list[float]:
-    """Between which of the values their median lies with a chance of 95 %, whatever they are drawn from."""
+    """The two values between which the median is with a chance of 95 %, whatever their distribution."""
     n, outside, below = len(values), 0, 0.0
     while 2 * (below := below + math.comb(n, outside) / 2**n) <= 0.05:
         outside += 1
@@ -194,7 +194,7 @@ def median_interval(values: Sequence[float]) -> list[float]:
 def round_ms(runs: Sequence[Run]) -> Record:
     """Milliseconds of a round, whole and by part: the median over runs, so that an interrupted one does not count.
 
-    The parts are None where a round is one graph, which is not timed by part.
+    The parts are None if a round is one graph, which is not timed by part.
     """
     found: Record = {
         part: 1e3 * statistics.median(getattr(one.stats, name) / one.stats.rounds for one in runs)
@@ -207,9 +207,9 @@ def round_ms(runs: Sequence[Run]) -> Record:
 
 
 def distinct_4grams(outputs: Sequence[Sequence[int]]) -> float | None:
-    """The share of distinct ones among each row's runs of four tokens, its mean over the rows; 1: nothing comes twice.
+    """The share of distinct ones among each row's runs of four tokens, its mean over the rows; 1: nothing repeats.
 
-    Text that repeats itself is easy to draft. Rows of less than four tokens do not count; None where there is no other.
+    Text that repeats itself is easy to draft. Rows of fewer than four tokens do not count; None if there are no others.
     """
     rows = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in outputs]
     shares = [len(set(runs)) / len(runs) for runs in rows if runs]
@@ -224,7 +224,7 @@ def alpha_of(stats: EngineStats) -> float:
 
 
 def tokens_by_alpha(stats: EngineStats, alpha: float) -> float:
-    """Tokens per row and round by Omega, at the run's gammas and share of row rounds that drafted at all."""
+    """Tokens per row and round by Omega, at the run's gammas and its share of row rounds that drafted at all."""
     rounds = sum(stats.rounds_by_gamma.values())
     drafting = sum(n for gamma, n in stats.rounds_by_gamma.items() if gamma)
     if not drafting or not stats.drafted:
@@ -236,7 +236,7 @@ def tokens_by_alpha(stats: EngineStats, alpha: float) -> float:
 def way_of(runs: Sequence[Run], batch: int) -> Record:
     """One way of decoding, JSON-ready: medians over its runs.
 
-    ms_per_token is what one row waits for a token on average.
+    ms_per_token is the average time that one row waits for a token.
     """
     speeds = {name: [getattr(one, name) for one in runs] for name in ("steady", "completion")}
     middle = {name: statistics.median(found) if None not in found else None for name, found in speeds.items()}

@@ -1,6 +1,6 @@
-"""Who drafts: one file a policy, all behind `DraftPolicy`; sparse ones are a `View` of a cache that a model reads.
+"""Who drafts: one file per policy, all behind `DraftPolicy`; sparse ones are a `View` of a cache that a model reads.
 
-Behind this door: `build_policy`, which makes the policy that a DraftConfig names.
+It exports `build_policy`, which makes the policy that a DraftConfig names.
 """
 
 from .base import Draft, DraftPolicy, ModelDraft, OwnPrefill, View, build_view

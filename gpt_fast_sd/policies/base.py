@@ -1,4 +1,4 @@
-"""What every draft policy is, what a view of a cache is, and a model that drafts through a view.
+"""The base classes of draft policies and of views of a cache, and a model that drafts through a view.
 
 A policy proposes tokens; a view says which committed entries of a cache the drafting model reads, at their true
 positions. The target judges, so neither can change what is emitted, only how fast.
@@ -31,10 +31,10 @@ from ..sampling import DRAFT_STREAM
 
 @dataclass(frozen=True)
 class Draft:
-    """What a policy proposes for one round."""
+    """The drafts of a policy for one round."""
 
     tokens: Tensor  # int64 [B, gamma]
-    q: Tensor | None  # fp32 [B, gamma, V], what each token was drawn from; None: drawn without chance
+    q: Tensor | None  # fp32 [B, gamma, V], the distribution of each token; None: the drafts are deterministic
     count: Tensor  # int64 [B], how many of a row's tokens count, 0..gamma
     proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
 
@@ -46,27 +46,28 @@ class Draft:
 
 @dataclass(frozen=True)
 class ModelSteps:
-    """Equal steps of one model: what a cost model has to know of drafting, told before anything is built."""
+    """Equal steps of one model: all that a cost model needs to know about drafting, before anything is built."""
 
     model: ModelConfig
     count: int
-    view: str  # which the model reads its cache through
+    view: str  # through which the model reads its cache
     n_tokens: int = 1  # of each row
 
 
 class Drafts:
-    """What policies and views share: at each point of a round what their parts do, and nothing where they have none.
+    """Shared by policies and views: each hook calls the same hook of the parts, and does nothing if there are none.
 
-    The methods run in the order they stand here, round after round: on the host between rounds, by the plan of the next
-    one, or on the device inside them, where nothing may be decided by values that the host would have to read.
+    The methods run in the order of their definition here, round after round: on the host between rounds, given the plan
+    of the next one, or on the device inside them, where no decision may depend on values that the host would have to
+    read.
     """
 
-    wants_mass = False  # whether device_after_verify is given attention mass; by its page, if it has one
-    refresh_every = 0  # tokens that a row commits from one refresh to the next; 0: it needs none
+    wants_mass = False  # whether device_after_verify receives attention mass, summed over its `page` if it has one
+    refresh_every = 0  # tokens that a row commits from one refresh to the next; 0: no refresh is needed
 
     @property
     def parts(self) -> tuple[Drafts, ...]:
-        """What it is made of."""
+        """The policies and views that it is made of."""
         return ()
 
     @property
@@ -75,49 +76,49 @@ class Drafts:
         return sum(part.graphs for part in self.parts)
 
     def warm_up(self) -> None:
-        """Compile what is called between rounds. A round over idle slots follows, which compiles what rounds call.
+        """Compile the steps that run between rounds. A round over idle slots follows, which compiles the others.
 
-        What slots hold must stay as it is.
+        The contents of slots must not change.
         """
         for part in self.parts:
             part.warm_up()
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """On the host: a slot was prefilled with all of its prompt but the last token, which is pending."""
+        """On the host: a slot was prefilled with all of its prompt except the last token, which is pending."""
         for part in self.parts:
             part.host_admit(slot, prompt)
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
-        """On the host: whether host_before_round must know exactly how far rows are, plan.ahead being 0.
+        """On the host: True if host_before_round needs exact lengths, i.e. no round may be in flight (plan.ahead 0).
 
-        Told from plan.lengths, of which each may have grown by up to plan.ahead. Asked before a round that drafts,
-        which then waits for the one under way, and before one that does not.
+        It decides from plan.lengths, each of which may have grown by up to plan.ahead. It is called before every round;
+        one that drafts then waits for the one in flight.
         """
-        return any([part.host_must_wait(plan) for part in self.parts])  # of all: each may have to follow every round
+        return any([part.host_must_wait(plan) for part in self.parts])  # call all: each may have to follow every round
 
     def host_before_round(self, state: BatchState, plan: RoundPlan) -> None:
-        """On the host, before a round that drafts: what needs a decision or a step of its own, and is not captured."""
+        """On the host, before a round that drafts: decisions, and steps of its own that are not captured."""
         for part in self.parts:
             part.host_before_round(state, plan)
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
-        """On the host, after host_before_round: keys to have in view for each device_refresh that is wanted now.
+        """On the host, after host_before_round: keys to have in view for each device_refresh that is needed now.
 
-        Told from plan.lengths, of which each may have grown by up to plan.ahead: enough for all rows that may be due.
+        From plan.lengths, each of which may have grown by up to plan.ahead: enough for all rows that may be due.
         """
         passes = itertools.zip_longest(*(part.host_refreshes(plan) for part in self.parts), fillvalue=0)
         return [max(n_keys) for n_keys in passes]  # one serves all parts
 
     def device_refresh(self, state: BatchState, n_keys: int) -> None:
-        """On the device: select anew for rows that are due, which only the device tells.
+        """On the device: refresh the selection of rows that are due; only the device knows which.
 
-        n_keys: no row that may be due has more. A row's selection, and when it is made, must hang on that row alone.
+        n_keys: no row that may be due has more. A row's selection, and its time, must depend on that row alone.
         """
         for part in self.parts:
             part.device_refresh(state, n_keys)
 
     def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
-        """On the device, the round is committed. mass fp32 [L, B, K, S // page]: what each block of keys received."""
+        """On the device, once the round is committed. mass fp32 [L, B, K, S // page]: attention to blocks of keys."""
         for part in self.parts:
             part.device_after_verify(state, mass)
 
@@ -128,11 +129,11 @@ class Drafts:
 
 
 class DraftPolicy(Drafts):
-    """Proposes up to plan.gamma tokens a row."""
+    """Proposes up to plan.gamma tokens per row."""
 
     about = "nobody: plain decoding"  # who proposes, in a phrase
-    flags: tuple[str, ...] = ()  # the fields of DraftConfig that it heeds beside gamma
-    beyond = 0  # tokens that a step of it may feed past gamma
+    flags: tuple[str, ...] = ()  # the fields of DraftConfig that it uses besides gamma
+    beyond = 0  # tokens past gamma that one of its steps may feed
     own_cache = False  # whether it drafts from a cache that is not the target's
     proposers: tuple[str, ...] = ()  # who may have proposed a token, see Draft.proposer
 
@@ -140,7 +141,7 @@ class DraftPolicy(Drafts):
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> DraftPolicy:
-        """The one that a configuration asks for; ValueError where it does not fit the models.
+        """The policy that a configuration describes; ValueError if it does not fit the models.
 
         draft_group: the ranks that hold the draft model together.
         """
@@ -148,7 +149,7 @@ class DraftPolicy(Drafts):
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
-        """The views that models of it read caches through, the target's or its own first."""
+        """The views through which its models read caches, the target's or its own first."""
         return ()
 
     @classmethod
@@ -163,14 +164,14 @@ class DraftPolicy(Drafts):
 
     @classmethod
     def steps(cls, gamma: int) -> int:
-        """Steps of models, and searches, that drafting gamma tokens takes at most."""
+        """The most steps of models, and searches, that drafting gamma tokens takes."""
         return gamma
 
     @classmethod
     def model_steps(
         cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
     ) -> list[ModelSteps]:
-        """The steps of models that drafting gamma tokens takes; ValueError where it does not fit the models."""
+        """The steps of models that drafting gamma tokens takes; ValueError if it does not fit the models."""
         return []
 
     def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
@@ -178,7 +179,7 @@ class DraftPolicy(Drafts):
         raise NotImplementedError
 
     def n_steps(self, gamma: int) -> float:
-        """What drafting gamma tokens costs, counted in steps that take the same time; see GammaPlanner."""
+        """The cost of drafting gamma tokens, counted in steps that take the same time; see GammaPlanner."""
         return gamma
 
     def kv_bytes(self, plan: RoundPlan) -> int:
@@ -186,16 +187,16 @@ class DraftPolicy(Drafts):
         return 0
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """What a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
+        """The positions that a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
         raise NotImplementedError
 
 
 @runtime_checkable
 class OwnPrefill(Protocol):
-    """A policy that has to prefill prompts itself, beside what the target does."""
+    """A policy that has to prefill prompts itself, in addition to the target."""
 
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
-        """Begin with what host_admit would prefill: rounds may come between its chunks; that call comes last."""
+        """Begin the prefill that host_admit needs: rounds may run between its chunks; host_admit is called last."""
         ...
 
 
@@ -203,15 +204,15 @@ class View(Drafts):
     """Which committed entries of a runner's cache a query reads: at most `budget` in each layer and kv head."""
 
     about = ""  # what it reads, in a phrase
-    flags: tuple[str, ...] = ("budget",)  # the fields of DraftConfig that it heeds
-    of_target = False  # whether it selects by what only the target's verification tells
-    n_observed = 0  # committed tokens that it feeds again, in a pass of its own, to select
+    flags: tuple[str, ...] = ("budget",)  # the fields of DraftConfig that it uses
+    of_target = False  # whether it needs the target's verification to select
+    n_observed = 0  # committed tokens that it feeds again to select, in a pass of its own
 
     runner: Runner
 
     @classmethod
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> View:
-        """The view of a runner's cache. max_new: the most tokens a round feeds beyond the committed ones."""
+        """The view of a runner's cache. max_new: the most tokens that a round feeds beyond the committed ones."""
         raise NotImplementedError
 
     @classmethod
@@ -221,7 +222,7 @@ class View(Drafts):
 
     @classmethod
     def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
-        """Bytes of selections: n_lists L * B * K of them, beside a cache of so many bytes, were it not quantized."""
+        """Bytes of selections: n_lists = L * B * K of them, next to a cache of kv_bytes if it were not quantized."""
         return 0
 
     @classmethod
@@ -231,7 +232,7 @@ class View(Drafts):
 
     @classmethod
     def refresh_period(cls, config: DraftConfig) -> int:
-        """The refresh_every of the view that a configuration asks for."""
+        """The refresh_every of the view that a configuration describes."""
         return 0
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
@@ -242,11 +243,11 @@ class View(Drafts):
         """On the device, before a round's drafts: let the window slide to the committed end."""
 
     def entries_read(self, n_keys: int) -> int:
-        """Cache entries a slot whose step reads costs in one layer and kv head, bounds counted as entries."""
+        """Cache entries per slot that a step reads in one layer and kv head, bounds counted as entries."""
         raise NotImplementedError
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """What queries at pos [B] read: bool [L, B, K, S]."""
+        """The positions that queries at pos [B] read: bool [L, B, K, S]."""
         raise NotImplementedError
 
 
@@ -266,7 +267,7 @@ def draft_step(
 
 
 def build_view(config: DraftConfig, name: str, runner: Runner) -> View:
-    """The view of that name over a runner's cache, as the policy of a configuration needs it."""
+    """The view of that name over a runner's cache, for the policy of a configuration."""
     max_new = config.max_gamma + 2 + registry.policy_class(config.policy).beyond
     view: View = registry.view_class(name).build(config, runner, max_new)
     return view
@@ -285,19 +286,19 @@ class ModelDraft(DraftPolicy):
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> DraftPolicy:
-        """The target drafts through the view that is its name."""
+        """Build a self-draft of the target through the view of the policy's name."""
         return ModelDraft(target, build_view(config, config.policy, target), config.policy)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
-        """The view that is its name."""
+        """The name of the policy is that of its view."""
         return (config.policy,)
 
     @classmethod
     def model_steps(
         cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
     ) -> list[ModelSteps]:
-        """A step of the target for each token."""
+        """One step of the target per token."""
         return [ModelSteps(target, gamma, cls.views(config)[0])]
 
     def __init__(self, runner: Runner, view: View, name: str) -> None:
@@ -305,7 +306,7 @@ class ModelDraft(DraftPolicy):
         self.proposers: tuple[str, ...] = (name,)
         self.wants_mass, self.refresh_every = view.wants_mass, view.refresh_every
         self.page: int | None = getattr(view, "page", None)
-        self.stream = DRAFT_STREAM  # what its tokens are drawn with
+        self.stream = DRAFT_STREAM  # the random stream of its tokens
         self.vocabulary = Vocabulary(runner.group.mesh, runner.model.config.vocab_size)
         compiles_sampling = traits_of(runner.device).compiles_sampling
         self._choose = CompiledStep(BatchState.choose, compiled=runner.compiled if compiles_sampling else None)
@@ -322,7 +323,7 @@ class ModelDraft(DraftPolicy):
         return super().graphs + self._step.graphs + self._choose.graphs
 
     def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
-        """gamma steps, each feeding the token of the one before."""
+        """gamma steps, each fed the token of the one before."""
         self.device_before_draft(state, plan)
         token, tokens, qs = state.pending, [], []
         for i in range(plan.gamma):
@@ -335,16 +336,16 @@ class ModelDraft(DraftPolicy):
         return Draft(torch.stack(tokens, 1), drawn, torch.full_like(state.pending, plan.gamma))
 
     def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
-        """Let the view slide: all committed tokens are in the cache."""
+        """Slide the view's window; all committed tokens are in the cache."""
         self.view.device_before_draft(state, plan)
 
     def first(self, state: BatchState, plan: RoundPlan) -> Tensor:
-        """Feed what the drafting model has not seen yet -> logits [B, V] after the pending token."""
-        # copies, which like all later steps' tensors were made in inference mode: other ones would be another graph
+        """Feed the tokens that the drafting model has not seen yet -> logits [B, V] after the pending token."""
+        # cloned, to be inference tensors like those of later steps: otherwise Dynamo compiles a second graph
         return self.feed(state.pending.clone()[:, None], state.seq_len.clone()[:, None], plan.n_keys)
 
     def feed(self, tokens: Tensor, pos: Tensor, n_keys: int, step: CompiledStep | None = None) -> Tensor:
-        """tokens, pos [B, T] -> fp32 logits [B, V] after the last of them; a T other than 1 brings its own step."""
+        """tokens, pos [B, T] -> fp32 logits [B, V] after the last of them; a T other than 1 passes its own step."""
         cache, (make, args) = self.runner.cache, self.view.kv()
         n_splits_carrier = span(cache, n_keys)
         out: Tensor = (step or self._step)(self.runner.model, tokens, pos, cache.layers, n_splits_carrier, make, args)
@@ -356,5 +357,5 @@ class ModelDraft(DraftPolicy):
         return entries * self.runner.cache.bytes_per_token
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """What a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
+        """The positions that a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
         return self.view.positions_read(pos)

@@ -14,11 +14,11 @@ from .base import DraftPolicy
 def build_policy(
     config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group | None = None
 ) -> DraftPolicy | None:
-    """The policy a configuration names, None for "off"; ValueError where it does not fit the models.
+    """The policy that a configuration names, None for "off"; ValueError if it does not fit the models.
 
     draft_group: the ranks that hold the draft model together; None: those that hold the target.
     """
-    if draft_model is not None and config.draft_model is None:  # a configuration names one only where one drafts
+    if draft_model is not None and config.draft_model is None:  # a configuration names one only if one drafts
         raise ValueError(f"a draft model was given, and policy {config.policy!r} drafts without one")
     if config.policy == "off":
         return None

@@ -19,7 +19,7 @@ from .base import ModelDraft, ModelSteps, build_view
 
 
 def exit_after(n: int | None, n_layers: int) -> int:
-    """Layers before an exit after n of them (None: half of them); ValueError where that is all."""
+    """Layers before an exit after n of them (None: half of them); ValueError if that is all of them."""
     n = n or max(1, n_layers // 2)
     if n >= n_layers:
         raise ValueError(f"exit_layers must be below the model's {n_layers} layers for an early exit, got {n}")
@@ -27,13 +27,13 @@ def exit_after(n: int | None, n_layers: int) -> int:
 
 
 def first_layers(target: Runner, n: int | None) -> Runner:
-    """The target's first n layers (None: half of them) over their part of its cache; ValueError where that is all."""
+    """The target's first n layers (None: half of them) over their part of its cache; ValueError if that is all."""
     n = exit_after(n, target.model.config.n_layers)
     return Runner(target.model.first_layers(n), target.cache.first_layers(n), target.compiled, target.group)
 
 
 class EarlyExitDraft(ModelDraft):
-    """A self-draft that leaves after n layers: it reads and writes the target's cache as far as these go."""
+    """A self-draft that exits after n layers: it reads and writes only these layers of the target's cache."""
 
     about = "the first `--exit-layers` layers of the target"
     flags = ("view", "budget", "exit_layers")
@@ -42,23 +42,23 @@ class EarlyExitDraft(ModelDraft):
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> EarlyExitDraft:
-        """The target's first layers, through a view of their part of its cache."""
+        """Build a draft from the target's first layers, through a view of their part of its cache."""
         runner, (name,) = first_layers(target, config.exit_layers), cls.views(config)
         return cls(runner, build_view(config, name, runner), config.policy)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
-        """As `view` says."""
+        """The view named by the configuration's `view`."""
         return (config.view or "streaming",)
 
     @classmethod
     def model_steps(
         cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
     ) -> list[ModelSteps]:
-        """A step of the first layers for each token."""
+        """One step of the first layers per token."""
         exits = replace(target, n_layers=exit_after(config.exit_layers, target.n_layers))
         return [ModelSteps(exits, gamma, cls.views(config)[0])]
 
     def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
-        """Let the view select from what the verification saw in these layers: mass fp32 [L, B, K, S // page]."""
+        """Let the view select by the verification's mass in these layers: mass fp32 [L, B, K, S // page]."""
         super().device_after_verify(state, None if mass is None else mass[: self.runner.shape[0]])

@@ -24,7 +24,7 @@ class FullView(View):
 
     @classmethod
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> View:
-        """It has no budget."""
+        """No budget."""
         return cls(runner)
 
     @classmethod
@@ -36,7 +36,7 @@ class FullView(View):
         self.runner = runner
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
-        """DenseKV, which takes nothing more."""
+        """DenseKV, without further arguments."""
         return DenseKV, ()
 
     def entries_read(self, n_keys: int) -> int:
@@ -44,7 +44,7 @@ class FullView(View):
         return self.runner.cache.splits(n_keys) * SPLIT
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """All at or before pos [B] -> bool [L, B, K, S]."""
+        """All positions at or before pos [B] -> bool [L, B, K, S]."""
         n_layers, _, n_kv = self.runner.shape
         place = torch.arange(self.runner.cache.capacity + SPLIT, device=pos.device)  # [S]
         return (place <= pos[:, None])[None, :, None].expand(n_layers, -1, n_kv, -1)

@@ -23,10 +23,10 @@ from .sparse import SlotView
 
 
 class GuidedView(SlotView):
-    """The blocks of most mass, whole, and a window that begins at a block's edge; selected anew by each verification.
+    """The blocks with the most mass, and a window that begins at a block's edge; each verification selects again.
 
     Before a slot's first verification it reads the first entries and the window. All queries of a verification count,
-    those of drafts that it rejects too: which they are is known only when the mass has been summed.
+    also those of rejected drafts: which these are is known only after the mass has been summed.
     """
 
     about = "the pages that the last verification attended to most, and a window"
@@ -35,7 +35,7 @@ class GuidedView(SlotView):
 
     @classmethod
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> GuidedView:
-        """Selected anew by every verification, or as the configuration says."""
+        """1, a new selection by every verification, or what the configuration says."""
         return cls(runner, budget=config.budget, page=config.page, refresh=config.refresh or 1, max_new=max_new)
 
     @classmethod
@@ -44,17 +44,17 @@ class GuidedView(SlotView):
         return 3 * config.page
 
     def __init__(self, runner: Runner, *, budget: int, page: int, refresh: int, max_new: int) -> None:
-        """refresh: committed tokens after which a row is selected anew; sooner where its window is full."""
-        growth = min(refresh, budget // 4)  # what the window has room for until the next selection
+        """refresh: committed tokens after which a row's selection is refreshed; sooner if its window is full."""
+        growth = min(refresh, budget // 4)  # tokens for which the window has room until the next selection
         n_blocks = max(1, (budget - 2 * page - growth) // page)
         super().__init__(runner, n_listed=n_blocks * page, window=budget - n_blocks * page, max_new=max_new)
         self.page = page
         self.apart = refresh
-        self.growth = min(growth, self.window - 2 * page)  # so that a block and more are left of the window
+        self.growth = min(growth, self.window - 2 * page)  # so that more than a block is left of the window
         self.selected_at = torch.full_like(self.window_start, -refresh)  # [B] seq_len at the last selection
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """What precedes the window, as far as the list goes: all of a short prompt, the beginning of a long one."""
+        """List what precedes the window while it fits: all of a short prompt, the beginning of a long one."""
         super().host_admit(slot, prompt)
         start = self._start(torch.tensor(len(prompt) - 1, device=self.slots.device))
         entry = torch.arange(self.slots.shape[-1], device=self.slots.device)
@@ -80,7 +80,7 @@ class GuidedView(SlotView):
     def _start(self, length: Tensor) -> Tensor:
         """Where the window of a row of that length begins at a selection: at a block's edge, with room to grow.
 
-        A row that the budget holds needs no room: list and window must reach each other.
+        A row that fits the budget needs no room: list and window must be adjacent.
         """
         aligned = (length + self.growth - self.window + self.page - 1).clamp(min=0) // self.page * self.page
         return torch.where(length <= self.budget, aligned.clamp(max=self.slots.shape[-1]), aligned)

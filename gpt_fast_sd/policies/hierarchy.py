@@ -37,8 +37,8 @@ CHEAP_GAMMA = 3  # tokens that the cheap policy drafts for a middle step
 def n_middle_steps(gamma: Count) -> Count:
     """Middle steps for a draft of gamma tokens: half as many.
 
-    A step yields 1 to CHEAP_GAMMA + 1 tokens, so a row that keeps one cheap draft a step fills up, and one that keeps
-    none still drafts half. More steps would serve only rows whose cheap drafts fail, at the price of all.
+    A step yields 1 to CHEAP_GAMMA + 1 tokens, so a row that keeps one cheap draft per step fills up, and one that keeps
+    none still drafts half. More steps would serve only rows whose cheap drafts fail, at the expense of all rows.
     """
     return -(-gamma // 2)
 
@@ -58,34 +58,34 @@ def middle_step(
 
 
 def ahead(state: BatchState, n: Tensor) -> BatchState:
-    """The rows as if the next n [B] tokens, which stand in their history, were committed.
+    """The rows as if the next n [B] tokens, which are already in their history, were committed.
 
-    As in the cache, what history holds behind the pending token is scratch: committing writes it over.
+    As in the cache, entries of history past the pending token are scratch: a commit overwrites them.
     """
     seq_len = state.seq_len + n
     return state.ending_at(seq_len, state.history.gather(1, seq_len[:, None])[:, 0])
 
 
 def cheap_plan(plan: RoundPlan, n_ahead: int) -> RoundPlan:
-    """The plan of the cheap draft for a middle step, with up to so many tokens drafted before it."""
+    """The plan of the cheap draft for a middle step, with up to this many tokens drafted before it."""
     return replace(plan, gamma=CHEAP_GAMMA, n_keys=plan.n_keys + n_ahead)
 
 
 class HierarchyDraft(DraftPolicy):
     """Speculative decoding of the middle level by the cheap one; what it emits is the draft for the target.
 
-    The target needs to know what each of its drafts was drawn from. Speculative sampling draws from the distribution of
-    its own target, whatever is drafted for it: given the text before, and which cheap drafts were kept so far, a token
-    is drawn from the middle level's q at its place. Whether a row drafts an i-th token at all hangs on how many middle
-    steps ended before it, so on what was kept among the tokens before it, not on the token. So q is exact, count may
-    serve as a cap, and the target's judgement is lossless.
+    The target needs the distribution of each of its drafts. Speculative sampling draws from the distribution of its own
+    target, whatever is drafted for it: given the text before, and which cheap drafts were kept so far, a token is drawn
+    from the middle level's q at its place. Whether a row drafts an i-th token at all depends on how many middle steps
+    ended before it, so on what was kept among the tokens before it, not on the token. So q is exact, count may serve as
+    a cap, and the target's judgement is lossless.
 
-    No random number is used twice. A middle step draws at most one token itself, after the last cheap draft that it
-    kept, and the next step begins behind that token. Numbers of cheap drafts that were not kept come again, at the same
-    places: nothing that is kept hangs on them.
+    No random number decides twice. A middle step draws at most one token itself, after the last cheap draft that it
+    kept, and the next step begins after that token. Random numbers spent on rejected cheap drafts are reused at the
+    same positions; no accepted token depends on them.
     """
 
-    about = "`--cheap` drafts for the target reading a `--view` of its cache"
+    about = "`--cheap`, for the target with a `--view` of its cache"
     flags = ("cheap", "ngram", "draft_model", "draft_tp", "view", "budget")
     beyond = CHEAP_GAMMA
 
@@ -93,7 +93,7 @@ class HierarchyDraft(DraftPolicy):
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> HierarchyDraft:
-        """The target through a view, over lookup or a draft model with a sliding window."""
+        """Build the target through a view, over lookup or a draft model with a sliding window."""
         name, *cheap_view = cls.views(config)
         view = build_view(config, name, target)
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
@@ -106,18 +106,18 @@ class HierarchyDraft(DraftPolicy):
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
-        """The middle level's, and the draft model's where one drafts for it."""
+        """The middle level's, and the draft model's if one drafts for it."""
         own = config.view or "streaming"
         return (own, "streaming") if cls.needs_model(config) else (own,)
 
     @classmethod
     def needs_model(cls, config: DraftConfig) -> bool:
-        """Where one drafts for the middle level."""
+        """True if one drafts for the middle level."""
         return config.cheap == "standalone"
 
     @classmethod
     def searches(cls, config: DraftConfig) -> bool:
-        """Where lookup drafts for the middle level."""
+        """True if lookup drafts for the middle level."""
         return config.cheap == "lookup"
 
     @classmethod
@@ -129,7 +129,7 @@ class HierarchyDraft(DraftPolicy):
     def model_steps(
         cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
     ) -> list[ModelSteps]:
-        """Middle steps, and those of the draft model where one drafts for them."""
+        """Middle steps, and those of the draft model if one drafts for them."""
         n, (own, *cheap) = n_middle_steps(gamma), cls.views(config)
         theirs = [ModelSteps(draft_model, n * CHEAP_GAMMA, name) for name in cheap if draft_model]
         return [ModelSteps(target, n, own, CHEAP_GAMMA + 1), *theirs]
@@ -153,7 +153,7 @@ class HierarchyDraft(DraftPolicy):
         return super().graphs + self._step.graphs
 
     def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
-        """Let the cheap level begin to prefill the slot, where its model has a cache of its own."""
+        """Let the cheap level begin to prefill the slot, if its model has a cache of its own."""
         return self.cheap.prepare(slot, prompt) if isinstance(self.cheap, OwnPrefill) else []
 
     def n_steps(self, gamma: int) -> float:
@@ -161,13 +161,13 @@ class HierarchyDraft(DraftPolicy):
         return n_middle_steps(gamma)
 
     def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
-        """Middle steps, each judging cheap drafts; a row that is full takes part and goes nowhere."""
+        """Middle steps, each judging cheap drafts; a row that is full takes part without effect."""
         self.view.device_before_draft(state, plan)
         gamma = plan.gamma
         n_slots, device, width = len(state.pending), state.pending.device, CHEAP_GAMMA + 1
         row, step = torch.arange(n_slots, device=device)[:, None], torch.arange(width, device=device)  # [B, 1], [T]
         filled = torch.zeros_like(state.seq_len)  # [B]
-        # a row near its end takes as many steps as it would alone, so that its draft does not hang on its neighbours
+        # a row near its end takes as many steps as it would alone, so that its draft does not depend on its neighbours
         n_steps = n_middle_steps((state.remaining - 1).clamp(0, gamma))  # [B]
         who = torch.zeros(n_slots, gamma + width, dtype=torch.int64, device=device)
         q = torch.zeros(n_slots, gamma + width, state.vocab_size, device=device) if plan.kind.sampled else None
@@ -180,7 +180,7 @@ class HierarchyDraft(DraftPolicy):
             result, p = virtual.accept(
                 logits, pos, plan.kind, cheap.tokens, cheap.q, cheap.count, accept=CHEAP_ACCEPT_STREAM, own=DRAFT_STREAM
             )
-            # of the T tokens and their q the first n_accepted + 1 count, the next step writes over the others
+            # the first n_accepted + 1 of the T tokens and their q count, the next step overwrites the others
             own = step == result.n_accepted[:, None]  # [B, T]
             tokens = torch.where(own, result.next_token[:, None], F.pad(cheap.tokens, (0, 1)))
             state.history.scatter_(1, pos + 1, tokens)
@@ -193,18 +193,18 @@ class HierarchyDraft(DraftPolicy):
         return Draft(drafted, None if q is None else q[:, :gamma], filled, who[:, :gamma])
 
     def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
-        """Let the view select from what the verification saw."""
+        """Let the view select by the verification's mass."""
         self.view.device_after_verify(state, mass)
         self.cheap.device_after_verify(state, None)
 
     def kv_bytes(self, plan: RoundPlan) -> int:
-        """Bytes that the middle steps read, and those that drafting for them reads."""
+        """Bytes that the middle steps read, and that drafting for them reads."""
         entries = self.target.shape[1] * self.view.entries_read(plan.n_keys)
         step = entries * self.target.cache.bytes_per_token + self.cheap.kv_bytes(cheap_plan(plan, 0))
         return n_middle_steps(plan.gamma) * step
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """What a middle step with queries at pos [B] reads of the target's cache: bool [L, B, K, S]."""
+        """The positions of the target's cache that a middle step with queries at pos [B] reads: bool [L, B, K, S]."""
         return self.view.positions_read(pos)
 
     def _feed(self, tokens: Tensor, pos: Tensor, n_keys: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""N-gram lookup: what followed the row's last tokens when they stood in its text before; no model, no cache.
+"""N-gram lookup: the tokens that followed the row's last ones where those occurred before; no model, no cache.
 
 Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), after Yang et al. 2023
 (arXiv 2304.04487).
@@ -21,10 +21,10 @@ from .base import Draft, DraftPolicy
 
 
 def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor, Tensor]:
-    """What followed the longest earlier match of a row's last tokens, at most ngram of them; of equals the latest.
+    """The tokens after the longest earlier match of a row's last ones, at most ngram of them; ties go to the latest.
 
     text int64 [B, S], of which text[:, : last + 1] is written; last [B] -> int64 [B, gamma], bool [B] whether anything
-    matched. Where fewer than gamma tokens follow the match, they repeat: the text goes on with the period it has.
+    matched. If fewer than gamma tokens follow the match, they repeat: the text continues with its period.
     """
     n_places = text.shape[1]
     place = torch.arange(n_places, device=text.device)  # [S]
@@ -53,26 +53,26 @@ class LookupDraft(DraftPolicy):
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> LookupDraft:
-        """N-grams of the target's texts."""
+        """Build a draft from n-grams of the target's texts."""
         return cls(target, config.ngram)
 
     @classmethod
     def searches(cls, config: DraftConfig) -> bool:
-        """That is all it does."""
+        """True: it does nothing else."""
         return True
 
     def __init__(self, target: Runner, ngram: int) -> None:
         self.target, self.ngram = target, ngram
 
     def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
-        """gamma tokens where anything matched, else none; drawn without chance."""
+        """gamma tokens if anything matched, else none; deterministic."""
         in_view = self.target.cache.splits(plan.n_keys) * SPLIT
         last = state.seq_len.clamp(max=in_view - 1)  # an idle slot may hold more text than any live one
         tokens, matched = look_up(state.history[:, :in_view], last, self.ngram, plan.gamma)
         return Draft(tokens, None, plan.gamma * matched)
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """It reads no keys: bool [L, B, K, S], all False."""
+        """No positions: bool [L, B, K, S], all False."""
         n_layers, n_slots, n_kv = self.target.shape
         n_places = self.target.cache.layers[0].k.shape[2]
         return torch.zeros(n_layers, n_slots, n_kv, n_places, dtype=torch.bool, device=pos.device)

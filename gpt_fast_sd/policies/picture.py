@@ -1,4 +1,4 @@
-"""A policy draws itself: which stretches of a text a draft step reads, as lines of text.
+"""A picture of a policy: which stretches of a text a draft step reads, as lines of text.
 
     mask = policy.positions_read(pos)  # [L, B, K, S]
     print(picture(mask[:, slot, :, : pos[slot] + 1]))
@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SHADES = " ░▒▓█"  # nothing of a stretch, under a third, under two, less than all, all
+SHADES = " ░▒▓█"  # none of a stretch, under a third, under two thirds, less than all, all
 
 
 def picture(mask: Tensor, width: int = 64) -> str:
-    """A line for each layer and kv head: the share of each of `width` stretches that is read. mask bool [L, K, S].
+    """One line per layer and kv head: the share of each of `width` stretches that is read. mask bool [L, K, S].
 
-    Only a stretch of which nothing is read is blank, and only one that is read whole is solid.
+    Only a stretch that is not read at all is blank, and only one that is read completely is solid.
     """
     n_layers, n_kv, n = mask.shape
     width = min(width, n)

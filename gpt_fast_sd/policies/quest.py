@@ -50,7 +50,7 @@ class QuestKV:
 
 
 class QuestView(View):
-    """The pages whose bounds promise a query most, chosen anew at each step and layer, and a window of recent entries.
+    """The pages with the best bounds for a query, chosen again at each step and layer, and a window of recent entries.
 
     The window begins at the edge of a page, so that all pages before it are full and their keys final.
     """
@@ -70,16 +70,16 @@ class QuestView(View):
 
     @classmethod
     def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
-        """Two bounds a page, never quantized, as large as one of its entries; and the pages that were chosen."""
+        """Two bounds per page, together as large as one unquantized entry; and the pages that were chosen."""
         return kv_bytes // config.page + n_lists * config.budget // config.page * 8
 
     @classmethod
     def reads(cls, config: DraftConfig, n_keys: int) -> int:
-        """The budget, and the bounds of all pages: one page's are as large as one entry."""
+        """The budget, and the bounds of all pages: those of a page are as large as one entry."""
         return super().reads(config, n_keys) + n_keys // config.page
 
     def __init__(self, runner: Runner, *, budget: int, page: int, max_new: int) -> None:
-        """max_new: the most tokens a round feeds beyond the committed ones."""
+        """max_new: the most tokens that a round feeds beyond the committed ones."""
         n_pages = max(1, (budget - 2 * page) // page)
         self.runner, self.page, self.window = runner, page, budget - n_pages * page
         self.window_width = self.window + max_new
@@ -92,30 +92,30 @@ class QuestView(View):
         self._stride = -(-max_new // page)  # pages that a round may close
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
-        """QuestKV over bounds and window; it notes which pages it chose."""
+        """QuestKV over bounds and window; it records the pages that it chose."""
         return QuestKV, (self.bounds, self.chosen, self.window_start, self.window_width, self.page)
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Take the bounds of all pages of the slot."""
+        """Compute the bounds of all pages of the slot."""
         for layer, bounds in zip(self.runner.cache.slot(slot), self.bounds, strict=True):
             own = bounds[slot : slot + 1]  # [1, K, S // page, 2H]
             page_bounds(layer.k, own, self.window_start.new_zeros(1), own.shape[2], self.page, layer.k_scale)
         self.window_start[slot] = self._closed(len(prompt) - 1) * self.page
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
-        """Whether rounds passed that drafted nothing: more pages may be closed than device_before_draft looks at."""
+        """Whether rounds passed that drafted nothing: more pages may be closed than device_before_draft covers."""
         return not plan.follows_a_draft
 
     def host_before_round(self, state: BatchState, plan: RoundPlan) -> None:
-        """Take the bounds of all pages that rows have closed, but for those that device_before_draft looks at."""
+        """Compute the bounds of all pages that rows have closed, except those that device_before_draft covers."""
         closed = (self._closed(n) - self._closed(plan.drafted_at[slot]) for slot, n in plan.lengths.items())
         for done in range(self._stride, max(closed, default=0), self._stride):
             self._bound(self.window_start // self.page + done)
 
     def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
-        """Take the bounds of the pages that the last round may have closed, and let the window slide by whole pages.
+        """Compute the bounds of the pages that the last round may have closed, and slide the window by whole pages.
 
-        Bounds of a page that is not full yet are taken again before any query reads them.
+        Bounds of a page that is not full yet are computed again before any query reads them.
         """
         self._bound(self.window_start // self.page)
         over = (state.seq_len - self.window).clamp(min=0)  # [B]
@@ -128,14 +128,14 @@ class QuestView(View):
             chosen[slot] = -1
 
     def entries_read(self, n_keys: int) -> int:
-        """Chosen pages, the window, and the bounds of all pages in view, as many entries as have their bytes."""
+        """Chosen pages, the window, and the bounds of all pages in view, counted in entries of as many bytes."""
         in_view, bounds = self.runner.cache.splits(n_keys) * SPLIT // self.page, self.bounds[0]
         page_bytes = bounds.shape[1] * bounds.shape[3] * bounds.element_size()
         looked_at = in_view * page_bytes // self.runner.cache.layers[0].bytes_per_token
         return self.chosen[0].shape[-1] * self.page + self.window_width + looked_at
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """The pages chosen last, and the window, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
+        """The pages chosen last, and the window, up to pos [B] -> bool [L, B, K, S]."""
         slots = entries_of(torch.stack(self.chosen), self.page)  # [L, B, K, n * page]
         return positions_of(slots, self.window_start, self.window_width, pos, self.runner.cache.capacity + SPLIT)
 

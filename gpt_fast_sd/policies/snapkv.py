@@ -1,10 +1,10 @@
 """SnapKV: the draft reads the entries that the last tokens attended to most (Li et al. 2024, arXiv 2404.14469).
 
 Selecting costs one pass of the model over the observation window, which is fed again: its keys are in the cache, only
-its queries are not. Where a text goes on, the selection grows old, so it is renewed as the text grows.
+its queries are not. As a text grows its selection becomes stale, so it is refreshed.
 
-Which rows are due is told on the device, by their own lengths alone, and the observation windows of several are
-fed as one batch, so that the weights are read once for them. The host has only to know when some row may be due.
+The device decides which rows are due, by their own lengths alone, and the observation windows of several are fed as
+one batch, so that the weights are read once for them. The host only has to know when some row may be due.
 
 Shapes: B slots, W of them that are observed together, T tokens of the observation window, S positions in view,
         L layers, N query heads, K kv heads, G = N // K, H head dim, C listed entries.
@@ -32,21 +32,21 @@ from .sparse import SlotView
 
 OBSERVED = 32  # observation window, as in the paper
 REFRESH = 64  # tokens from one selection to the next
-KERNEL = 5  # neighbours that a score is averaged over: a selection of stretches, not of lone tokens
+KERNEL = 5  # neighbours that a score is averaged over, to select stretches rather than single tokens
 
 
 @dataclass(frozen=True)
 class ObservingKV:
     """Attend to all at or before each query, store nothing, and list what the queries of a kv head attend to most.
 
-    The tokens fed must be committed: their keys are in the cache, and not a bit of it changes.
+    The tokens fed must be committed: their keys are in the cache, which does not change.
     """
 
     layers: Sequence[CacheLayer]
-    n_splits_carrier: Tensor  # [n_splits, 0]; queries at or past what is in view are nobody's
+    n_splits_carrier: Tensor  # [n_splits, 0]; queries at or past the view belong to no row
     slots: Tensor  # int64 [W], whose observation windows are fed: all different
     n_listed: int
-    listed: list[Tensor] = field(default_factory=list)  # int64 [W, K, C] a layer; no layer's mass outlives it
+    listed: list[Tensor] = field(default_factory=list)  # int64 [W, K, C] per layer; no layer's mass is kept
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Attend: q [W, N, T, H]; k, v [W, K, T, H] (unused: the cache holds them); pos [W, T] -> [W, N, T, H]."""
@@ -66,9 +66,9 @@ def observe_step(
     n_splits_carrier: Tensor,
     n_listed: int,
 ) -> Tensor:
-    """What the committed tokens [W, T] at pos [W, T] of slots [W] attend to most before them: int64 [L, W, K, C].
+    """The entries that committed tokens [W, T] at pos [W, T] of slots [W] attend to most before them: [L, W, K, C].
 
-    What is listed for an observation window at or past all keys in view means nothing.
+    int64. The list of an observation window at or past all keys in view is meaningless.
     """
     kv = ObservingKV(layers, n_splits_carrier, slots, n_listed)
     model.hidden(tokens, pos, kv)
@@ -76,9 +76,9 @@ def observe_step(
 
 
 def best_entries(mass: Tensor, end: Tensor, n: int) -> Tensor:
-    """The n entries before end [W] of most mass, averaged over their neighbours before end: [W, K, S] -> [W, K, n].
+    """The n entries before end [W] with the most mass, averaged over neighbours before end: [W, K, S] -> [W, K, n].
 
-    Ascending, then -1. Of equal ones the first: how much is in view, which hangs on other rows, decides nothing.
+    Ascending, then -1. Ties go to the first: the size of the view, which depends on other rows, has no influence.
     """
     place = torch.arange(mass.shape[-1], device=mass.device)  # [S]
     valid = (place < end[:, None])[:, None]  # [W, 1, S]
@@ -88,7 +88,7 @@ def best_entries(mass: Tensor, end: Tensor, n: int) -> Tensor:
 
 
 def _window(budget: int, refresh: int, n_observed: int) -> int:
-    """Observed entries and what comes before the next selection: at most half of the budget or so."""
+    """Observed entries and those until the next selection: about half of the budget at most."""
     return min(n_observed + refresh, max(budget // 2, n_observed + n_observed // 4))
 
 
@@ -104,7 +104,7 @@ class SnapKVView(SlotView):
 
     @classmethod
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> SnapKVView:
-        """Selected anew every 64 tokens, or as the configuration says."""
+        """64 tokens, or what the configuration says."""
         return cls(runner, budget=config.budget, refresh=config.refresh or REFRESH, max_new=max_new)
 
     @classmethod
@@ -114,21 +114,21 @@ class SnapKVView(SlotView):
 
     @classmethod
     def refresh_period(cls, config: DraftConfig) -> int:
-        """What the window has room for beside what is observed."""
+        """The room that the window has besides the observed entries."""
         return _window(config.budget, config.refresh or REFRESH, OBSERVED) - OBSERVED
 
     def __init__(self, runner: Runner, *, budget: int, refresh: int, max_new: int, n_observed: int = OBSERVED) -> None:
-        """refresh: committed tokens after which a row is selected anew; sooner where half of the budget is full."""
+        """refresh: committed tokens after which a selection is refreshed; sooner if half of the budget is full."""
         window = _window(budget, refresh, n_observed)
         assert n_observed < window < budget, "the budget has no room for what is observed"
         super().__init__(runner, n_listed=budget - window, window=window, max_new=max_new)
         n_slots = runner.shape[1]
         self.n_observed, self.refresh_every = n_observed, window - n_observed
         self.together = min(n_slots, traits_of(runner.device).windows)  # W
-        # where the last selection of each slot let its window begin, as far as the host knows: at least, and at most
+        # where each slot's window began at its last selection, as far as the host knows: at least, and at most
         self._bounds = [(0, 0)] * n_slots
-        self._asked: dict[int, tuple[int, int]] = {}  # slots that the device was asked for last, and bounds of lengths
-        self._asked_in = 0  # round
+        self._asked: dict[int, tuple[int, int]] = {}  # slots of the last request to the device, and bounds of lengths
+        self._asked_in = 0  # the round of that request
         self._step = CompiledStep(observe_step, compiled=runner.compiled)
 
     @property
@@ -137,7 +137,7 @@ class SnapKVView(SlotView):
         return self._step.graphs
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
-        """Never: the device tells which rows are due. The host learns here what was decided in the round before."""
+        """Never: the device decides which rows are due. The host learns here what it decided in the round before."""
         self._learn(plan)
         return False
 
@@ -153,27 +153,27 @@ class SnapKVView(SlotView):
         return super().entries_read(n_keys) + int(selecting * traits_of(self.runner.device).window_reads)
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
-        """A pass for every W rows that may be due; while a round is under way some passes may find fewer, or none."""
+        """One pass per W rows that may be due; while a round is in flight some passes may find fewer, or none."""
         self._learn(plan)
         spans = {slot: (length, length + plan.ahead) for slot, length in sorted(plan.lengths.items())}
         self._asked = {slot: span for slot, span in spans.items() if self._full(span[1], self._bounds[slot][0])}
         self._asked_in = plan.number
         longest = [high for _, high in self._asked.values()]
         passes = [longest[i : i + self.together] for i in range(0, len(longest), self.together)]
-        # which rows a pass finds is certain where all are due that were asked for
+        # which rows a pass finds is certain if all that were requested are due
         certain = plan.ahead == 0 and all(low == high for low, high in map(self._bounds.__getitem__, self._asked))
         return [max(some if certain else longest) for some in passes]
 
     def device_refresh(self, state: BatchState, n_keys: int) -> None:
         """Select for the first W of the rows whose window is full, by the observation windows at their ends.
 
-        The list is what an observation window attends to most before it, the window begins with it.
+        The list holds what an observation window attends to most before it, the window begins with it.
         """
         capacity = self.runner.cache.capacity
         due = state.active & (state.seq_len > self.budget) & (state.seq_len - self.window_start > self.window)  # [B]
         slots = due.logical_not().long().argsort(stable=True)[: self.together]  # [W]
         chosen = due[slots]  # [W]
-        # the others look from behind what can ever be in view, and so cost no reading of keys
+        # the others query from past everything that can be in view, so no keys are read for them
         start = torch.where(chosen, state.seq_len[slots] - self.n_observed, capacity)  # [W]
         pos = start[:, None] + torch.arange(self.n_observed, device=start.device)  # [W, T]
         listed = self._observe(state.history[slots[:, None], pos], pos, slots, n_keys)  # [L, W, K, C]
@@ -188,14 +188,14 @@ class SnapKVView(SlotView):
         return out
 
     def _full(self, length: int, start: int) -> bool:
-        """What refresh asks on the device, of a row whose window begins at start."""
+        """The condition that refresh checks on the device, for a row whose window begins at start."""
         return length > self.budget and length - start > self.window
 
     def _learn(self, plan: RoundPlan) -> None:
-        """Follow what the device decided for the slots it was asked for.
+        """Work out what the device decided for the requested slots.
 
-        It went by lengths that the host knows when it looks next, if a round is still under way: the one it was asked
-        in. Else by lengths within the bounds that were known at the time, of which one is the other if none was.
+        If the round of the request is still in flight, the device used lengths that the host knows by now. Otherwise it
+        used lengths within the bounds known at the time, which are equal if no round was in flight.
         """
         known = plan.ahead > 0 and plan.number == self._asked_in + 1
         for slot, (shortest, longest) in self._asked.items():

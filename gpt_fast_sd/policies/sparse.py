@@ -1,4 +1,4 @@
-"""The access form that sparse views share: a list of slots a kv head, and a window of recent positions.
+"""The form of access that sparse views share: a list of entries per kv head, and a window of recent positions.
 
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K, H head dim,
         C listed entries, W entries of the window, M = C + W + max_new.
@@ -22,9 +22,9 @@ from .base import View
 
 
 def positions_of(slots: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_positions: int) -> Tensor:
-    """What ListedKV reads for queries at pos [B]: slots [L, B, K, C], window_start [B] -> bool [L, B, K, S]."""
+    """The positions that ListedKV reads at pos [B]: slots [L, B, K, C], window_start [B] -> bool [L, B, K, S]."""
     place = torch.arange(n_positions, device=pos.device)  # [S]
-    spare = torch.where(slots >= 0, slots, n_positions)  # an empty entry sets a place of its own
+    spare = torch.where(slots >= 0, slots, n_positions)  # an empty entry sets a spare place
     listed = torch.zeros(*slots.shape[:3], n_positions + 1, dtype=torch.bool, device=pos.device)
     listed = listed.scatter(3, spare, True)[..., :-1]  # [L, B, K, S]
     start = window_start[:, None]  # [B, 1]
@@ -33,22 +33,24 @@ def positions_of(slots: Tensor, window_start: Tensor, window_width: int, pos: Te
 
 
 class SlotView(View):
-    """C listed entries and a window of at most W; selecting anew fills the list and shortens the window.
+    """C listed entries and a window of at most W: a refresh fills the list and shortens the window.
 
-    Between two selections the window begins where the last one left off, so nothing falls between the two, until it is
-    W long; from then on it slides. What it leaves behind then is listed while the list has room, so that a row of no
-    more than C + W entries is read whole, selected or not. A list holds min(C, window_start) entries, then empty ones.
+    ..xx..x...xx....[======>        x listed, = window
+
+    After a selection the window begins where the list's range ends, and grows until it is W long; then it slides. What
+    it leaves behind is listed while the list has room, so a row of at most C + W entries is read completely, selected
+    or not. A list holds min(C, window_start) entries, then empty ones.
     """
 
     @classmethod
     def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
-        """An int64 for each entry of the budget."""
+        """One int64 per entry of the budget."""
         return n_lists * config.budget * 8
 
-    page = 1  # listed entries come in runs of so many, each a page of the cache
+    page = 1  # listed entries come in runs of this many, each a page of the cache
 
     def __init__(self, runner: Runner, *, n_listed: int, window: int, max_new: int, first_window: int = 0) -> None:
-        """max_new: the most tokens a round feeds beyond the committed ones. first_window: where the first begins."""
+        """max_new: the most tokens that a round feeds past the committed ones. first_window: where the first begins."""
         n_layers, n_slots, n_kv = runner.shape
         self.runner, self.window, self.window_width, self.first_window = runner, window, window + max_new, first_window
         self.budget = n_listed + window
@@ -61,13 +63,13 @@ class SlotView(View):
         return ListedKV, (self._slots, self.window_start, self.window_width, self.page)
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Begin with a window from the first entries on: the windows of idle slots slide too."""
+        """Reset the window to the first entries: the windows of idle slots slide too."""
         self.host_free(slot)
 
     def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
-        """Slide the window where it would be longer than W; what it leaves behind is listed while the list has room."""
+        """Slide windows that would exceed W; the entries that they leave are listed while the list has room."""
         start = torch.maximum(self.window_start, state.seq_len - self.window)  # [B]
-        if plan.any_within(self.budget):
+        if plan.any_drafted_within(self.budget):  # by then no list is left half full
             entry = torch.arange(self.slots.shape[-1], device=start.device)  # [C]
             left = (entry >= self.window_start[:, None]) & (entry < start[:, None])  # [B, C]
             self.slots.copy_(torch.where(left[:, None], entry, self.slots))
@@ -83,6 +85,6 @@ class SlotView(View):
         return self.slots.shape[-1] + self.window_width
 
     def positions_read(self, pos: Tensor) -> Tensor:
-        """Listed entries and the window, as far as they are at or before pos [B] -> bool [L, B, K, S]."""
+        """Listed entries and the window, up to pos [B] -> bool [L, B, K, S]."""
         n_positions = self.runner.cache.capacity + SPLIT
         return positions_of(self.slots, self.window_start, self.window_width, pos, n_positions)

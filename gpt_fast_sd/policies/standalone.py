@@ -1,4 +1,4 @@
-"""Another model drafts, smaller and of the same vocabulary, from a cache of its own whose slots are the target's.
+"""Another model drafts, smaller and with the same vocabulary, from its own cache, whose slots are the target's.
 
 It shares the target's seq_len: what is committed is committed in both, and rejecting a draft costs nothing here either.
 
@@ -25,7 +25,7 @@ from .base import Draft, ModelDraft, ModelSteps, View, build_view, draft_step
 
 
 def beside(target: Runner, model: Transformer | None, group: Group) -> Runner:
-    """A draft model and a cache for it with the target's slots and seq_len; ValueError where there is none that fits.
+    """A draft model and a cache for it with the target's slots and seq_len; ValueError if none fits.
 
     group: the ranks that hold the draft model together.
     """
@@ -55,11 +55,11 @@ class StandaloneDraft(ModelDraft):
     """Feeds its own model and cache, which are always a few tokens behind: a round's last draft is not fed.
 
     If the target accepted all drafts, the last of them and the target's own token are new to the draft model. So its
-    first step feeds two tokens in every round, whatever was accepted: shapes stay static, and where the first of them
-    was fed before, it is written over with the same. What rounds without a draft committed is prefilled first.
+    first step feeds two tokens in every round, whatever was accepted: shapes stay static, and if the first of them was
+    fed before, the same values overwrite it. Tokens of rounds without a draft are prefilled first.
     """
 
-    about = "`--draft-model`, of the same vocabulary"
+    about = "`--draft-model`, with the same vocabulary"
     flags = ("draft_model", "draft_tp", "view", "budget")
     own_cache = True
 
@@ -67,31 +67,31 @@ class StandaloneDraft(ModelDraft):
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> StandaloneDraft:
-        """The draft model, through a view of a cache of its own."""
+        """Build a draft from the draft model, through a view of its own cache."""
         runner, (name,) = beside(target, draft_model, draft_group), cls.views(config)
         return cls(runner, build_view(config, name, runner), target.group)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
-        """As `view` says."""
+        """The view named by the configuration's `view`."""
         return (config.view or "streaming",)
 
     @classmethod
     def needs_model(cls, config: DraftConfig) -> bool:
-        """It is nothing else."""
+        """True."""
         return True
 
     @classmethod
     def model_steps(
         cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
     ) -> list[ModelSteps]:
-        """A step of the draft model for each token."""
+        """One step of the draft model per token."""
         return [ModelSteps(draft_model, gamma, cls.views(config)[0])] if draft_model else []
 
     def __init__(self, runner: Runner, view: View, listeners: Group, *, unfed: int = 2) -> None:
         """listeners: the ranks that verify, all of which need the same draft.
 
-        unfed: tokens at the end of the text, the pending one among them, that a round may leave out of the cache.
+        unfed: tokens at the end of the text, including the pending one, that a round may leave out of the cache.
         """
         super().__init__(runner, view, "standalone")
         self.listeners, self.unfed = listeners, unfed
@@ -105,11 +105,11 @@ class StandaloneDraft(ModelDraft):
         return super().graphs + self._prefill.graphs + self._start.graphs
 
     def warm_up(self) -> None:
-        """Compile the prefill and what the view needs; slots of the draft model's cache lose what they hold."""
+        """Compile the prefill and the view's steps; slots of the draft model's cache lose their prompts."""
         seq_len = self.runner.cache.seq_len
         before = seq_len.clone()
         self._prefill.warm_up()
-        seq_len.copy_(before)  # it is the target's, too, whose slots keep the prompts that they hold
+        seq_len.copy_(before)  # it is also the target's, whose slots keep their prompts
         for slot in range(self.runner.shape[1]):
             self._prefill.keep(slot, 0)  # steps are timed there
         super().warm_up()
@@ -120,7 +120,7 @@ class StandaloneDraft(ModelDraft):
         return [self._prepared[slot]]
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Prefill what was not prepared of the slot, and select for it."""
+        """Prefill the rest of the slot, and select for it."""
         body, filling = list(prompt[:-1]), self._prepared.pop(slot, None)
         if filling and not filling.left and list(filling.body) == body:
             filling.finish()
@@ -134,7 +134,7 @@ class StandaloneDraft(ModelDraft):
         return super().host_must_wait(self._planned(plan)) or not plan.follows_a_draft
 
     def host_before_round(self, state: BatchState, plan: RoundPlan) -> None:
-        """Catch up, and let the view do its part by the tokens that are in the cache."""
+        """Catch up, and call the view's hook with the plan of the tokens that are in the cache."""
         if not plan.follows_a_draft:
             for slot, length in plan.lengths.items():
                 for start in range(plan.drafted_at[slot], length + 1 - self.unfed, CHUNK):
@@ -142,18 +142,18 @@ class StandaloneDraft(ModelDraft):
         super().host_before_round(self._fed(state), self._planned(plan))
 
     def host_refreshes(self, plan: RoundPlan) -> list[int]:
-        """The refreshes of the view, by the tokens that are in the cache."""
+        """The refreshes of the view, for the tokens that are in the cache."""
         return super().host_refreshes(self._planned(plan))
 
     def device_refresh(self, state: BatchState, n_keys: int) -> None:
-        """Let the view select anew from the tokens that are in the cache."""
+        """Refresh the view's selection from the tokens that are in the cache."""
         super().device_refresh(self._fed(state), n_keys)
 
     def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
-        """gamma steps; where several groups of ranks draft with a copy each, what the first of them drafted counts.
+        """gamma steps; if several groups of ranks draft with a copy each, the drafts of the first group count.
 
-        As in the target's steps, a slot without a request scribbles behind what can ever be in view: so what is held of
-        a prompt stays.
+        As in the target's steps, a slot without a request writes past everything that can be in view, so that its
+        prompt stays.
         """
         behind_all = self.runner.cache.capacity + self.unfed - 1
         placed = state.ending_at(torch.where(state.active, state.seq_len, behind_all))
@@ -163,15 +163,15 @@ class StandaloneDraft(ModelDraft):
         return replace(draft, tokens=broadcast(draft.tokens, mesh))  # judged by the first one's q, see BatchState
 
     def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
-        """Let the view slide to the end of what is in the cache."""
+        """Slide the view's window to the end of the tokens in the cache."""
         super().device_before_draft(self._fed(state), self._planned(plan))
 
     def _fed(self, state: BatchState) -> BatchState:
-        """The rows as far as they are surely in the cache."""
+        """The rows cut to the tokens that are certainly in the cache."""
         return state.ending_at((state.seq_len - (self.unfed - 1)).clamp(min=0))
 
     def _planned(self, plan: RoundPlan) -> RoundPlan:
-        """The plan for these."""
+        """The plan for these rows."""
         lengths, drafted_at = (
             {slot: max(0, length - (self.unfed - 1)) for slot, length in of.items()}
             for of in (plan.lengths, plan.drafted_at)
@@ -181,13 +181,13 @@ class StandaloneDraft(ModelDraft):
     def first(self, state: BatchState, plan: RoundPlan) -> Tensor:
         """Feed the last tokens of the text, the pending one at the end -> logits [B, V] after it.
 
-        A text shorter than that has its first token fed several times, to the same place.
+        If a text is shorter, its first token is fed several times, to the same place.
         """
         behind = torch.arange(1 - self.unfed, 1, device=state.seq_len.device)  # [T]
         pos = (state.seq_len[:, None] + behind).clamp(min=0)  # [B, T]
         return self.feed(state.history.gather(1, pos), pos, plan.n_keys, self._start)
 
     def host_free(self, slot: int) -> None:
-        """Forget the slot; of the prompt it holds what the first round fed nothing of."""
+        """Forget the slot; of its prompt, all but the tokens that the first round fed can still be reused."""
         super().host_free(slot)
         self._prepared.pop(slot, None)

@@ -31,7 +31,7 @@ class StreamingView(SlotView):
         self.slots.copy_(torch.arange(n_sink, device=runner.device).expand_as(self.slots))
 
     def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
-        """Let the window end with the committed tokens, forwards or, after tokens that were only drafted, backwards."""
+        """Move the window to end with the committed tokens: forwards or, after rejected drafts, backwards."""
         self.window_start.copy_((state.seq_len - self.window).clamp(min=self.first_window))
 
     def host_free(self, slot: int) -> None:

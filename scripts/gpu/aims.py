@@ -1,6 +1,6 @@
 """What is measured on a GPU and aimed at: drafts, cells by memory, targets, and what the cost model expects of each.
 
-Shapes: B batch rows, gamma tokens drafted a round.
+Shapes: B batch rows, gamma tokens drafted per round.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Steps and rounds of a model of 8 B parameters with random weights, acceptance replayed.
 
-Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, K kv heads, gamma tokens drafted a round.
+Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, K kv heads, gamma tokens drafted per round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.measuring.machine import clocks
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
-from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, step_seconds
+from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, step_seconds
 from gpt_fast_sd.measuring.turns import spread
 from gpt_fast_sd.planner import GammaPlanner
 from gpt_fast_sd.sampling import GREEDY
@@ -86,7 +86,7 @@ class Bench:
     # ---------------------------------------------------------------- rounds
 
     def replay(self, profile: str) -> float:
-        """Replay this profile from now on -> tokens a round of its table."""
+        """Replay this profile from now on -> tokens per round of its table."""
         gamma, table = self.gammas[profile], self.kept.table
         table.copy_(replay_table(PROFILES[profile], len(table), self.batch, gamma, 0, self.setup.device))
         self.engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
@@ -105,9 +105,9 @@ class Bench:
                 break
         stats = engine.stats
         stream.close()  # type: ignore[attr-defined]
-        owed, told = self.batch * (new or stats.rounds), "one a row and round"
+        owed, told = self.batch * (new or stats.rounds), "one per row and round"
         if new:
-            told = f"{new} a row"
+            told = f"{new} per row"
         elif speculate:
             owed, told = int((self.kept.table[: stats.rounds] + 1).sum()), "as the table says"
         if stats.decode_tokens != owed or (not new and stats.row_rounds != self.batch * stats.rounds):
@@ -129,10 +129,10 @@ class Bench:
         assert policy
         self.watch = Stopwatch(self.setup, repeats=20)
         found: Record = {"verify": {}, "judge": {}, "draft": {}, "select": {}}
-        self.strike()
+        self.save_state()
         for gamma in self.timed:
             plan = RoundPlan(gamma=gamma, n_keys=self.engine.cache.capacity - gamma, captured=True)
-            self.pose(gamma)
+            self.restore_state(gamma)
             draft = policy.propose(state, plan)
             tokens = torch.cat([state.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
             logits, mass = rounds.feed(tokens, plan.n_keys + gamma)
@@ -158,11 +158,11 @@ class Bench:
         seen = self.observe(gamma, call, fed, drafts=name == "draft")
         if wrong := self.idle(name, gamma, fed, seen):
             raise RuntimeError(f"{name} at gamma {gamma} is not timed: {wrong}")
-        seconds = self.watch(call, before=partial(self.pose, gamma)) / (gamma if name == "draft" else 1)
+        seconds = self.watch(call, before=partial(self.restore_state, gamma)) / (gamma if name == "draft" else 1)
         return {"seconds": seconds, "gamma": gamma, **seen}
 
-    def strike(self) -> None:
-        """Remember the pose of rows in the middle of decoding, from which every timed call starts."""
+    def save_state(self) -> None:
+        """Save the state of rows in the middle of decoding, from which every timed call starts."""
         engine, policy = self.engine, self.engine.policy
         state = engine.state
         assert policy
@@ -178,21 +178,21 @@ class Bench:
         engine.rounds.refresh(RoundPlan.of(dict.fromkeys(range(self.batch), self.context), gamma=max(self.timed)))
         owners = (state, self.kept, self._view())
         tensors = {id(x): x for owner in owners for x in vars(owner).values() if isinstance(x, Tensor)}
-        self._struck = [(x, x.clone()) for x in tensors.values()]
+        self._saved = [(x, x.clone()) for x in tensors.values()]
 
-    def pose(self, gamma: int) -> None:
-        """Take the pose again, to keep every other draft; on the device alone, so that it may stand between repeats."""
-        for tensor, value in self._struck:
+    def restore_state(self, gamma: int) -> None:
+        """Restore that state, to keep every other draft; on the device alone, so that it may run between repeats."""
+        for tensor, value in self._saved:
             tensor.copy_(value)
         self.kept.table.fill_((gamma + 1) // 2)
 
     def observe(self, gamma: int, call: Callable[[], object], fed: int, drafts: bool) -> Record:
-        """What a call does, from the pose: rows that are live, tokens fed to each, least and most keys a row reads.
+        """What a call does, from that state: rows that are live, tokens fed to each, least and most keys a row reads.
 
         Of a draft the keys of a layer and head; of judging the drafts judged and the tokens emitted, of selecting the
         rows whose selection is another afterwards.
         """
-        self.pose(gamma)
+        self.restore_state(gamma)
         state, policy, view = self.engine.state, self.engine.policy, self._view()
         seen: Record = {"rows_active": int(state.active.sum())}
         slots, before = getattr(view, "slots", None), state.seq_len.clone()
@@ -265,12 +265,10 @@ def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
 
 def ceilings_of(setup: Setup, bench: Bench) -> Record:
     """Seconds of the steps that the roofline allows, on the shape that was run."""
+    under = Conditions(weight_bytes=bench.itemsize, kv_bytes=bench.itemsize)
 
     def floor(n_tokens: int, context: int) -> float:
-        size = bench.itemsize
-        return step_seconds(
-            bench.config, setup.chip, bench.batch, n_tokens, context, weight_bytes=size, kv_bytes=size, efficiency=IDEAL
-        )
+        return step_seconds(bench.config, setup.chip, bench.batch, n_tokens, context, under)
 
     return {
         "target": floor(1, bench.context),

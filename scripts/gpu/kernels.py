@@ -210,21 +210,17 @@ def peers(setup: Setup, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[
     """Others' attention over the same keys, with no mask: a few more keys for some queries, which costs nothing."""
     packed = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, K, G * T, H]: the queries that share keys
 
-    def sdpa(backend: SDPBackend, heads_as_tokens: bool) -> Tensor:
+    def sdpa(backend: SDPBackend, queries: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            if not heads_as_tokens:
-                out: Tensor = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-                return out
-            out = F.scaled_dot_product_attention(packed, k, v)  # [B, K, G * T, H]
-        out = out.unflatten(2, (-1, q.shape[2])).flatten(1, 2)  # [B, N, T, H]
-        return out
+            out: Tensor = F.scaled_dot_product_attention(queries, k, v, enable_gqa=queries is q)
+        return out.reshape(q.shape)  # [B, N, T, H]
 
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
     backends = backends | {"cuDNN": SDPBackend.CUDNN_ATTENTION} if setup.on_cuda else {"math": SDPBackend.MATH}
     found: dict[str, Callable[[], object]] = {
-        f"torch SDPA {name}{', heads as tokens' * as_tokens}": partial(sdpa, backend, as_tokens)
+        f"torch SDPA {name}{how}": partial(sdpa, backend, queries)
         for name, backend in backends.items()
-        for as_tokens in (False, True)
+        for how, queries in {"": q, ", heads as tokens": packed}.items()
     }
     if k.shape[2] == 28672:  # it compiles anew for every shape, half a minute each
         from torch.nn.attention.flex_attention import flex_attention
@@ -304,7 +300,7 @@ def prefill_peers(setup: Setup, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def timed_select(setup: Setup) -> Record:
-    """What selecting costs a round: all layers for guided and one for the others, 32 rows of 28,672 entries."""
+    """What selecting costs per round: all layers for guided and one for the others, 32 rows of 28,672 entries."""
     timings, page = Timings(setup), 16
     n_layers, batch, n_kv, context = (2, 2, 2, 512) if setup.tiny else (32, 32, 8, 28672)
     group, head_dim = 4, 128

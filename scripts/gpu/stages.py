@@ -21,7 +21,7 @@ DONE, FAILED, LEFT = "done", "failed", "left"
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One process of the suite. seconds: what it is reckoned to take on a GPU of 2024, compiling included."""
+    """One process of the suite. seconds: its estimated time on a GPU of 2024, compiling included."""
 
     name: str
     seconds: int
@@ -89,7 +89,7 @@ HEADLINES = ((57344, "guided"), (57344, "snapkv"), (28672, "streaming"))  # what
 STAGES = {
     stage.name: stage
     for stage in (
-        # does it run at all, by the default configuration; then the one number that all predictions hang on
+        # does it run at all, by the default configuration; then the one number that all predictions depend on
         _tests("smoke", 90, "the bundled model as generate.py runs it"),
         Stage(name="time-decode-57344", run=timed_headline, seconds=40, about="dense attention of the headline cell"),
         Stage(name="machine", run=machine, seconds=30, about="what runs, and measured bandwidth and matrix rate"),
@@ -100,7 +100,7 @@ STAGES = {
         Stage(name="time-decode", run=timed_decode, seconds=120, about="dense attention beside torch's and others'"),
         Stage(name="time-formats", run=timed_formats, seconds=40, about="dense attention by what the cache holds"),
         Stage(name="time-sparse", run=timed_sparse, seconds=45, about="sparse attention by budget"),
-        Stage(name="time-select", run=timed_select, seconds=30, about="what selecting costs a round"),
+        Stage(name="time-select", run=timed_select, seconds=30, about="what selecting costs per round"),
         Stage(name="time-prefill", run=timed_prefill, seconds=45, about="attention of chunks beside torch's"),
         Stage(name="bundled", run=bundled, seconds=360, about="the bundled model end to end, acceptance of its own"),
         *(_cell(context, arm) for context in FULL for arm in ARMS if (context, arm) not in HEADLINES),

@@ -10,6 +10,7 @@ from typing import Any
 
 from gpt_fast_sd.measuring.ledger import Ledger
 from gpt_fast_sd.measuring.plots import draw_panels, whiskers
+from gpt_fast_sd.measuring.points import SIZES, ratio_text
 from gpt_fast_sd.measuring.roofline import EXPECTED, PRACTICAL
 from gpt_fast_sd.measuring.tables import Column, Table
 
@@ -115,8 +116,8 @@ def summary(ledger: Ledger, setup: Setup, stages: Sequence[Stage], plots: Sequen
         "Rounds of the 8 B shape, acceptance replayed": replay_lines(results),
         "The bundled model, its own acceptance (no replay)": bundled_lines(results),
         "Kernels": table(kernels(results, rates)),
-        "Longer than reckoned": [
-            f"- {r['stage']}: {r['seconds']:.0f} s, reckoned {r['reckoned_seconds']} s" for r in over
+        "Longer than estimated": [
+            f"- {r['stage']}: {r['seconds']:.0f} s, estimated {r['reckoned_seconds']} s" for r in over
         ],
         "Missing": [f"- {stage.name}: {why(ledger, stage)}" for stage in missing],
     }
@@ -135,8 +136,7 @@ def why(ledger: Ledger, stage: Stage) -> str:
         return "not run yet"
     if "result" in record:
         return "a test has not passed" if not record["result"]["ok"] else "its tests or what they test has changed"
-    said = [line.strip() for line in record["output"].splitlines() if line.strip()]
-    return f"failed, {record['error']}" + (f": `{said[-1][:200]}`" if said else "")
+    return f"failed, {record['error']}: {last(record['output'])}"
 
 
 def test_lines(results: Mapping[str, Record]) -> list[str]:
@@ -163,11 +163,6 @@ def last(said: str) -> str:
     return f"`{lines[-1].strip()[:200]}`" if lines else "it said nothing"
 
 
-def spread_of(ratio: Record) -> str:
-    """The median of ratios, with the least and the greatest."""
-    return f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
-
-
 def keys_of(one: Record) -> str:
     """The least and the most keys that a row reads."""
     return " to ".join(f"{n:,}" for n in one["keys_in_view"]) if "keys_in_view" in one else "-"
@@ -185,7 +180,7 @@ def replay_lines(results: Mapping[str, Record]) -> list[str]:
             "cell": result["cell"], "draft": f"{result['policy']} {result['budget']:,}",
             "profile": f"replay of {row['profile']}", "gamma": str(row["gamma"]),
             "tokens/round": f"{row['tokens_per_round']:.2f}", "plain tok/s": f"{row['plain_tokens_per_second']:,.0f}",
-            "replay tok/s": f"{row['replayed_tokens_per_second']:,.0f}", "replay speed": spread_of(row["ratio"]),
+            "replay tok/s": f"{row['replayed_tokens_per_second']:,.0f}", "replay speed": ratio_text(row["ratio"]),
             "cost model ideal, good kernels, expected": ", ".join(
                 f"{row[f'predicted_{name}']:.2f}x" for name in ("ideal", "practical", "expected")
             ),
@@ -215,27 +210,16 @@ def steps_of(result: Record) -> list[Row]:
                 "cell": result["cell"], "draft": f"{result['policy']} {result['budget']:,}", "step": name,
                 "gamma": gamma, "ms": f"{one['seconds'] * 1e3:.3f}",
                 "roofline ms": "-" if allowed is None else f"{allowed * 1e3:.3f}",
-                "rows": str(one["rows_active"]), "keys read a row": keys_of(one),
+                "rows": str(one["rows_active"]), "keys read per row": keys_of(one),
             })  # fmt: skip
     return rows
 
 
 def bundled_lines(results: Mapping[str, Record]) -> list[str]:
-    """The bundled model, with acceptance of its own, and what is to be said about the prompts."""
+    """The bundled model, with acceptance of its own, as benchmark.py shows it, and notes about the prompts."""
     points = results.get("bundled", {}).get("points", [])
-    rows = [
-        {
-            "rows x context": f"{one['batch']} x {one['context']:,}", "draft": f"{one['policy']} {one['budget']}",
-            "acceptance": f"{one['acceptance_rate']:.1%}",
-            "tokens/round": f"{one['speculative']['tokens_per_round']:.2f}",
-            "plain tok/s": f"{one['plain']['tokens_per_second']['completion']:,.0f}",
-            "speculative tok/s": f"{one['speculative']['tokens_per_second']['completion']:,.0f}",
-            "speed": spread_of(one["speedup"]["completion"]),
-        }
-        for one in points
-    ]  # fmt: skip
     notes = [f"- {note}" for note in dict.fromkeys(one["note"] for one in points) if note]
-    return [*table(rows), *([""] if notes else []), *notes]
+    return [*(SIZES.markdown(points) if points else []), *([""] if notes else []), *notes]
 
 
 def timed(results: Mapping[str, Record]) -> list[Record]:

@@ -1,6 +1,6 @@
-"""Accepting against slow references in whole numbers, then text: whatever is drafted, it follows the target's own law.
+"""Accepting against slow references in whole numbers, then text: whatever is drafted, it follows the target's law.
 
-Shapes: B batch rows, gamma drafts a row, V vocabulary.
+Shapes: B batch rows, gamma drafts per row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def written(p: Tensor, q: Tensor, accept: Accept, *, gamma: int = 2, n_tokens: i
 
 
 def misfit(p: Tensor, text: Tensor) -> tuple[float, float]:
-    """How far the first token, and the first two together, are from p [V, V]: above 1 is no chance."""
+    """How far the first token, and the first two together, are from p [V, V]: above 1 cannot be chance."""
     first, second = text[:, 0], text[:, 1]
     vocab_size = len(p)
     one = chi_square(first.bincount(minlength=vocab_size), p[0] * N_TEXTS)

@@ -1,6 +1,6 @@
 """A round's commit is what a slow loop over rows and tokens does, whatever the drafts, the ends and the rows.
 
-Shapes: B slots, gamma drafts a row, S places of history a slot.
+Shapes: B slots, gamma drafts per row, S places of history per slot.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(
 
 
 def state_of(n: int, *, eos_ids: tuple[int, ...] = (), max_tokens: int = 10, ignore_eos: bool = False) -> BatchState:
-    """n slots that were given the prompt 1, 2, 3 of which 3 is pending."""
+    """n slots with the prompt 1, 2, 3, the last of which is pending."""
     state = BatchState.idle(torch.zeros(n, dtype=torch.int64), HISTORY, VOCAB, eos_ids)
     for slot in range(n):
         state.assign(slot, [1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos), seed=slot)
@@ -134,7 +134,7 @@ def test_eos_at_every_place_of_a_round_is_the_last_token_kept(place: int) -> Non
     assert state.active.tolist() == [False] and state.remaining.tolist() == [10 - len(kept)]
 
 
-def test_eos_that_is_ignored_or_behind_the_end_of_the_round_ends_nothing() -> None:
+def test_eos_that_is_ignored_or_past_the_end_of_the_round_ends_nothing() -> None:
     state = state_of(1, eos_ids=(6,), ignore_eos=True)
     assert commit(state, [6, 6], 2, 6) == [[3, 2, 2, 6, 6, 6]] and state.active.tolist() == [True]
     state = state_of(1, eos_ids=(6,))
@@ -196,7 +196,7 @@ def test_a_plan_to_capture_knows_nothing_of_the_rows_that_are_live() -> None:
         {0: 19, 2: 9}, params, gamma=3, ahead=2, number=7, follows_a_draft=False, drafted_at={0: 5, 2: 9}
     )
     assert plan.to_capture(509) == RoundPlan(gamma=3, n_keys=509, kind=Kind(True, True), captured=True)
-    assert not plan.any_within(8) and plan.to_capture(509).any_within(8)
+    assert plan.any_drafted_within(5) and not plan.any_drafted_within(4) and plan.to_capture(509).any_drafted_within(0)
 
 
 @pytest.mark.parametrize("field", ["seq_len", "pending", "active"])

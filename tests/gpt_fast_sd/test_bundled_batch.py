@@ -1,4 +1,4 @@
-"""The bundled model at its full length: what a row says does not depend on who shares its batch."""
+"""The bundled model at its full length: a row's output does not depend on what shares its batch."""
 
 import pytest
 import torch

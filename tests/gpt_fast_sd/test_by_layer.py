@@ -137,7 +137,7 @@ def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_an
 def test_a_model_whose_layers_differ_in_what_a_compiled_layer_takes_for_granted_is_refused(
     what: str, parts: Parts
 ) -> None:
-    """Code for the first layer would read the weights of the others wrongly."""
+    """Code for the first layer would misread the weights of the others."""
     model = tiny_model(tiny_config(n_layers=3))
     owner: Any = model.layers[2].attention.wo if what == "strides" else model.layers[2].attention_norm
     weight = owner.weight.data
@@ -157,7 +157,7 @@ def test_what_a_layer_gives_must_lie_in_memory_as_what_it_is_given() -> None:
         nodes[-1].meta["example_value"] = example
     same, also, other, row, every_third = nodes
     assert _alike(same, also) and not _alike(same, other)
-    assert _alike(row, every_third)  # of a size of 1 the stride is no matter
+    assert _alike(row, every_third)  # the stride of a size of 1 does not matter
 
 
 @pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": True}])

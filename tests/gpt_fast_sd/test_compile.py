@@ -1,4 +1,4 @@
-"""Compiled steps: one graph each for all lengths, the tokens of the eager ones, and a way on without a compiler."""
+"""Compiled steps: one graph each for all lengths, the tokens of the eager ones, and a fallback without a compiler."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_first_call_compiles_and_says_how_long_it_took(small: Engine) -> Non
     assert graphs(small) == (0, 0)
     small.generate([[1]], SamplingParams(max_tokens=1))
     assert graphs(small) == (1, 1)
-    assert small.stats.compile_seconds > 0 and small.stats.recompiles == 0  # warming up is no recompile
+    assert small.stats.compile_seconds > 0 and small.stats.recompiles == 0  # warming up does not count as a recompile
     first = small.stats.compile_seconds
     small.generate([[1]], SamplingParams(max_tokens=1))
     assert small.stats.compile_seconds == first  # the engine's own, not the call's

@@ -1,4 +1,4 @@
-"""What cannot be is refused when it is built, in a sentence that names the field and the value."""
+"""An invalid configuration is refused when it is built, in a sentence that names the field and the value."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_draft_whose_fields_do_not_fit_each_other_is_refused_in_a_sentence(fie
     ("fields", "view", "most"),
     [
         ({}, None, 0),
-        ({"gamma": 5}, None, 0),  # nobody drafts
+        ({"gamma": 5}, None, 0),  # without a policy
         ({"policy": "full"}, "full", max(GAMMA_TIERS)),
         ({"policy": "streaming", "gamma": 16}, "streaming", 16),
         ({"policy": "lookup", "budget": 1, "gamma": 2}, None, 2),

@@ -1,7 +1,7 @@
-"""What a device cannot do is said in one sentence before weights are read, by whoever asks: engine, scripts, torchrun.
+"""A device that cannot work is refused in one sentence before weights are read, by engine, scripts and torchrun.
 
-No GPU is here: torch.cuda answers as it would on a machine that the test describes. What Triton does at its first
-launch is its own code, with a compiler, headers or a libcuda taken away from it.
+No GPU is here: torch.cuda answers as it would on the machine that the test describes. At its first launch Triton runs
+its own code, with the compiler, headers or libcuda missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 def gpu(
     monkeypatch: pytest.MonkeyPatch, name: str = "NVIDIA H100", capability: tuple[int, int] = (9, 0), *, n: int = 1
 ) -> list[int]:
-    """A machine with n such GPUs, of which torch knows this much; gives the list of the devices made current."""
+    """A machine with n such GPUs, as torch would report them -> the list of the devices made current."""
     current: list[int] = [0]
     for attribute, answer in {
         "is_available": lambda: n > 0,
@@ -72,7 +72,7 @@ def gpu(
 
 
 def no_gpu(monkeypatch: pytest.MonkeyPatch, says: str, *, built: str | None = "13.0") -> None:
-    """torch, built for such a CUDA, sees no device and says so when it is to begin."""
+    """torch, built for such a CUDA, sees no device and says so when it initializes."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(says)))
@@ -183,10 +183,10 @@ MACHINES: list[tuple[Machine, str]] = [
     (no_headers, r"device 'cuda' cannot be used: .*Python\.h: No such file.*\(Ubuntu: gcc python3-dev\), or use"),
     (no_libcuda, r"device 'cuda' cannot be used: .*libcuda.*let `/sbin/ldconfig -p` list the driver's libcuda\.so\.1"),
     (a_busy_gpu, r"device 'cuda' cannot be used: CUDA error: CUDA-capable device\(s\) is/are busy or unavailable$"),
-    (an_old_driver, r"device 'cuda' was asked for, .* built for CUDA 13\.0 and says: The NVIDIA driver .* is too old"),
-    (no_fabric, r"device 'cuda' was asked for, but .* Error 802: system not yet initialized; use 'cpu' or 'auto'$"),
-    (a_build_without_cuda, r"device 'cuda' was asked for, but torch sees no CUDA device: torch .* built without CUDA"),
-    (a_hidden_gpu, r"device 'cuda' was asked for, but torch sees no CUDA device: CUDA_VISIBLE_DEVICES is ''"),
+    (an_old_driver, r"device 'cuda' was requested, .* built for CUDA 13\.0 and says: The NVIDIA driver .* is too old"),
+    (no_fabric, r"device 'cuda' was requested, but .* Error 802: system not yet initialized; use 'cpu' or 'auto'$"),
+    (a_build_without_cuda, r"device 'cuda' was requested, but torch sees no CUDA device: torch .* built without CUDA"),
+    (a_hidden_gpu, r"device 'cuda' was requested, but torch sees no CUDA device: CUDA_VISIBLE_DEVICES is ''"),
 ]
 machines = pytest.mark.parametrize(
     ("machine", "sentence"),
@@ -235,7 +235,7 @@ def test_programs_refuse_a_device_that_is_not_there_with_code_2(
     said = capfd.readouterr().err
     wanted = f"device must be one of auto, cpu, cuda, got {device!r}"
     if device == "cuda":
-        wanted = "device 'cuda' was asked for, but torch sees no CUDA device"
+        wanted = "device 'cuda' was requested, but torch sees no CUDA device"
     assert said.count("\n") == 1 and wanted in said
 
 

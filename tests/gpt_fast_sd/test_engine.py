@@ -1,4 +1,4 @@
-"""The engine: what a prompt gets hangs on the prompt alone, whatever shares its batch; and every refusal comes first.
+"""The engine: an output depends on the prompt alone, whatever shares its batch; and every refusal comes first.
 
 Shapes: B slots, T tokens, V vocabulary.
 """
@@ -41,7 +41,7 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 def slow_greedy(prompt: list[int], n: int) -> list[int]:
-    """n greedy tokens, the whole text run anew for each."""
+    """n greedy tokens, the whole text run again for each."""
     model, ids = tiny_model(), list(prompt)
     for _ in range(n):
         ids.append(int(whole_text_logits(model, ids)[-1].argmax()))
@@ -55,7 +55,7 @@ def text_engine(**changes: Any) -> Engine:
 # ---- what shares the batch -----------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_are_those_of_the_whole_text_run_anew() -> None:
+def test_greedy_tokens_are_those_of_the_whole_text_run_again() -> None:
     prompts = [PROMPTS[i] for i in (0, 1, 3, 5, 6)]
     completions = engine().generate(prompts, SamplingParams(max_tokens=8))
     assert tokens_of(completions) == [slow_greedy(prompt, 8) for prompt in prompts]
@@ -381,7 +381,7 @@ def test_int8_weights_run_and_stay_near() -> None:
     plain, quantized = engine(), engine(quantize="int8")
     ids = random_ids(60)
     exact, near = plain.logits(ids), quantized.logits(ids)
-    # one scale a row: a weight is off by at most 1/254 of its row's largest, about 1 % of a typical weight;
+    # one scale per row: a weight is off by at most 1/254 of its row's largest, about 1 % of a typical weight;
     # seven such matrices a path, and sharp scores, multiply that by some ten
     assert 0 < (near - exact).norm() <= 0.1 * exact.norm()
     assert not torch.equal(near, exact)
@@ -517,7 +517,7 @@ def test_drafting_is_off_where_it_is_not_asked_for() -> None:
 def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="'cuda' was asked for"):
+    with pytest.raises(ValueError, match="'cuda' was requested"):
         Engine.from_pretrained(tmp_path, EngineConfig(device="cuda", max_seq_len=512))
 
 

@@ -1,4 +1,4 @@
-"""exact=True: the target gives each text the same bits, however it was drafted for and whatever shares its batch.
+"""exact=True: the target's results for a text are bit-identical, however it was drafted and whatever shares its batch.
 
 Shapes: B slots, T tokens in this call, V vocabulary.
 """
@@ -24,7 +24,7 @@ from tests.helpers import random_ids, tiny_config, tiny_model
 
 NAMES = [name for name in POLICIES if " over " not in name]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")  # what is watched lies behind the door
+cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")  # not exported by its package
 PROMPTS = [random_ids(n, seed=n) for n in (1, 2, 150, 31, 256, 257)]  # more than slots, around a chunk
 PARAMS = [SamplingParams(max_tokens=4 + 7 * i % 15) for i in range(len(PROMPTS))]
 
@@ -73,7 +73,7 @@ def covers(got: tuple[list[list[int]], Bits], plain: tuple[list[list[int]], Bits
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_plain_and_speculative_decoding_give_the_same_bits(name: str, dtype: str) -> None:
+def test_plain_and_speculative_decoding_are_bit_identical(name: str, dtype: str) -> None:
     one = Watched(name, dtype=dtype)
     plain = one.run(PROMPTS, PARAMS, speculate=False)
     assert len({token for tokens in plain[0] for token in tokens}) > 20  # the model is not stuck on a token
@@ -91,7 +91,7 @@ def bits_of(run: tuple[list[list[int]], Bits], i: int, prompt: list[int]) -> lis
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["streaming", "guided", "hierarchy"])
-def test_a_text_has_the_same_bits_alone_and_in_a_batch_and_in_any_slot(name: str, dtype: str) -> None:
+def test_a_text_is_bit_identical_alone_and_in_a_batch_and_in_any_slot(name: str, dtype: str) -> None:
     one, other = Watched(name, dtype=dtype, max_seq_len=900), random_ids(800)  # with it four splits of keys are in view
     together = one.run(PROMPTS, PARAMS)
     for i in (1, 2, 5):
@@ -106,7 +106,7 @@ def test_a_text_has_the_same_bits_alone_and_in_a_batch_and_in_any_slot(name: str
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("gamma", [1, 2, 7, "auto"])
 def test_any_gamma_and_number_of_slots_gives_the_bits_of_an_engine_without_drafts(gamma: int | str, slots: int) -> None:
-    """With one slot and a gamma of 1 the target sees two tokens a step: few enough for other matrix products."""
+    """With one slot and a gamma of 1 the target sees two tokens per step: few enough for other matrix products."""
     one, off = Watched("full", gamma, batch_size=slots), Watched("off", gamma, batch_size=slots)
     if gamma == "auto":
         one.engine.warm_up()
@@ -123,7 +123,7 @@ def test_logits_have_the_bits_of_decoding(name: str, dtype: str) -> None:
     # A prompt of one token is not prefilled: all its text went through the step that logits run, too.
     logits = one.engine.logits([*first, *run[0][0]])
     assert all(map(torch.equal, logits, bits_of(run, 0, first)))
-    # Prefill feeds 256 tokens a step, logits one: no bits are promised then, only roundings.
+    # Prefill feeds 256 tokens per step, logits one: no bits are promised then, only roundings.
     logits = one.engine.logits([*PROMPTS[3], *run[0][1]])[30:-1]
     expected = torch.stack(bits_of(run, 1, PROMPTS[3]))
     assert (logits - expected).norm() <= (1e-5 if dtype == "fp32" else 0.05) * expected.norm()
@@ -172,7 +172,7 @@ def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "config"), [("streaming", WIDE), ("guided", WIDE), ("snapkv", tiny_config())])
-def test_compiled_steps_give_the_same_bits(name: str, config: ModelConfig, dtype: str) -> None:
+def test_compiled_steps_are_bit_identical(name: str, config: ModelConfig, dtype: str) -> None:
     with warnings.catch_warnings(record=True):
         if not can_compile(torch.device("cpu")):
             pytest.skip("there is no C++ compiler")
@@ -205,7 +205,7 @@ def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("slots", "gamma"), [(1, 1), (1, 4), (5, 1), (5, 4)])
-def test_steps_of_our_kernels_give_the_same_bits_on_any_number_of_threads(
+def test_steps_of_our_kernels_are_bit_identical_on_any_number_of_threads(
     slots: int, gamma: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on: list[int] = []
@@ -225,7 +225,7 @@ def test_steps_of_our_kernels_give_the_same_bits_on_any_number_of_threads(
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("slots", "gamma"), [(1, 1), (5, 4)])
-def test_compiled_steps_give_the_same_bits_on_any_number_of_threads(slots: int, gamma: int) -> None:
+def test_compiled_steps_are_bit_identical_on_any_number_of_threads(slots: int, gamma: int) -> None:
     with warnings.catch_warnings(record=True):
         if not can_compile(torch.device("cpu")):
             pytest.skip("there is no C++ compiler")

@@ -1,4 +1,4 @@
-"""Engines that capture, over a stand-in that knows which memory lives how long: graphs live, and go in time.
+"""Engines that capture, over a stand-in that knows how long memory lives: graphs live, and are freed in time.
 
 The engine's own pool, its streams, its pinned results and its events run here on the CPU, with real values.
 """
@@ -42,7 +42,7 @@ GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, seed=3)
 FILTERED = SamplingParams(max_tokens=6, temperature=0.9, seed=3, top_k=20)
 
-ONE_RULE = pytest.mark.parametrize("rule", ["2.13"])  # for what hangs on no version
+ONE_RULE = pytest.mark.parametrize("rule", ["2.13"])  # for what depends on no version
 
 
 @pytest.fixture(params=RULES)
@@ -112,7 +112,7 @@ def test_many_pools_one_after_another_leave_alone_the_streams_of_one_that_stays(
 ) -> None:
     one = engine()
     assert tokens(one) == expected
-    for _ in range(20):  # torch deals 32 streams round and round
+    for _ in range(20):  # torch hands out 32 streams cyclically
         pool = GraphPool(one.device)
         pool(lambda: torch.ones(2, 2) @ torch.ones(2, 2))()
         del pool
@@ -156,7 +156,7 @@ def test_an_engine_that_is_dropped_leaves_no_graph(cuda: Cuda) -> None:
 def test_no_more_steps_are_held_in_graphs_than_the_bound(
     cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They go all together: one that went alone would take along what the others need."""
+    """They are freed together: one freed alone would take memory that the others need."""
     monkeypatch.setattr("gpt_fast_sd.inflight.MOST_STEPS", 6)
     one, gammas, held = engine(gamma="auto"), itertools.cycle([3, 1, 2, 3, 3, 1, 0]), list[int]()
     steps: list[int] = []
@@ -217,7 +217,7 @@ def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cu
 @ONE_RULE
 @pytest.mark.parametrize("policy", ["streaming", "lookup"])
 def test_rows_of_all_kinds_may_come_and_go_in_every_order(policy: str, cuda: Cuda) -> None:
-    """Each is what it is alone, whoever shares its rounds: some graphs sample and filter, and others do not."""
+    """Each is what it is alone, whatever shares its rounds: some graphs sample and filter, and others do not."""
     one, kinds = engine(policy, batch_size=2), (GREEDY, SAMPLED, FILTERED)
     rows = [dataclasses.replace(p, max_tokens=n) for p, n in zip(kinds * 2, (2, 6, 3, 5, 1, 4), strict=True)]
     alone = [one.generate(PROMPTS[:1], params)[0].tokens for params in rows]
@@ -261,7 +261,7 @@ def test_a_policy_of_another_page_is_given_the_mass_by_its_own(cuda: Cuda, expec
 
 
 @ONE_RULE
-def test_what_is_no_policy_of_this_engine_is_refused_where_it_is_set(cuda: Cuda, expected: list[list[int]]) -> None:
+def test_what_is_not_a_policy_of_this_engine_is_refused_when_it_is_set(cuda: Cuda, expected: list[list[int]]) -> None:
     one, other = engine(), engine("hierarchy")
     for policy, said in (("guided", "got 'guided': Engine.redraft takes a DraftConfig"), (other.policy, "another")):
         with pytest.raises(ValueError, match=said):
@@ -401,7 +401,7 @@ def test_an_engine_closes_at_the_end_of_its_block_and_streams_end_there(cuda: Cu
 
 @ONE_RULE
 def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its two streams would be nobody's for as long as the engine is in scope."""
+    """Otherwise its two streams would be lost for as long as the engine is in scope."""
     one = engine()
     tokens(one)
 
@@ -609,7 +609,7 @@ def test_an_engine_whose_device_failed_says_so_and_why(at: str, cuda: Cuda) -> N
 
 @ONE_RULE
 def test_a_device_that_fails_after_the_last_token_is_told(cuda: Cuda) -> None:
-    """Rounds that were launched ahead fail when nobody reads them any more."""
+    """Rounds that were launched ahead fail when they are no longer read."""
     one = engine()
     stream = one.stream(PROMPTS, GREEDY)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The plan of an engine's memory is what it allocates, and what cannot fit is refused before anything is loaded."""
+"""An engine's memory plan is what it allocates, and a plan that cannot fit is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_llama_8b_fits_an_h200_where_it_should(batch: int, context: int, fits: b
         assert (wanted.total <= 139 * GIB) is fits
 
 
-def test_a_device_keeps_a_reserve_for_what_is_allocated_beside_torch() -> None:
+def test_a_device_keeps_a_reserve_for_what_is_allocated_outside_torch() -> None:
     alone, shared = plan(16, 57_344), plan(16, 57_344, groups=2)
     assert alone.reserve == GIB + int(0.03 * 140 * GIB)
     assert shared.total - alone.total == shared.reserve - alone.reserve == 2 * GIB
@@ -155,9 +155,9 @@ def test_drawing_and_judging_hold_no_more_than_the_plan_says(
 def held(
     policy: str, of: str, monkeypatch: pytest.MonkeyPatch, *, length: int, vocab: int, kv_dtype: str = "fp32"
 ) -> tuple[int, int]:
-    """The most bytes of a chunk of a prompt, of selecting anew and of a round, and the plan's workspace.
+    """The most bytes of a chunk of a prompt, of refreshing a selection and of a round, and the plan's workspace.
 
-    of "cuda": an engine on a CPU that goes the ways of CUDA, but for captures.
+    of "cuda": an engine on a CPU that works as on CUDA, except for captures.
     """
     if of == "cuda":
         monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
@@ -192,7 +192,7 @@ def held(
 def test_no_step_holds_more_than_the_plan_s_workspace(
     policy: str, of: str, length: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefilling, selecting anew, drafting, verifying and judging, by what a CPU's and CUDA's operators allocate."""
+    """Prefilling, refreshing a selection, drafting, verifying and judging, as CPU and CUDA operators allocate."""
     peak, planned = held(policy, of, monkeypatch, length=length, vocab=vocab)
     assert peak <= planned + SMALL
     if vocab > length:
@@ -227,7 +227,7 @@ def test_keys_of_int8_are_widened_in_memory_that_is_planned_for() -> None:
 def test_observing_windows_holds_what_the_plan_says(
     group: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As CUDA's operators allocate: keys of few rows are split, which 16 query heads a kv head are too many for."""
+    """As CUDA's operators allocate: keys of few rows are split, but 16 query heads per kv head are too many."""
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False, chunks=(SPLIT,)))
     as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=batch_size, max_seq_len=6_000, device="cpu", dtype="fp32", compile=False)
@@ -247,7 +247,7 @@ def test_observing_windows_holds_what_the_plan_says(
 
 
 def test_sums_in_the_order_of_ranks_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where exact is asked of more than two ranks, each is sent all parts of every sum."""
+    """With exact and more than two ranks, each rank receives all parts of every sum."""
     ranks, n_tokens, dim = 8, 2_048, 64
     collectives = importlib.import_module("gpt_fast_sd.tp.collectives")
     monkeypatch.setattr(collectives, "all_gather", lambda x, mesh: torch.stack([x] * ranks))
@@ -322,7 +322,7 @@ def test_a_batch_that_no_machine_holds_ends_a_program_with_code_2(
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, have: int | None) -> list[int]:
-    """The engine finds this much memory; the list fills with the bytes held as often as it asks."""
+    """The engine finds this much memory; the list records the bytes held each time it asks."""
     held: list[int] = []
 
     def free_memory(device: torch.device, held_: int = 0, **kwargs: int) -> int | None:
@@ -378,7 +378,7 @@ def test_what_cannot_be_told_is_not_refused() -> None:
 
 
 def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One weight at a time is there twice, a head of which is larger than what small steps need."""
+    """One weight at a time exists twice, and a head is larger than what small steps need."""
     big = tiny_config(vocab_size=64_000, dim=64, n_heads=1, n_kv_heads=1, head_dim=64, ffn_dim=96)
     config = EngineConfig(batch_size=1, max_seq_len=256, device="cpu", dtype="bf16", kv_dtype="bf16")
     model = tiny_model(big, dtype=torch.bfloat16)

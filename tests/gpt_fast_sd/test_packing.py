@@ -1,4 +1,4 @@
-"""Products with packed weights beside fp64: right for any number of rows, and a row's bits hang on nothing but itself.
+"""Products with packed weights against fp64: right for any number of rows, and a row's bits depend only on itself.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -19,7 +19,7 @@ from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.packing import pack_linears
 from tests.helpers import random_ids, tiny_config, tiny_model
 
-build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # what is tested lies behind the door
+build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # not exported by its package
 cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")
 
 BF16 = torch.bfloat16
@@ -84,7 +84,7 @@ def test_swiglu_takes_gates_of_any_size() -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_threads: int) -> None:
+def test_a_row_is_bit_identical_in_any_batch_and_on_any_number_of_threads(n_threads: int) -> None:
     linear, *_ = packed(160, 96)
     x = torch.randn(130, 96).to(BF16)
     torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_t
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
-def test_a_row_of_swiglu_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_threads: int) -> None:
+def test_a_row_of_swiglu_is_bit_identical_in_any_batch_and_on_any_number_of_threads(n_threads: int) -> None:
     linear, *_ = packed(160, 96)
     x = torch.randn(130, 96).to(BF16)
     torch.set_num_threads(1)
@@ -147,7 +147,7 @@ def model_of(**changes: object) -> Transformer:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_packed_model_is_the_model_to_whoever_asks_it(tied: bool, tmp_path: Path) -> None:
+def test_a_packed_model_is_used_like_the_model_itself(tied: bool, tmp_path: Path) -> None:
     model = model_of(vocab_size=512, tie_embeddings=tied)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tokens = torch.randint(0, 512, (3, 7))
@@ -247,5 +247,5 @@ def test_a_process_that_may_not_use_tiles_has_none(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("shape", [(1, 64), (4, 64), (3, 2, 160)])
 def test_rows_of_another_width_are_refused(shape: tuple[int, ...]) -> None:
     linear, *_ = packed(32, 128)
-    with pytest.raises(ValueError, match="packed weights of 128 inputs multiply rows of as many, got"):
+    with pytest.raises(ValueError, match="packed weights of 128 inputs need rows of 128 numbers, got"):
         linear(torch.zeros(shape, dtype=BF16))

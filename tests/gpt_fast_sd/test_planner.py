@@ -41,7 +41,7 @@ class World:
         return self.draft_step(n_keys) if gamma else 0.0, self.target_step(gamma, n_keys)
 
     def best(self, acceptance: float, n_keys: int = 1000) -> tuple[float, int]:
-        """Tokens a second of the best tier, and that tier, where every draft after an accepted one is as good."""
+        """Tokens per second of the best tier, and that tier, where every draft after an accepted one is as good."""
         tokens = {g: sum(acceptance**i for i in range(g + 1)) for g in GAMMA_TIERS}
         return max((tokens[g] / self.round(g, n_keys), g) for g in GAMMA_TIERS)
 
@@ -67,7 +67,7 @@ def simulate(
     n_keys: int = 1000,
     plan: GammaPlanner | None = None,
 ) -> tuple[float, list[int]]:
-    """Tokens a row and second, and the gammas chosen. Steps seem slower than they are, by `noise` on average or so."""
+    """Tokens per row and second, and the gammas chosen. Steps seem slower than they are, on average by `noise`."""
     rng, plan = random.Random(seed), plan or planner(world)
     seconds = tokens = 0.0
     gammas: list[int] = []
@@ -161,7 +161,7 @@ def test_a_fixed_gamma_is_chosen_always_and_nothing_is_measured(gamma: int) -> N
 def test_drafts_that_are_never_accepted_cost_little(draft: float, rows: int, rounds: int) -> None:
     world = World(draft, per_draft=0.02)
     speed, _ = simulate(world, lambda i: 0.0, rounds=rounds, rows=rows)
-    # Plain decoding makes one token a second. A single row shows little a round, and where drafts are this cheap few
+    # Plain decoding makes one token per second. A single row shows little per round, and with drafts this cheap few
     # accepted ones would pay: 3.5 % then.
     assert speed > (0.965 if (rows, draft) == (1, 0.1) else 0.97)
 
@@ -228,6 +228,32 @@ def test_every_tier_is_measured_and_times_are_lines_over_the_keys() -> None:
             assert plan.seconds(gamma, n_keys) == pytest.approx(world.round(gamma, max(n_keys, FEW)))
 
 
+class ColdStart(World):
+    """The first step of a draft finds the caches as the target's step left them: empty."""
+
+    def round(self, gamma: int, n_keys: int) -> float:
+        return super().round(gamma, n_keys) + (0.4 if gamma else 0.0)
+
+    def measure(self, gamma: int, n_keys: int) -> tuple[float, float]:
+        return self.draft + 0.4 / max(1, gamma), self.target_step(gamma, n_keys)
+
+
+def test_what_a_draft_takes_beside_its_steps_weighs_most_on_short_ones() -> None:
+    """Once the highest tier's time was shared evenly: one draft seemed to cost an eighth of eight, and was drawn."""
+    world, plan = ColdStart(0.5), planner(ColdStart(0.5))
+    assert [plan.seconds(g, 1000) for g in GAMMA_TIERS] == pytest.approx([world.round(g, 1000) for g in GAMMA_TIERS])
+    plan.record(1, 1000, 0.9, world.target_step(1, 1000), [1] * 8)
+    assert plan.drafting(8, 1000) == pytest.approx(8 * 0.5 + 0.4)  # a round that takes as long as expected
+
+
+def test_a_step_that_takes_longer_in_the_loop_than_when_it_was_timed_is_soon_known() -> None:
+    """Once it took ten rounds to see it, of a run of sixty."""
+    plan = planner(World(0.3))
+    for _ in range(3):
+        plan.record(2, 1000, 2 * 0.4, 1.1, [2, 0])
+    assert plan.drafting(2, 1000) == pytest.approx(0.8, rel=0.07)
+
+
 class Tiled(World):
     """A machine that judges up to four drafts in the time of none, and more in half as much again."""
 
@@ -267,7 +293,7 @@ def test_a_first_draft_costs_a_whole_step_of_a_middle_level() -> None:
 
 
 def test_what_the_host_adds_to_a_round_is_part_of_what_it_costs() -> None:
-    """Many drafts share what a round costs beside its steps; one slow round moves it little."""
+    """Many drafts share the cost of a round outside its steps; one slow round changes it little."""
     world, plan = World(0.5), planner(World(0.5))
     for _ in range(FIRST_ROUNDS):
         plan.record_host(0.4)
@@ -294,7 +320,7 @@ def test_a_step_that_seems_faster_with_more_keys_does_not_cost_less_than_nothing
 
 
 def test_a_line_that_noise_tilts_gives_no_step_for_nothing_and_follows_the_machine() -> None:
-    """Once such a line began at 0, of which every correction is 0: eight drafts were for ever as dear as none."""
+    """Once such a line began at 0, which no factor corrects: eight drafts forever cost as much as none."""
     times = StepTimes((512, 0.1), (8192, 9.0))
     for n_keys in (0, 1, 20, 512):
         assert times(n_keys) == pytest.approx(0.1)
@@ -380,7 +406,7 @@ def test_a_round_cut_short_at_the_end_of_a_text_teaches_the_tier_it_is_next_to()
     assert plan.draft is not None and plan.draft.correction == pytest.approx(1.0)
 
 
-def test_selecting_anew_is_part_of_what_a_round_costs() -> None:
+def test_refreshing_a_selection_is_part_of_the_cost_of_a_round() -> None:
     world, free = World(0.1), planner(World(0.1))
     plan = GammaPlanner("auto", GAMMA_TIERS)
     plan.calibrate(world.measure, FEW, MANY, lambda n_keys: 1e-4 * n_keys)

@@ -1,4 +1,4 @@
-"""Prefill: what slots already hold is not computed again, and whatever is reused, keys are those of a fresh prefill.
+"""Prefill: keys that slots already hold are not computed again, and reused or not, they are those of a fresh prefill.
 
 Shapes: B slots, T tokens, K kv heads, S cache capacity, H head dim, L layers.
 """
@@ -48,14 +48,14 @@ def fresh(body: Sequence[int]) -> Tensor:
 
 
 def holds(one: Prefill, slot: int, body: Sequence[int]) -> bool:
-    """Whether the slot is what a fresh prefill makes it, bit for bit, with zeros behind the last chunk."""
+    """Whether the slot is what a fresh prefill makes it, bit for bit, with zeros past the last chunk."""
     n_chunks = -(-len(body) // CHUNK)
     got = keys(one, slot)
     assert int(one.runner.cache.seq_len[slot]) == one.held(slot) == len(body)
     return torch.equal(got[:, :, : len(body)], fresh(body)) and not got[:, :, n_chunks * CHUNK :].any()
 
 
-# held before, asked for -> tokens to compute: whole chunks from the first that differs, or nothing at all.
+# held before, requested -> tokens to compute: whole chunks from the first that differs, or nothing at all.
 CASES: dict[str, tuple[list[int], list[int], int]] = {
     "nothing held": ([], TEXT[:300], 300),
     "the same": (TEXT[:300], TEXT[:300], 0),
@@ -163,7 +163,7 @@ def alone(prompt: list[int], n: int) -> list[int]:
 def test_a_prompt_in_a_busy_slot_is_copied_while_that_slot_decodes(policy: str) -> None:
     one, prompt = engine(policy), TEXT[:600]
     params = [SamplingParams(max_tokens=n) for n in (40, 3, 12)]
-    got = one.generate([prompt, OTHER[:20], prompt], params)  # the third takes the second's slot, beside the first
+    got = one.generate([prompt, OTHER[:20], prompt], params)  # the third takes the second's slot, next to the first
     assert [c.tokens for c in got] == [alone(prompt, 40), alone(OTHER[:20], 3), alone(prompt, 12)]
     assert one.stats.prefill_tokens == 599 + 19 + 0
 
@@ -200,7 +200,7 @@ def test_a_prompt_takes_the_free_slot_that_holds_most_of_it() -> None:
 
 
 @pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided", "early_exit"])
-def test_nothing_behind_a_held_prompt_reaches_the_next_occupant(policy: str) -> None:
+def test_nothing_past_a_held_prompt_reaches_the_next_occupant(policy: str) -> None:
     one = engine(policy)
     params = SamplingParams(max_tokens=12)
     one.generate([TEXT[:600], OTHER[:300]], params)

@@ -1,4 +1,4 @@
-"""A policy is one file and one line: what is registered, configuration, memory, programs, README and tests know."""
+"""A policy is one file and one line: configuration, memory, programs, README and tests all read the registry."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_name_is_registered_once(toy: str) -> None:
     assert registry.policies()[-1] == toy
     for name in (toy, "streaming", "off"):
-        with pytest.raises(ValueError, match=f"there is a policy '{name}' already"):
+        with pytest.raises(ValueError, match=f"there is already a policy '{name}'"):
             registry.register(name, Toy)
 
 
@@ -64,7 +64,7 @@ def test_a_name_is_registered_once(toy: str) -> None:
     [("", Toy, "one word"), (3, Toy, "one word"), ("a b", Toy, "one word"), ("mine", object, "class of View"),
      ("mine", Toy(), "class of View"), ("mine", "lookup.LookupDraft", "class of View")],
 )  # fmt: skip
-def test_what_is_no_policy_is_not_registered(name: Any, made: Any, said: str) -> None:
+def test_what_is_not_a_policy_is_not_registered(name: Any, made: Any, said: str) -> None:
     before = registry.policies()
     with pytest.raises(ValueError, match=said):
         registry.register(name, made)
@@ -127,7 +127,7 @@ def test_every_policy_and_view_is_in_the_tables_of_the_tests() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in registry.policies() if name != "off"])
-def test_what_a_policy_heeds_are_fields_of_its_configuration(name: str) -> None:
+def test_what_a_policy_uses_are_fields_of_its_configuration(name: str) -> None:
     classes: list[Any] = [registry.policy_class(name)] + [registry.view_class(n) for n in registry.VIEWS if n == name]
     fields = set(DraftConfig.__dataclass_fields__)
     assert {flag for one in classes for flag in one.flags} <= fields - {"policy", "gamma"}

@@ -36,7 +36,7 @@ def request(decoder: Decoder | None, **params: Any) -> Request:
 
 
 def feed(request: Request, tokens: list[int]) -> list[str]:
-    """What is shown after each token, one a round, until the request ends."""
+    """What is shown after each token, one per round, until the request ends."""
     shown = []
     for token in tokens:
         event = request.commit([token], ["target"])
@@ -212,7 +212,7 @@ def test_eos_among_the_accepted_drafts_ends_the_output_there() -> None:
     one = request(StreamDecoder(ByteTokenizer()), max_tokens=20)
     event = commit(one, [*b"hi", EOS, *b"!?"], judged=4)
     assert (event.tokens, event.text, event.sources) == ([*b"hi", EOS], "hi", ["streaming"] * 3)
-    assert (event.drafted, event.accepted) == (3, 3)  # the fourth draft stood behind the end
+    assert (event.drafted, event.accepted) == (3, 3)  # the fourth draft stood past the end
     assert event.completion and event.completion.finish_reason == "stop"
     assert event.completion.tokens == [*b"hi", EOS] and event.completion.text == "hi"
 
@@ -236,7 +236,7 @@ def test_a_stop_string_among_the_accepted_drafts_ends_the_round(texts: list[str]
     one = request(Pieces(*texts), max_tokens=99, stop="END")
     event = commit(one, [0, 1, 2, 3, 4], judged=4)
     assert (event.text, event.tokens, event.sources) == (text, list(range(taken)), ["streaming"] * taken)
-    assert (event.drafted, event.accepted) == (taken, taken)  # what is behind the end does not count
+    assert (event.drafted, event.accepted) == (taken, taken)  # what is past the end does not count
     assert one.finish_reason == "stop" and one.completion().text == text
     stats = one.completion().stats
     assert (stats.drafted, stats.accepted, stats.rounds, stats.emitted) == (taken, taken, 1, taken)

@@ -1,4 +1,4 @@
-"""What a run tells of its rounds, where somebody listens: who proposed what, what was refused and read, and when.
+"""The events of a run's rounds, if somebody listens: who proposed what, what was refused and read, and when.
 
 Shapes: B slots, S positions, L layers, K kv heads, gamma tokens drafted.
 """
@@ -200,7 +200,7 @@ def test_looking_is_no_part_of_the_time_of_decoding(monkeypatch: pytest.MonkeyPa
     assert clock[0] >= 100.0 and one.stats.decode_seconds == 0.0
 
 
-def test_nobody_looks_at_what_drafts_read_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_drafts_read_is_not_recorded_unless_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine("streaming")
     one.warm_up()
 

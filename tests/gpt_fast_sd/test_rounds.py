@@ -1,4 +1,4 @@
-"""Captured rounds give what eager ones give: whatever a graph would bake in, or read too early, shows as other tokens.
+"""Captured rounds equal eager ones: anything that a graph bakes in, or reads too early, shows as other tokens.
 
 Captures are stood in for on the CPU (tests.gpuless.recorder): recorded once, and replayed for other rows at other
 positions, with results read one round late.
@@ -62,8 +62,8 @@ def test_captured_rounds_emit_what_eager_ones_do(name: str, params: list[Samplin
     got = one.generate(PROMPTS, params)
     greedy = [i for i, p in enumerate(params) if p.temperature == 0]
     assert [got[i].tokens for i in greedy] == [plain[i].tokens for i in greedy]
-    # of pages that are best to two queries alike topk takes either, as the number of pages in view has it; and a middle
-    # level that is guided has looked at other drafts near a row's end, where captured rounds draft on
+    # if two pages tie, topk takes either, depending on the number of pages in view; and a guided middle level has seen
+    # other drafts near a row's end, where captured rounds continue to draft
     if name not in ("quest", "hierarchy, guided"):
         assert told(got) == told(expected)
     assert one.stats.decode_tokens == sum(len(c.tokens) for c in got)
@@ -92,7 +92,7 @@ def test_gamma_may_change_from_round_to_round(name: str, monkeypatch: pytest.Mon
 def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_under_way(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What drafting would need renewed is no matter then. Each gamma is chosen once, whenever it is launched."""
+    """Then no refresh is needed. Each gamma is chosen once, whenever it is launched."""
     one, gammas, chosen = captured(name, gamma="auto"), itertools.cycle([3, 0, 0, 0, 4, 2, 0, 0]), list[int]()
     monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
 
@@ -114,7 +114,7 @@ def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_unde
     assert {ahead for gamma, ahead in launched if gamma == 2} == {1}  # it follows one that drafted, too
     assert {ahead for gamma, ahead in launched if gamma in (3, 4)} == {0}  # they make up for rounds that did not
     assert [gamma for gamma, _ in launched] == chosen[: len(launched)]
-    assert len(chosen) <= len(launched) + 1  # a round that was put off until nobody was left
+    assert len(chosen) <= len(launched) + 1  # a round that was put off until no row was left
     assert one.schedule.n_rounds - before == len(launched)
 
 
@@ -135,7 +135,7 @@ def test_a_gamma_that_was_chosen_for_a_round_that_never_began_is_forgotten(monke
     monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
     monkeypatch.setattr(one.planner, "choose", lambda n_keys: gammas.pop(0) if gammas else 0)
     first = next(one.stream(PROMPTS[:1], SamplingParams(max_tokens=20, ignore_eos=True)))
-    gammas = [3, 0, 4]  # the third round waits for the second, and then nobody is left
+    gammas = [3, 0, 4]  # the third round waits for the second, and then no row is left
     one.generate(PROMPTS[:1], SamplingParams(max_tokens=len(first.tokens) + 1, ignore_eos=True))
     assert not gammas and set(one.stats.rounds_by_gamma) == {0, 3}
     one.generate(PROMPTS[:1], SamplingParams(max_tokens=3, ignore_eos=True))

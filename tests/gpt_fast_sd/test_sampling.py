@@ -24,7 +24,7 @@ def slow_probabilities(logits: np.ndarray, params: SamplingParams) -> np.ndarray
     """One row in fp64, one token at a time: [V] -> [V]."""
     n = len(logits)
     out = np.zeros(n)
-    order = sorted(range(n), key=lambda i: (-logits[i], i))  # likeliest first, the lowest id of equals first
+    order = sorted(range(n), key=lambda i: (-logits[i], i))  # likeliest first, ties go to the lowest id
     if params.temperature == 0:
         out[order[0]] = 1.0
         return out
@@ -150,7 +150,7 @@ def test_skipping_the_filters_changes_no_bit_where_every_filter_is_off() -> None
 
 
 def test_the_nucleus_of_a_large_vocabulary_is_not_lost_to_rounding() -> None:
-    """One likely token, and 130,000 of which each is less than what the mass before it can show in fp32."""
+    """One likely token, and 130,000 that are each too small to change the mass before them in fp32."""
     weight = np.full(130_001, 1e-9)
     weight[0] = 1 - 130_000 * 1e-9
     logits = torch.from_numpy(np.log(weight).astype(np.float32))[None]

@@ -23,7 +23,7 @@ from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
 KINDS = {"eager": engine, "captured": captured}
-# a row that decodes all the while, short ones beside it, and long ones that take their slots
+# a row that decodes all the time, short ones next to it, and long ones that take their slots
 PROMPTS = [random_ids(n, seed=n) for n in (40, 9, 20, 520, 3, 300)]
 PARAMS = [
     SamplingParams(max_tokens=n, temperature=0.9 * (i % 3 == 2), seed=i, ignore_eos=True)
@@ -102,11 +102,10 @@ def test_between_two_rounds_of_a_row_there_is_one_chunk_at_most(
         got = one.generate(PROMPTS, PARAMS)
     assert len(seen) == models * len(PROMPTS)
     first, *later = waits([call for call in calls if call != "other"])
-    assert first == models * sum(N_CHUNKS[:3])  # as long as nobody waits, without a pause
+    assert first == models * sum(N_CHUNKS[:3])  # as long as no row waits, without a pause
     assert max(later) == 1 and sum(later) == models * sum(N_CHUNKS[3:])
-    # What is sampled hangs on the draft. A guided one hangs on all that was verified, and eager rounds draft less where
-    # no row has room for more; and of pages that are best to two queries alike topk takes either, as the number of
-    # pages in view has it.
+    # Samples depend on the draft. A guided draft depends on all that was verified, and eager rounds draft less if no
+    # row has room for more; and if two pages tie, topk takes either, depending on the number of pages in view.
     steady = "guided" not in name and name != "quest"
     for i in (0, 2, 3, 5) if steady else (0, 3):
         alone = one.generate([PROMPTS[i]], PARAMS[i])
@@ -245,14 +244,14 @@ def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pyt
     assert one.stats.prefill_seconds == pytest.approx(n_chunks[0])
     assert n_chunks[0] == (2 if name == "standalone" else 1) * sum(N_CHUNKS)
     assert one.stats.prefill_tokens == sum(len(prompt) - 1 for prompt in PROMPTS)
-    assert 0 < one.stats.decode_seconds < 1e-3 * (one.stats.rounds + 2)  # the last one may be launched for nobody
+    assert 0 < one.stats.decode_seconds < 1e-3 * (one.stats.rounds + 2)  # the last one may be launched for no row
     assert took and max(took) < 0.01
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------
 
 
-def test_whoever_asks_is_told_how_far_a_prompt_is() -> None:
+def test_on_progress_tells_how_far_a_prompt_is() -> None:
     one, told_so = engine("standalone"), list[tuple[str, int, int]]()
     one.warm_up()
     one.on_progress = lambda what, done, total: told_so.append((what, done, total))
@@ -336,7 +335,7 @@ def test_a_prompt_that_cannot_run_ends_the_stream_where_it_is_reached() -> None:
     assert len(one.generate([[1]], params)[0].tokens) == 4
 
 
-def test_an_error_of_whoever_gives_the_prompts_comes_through() -> None:
+def test_an_error_of_the_prompts_iterator_propagates() -> None:
     one, params = engine("off"), SamplingParams(max_tokens=4)
 
     def prompts() -> Iterator[list[int]]:
@@ -364,7 +363,7 @@ def test_a_prompt_may_bring_its_own_parameters() -> None:
         (5, None, "prompts must be a list"),
         ("a text", None, "prompts must be a list"),
         (iter([[1]]), [SamplingParams()], r"take one SamplingParams, or come as \(prompt, SamplingParams\)"),
-        ([([1], SamplingParams())], [SamplingParams()], "prompt 0 brings its own SamplingParams"),
+        ([([1], SamplingParams())], [SamplingParams()], "prompt 0 has its own SamplingParams"),
     ],
 )
 def test_prompts_that_make_no_sense_are_refused_at_the_call(prompts: Any, params: Any, said: str) -> None:

@@ -1,6 +1,6 @@
-"""Speculation changes how fast tokens come, never which: rounds counted by hand, all policies beside plain decoding.
+"""Speculation changes how fast tokens come, never which: rounds counted by hand, all policies against plain decoding.
 
-Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted a round.
+Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted per round.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ def counting(
     return one
 
 
-# gamma, right drafts a round, tokens -> rounds, drafts judged and accepted by position; the last round drafts no more
+# gamma, right drafts per round, tokens -> rounds, drafts judged and accepted by position; the last round drafts no more
 # than there is left to say before the target's own token.
 WALKS = [
     (3, 3, 12, 3, (3, 3, 3), (3, 3, 3)),
     (3, 2, 12, 4, (4, 4, 3), (4, 4, 0)),  # 3 + 3 + 3 + 3, the last round drafts two
-    (3, 1, 12, 6, (6, 5, 5), (6, 0, 0)),  # two a round; the last one drafts one
+    (3, 1, 12, 6, (6, 5, 5), (6, 0, 0)),  # two per round; the last one drafts one
     (3, 0, 12, 12, (11, 10, 9), (0, 0, 0)),  # with 3, 2 and 1 to go: two, one and no draft
     (1, 1, 7, 4, (3,), (3,)),
     (7, 7, 5, 1, (1, 1, 1, 1), (1, 1, 1, 1)),
@@ -175,7 +175,7 @@ def test_only_drafts_that_are_offered_count() -> None:
 
 
 @pytest.mark.parametrize("eos", range(41, 54))
-def test_eos_at_every_place_of_a_round_is_the_last_token_and_drafts_behind_it_do_not_count(eos: int) -> None:
+def test_eos_at_every_place_of_a_round_is_the_last_token_and_drafts_after_it_do_not_count(eos: int) -> None:
     one = counting(Script([3]), gamma=3, slots=2, eos_ids=(eos,))
     params = [SamplingParams(max_tokens=13), SamplingParams(max_tokens=13, ignore_eos=True)]
     ended, other = one.generate([[40], [40]], params)
@@ -235,7 +235,7 @@ def test_every_token_names_who_proposed_it() -> None:
     assert [event.sources for event in events] == [["target"]] * 3
 
 
-# ---- every policy beside plain decoding -----------------------------------------------------------------------------
+# ---- every policy against plain decoding ----------------------------------------------------------------------------
 
 GROUPS = {1: (2, 2), 2: (4, 2), 4: (4, 1), 5: (10, 2), 7: (7, 1), 8: (8, 1)}  # G: query heads, kv heads
 GAMMAS = (1, 2, 4, 7)
@@ -457,7 +457,7 @@ def caches_of(one: Engine) -> list[KVCache]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_is_written_except_past_its_own_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """MagicDec's stop after 80 tokens let a row run over into the pages of the next."""
     one, gamma = speculator(name), 4
     reach = gamma + (CHEAP_GAMMA if name.startswith("hierarchy") else 0)  # positions behind the pending token's
@@ -468,7 +468,7 @@ def test_no_row_is_written_but_behind_its_own_text(name: str, monkeypatch: pytes
         place = torch.arange(one.cache.layers[0].k.shape[2])  # [S]
         before = [x.clone() for cache in caches_of(one) for x in cache.buffers]
         # a standalone draft feeds up to three tokens again
-        spare = (place >= one.cache.capacity) & ~one.state.active[:, None]  # never in view: where free slots scribble
+        spare = (place >= one.cache.capacity) & ~one.state.active[:, None]  # never in view: where free slots write
         beyond = (place > lengths + reach) & ~spare
         untouched = [((place < lengths - n) & ~spare) | beyond for n in (0, 2)]
         launched = launch(speculate)

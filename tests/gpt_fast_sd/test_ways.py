@@ -1,4 +1,4 @@
-"""A CPU goes the ways of CUDA: its chunks and operators, judging and choosing compiled, rounds by graphs of one gamma.
+"""A CPU works as CUDA does: its chunks and operators, judging and choosing compiled, rounds by graphs of one gamma.
 
 What Dynamo traces is run as it was traced, without Inductor: so every graph that a GPU would compile is made here, with
 real values, in seconds, and is counted.
@@ -118,7 +118,7 @@ def a_draft(gamma: int, *, drawn: bool, by_two: bool) -> Draft:
 def test_judging_is_one_graph_whatever_is_drafted(
     sampled: bool, filtered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A size that is asked for its value is no longer any size, and torch refuses to compile: torch.isin did that."""
+    """Reading the value of a size specializes it, and torch then refuses to compile: torch.isin did that."""
     monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: lookup_backend(AOT)(graph, inputs))
     model = tiny_model(tiny_config(n_layers=1, eos_ids=(3, 5, 7)))
     config = EngineConfig(batch_size=3, max_seq_len=400, device="cpu", dtype="fp32")

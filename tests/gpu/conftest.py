@@ -3,7 +3,7 @@
     python -m pytest -m gpu                                        on a machine with a GPU: the second kind alone
     TRITON_INTERPRET=1 python -m pytest tests/gpu/test_kernels.py  the kernels' own bodies, interpreted on the CPU
 
-An ordinary run has the first kind, so that no line here is executed by CUDA alone. There are no graphs on a CPU:
+An ordinary run has the first kind, so that no line here is executed only on CUDA. There are no graphs on a CPU:
 tests.gpuless.pools stands in for them.
 """
 

@@ -1,4 +1,4 @@
-"""Each kernel on the device, through the operators that the engine calls, beside fp64 and plain Python.
+"""Each kernel on the device, through the operators that the engine calls, against fp64 and plain Python.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
         H head dim, P pages, V vocabulary.

@@ -1,4 +1,4 @@
-"""Rounds on the device: captured they say what others say, token for token; and no round makes the host wait."""
+"""Rounds on the device: captured ones equal the others, token for token; and no round makes the host wait."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_captured_rounds_give_the_tokens_of_rounds_that_are_launched_kernel_by_k
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS[:3], ids=name_of)
-def test_captured_rounds_of_a_real_model_lose_no_token_and_compile_nothing_anew(
+def test_captured_rounds_of_a_real_model_lose_no_token_and_compile_nothing_again(
     bundled: Both, draft: DraftConfig, place: Place, record_property: Callable[[str, object], None]
 ) -> None:
     bundled.decode(draft)

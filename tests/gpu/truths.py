@@ -24,7 +24,7 @@ def miscut(scores: Tensor, top_k: Tensor, top_p: Tensor, cut: Tensor, last: Tens
     """
     place = torch.arange(len(scores))
     kept = (scores > cut) | ((scores == cut) & (place <= last))
-    order = scores.sort(descending=True, stable=True).indices  # of equals the first comes first
+    order = scores.sort(descending=True, stable=True).indices  # ties go to the first
     n_kept = int(kept.sum())
     if n_kept == 0 or not bool(kept[order[:n_kept]].all()):
         return float("inf")

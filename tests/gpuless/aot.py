@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
-# bytes of shared memory that one SM has (vendor's figures); each block on it takes a KiB more than it asked for
+# bytes of shared memory that one SM has (vendor's figures); each block on it takes a KiB more than it requests
 SM_SHARED = {cap: kib << 10 for cap, kib in
              {80: 164, 86: 100, 87: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100, 121: 100}.items()}  # fmt: skip
 RESERVE = 1 << 10
@@ -39,7 +39,7 @@ class Compiled:
     hgmma: int  # of four warps together (sm_90)
     utcmma: int  # of a whole block, in tensor memory (sm_100)
     tensor_columns: int  # of tensor memory per block (sm_100)
-    ldgsts: int  # copies from global to shared memory that nobody waits for
+    ldgsts: int  # asynchronous copies from global to shared memory
     spills: int  # loads and stores of registers that did not fit
     ptx: str = field(repr=False)
     sass: str = field(repr=False)
@@ -131,13 +131,13 @@ def inspect_kernel(kernel: CompiledKernel) -> Compiled:
 
 
 def assert_lean(compiled: Compiled, cap: int) -> None:
-    """No register is spilled, and the memory of a block suffices, shared and that of tensor cores."""
+    """No register is spilled, and a block's memory suffices, both shared memory and that of the tensor cores."""
     assert compiled.stack == compiled.spills == 0, compiled
     assert_fits(compiled, cap)
 
 
 def assert_fits(compiled: Compiled, cap: int) -> None:
-    """A block finds as much shared memory as it asks for, and as many columns of tensor memory."""
+    """A block gets the shared memory that it requests, and the columns of tensor memory."""
     assert compiled.shared <= SHARED_LIMIT[cap], compiled
     assert compiled.tensor_columns <= SM_TENSOR_COLUMNS, compiled
 

@@ -62,7 +62,7 @@ needs_cuda_code = pytest.mark.skipif(why_no_code() is not None, reason=str(why_n
 
 @functools.cache
 def load_guard() -> None:
-    """Build and load, once a process, the device guard that operators on CUDA tensors enter."""
+    """Build and load, once per process, the device guard that operators on CUDA tensors enter."""
     if torch.backends.cuda.is_built():
         return
     built = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "no_op_cuda_guard.so")  # tests/conftest.py names the folder
@@ -99,14 +99,14 @@ class Generated:
     allocated: list[tuple[str, ...]] = field(default_factory=list)  # shapes of the buffers, sizes as the code has them
     graphs: int = 0
     no_cudagraph: str | None = None  # why Inductor would not have put it into a CUDA graph
-    mutated: list[int] = field(default_factory=list)  # inputs that are written to and are no buffers of a module
+    mutated: list[int] = field(default_factory=list)  # inputs that are written to and are not buffers of a module
 
     @property
     def launches(self) -> int:
         return len(self.kernels) + len(self.products) + len(self.ours) + len(self.others)
 
 
-class _Generated(BaseException):  # no Exception: nothing on the way may catch it
+class _Generated(BaseException):  # not an Exception: nothing on the way may catch it
     pass
 
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """The most bytes of tensors, made inside, that were there at a time; what operators of torch take is not seen.
 
-    of: whose bodies of our operators count. Those for CUDA run beside the CPU's, on its tensors and as for sm_90, but
-    for their kernels, which are not launched: what they allocate counts, what they give is thrown away.
+    of: whose bodies of our operators count. Those for CUDA run in addition to the CPU's, on its tensors and as for
+    sm_90, except for their kernels, which are not launched: their allocations count, their results are dropped.
     """
 
     def __init__(self, of: str = "cpu") -> None:

@@ -1,16 +1,16 @@
-"""torch.cuda's graphs, streams and events over CPU tensors, by the rules of which memory lives how long.
+"""torch.cuda's graphs, streams and events over CPU tensors, with CUDA's rules on how long memory lives.
 
 `with stand_in("2.13") as cuda:` an engine on the CPU captures and replays as on CUDA: torch's own `torch.cuda.graph` is
-entered, what it calls stands here, and operators are recorded and run again with real values (tests.gpuless.recorder).
+entered, what it calls is here, and operators are recorded and run again with real values (tests.gpuless.recorder).
 
 The rules, as read in torch's sources and, for reset, in the binaries of 2.11 and 2.12:
 
-- The first product of matrices that is captured on a stream takes the stream's cuBLAS workspace from the graph's pool.
-- "2.11": the workspace stays when graphs go. "2.13" (and 2.12): each graph that goes takes its stream's workspace
-  along, whoever else captured it.
+- The first matrix product that is captured on a stream takes the stream's cuBLAS workspace from the graph's pool.
+- "2.11": the workspace stays when graphs are freed. "2.13" (and 2.12): freeing a graph frees its stream's workspace,
+  whatever else captured it.
 - A pool that no graph uses any more, while something in it lives, can never be captured into again.
-- Streams are dealt from 32, round and round.
-- Copies into pinned memory arrive when somebody waits for an event behind them, or for the device.
+- 32 streams are handed out cyclically.
+- Copies into pinned memory arrive when something waits for an event after them, or for the device.
 - NCCL's process group does not end while a graph lives that was captured since it began.
 """
 
@@ -39,7 +39,7 @@ class Corrupted(AssertionError):
 
 
 class Hang(AssertionError):
-    """The process would wait for ever."""
+    """The process would wait forever."""
 
 
 class Workspace:
@@ -72,7 +72,7 @@ class Cuda:
         self.landing: list[tuple[Tensor, Tensor]] = []  # copies on their way to the host
         self.events: list[str] = []
         self.slow = 0.0  # seconds that a capture takes, by the clock
-        self.clock = 0.0  # seconds that the clock is ahead, so that nobody has to wait
+        self.clock = 0.0  # seconds that the clock is ahead, so that no test has to wait
         self.dead: Exception | None = None  # what every call raises from now on
         self._faults: dict[str, Exception] = {}
 
@@ -84,7 +84,7 @@ class Cuda:
         self._kills = dead
 
     def reach(self, at: str) -> None:
-        """Raise here what was to be raised here."""
+        """Raise the error that was planned for this place."""
         if at in self._faults:
             error = self._faults.pop(at)
             self.dead = error if self._kills else None
@@ -265,7 +265,7 @@ class Graph:
 
 @contextlib.contextmanager
 def stand_in(rule: str) -> Iterator[Cuda]:
-    """torch.cuda, as far as captured rounds call it, by the rules of a version of torch."""
+    """The parts of torch.cuda that captured rounds call, by the rules of a version of torch."""
     cuda, perf_counter = Cuda(rule), time.perf_counter
     replaced: dict[str, Callable[..., Any]] = {
         "CUDAGraph": lambda *args, **kwargs: Graph(cuda, *args, **kwargs),

@@ -1,4 +1,4 @@
-"""What a step asks of its device: whether the host waits for it, and whether it may be replayed.
+"""What a step needs from its device: whether the host waits for it, and whether it may be replayed.
 
 `mixed_devices` watches a step over fake CUDA tensors, `Recording` stands in for a CUDA graph over plain CPU tensors.
 Neither sees into a custom operator: what waits inside one, or inside an operator of a real GPU, shows only there.
@@ -109,10 +109,10 @@ class _NoNumpy(TorchFunctionMode):
 class Recording:
     """A stand-in for torch.cuda.CUDAGraph on the CPU.
 
-    `with Recording() as recorded: out = fn()` notes every operator with its very arguments, `recorded.replay()` runs
-    them again over the same tensors and writes what they give to where it was, `out` among it. Numbers and shapes stay
-    as they were recorded. As with a capture nothing has happened when the recording ends: tensors from before it are as
-    they were. Raises HostRead where fn needs a value on the host.
+    `with Recording() as recorded: out = fn()` records every operator with its arguments, `recorded.replay()` runs them
+    again over the same tensors and writes the results to the same places, including `out`. Numbers and shapes stay as
+    recorded. As with a capture, nothing has happened when the recording ends: earlier tensors are unchanged. Raises
+    HostRead if fn needs a value on the host.
     """
 
     def __init__(self) -> None:

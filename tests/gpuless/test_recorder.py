@@ -82,7 +82,7 @@ def test_a_position_that_is_baked_in_shows_in_a_replay() -> None:
     assert not equal(replayed.state(), eager.state())
 
 
-def test_a_buffer_that_is_bound_anew_shows_in_a_replay() -> None:
+def test_a_buffer_that_is_replaced_shows_in_a_replay() -> None:
     eager, replayed = Counter(), Counter()
     step = capture(replayed.rebound)
     assert torch.equal(step(), eager.rebound())

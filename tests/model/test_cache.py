@@ -38,7 +38,7 @@ def prefill(model: Transformer, cache: KVCache, slot: int, ids: Sequence[int]) -
 
 @torch.inference_mode()
 def decode(model: Transformer, cache: KVCache, tokens: Sequence[int]) -> Tensor:
-    """Feed one token a slot at its seq_len, committing nothing -> [B, V]."""
+    """Feed one token per slot at its seq_len, committing nothing -> [B, V]."""
     pos = cache.seq_len[:, None]  # [B, 1]
     kv = DenseKV(cache.layers, torch.empty(cache.splits(int(cache.seq_len.max()) + 1), 0))
     return model(torch.tensor(tokens)[:, None], pos, kv)[:, -1]

@@ -262,7 +262,7 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:
-    said = f"{tmp_path} is no model folder: it has no config.json"
+    said = f"{tmp_path} is not a model folder: it has no config.json"
     assert refusal(tmp_path) == said
     with pytest.raises(CheckpointError, match=re.escape(said)):
         resolve_model(tmp_path)
@@ -284,7 +284,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 def test_a_name_that_can_be_no_hub_id_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for name in ("no-such-folder", "./no/such", "/no/such/folder", "a/b/c"):
-        with pytest.raises(CheckpointError, match=r"no folder .* is no hub id of the form owner/name"):
+        with pytest.raises(CheckpointError, match=r"no folder .* is not a hub id of the form owner/name"):
             resolve_model(name)
 
 
@@ -303,7 +303,7 @@ def test_a_hub_failure_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no network\nand more lines")
 
     hub(monkeypatch, download)
-    with pytest.raises(CheckpointError, match=r"^no folder owner/name, and the hub did not give it: no network$"):
+    with pytest.raises(CheckpointError, match=r"^no folder owner/name, and the hub did not provide it: no network$"):
         resolve_model("owner/name")
 
 

@@ -125,7 +125,9 @@ def test_writing_and_reading_a_config_changes_nothing(name: str) -> None:
 
 
 def test_a_preset_is_found_by_its_exact_name_only() -> None:
-    with pytest.raises(ValueError, match=r"no preset is called 'Llama-3.1-8B'; there are .*meta-llama/Llama-3.1-8B"):
+    with pytest.raises(
+        ValueError, match=r"no preset is called 'Llama-3.1-8B'; the presets are .*meta-llama/Llama-3.1-8B"
+    ):
         preset("Llama-3.1-8B")
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file is the model that transformers reads from it; one that is damaged or lies is one sentence."""
+"""A GGUF file is the model that transformers reads from it; a damaged or lying one is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_yarn_that_a_file_does_not_say_whole_is_refused_by_name(case: str, tmp_p
     assert says in say(path)
 
 
-def test_yarn_beside_rotary_factors_is_refused(tmp_path: Path) -> None:
+def test_yarn_together_with_rotary_factors_is_refused(tmp_path: Path) -> None:
     tensors = {"rope_freqs.weight": plain(8, fill=2)}
     theirs = transformers_model("Llama")
     path = write_gguf(tmp_path / "model.gguf", theirs, fields=yarn_fields(QWEN_YARN), tensors=tensors)
@@ -386,7 +386,7 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "an expert": ({"blk.0.ffn_gate_inp.weight": plain(4, 96)}, "no place for blk.0.ffn_gate_inp"),
     "a bias that llama has not": ({"blk.0.attn_q.bias": plain(96)}, "no place for blk.0.attn_q.bias"),
     "whole numbers": ({"output_norm.weight": (np.zeros(96, np.int8), Kind.I8)}, "stored as I8, but only F32, "),
-    "a rotary factor too few": ({"rope_freqs.weight": plain(7, fill=1)}, "must have 8 factors, one a pair, got 7"),
+    "a rotary factor too few": ({"rope_freqs.weight": plain(7, fill=1)}, "must have 8 factors, one per pair, got 7"),
     "a rotary factor of 0": ({"rope_freqs.weight": plain(8)}, "needs positive factors"),
     "rotary factors of no number": (
         {"rope_freqs.weight": plain(8, fill=np.nan)},
@@ -488,8 +488,8 @@ def test_a_file_cut_anywhere_is_refused(share: float, tmp_path: Path) -> None:
     whole = write_gguf(tmp_path / "whole.gguf", transformers_model("Llama", vocab_size=320), fields=fields).read_bytes()
     path = tmp_path / "model.gguf"
     path.write_bytes(whole[: int(share * len(whole))])
-    ends = r"it has only \d+ bytes|but what it speaks of ends at byte|but a text in it ends at byte|ends at byte"
-    assert re.search(f"is damaged or incomplete: .*({ends})|is no GGUF file: ", say(path))
+    ends = r"it has only \d+ bytes|but what it describes ends at byte|but a text in it ends at byte|ends at byte"
+    assert re.search(f"is damaged or incomplete: .*({ends})|is not a GGUF file: ", say(path))
 
 
 SHRINKING = """
@@ -525,19 +525,19 @@ def test_scales_that_are_no_numbers_are_one_sentence_and_no_warning(kind: Kind, 
     raw = np.full((96, 256 // block * size), 0x7F, np.uint8)  # as fp16 that is NaN
     theirs = transformers_model("Llama", intermediate_size=256)
     path = write_gguf(tmp_path / "model.gguf", theirs, tensors={"blk.1.ffn_down.weight": (raw, kind)})
-    assert say(path) == f"{path} is damaged: blk.1.ffn_down.weight holds what is no number"
+    assert say(path) == f"{path} is damaged: blk.1.ffn_down.weight holds NaN or infinity"
 
 
-def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_a_gguf_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "image.gguf"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1000))
-    assert say(path) == rf"{path} is no GGUF file: it begins with b'\x89PNG', not with b'GGUF'"
+    assert say(path) == rf"{path} is not a GGUF file: it begins with b'\x89PNG', not with b'GGUF'"
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     assert "is a git-lfs pointer" in say(path)
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
-    assert "is of version 0x1 of GGUF" in say(path)
+    assert "has GGUF version 0x1" in say(path)
     path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
-    assert "is of version 0x3000000 of GGUF" in say(path)
+    assert "has GGUF version 0x3000000" in say(path)
     with pytest.raises(CheckpointError, match=r"^there is no file .*nowhere\.gguf$"):
         resolve_model(tmp_path / "nowhere.gguf")
 
@@ -548,7 +548,7 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     second.rename(tmp_path / "kept")
     assert say(first) == f"{second} is missing: m-00001-of-00003.gguf is one of 3 parts of a model"
     second.write_bytes(first.read_bytes())
-    assert re.search(r"m-00002-of-00003\.gguf has the tensor \S+, but \S+m-00001-of-00003\.gguf too", say(first))
+    assert re.search(r"m-00002-of-00003\.gguf has the tensor \S+, but so has \S+m-00001-of-00003\.gguf", say(first))
     (tmp_path / "kept").rename(second)
     for part in (1, 2, 3):  # another count by name
         (tmp_path / f"m-0000{part}-of-00003.gguf").rename(tmp_path / f"m-0000{part}-of-00004.gguf")
@@ -632,10 +632,10 @@ def test_a_name_twice_and_names_that_are_no_text_are_refused(tmp_path: Path) -> 
         path.write_bytes(whole.replace(old, new))
         assert " is damaged or incomplete: " in say(path), (old, new)
     path.write_bytes(whole.replace(b"<|7|>", b"<\xff7|>"))
-    assert "an entry of tokenizer.ggml.tokens is no UTF-8" in say(path)
+    assert "an entry of tokenizer.ggml.tokens is not UTF-8" in say(path)
     path.write_bytes(whole.replace(b"gpt2", b"\xff\xff\xff\xff"))
     assert "tokenizer.ggml.model is b'" in say(path)
-    path.write_bytes(whole.replace(b"xyzzy", b"\xff\xff\xff\xff\xff"))  # nobody asks for it
+    path.write_bytes(whole.replace(b"xyzzy", b"\xff\xff\xff\xff\xff"))  # nothing reads it
     read_config(path)
 
 

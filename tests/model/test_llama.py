@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from gpt_fast_sd.model import FeedForward
 from tests.helpers import tiny_config
 
-llama = importlib.import_module("gpt_fast_sd.model.llama")  # what is tested lies behind the door
+llama = importlib.import_module("gpt_fast_sd.model.llama")  # not exported by its package
 
 
 @pytest.mark.parametrize("n_rows", [1, 8])

@@ -1,4 +1,4 @@
-"""A chat template gets its own answer, whoever else asks, and leaves no process behind."""
+"""A chat template gets its own answer, whatever else is asked, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-templating = importlib.import_module("gpt_fast_sd.model.templating")  # what is tested lies behind the door
+templating = importlib.import_module("gpt_fast_sd.model.templating")  # not exported by its package
 Template, TemplateError = templating.Template, templating.TemplateError
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -132,7 +132,7 @@ def test_ctrl_c_does_not_reach_the_process() -> None:
 
 
 @on_linux
-def test_a_process_that_somebody_ended_is_started_anew() -> None:
+def test_a_process_that_was_ended_is_started_again() -> None:
     before, template = set(children()), echo()
     template.render(say("first"))
     (pid,) = {*children()} - before
@@ -164,7 +164,7 @@ def test_an_exit_with_unsent_bytes_is_silent() -> None:
 
 
 @on_linux
-def test_the_process_ends_though_whoever_asked_was_killed() -> None:
+def test_the_process_ends_though_the_one_that_asked_was_killed() -> None:
     program = """
         templating.SECONDS = 1.0
         template = echo()
@@ -189,7 +189,7 @@ def test_a_path_of_another_kind_among_those_of_modules_is_passed_over(monkeypatc
 
 
 @pytest.mark.parametrize(("name", "value"), [("executable", None), ("executable", ""), ("frozen", True)])
-def test_a_program_that_is_no_python_says_that_it_starts_none(
+def test_a_program_that_is_not_python_says_that_it_starts_none(
     name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, name, value, raising=False)

@@ -157,7 +157,7 @@ def fast_llama_2(folder: Path, proto: bytes) -> Path:
 
 
 def tiktoken_file(folder: Path, bpe: Any) -> Path:
-    """The vocabulary of a byte-level BPE as Meta writes it: one base64 token and its rank a line."""
+    """The vocabulary of a byte-level BPE as Meta writes it: one base64 token and its rank per line."""
     alphabet = load(write_library(folder, bpe))
     lines = [f"{base64.b64encode(alphabet.token_bytes(i)).decode()} {i}\n" for i in range(bpe.get_vocab_size())]
     (folder / "tokenizer.json").unlink()
@@ -401,7 +401,7 @@ def test_a_sentencepiece_chat_reads_the_special_tokens_of_its_template(tmp_path:
     assert load(folder).chat(MESSAGES) == theirs
 
 
-def test_a_template_file_beside_the_config_is_found(tmp_path: Path, bpe: Any) -> None:
+def test_a_template_file_next_to_the_config_is_found(tmp_path: Path, bpe: Any) -> None:
     folder = llama_3(tmp_path, bpe, chat_template=[{"name": "default", "template": "one"}])
     assert load(folder).chat(MESSAGES) == load(folder).encode("one", bos=False)
     (folder / "chat_template.jinja").write_text("two")
@@ -478,7 +478,9 @@ def test_a_template_that_takes_all_time_or_memory_is_ended_with_one_sentence(
 
 def test_messages_that_json_cannot_say_are_one_sentence(tmp_path: Path, bpe: Any) -> None:
     ours = load(llama_3(tmp_path, bpe))
-    with pytest.raises(CheckpointError, match=r"refuses these messages: they are not what JSON can say: b'x' is no "):
+    with pytest.raises(
+        CheckpointError, match=r"refuses these messages: they cannot be written as JSON: b'x' is not a "
+    ):
         ours.chat([{"role": "user", "content": b"x"}])  # type: ignore[dict-item]
     assert ours.chat(tuple(map(MappingProxyType, MESSAGES))) == ours.chat(MESSAGES)
 
@@ -515,7 +517,7 @@ def test_more_token_ids_than_the_model_has_are_refused_with_both_numbers(
         load_tokenizer(folder, config)
 
 
-def test_tokens_added_beside_a_sentencepiece_model_count_and_are_found(tmp_path: Path, proto: bytes) -> None:
+def test_tokens_added_next_to_a_sentencepiece_model_count_and_are_found(tmp_path: Path, proto: bytes) -> None:
     added = {"400": {"content": "<|im_start|>", "special": True}, "401": {"content": "<think>", "special": False}}
     ours = load(llama_2(tmp_path, proto, added_tokens_decoder=added))
     assert ours.vocab_size == 402
@@ -546,7 +548,7 @@ def test_a_missing_library_is_named_with_its_extra(
 ) -> None:
     folder = write_library(tmp_path, bpe) if library == "tokenizers" else tiktoken_file(tmp_path, bpe)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(CheckpointError, match=rf'needs the {library} library: pip install "gpt_fast_sd\[hf\]"'):
+    with pytest.raises(CheckpointError, match=rf'needs the library {library}: pip install "gpt_fast_sd\[hf\]"'):
         load_tokenizer(folder, CONFIG)
 
 
@@ -559,7 +561,7 @@ def test_a_missing_library_is_named_with_its_extra(
         ("tokenizer.model", b"IQ== 0\nIg== 1\n", "is a damaged tiktoken file"),
         ("tokenizer.model", b"IQ== 0\nIg==\n", "is a damaged tiktoken file"),
         ("tokenizer.json", b"{", "cannot be read as JSON"),
-        ("tokenizer.json", b"{}", "is no tokenizer.json"),
+        ("tokenizer.json", b"{}", "is not a tokenizer.json"),
         ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
     ],
 )
@@ -578,7 +580,7 @@ def test_a_truncated_sentencepiece_model_is_named(tmp_path: Path, proto: bytes) 
 
 
 def test_a_damaged_tokenizer_config_is_named(tmp_path: Path, proto: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json or a file beside it is damaged"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json or a file next to it is damaged"):
         load_tokenizer(llama_2(tmp_path, proto, added_tokens_decoder={"5": {}}), CONFIG)
 
 

@@ -191,7 +191,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "truncate in words": ({"truncate": "no"}, "truncate is 'no', but it must be true or false"),
     "mscale in words": ({"mscale": "1", "mscale_all_dim": 1}, "mscale is '1', but it must be a positive number"),
     "mscale below 0": ({"mscale": -1.0, "mscale_all_dim": 1}, "mscale is -1.0, but it must be a positive number"),
-    "a base of 1": ({"rope_theta": 1.0}, "rope_theta must be above 1 where rope scaling is 'yarn', got 1.0"),
+    "a base of 1": ({"rope_theta": 1.0}, "rope_theta must be above 1 if rope scaling is 'yarn', got 1.0"),
     "a list of factors": ({"factor": [4.0]}, "factor is [4.0], but it must be a positive number"),
 }
 

@@ -205,7 +205,7 @@ def test_slots_do_not_run_dry_before_the_file_ends(
     assert watched.rounds <= 115  # three slots: 108, were it to come out even
 
 
-def test_behind_a_line_that_takes_long_no_more_are_kept_than_the_bound(
+def test_no_more_lines_than_the_bound_wait_behind_a_slow_one(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(monkeypatch)
@@ -293,7 +293,7 @@ def test_two_processes_killed_and_started_again_write_what_one_writes(model: Pat
     assert not [*tmp_path.glob("*.part*")]
 
 
-def test_what_was_begun_with_other_flags_model_or_input_is_not_continued(
+def test_a_run_begun_with_other_flags_model_or_input_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output = write_lines(tmp_path / "in.jsonl", prompts(4)), tmp_path / "out.jsonl"
@@ -316,7 +316,7 @@ def test_what_was_begun_with_other_flags_model_or_input_is_not_continued(
     assert [r["index"] for r in read_lines(output)] == list(range(5))
 
 
-def test_a_run_begun_before_a_flag_was_there_goes_on_with_its_default(
+def test_a_run_begun_before_a_flag_existed_continues_with_its_default(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
@@ -330,7 +330,7 @@ def test_a_run_begun_before_a_flag_was_there_goes_on_with_its_default(
     assert "was begun with n_sink 4, not 8" in refusal(capsys, model, source, output, "--n-sink", "8")
 
 
-def test_a_gguf_model_is_told_from_another_by_pages_all_over_its_parts(
+def test_gguf_models_are_distinguished_by_pages_throughout_their_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch, "BEGINNING", 1 << 21)

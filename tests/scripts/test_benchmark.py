@@ -113,8 +113,9 @@ def test_every_point_is_in_the_file_and_in_the_table(
         assert point["machine"] == {"bandwidth": 2e9, "peak": 4e9}
     kinds = [(r["kind"], r["draft"], r["batch"]) for r in document["lengths"]]
     assert len(kinds) == 6 and ("critical length", "streaming 16, gamma 2", None) in kinds
-    for name in ("speedup_by_batch", "speedup_by_context", "throughput_latency", "hero"):
+    for name in ("speedup_by_batch", "speedup_by_context", "throughput_latency"):
         assert (plots / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (plots / "hero.svg").read_text().startswith("<svg ")
     out = capsys.readouterr().out
     assert out.count("streaming 16, gamma 2") >= 9  # as measured, in the table, and the critical length
     assert "streaming 16, gamma 2: critical length" in out and "break-even at batch 1" in out
@@ -122,7 +123,7 @@ def test_every_point_is_in_the_file_and_in_the_table(
 
 
 @pytest.mark.usefixtures("quick")
-def test_seconds_of_captures_are_told_apart_from_speeds(
+def test_capture_seconds_are_kept_out_of_speeds(
     model: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, results = turns.run, tmp_path / "out.json"
@@ -187,7 +188,7 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_ended(
         capsys, model, *sweep, "--json", str(file), "--seconds", "0.5"
     )
     other = [*sweep, "--json", str(file), "--pairs", "1"]
-    assert "was measured with pairs 2, not 1: name another file, or begin anew with --fresh" in refusal(
+    assert "was measured with pairs 2, not 1: name another file, or start over with --fresh" in refusal(
         capsys, model, *other
     )
     measured.clear()
@@ -213,7 +214,7 @@ def test_several_temperatures_share_prompts_that_are_prefilled_once(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_file_with_one_temperature_for_all_points_is_gone_on_with(model: Path, tmp_path: Path) -> None:
+def test_a_file_with_one_temperature_for_all_points_is_continued(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     argv = ["--batch", "1", "--context", "40", "--json", str(file), "--temperature"]
     assert run(model, *argv, "0.8") == 0
@@ -384,7 +385,7 @@ def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
     assert "was measured with page 16, not 32" in refusal(capsys, None, *BUDGET, *argv, "--page", "32")
 
 
-def test_times_of_another_machine_or_of_other_pairs_are_not_gone_on_with(
+def test_times_of_another_machine_or_of_other_pairs_are_not_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "x.json"
@@ -423,7 +424,7 @@ def test_several_texts_share_the_rows(tmp_path: Path) -> None:
 # ---- lossless --------------------------------------------------------------------------------------------------------
 
 
-def test_every_policy_says_what_plain_decoding_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_policy_emits_what_plain_decoding_emits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lossless.json"
     assert run(None, *LOSSLESS, "--draft", "streaming,hierarchy/standalone", "--json", str(file)) == 0
     document: Record = json.loads(file.read_text())
@@ -535,7 +536,7 @@ def test_an_empty_text_is_refused_by_name(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("files", "picture"),
     [
-        (["sweep/sweep.json"], "hero.png"),
+        (["sweep/sweep.json"], "hero.svg"),
         (["smollm2/acceptance_2000_t0.json", "smollm2/acceptance_4000_t0.json"], "acceptance.png"),
         (["speculation/speed_8000x1.json", "speculation/speed_16000x8.json"], "ratios.png"),
         (["speculation/auto_512.json"], "ratios.png"),
@@ -544,7 +545,7 @@ def test_an_empty_text_is_refused_by_name(tmp_path: Path, capsys: pytest.Capture
 def test_files_in_the_repository_are_drawn(tmp_path: Path, files: list[str], picture: str) -> None:
     pytest.importorskip("matplotlib")
     assert run(None, "--draw", *(str(RESULTS / file) for file in files), "--plots", str(tmp_path)) == 0
-    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / picture).read_bytes().startswith((b"\x89PNG", b"<svg "))
 
 
 def test_sizes_and_gammas_are_read_as_they_are_written() -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bundled_data
-from bundled_data import MIXTURES, Books, book_paths, fact, question, skipped_positions, training_document
+from bundled_data import MIXTURES, Books, book_paths, skipped_positions, training_document
+from gpt_fast_sd.measuring.needles import fact, question
 
 
 class Words:

@@ -60,7 +60,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field: what is t
 FIELDS = [(config, field.name) for config in CONFIGS for field in dataclasses.fields(config) if field.init]
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_every_field_describes_itself() -> None:
     assert {name for _, name in FIELDS} == GIVEN.keys()
     silent = [name for c in CONFIGS for name in (f.name for f in flags.public(c) if not f.metadata.get("help"))]
     assert not silent
@@ -103,7 +103,7 @@ def test_what_is_typed_is_what_the_configuration_holds(program: str, config: typ
     assert getattr(untouched, name) != value
 
 
-def test_a_program_may_say_a_field_otherwise_or_leave_it_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_may_describe_a_field_differently_or_omit_it(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     flags.add_flags(
         parser, DraftConfig, budget={"type": flags.sizes, "default": [64, 256], "flag": "--budgets"}, view=None
@@ -128,7 +128,7 @@ SEVERAL = {
 }
 
 
-def test_every_field_but_those_that_others_say_is_a_flag_of_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_field_is_a_flag_of_benchmark_unless_others_set_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         benchmark.parse(["--help"])
     assert stopped.value.code == 0

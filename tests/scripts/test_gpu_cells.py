@@ -155,13 +155,13 @@ def nothing_is_listed(bench: Bench, gamma: int) -> None:
 def test_a_call_that_does_not_do_what_it_is_timed_for_is_an_error_and_has_no_seconds(
     wrong: Callable[[Bench, int], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Bench.pose
+    right = Bench.restore_state
 
-    def pose(self: Bench, gamma: int) -> None:
+    def restore_state(self: Bench, gamma: int) -> None:
         right(self, gamma)
         wrong(self, gamma)
 
-    monkeypatch.setattr(Bench, "pose", pose)
+    monkeypatch.setattr(Bench, "restore_state", restore_state)
     with pytest.raises(RuntimeError, match=said):
         a_bench("guided", {"guided": 2, "guided_all": 2}).steps()
 
@@ -178,7 +178,7 @@ def test_a_replay_whose_rounds_do_not_keep_what_the_table_says_is_an_error(monke
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_token_a_row(captured: bool) -> None:
+def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_token_per_row(captured: bool) -> None:
     bench = a_bench("streaming", {"streaming": 2, "low": 1})
     if captured:  # results are read one round late, as those of captured rounds are
         bench.engine.rounds.capture = lambda part: part

@@ -53,7 +53,7 @@ BROKEN = {"status": FAILED, "error": "exit code 1", "output": "first\nRuntimeErr
 # ---- one stage after the other ---------------------------------------------------------------------------------------
 
 
-def test_a_stage_that_fails_loses_no_other_and_is_tried_again_after_those_not_run_yet(tmp_path: Path) -> None:
+def test_a_failed_stage_costs_no_other_and_is_tried_again_after_those_not_run_yet(tmp_path: Path) -> None:
     stages = some_stages("a", "b", "c")
     first = FakeProcesses(a=BROKEN)
     assert conduct(stages[:2], a_ledger(tmp_path), 500, first) == []
@@ -73,7 +73,7 @@ def test_what_does_not_fit_the_budget_is_left_but_the_first_stage_of_a_call_neve
     assert conduct(stages, ledger, 500, processes) == []
 
 
-def test_a_stage_that_takes_longer_than_it_is_reckoned_to_says_so_in_every_place(
+def test_a_stage_that_takes_longer_than_estimated_says_so_in_every_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter(float(100 * i) for i in range(99))
@@ -82,9 +82,9 @@ def test_a_stage_that_takes_longer_than_it_is_reckoned_to_says_so_in_every_place
     conduct([*some_stages("one", seconds=90), *some_stages("two", seconds=240)], ledger, 5000, FakeProcesses())
     written = json.loads((tmp_path / "results.json").read_text())["stages"]
     assert [(one["stage"], one["seconds_over"]) for one in written] == [("one", 10.0), ("two", 0.0)]
-    assert "--- one done in 100.0 s, 10.0 s more than it is reckoned to take\n" in capsys.readouterr().out
+    assert "--- one done in 100.0 s, 10.0 s more than estimated\n" in capsys.readouterr().out
     page = summary(ledger, dry_setup(), [], [])
-    assert "## Longer than reckoned\n\n- one: 100 s, reckoned 90 s\n\n" in page and "- two" not in page
+    assert "## Longer than estimated\n\n- one: 100 s, estimated 90 s\n\n" in page and "- two" not in page
 
 
 def test_a_stage_that_was_stopped_early_is_left_and_nothing_is_written_of_it(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_stage_that_was_stopped_early_is_left_and_nothing_is_written_of_it(tmp
     assert [record["stage"] for record in ledger.records] == ["b"]
 
 
-def test_fresh_forgets_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_forgets_earlier_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_suite, "launcher", lambda argv: FakeProcesses())
     argv = [str(tmp_path), *DRY, "--stages", "bundled"]
     (tmp_path / "tests.json").write_text("{}")
@@ -135,7 +135,7 @@ def test_a_stage_runs_in_a_process_of_its_own_and_is_not_run_again(
         ({"test-rounds": {"status": DONE, "result": WRONG}}, 1, "found errors: test-rounds"),
     ],
 )
-def test_the_exit_code_tells_done_left_and_failed_apart(
+def test_the_exit_code_distinguishes_done_left_and_failed(
     ends: dict[str, Record], code: int, said: str | None,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -216,7 +216,7 @@ def test_results_are_of_a_device_and_only_a_stages_own_process_asks_for_its_memo
         assert gpu_suite.setup_of(args, {}).free == free
 
 
-def test_results_of_other_settings_or_of_nothing_of_ours_are_not_written_over(
+def test_results_of_other_settings_and_foreign_files_are_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = tmp_path / "results.json"
@@ -228,7 +228,7 @@ def test_results_of_other_settings_or_of_nothing_of_ours_are_not_written_over(
         return capsys.readouterr().err
 
     a_ledger(tmp_path, device="NVIDIA H200").write()
-    assert "was measured with device NVIDIA H200, not cpu: name another file, or begin anew with --fresh" in refusal()
+    assert "was measured with device NVIDIA H200, not cpu: name another file, or start over with --fresh" in refusal()
     found.write_text("{}")
     assert "holds no results of this benchmark" in refusal()
     found.write_text("half a docu")
@@ -236,7 +236,7 @@ def test_results_of_other_settings_or_of_nothing_of_ours_are_not_written_over(
     assert found.read_text() == "half a docu"
 
 
-def test_what_runs_at_all_is_tried_first_then_the_headline_kernel_and_guided_before_snapkv() -> None:
+def test_the_smoke_test_comes_first_then_the_headline_kernel_and_guided_before_snapkv() -> None:
     order = list(STAGES)
     assert order[:2] == ["test-smoke", "time-decode-57344"]
     cells = [name for name in order if name.startswith("cell-")]
@@ -247,7 +247,7 @@ def test_what_runs_at_all_is_tried_first_then_the_headline_kernel_and_guided_bef
 
 
 @pytest.mark.slow
-def test_the_whole_suite_runs_dry(tmp_path: Path) -> None:
+def test_a_dry_run_of_the_whole_suite_succeeds(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert gpu_suite.main([str(out), *DRY, "--budget-seconds", "3000"]) == 0
     assert {one["stage"] for one in json.loads((out / "results.json").read_text())["stages"]} == set(STAGES)
@@ -301,10 +301,10 @@ def test_the_bundled_model_is_measured_by_the_sweep_and_shown(tmp_path: Path) ->
     ledger = a_ledger(tmp_path)
     ledger.put({"stage": "bundled"}, {"stage": "bundled", "status": DONE, "result": found})
     lines = summary(ledger, dry_setup(), [], []).splitlines()
-    assert len([line for line in lines if line.startswith("| 2 x 160 | ")]) == 3
+    assert len([line for line in lines if line.startswith("| 160 | 2 | ")]) == 3
 
 
-def test_a_process_that_is_stopped_takes_along_those_that_it_has_started() -> None:
+def test_a_stopped_process_takes_its_children_with_it() -> None:
     child = "import time; time.sleep(60)"  # it holds the pipe that is read to its end
     program = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     readers = threading.active_count()

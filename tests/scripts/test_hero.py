@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from gpt_fast_sd.measuring.hero import LABEL
 from scripts import hero
 
 
@@ -32,8 +33,20 @@ def test_lines_end_with_labels_that_stand_apart_and_in_their_order() -> None:
         ("1.16", "16 rows"), ("1.04", "4 rows"), ("1.02", "2 rows"), ("1.01", "1 row"),
     ]  # fmt: skip
     heights = [float(label[0]) for label in labels]
-    assert all(below - above >= hero.LABEL for above, below in itertools.pairwise(heights))
+    assert all(below - above >= LABEL for above, below in itertools.pairwise(heights))
     assert svg.count("<circle") == svg.count('class="whisker"') == len(SWEEP) and svg.count("<polyline") == 4
+
+
+def test_several_drafts_have_panels_side_by_side_and_a_context_alone_stands_at_the_left() -> None:
+    one = [point(batch, 1000, 1.5, policy=policy) for policy in ("streaming", "guided") for batch in (1, 4)]
+    root = ElementTree.fromstring(hero.hero(one))
+    assert root.get("width") == str(2 * 520)
+    panels = root.findall("{http://www.w3.org/2000/svg}g")
+    assert [panel.get("transform") for panel in panels] == ["translate(0 0)", "translate(520 0)"]
+    assert [panel[0].text for panel in panels] == [
+        f"{policy} 256, gamma auto: speed, times plain decoding" for policy in ("streaming", "guided")
+    ]
+    assert {dot.get("cx") for dot in root.iter("{http://www.w3.org/2000/svg}circle")} == {"60.0"}
 
 
 def written(points: list[dict[str, Any]], **settings: Any) -> str:
@@ -74,8 +87,8 @@ def test_only_what_was_asked_for_is_drawn(tmp_path: Path) -> None:
             "256, gamma 6; streaming 64, gamma auto",
         ),
         (
-            written([*SWEEP, point(32, 1000, 1.0)]),
-            "sweep.json has 5 batches of streaming at temperature 0, and at most 4 can be told apart",
+            written([*SWEEP, *(point(batch, 1000, 1.0) for batch in (3, 5, 6, 7, 8))]),
+            "sweep.json has 9 batches of streaming at temperature 0, and at most 8 can be told apart",
         ),
     ],
 )

@@ -75,7 +75,7 @@ def test_without_a_model_one_sentence_says_what_is_missing(
         ("--device H200 --batch 0", "whole numbers of at least 1"),
         ("--device H200 --policy foo", "policy must be one of"),
         ("--device H200 --policy off", "drafts nothing"),
-        ("--device H200 --policy lookup", "nobody published an acceptance of lookup"),
+        ("--device H200 --policy lookup", "no published acceptance of lookup is known"),
         ("--device H200 --policy streaming --budget 3", "budget must be at least 12 for streaming, got 3"),
         ("--device H200 --gamma 40", "gamma must be from 1 to 16, got 40"),
         ("--device H200 --acceptance nan", "acceptance must be a rate from 0 to 1"),

@@ -18,12 +18,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import evaluate_bundled
+import evaluate
 import train_bundled
-from bundled_data import person, thing
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.measuring.needles import DIGITS, needle, person, thing
 from gpt_fast_sd.model import CausalSelf, load_model, load_tokenizer, read_config
-from train_bundled import RECIPES, Stage, TrainingAttention, causal_attention
+from train_bundled import RECIPES, Stage, TrainingAttention
 
 SCRIPT = Path(train_bundled.__file__)
 TOKENS = 20_000  # 79 steps of the test recipe, all three stages
@@ -73,25 +73,14 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 # ---- the pieces
 
 
-def test_block_attention_and_its_gradients_are_those_of_plain_attention() -> None:
-    shape, kv_shape = (2, 2, 2, 300, 16), (2, 2, 300, 16)  # longer than one block of queries
-    q, k, v = (torch.randn(s, dtype=torch.float64).requires_grad_() for s in (shape, kv_shape, kv_shape))
-    plain = CausalSelf().attend(0, q.flatten(1, 2), k, v, torch.empty(0)).unflatten(1, (2, 2))
-    ours = causal_attention(q, k, v)
-    torch.testing.assert_close(ours, plain)
+def test_training_attention_and_its_gradients_are_those_of_plain_attention() -> None:
+    q, k, v = (torch.randn(2, n, 300, 16, dtype=torch.float64).requires_grad_() for n in (4, 2, 2))
+    ours, plain = (kv.attend(0, q, k, v, torch.arange(300)[None]) for kv in (TrainingAttention(), CausalSelf()))
+    torch.testing.assert_close(ours.double(), plain, rtol=0, atol=0.03)  # bf16 has 8 bits
     weight = torch.randn_like(plain)
-    theirs = torch.autograd.grad((plain * weight).sum(), (q, k, v))
-    grads = torch.autograd.grad((ours * weight).sum(), (q, k, v))
+    grads, theirs = (torch.autograd.grad((out.double() * weight).sum(), (q, k, v)) for out in (ours, plain))
     for grad, expected in zip(grads, theirs, strict=True):
-        # keys' and values' gradients are summed in fp32, as bf16 training wants them
-        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_training_attention_answers_in_the_shape_of_its_queries() -> None:
-    q, k = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
-    out = TrainingAttention().attend(0, q, k, k, torch.arange(9)[None])
-    expected = CausalSelf().attend(0, q, k, k, torch.arange(9)[None])
-    torch.testing.assert_close(out.float(), expected, rtol=0, atol=0.03)  # bf16 has 8 bits
+        assert (grad - expected).norm() < 0.02 * expected.norm()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -198,7 +187,7 @@ def test_the_export_can_be_measured_and_described(books: Path, trained: Path, tm
     measured, written = tmp_path / "measured.json", tmp_path / "card.md"
     for book in books.iterdir():
         (tmp_path / f"new_{book.name}").write_bytes(book.read_bytes())
-    evaluate_bundled.main(
+    evaluate.main(
         [
             *("--model", str(trained / "model"), "--books", str(tmp_path), "--n", "1", "--device", "cpu"),
             *("--contexts", "64", "256", "--lengths", "224", "256", "--depths", "0", "1", "--entries", "2"),
@@ -220,9 +209,7 @@ def test_books_of_the_training_set_are_refused_as_held_out_text(
     books: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        evaluate_bundled.main(
-            ["--model", str(trained / "model"), "--books", str(books), "--log", str(trained / "log.jsonl")]
-        )
+        evaluate.main(["--model", str(trained / "model"), "--books", str(books), "--log", str(trained / "log.jsonl")])
     assert "the model was trained on it" in capsys.readouterr().err
 
 
@@ -231,9 +218,9 @@ def test_a_needle_prompt_states_its_fact_at_its_depth_and_leaves_room_for_the_an
     assert tokenizer is not None
     prose = torch.tensor(tokenizer.encode("The rain fell upon the road, and nobody came. " * 200, bos=False))
     for depth in (0.0, 0.5, 1.0):
-        probe = evaluate_bundled.needle(tokenizer, np.random.default_rng(0), [prose], 1024, depth)
+        probe = needle(tokenizer, np.random.default_rng(0), [prose], 1024, depth)
         text = tokenizer.decode(probe.prompt)
-        assert 1024 - 16 <= len(probe.prompt) + evaluate_bundled.DIGITS <= 1024
+        assert 1024 - 16 <= len(probe.prompt) + DIGITS <= 1024
         assert f" {probe.answer}.\n" in text
         assert text.endswith(" ")
         assert text.index(probe.answer) / len(text) == pytest.approx(0.97 * depth + 0.01, abs=0.05)

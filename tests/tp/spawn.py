@@ -20,7 +20,7 @@ def torchrun(n: int, script: Path, *args: object, options: Sequence[str] = ("--s
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank, and the checkout first on the path."""
+    """One thread per rank, and the checkout first on the path."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 

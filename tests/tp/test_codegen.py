@@ -33,7 +33,7 @@ def two_ranks() -> Iterator[Parallel]:
     dist.destroy_process_group()
 
 
-def test_a_sharded_step_is_one_graph_with_two_sums_a_layer(two_ranks: Parallel) -> None:
+def test_a_sharded_step_is_one_graph_with_two_sums_per_layer(two_ranks: Parallel) -> None:
     with fake_cuda_tensors(), torch.inference_mode():
         rig = fake_rig()
         model = two_ranks.group.shard(rig.model)

@@ -1,4 +1,4 @@
-"""The plan on paper: one process that takes itself for one of many ranks, whose collectives come to nothing."""
+"""The plan on paper: one process that acts as one of many ranks, with collectives that do nothing."""
 
 from collections.abc import Iterator
 from unittest import mock
@@ -100,7 +100,7 @@ def test_a_model_whose_weights_are_packed_is_not_split(as_one_of: Parallel) -> N
     model = tiny_model(tiny_config(dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64)).to(torch.bfloat16)
     if not pack_linears(model):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    with pytest.raises(ValueError, match=r"packed this model's weights .* load it anew"):
+    with pytest.raises(ValueError, match=r"packed this model's weights .* load it again"):
         as_one_of.group.shard(model)
 
 
@@ -120,7 +120,7 @@ def test_every_preset_splits_among_eight_ranks_or_says_why_not() -> None:
 
 @pytest.mark.parametrize("as_one_of", [2, 4, 8], indirect=True)
 @pytest.mark.parametrize("n_layers", [1, 3])
-def test_a_step_has_two_sums_a_layer_one_for_the_embedding_and_one_gather(as_one_of: Parallel, n_layers: int) -> None:
+def test_a_step_has_two_sums_per_layer_one_for_the_embedding_and_one_gather(as_one_of: Parallel, n_layers: int) -> None:
     config = tiny_config(n_layers=n_layers, n_heads=8, n_kv_heads=4, vocab_size=264)
     model, vocabulary = as_one_of.group.shard(tiny_model(config)), Vocabulary(as_one_of.group.mesh)
     expected = collectives_per_step(config, as_one_of.tp)
@@ -226,7 +226,7 @@ def test_draft_tp_is_refused_where_nothing_can_be_split() -> None:
 
 def test_the_processes_device_is_the_engines() -> None:
     config = EngineConfig(device="cuda", compile=False)
-    with pytest.raises(ValueError, match="device 'cuda' was asked for, but the processes were started for 'cpu'"):
+    with pytest.raises(ValueError, match="device 'cuda' was requested, but the processes were started for 'cpu'"):
         Engine.from_pretrained("bundled", config, parallel=start(device="cpu"))
 
 

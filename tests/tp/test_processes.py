@@ -24,7 +24,7 @@ PROMPTS = [random_ids(n, seed=n) for n in (40, 3, 17, 9, 25)]
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
@@ -32,14 +32,14 @@ def free_port() -> int:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A tiny model without a tokenizer, and beside it five prompts of token ids."""
+    """A tiny model without a tokenizer, and next to it five prompts of token ids."""
     save_hugging_face(tiny_model(tiny_config(n_layers=1)), tmp_path / "model", dtype=torch.float32)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"tokens": ids}) + "\n" for ids in PROMPTS))
     return tmp_path / "model"
 
 
 def flags(folder: Path, *more: object) -> list[object]:
-    """What generate.py needs to continue the prompts beside the folder, eagerly and in fp32."""
+    """The arguments of generate.py to continue the prompts next to the folder, eagerly and in fp32."""
     prompts = folder.parent / "prompts.jsonl"
     return ["--model", folder, "--prompts", prompts, "--device", "cpu", "--dtype", "fp32", "--no-compile",
             "--max-new-tokens", 12, "--ignore-eos", "--gamma", 3, *more]  # fmt: skip

@@ -40,7 +40,7 @@ ENGINE = [
     "a_vocabulary_that_ranks_do_not_divide_gives_the_tokens_of_one_rank",
 ]
 FOUR = [  # which two ranks could not fail
-    "exact_decoding_gives_the_same_bits_though_sums_hang_on_the_place",
+    "exact_decoding_is_bit_identical_though_sums_depend_on_the_place",
     "sums_in_order_are_the_first_ranks_and_then_the_others",
     "a_rank_reads_its_own_slices_and_nothing_else",
     "a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file",
@@ -55,7 +55,7 @@ MORE = [
     f"drafts_by_streaming_where_kv_heads_are_few_{SAME}",
     "gamma_auto_and_fresh_seeds_are_the_first_ranks",
     "exact_decoding_stays_exact",
-    "the_first_ranks_draws_are_everyones_whoever_drafts",
+    "the_first_ranks_draws_count_for_all_whatever_drafts",
     "weights_are_quantized_after_they_are_split",
     "a_folder_is_loaded_and_decoded_by_all_ranks",
 ]
@@ -67,7 +67,7 @@ COMPILED = [
 
 
 def spawned(n: int, tp: int, names: Sequence[str]) -> Callable[[pytest.TempPathFactory], Complaints]:
-    """A fixture: what n ranks, tp of which hold a model, complain of. One start serves all its checks."""
+    """A fixture: the complaints of n ranks, tp of which hold a model. One start serves all its checks."""
 
     @pytest.fixture(scope="module")
     def complaints(tmp_path_factory: pytest.TempPathFactory) -> Complaints:

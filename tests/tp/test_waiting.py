@@ -1,4 +1,4 @@
-"""What ranks wait for, and how long: a device that stays in a round, one another, the word of one that refuses."""
+"""What ranks wait for, and how long: a device that stays in a round, each other, the message of one that refuses."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_round_that_ends_is_read_however_often_the_host_has_to_look(two_ranks:
     alone = Parallel(torch.device("cpu"))
     asleep = Round(looks=3)
     assert round_(asleep).read(alone.wait_for) == [[1, 0, 0, 7]]
-    assert asleep.looks == 3  # nobody can be lost: the driver waits
+    assert asleep.looks == 3  # no rank can be lost: the driver waits
 
 
 def test_an_engines_rounds_wait_as_its_ranks_do(two_ranks: Parallel) -> None:
@@ -109,7 +109,7 @@ def test_ranks_meet_on_the_host_and_never_by_the_default_group(
 def test_processes_that_cannot_reach_one_another_are_told_which_setting_is_missing(
     two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gloo binds to what the machine's name resolves to, and that may be an address that nobody else can reach."""
+    """gloo binds to the address of the machine's name, which the others may not be able to reach."""
 
     def refused(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("Gloo connectFullMesh failed: Connection refused, remote=[127.0.1.1]:5\nframes")
@@ -164,9 +164,9 @@ def test_an_engine_prints_no_prompt_to_compare_it(two_ranks: Parallel, monkeypat
 # ---- who says why ----------------------------------------------------------------------------------------------------
 
 
-def common_anew() -> ModuleType:
+def reloaded_common() -> ModuleType:
     """scripts/common.py as a program that begins sees it."""
-    spec = importlib.util.spec_from_file_location("common_anew", ROOT / "scripts" / "common.py")
+    spec = importlib.util.spec_from_file_location("reloaded_common", ROOT / "scripts" / "common.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -191,7 +191,7 @@ def test_every_rank_that_refuses_says_so_the_first_at_once_and_others_after_it(
     waited = [0.0]
     monkeypatch.setattr(time, "sleep", waited.append)
     with pytest.raises(SystemExit) as stopped:
-        common_anew().refuse(ValueError("GPU 3\nis full"), "batch.py")
+        reloaded_common().refuse(ValueError("GPU 3\nis full"), "batch.py")
     assert stopped.value.code == 2
     assert capsys.readouterr().err == said
     assert sum(waited) == after
@@ -199,7 +199,7 @@ def test_every_rank_that_refuses_says_so_the_first_at_once_and_others_after_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("who", "said"), [("1", "refuses.py, rank 1: no room"), ("0,1", "refuses.py: no room")])
-def test_a_refusal_is_heard_once_whoever_refuses(who: str, said: str) -> None:
+def test_a_refusal_is_heard_once_whichever_rank_refuses(who: str, said: str) -> None:
     done = run(torchrun(2, WORKERS / "refuses.py", who), timeout=120)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("refuses.py")]

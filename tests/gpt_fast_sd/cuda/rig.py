@@ -1,4 +1,4 @@
-"""A small model, its cache and what drafts through it, all of fake tensors on a GPU that is not there."""
+"""A small model, its cache and its drafts, all with fake tensors on a GPU that does not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Inductor makes of the engine's steps for a GPU: few launches, no copy of a cache, fit for a CUDA graph."""
+"""Inductor's code for the engine's steps on a GPU: few launches, no copy of a cache, fit for a CUDA graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STEPS = {
     "draft guided": (LAYERS * LAYER + HEAD, {"sparse_attention": LAYERS}),
     # a layer chooses pages, notes which, and lists their entries; once, how many pages are closed
     "draft quest": (LAYERS * (LAYER + 3) + HEAD + 1, {"quest_pages": LAYERS, "sparse_attention": LAYERS}),
-    # of the last layer nothing is wanted but its keys: norm, wqkv, rope with the cache writes
+    # only the keys of the last layer are needed: norm, wqkv, rope with the cache writes
     "prefill": ((LAYERS - 1) * LAYER + 3, {"prefill_attention": LAYERS - 1}),
     # no keys are written; of the last layer norm, wqkv, rope of the queries, attention, its mass, the best entries; a
     # layer spreads queries and positions over all slots, picks outputs and mass of its own, averages them; one tensor

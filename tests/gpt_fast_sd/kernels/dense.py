@@ -1,4 +1,4 @@
-"""What tests of dense attention kernels attend: queries at the end of ragged rows, and the fp64 truth about them.
+"""Inputs for tests of dense attention kernels: queries at the end of ragged rows, and their fp64 truth.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -61,7 +61,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 class Case(Entries):
     """Queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
 
-    Queries may stand past the n_keys in view. What lies behind the last query that does not is NaN.
+    Queries may stand past the n_keys in view. What is past the last query that does not is NaN.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Case(Entries):
         self.forget(NAN)
 
     def forget(self, what: float) -> None:
-        """Overwrite all that lies behind the last key that a query of its row reads."""
+        """Overwrite all that lies past the last key that a query of its row reads."""
         last = torch.where(self.pos < self.n_keys, self.pos, -1).amax(1)
         for row, n in enumerate((last + 1).tolist()):
             for entries in self.spoilt:
@@ -121,7 +121,7 @@ class Case(Entries):
 
 
 def assert_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> None:
-    """The output is as near as its roundings let it be, and heads of one token lie beside each other in memory."""
+    """The output is as close as its roundings allow, and the heads of a token are adjacent in memory."""
     exact, size = expected
     assert got.shape == exact.shape and got.transpose(1, 2).is_contiguous()
     off = (got.double() - exact).abs() - TOLERANCE[got.dtype] * size

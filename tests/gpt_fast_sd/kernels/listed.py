@@ -1,4 +1,4 @@
-"""What tests of sparse attention kernels attend: lists of entries and a window for each row; and the fp64 truth.
+"""Inputs for tests of sparse attention kernels: a list of entries and a window per row; and the fp64 truth.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         C listed entries, W entries of the window.
@@ -17,8 +17,8 @@ from tests.gpt_fast_sd.kernels.dense import FP32, NAN, SPARE, Entries
 class Case(Entries):
     """Rows whose windows begin at `windows` and whose last query stands at `ends`; each kv head has a list of its own.
 
-    The list takes about half of the pages that begin before the window, as far as it has room, in any order and with
-    gaps of -1. Entries that no query of their row and head reads are NaN.
+    The list takes about half of the pages that begin before the window, if it has room, in any order and with gaps
+    of -1. Entries that no query of their row and head reads are NaN.
     """
 
     def __init__(

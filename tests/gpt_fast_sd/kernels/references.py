@@ -1,7 +1,7 @@
-"""The slow obvious truth about every operator that attends or selects, and what such operators run on a CPU in tests.
+"""The slow, obvious reference of every operator that attends or selects, which serves as its CPU body in tests.
 
-On a CPU the package never calls the operators themselves. Here each gets its reference for a body, so that torch can
-check them, and so that a CPU can go the ways of CUDA, see `as_on_cuda`.
+On a CPU the package never calls the operators themselves. Here each gets its reference as a body, so that torch can
+check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.
 
 k_scale and v_scale, fp16 [B, K, S], are those of int8 keys and values; None where these are what they stand for.
 
@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 choice, decode, prefill, select, sparse = (
-    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # what they stand for lies behind the door
+    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # not exported by its package
     for name in ("choice", "decode", "prefill", "select", "sparse")
 )
 
 
 def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Steps on a CPU attend and select by the operators that CUDA has, whose bodies are the references."""
+    """Steps on a CPU attend and select with CUDA's operators, whose bodies are the references."""
     patch.setattr(choice, "TRITON", choice.TRITON | {"cpu"})
 
 
@@ -94,7 +94,7 @@ def weighed(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[
     lse = torch.where(seen, scores, float("-inf")).logsumexp(-1)  # [B, K, G, T]
     weights = torch.where(seen, (scores - lse[..., None]).exp(), 0.0)  # [B, K, G, T, n_keys]
     read = seen.any(3).squeeze(2)[..., None]  # [B, 1, n_keys, 1]
-    values = torch.where(read, v[:, :, :n_keys].float(), 0.0)  # what nobody reads may be a NaN
+    values = torch.where(read, v[:, :, :n_keys].float(), 0.0)  # unread entries may be NaN
     out = torch.einsum("bkgts,bksh->btkgh", weights, values).flatten(2, 3)  # [B, T, N, H]
     return out.to(q.dtype).contiguous().transpose(1, 2), weights, lse.flatten(1, 2)
 
@@ -117,7 +117,7 @@ def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor,
     n_keys: int, page: int, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of a run of `page` entries the first decides."""
+    """The first entry of a run of `page` decides."""
     k, v = meant(k, k_scale), meant(v, v_scale)
     window = window_start[:, None] + torch.arange(window_width)  # [B, W]
     first = kv_indices[..., ::page, None].long()  # [B, K, C // page, 1]
@@ -126,7 +126,7 @@ def sparse_attention(
     index = torch.cat([listed, window[:, None].expand(-1, k.shape[1], -1)], -1)  # [B, K, M]
     limit = torch.where(pos < n_keys, pos, -1)  # [B, T]
     seen = (index[:, :, None] >= 0) & (index[:, :, None] <= limit[:, None, :, None])  # [B, K, T, M]
-    read = seen.any(2)  # [B, K, M], what nobody reads may be a NaN
+    read = seen.any(2)  # [B, K, M], unread entries may be NaN
     where = index.clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])  # [B, K, M, H]
     keys, values = (torch.where(read[..., None], x.gather(2, where).float(), 0.0) for x in (k, v))
     grouped = q.unflatten(1, (k.shape[1], -1)).float()  # [B, K, G, T, H]
@@ -178,7 +178,7 @@ def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     rows = q.unflatten(1, (bounds.shape[1], -1)).flatten(2, 3).float()  # [B, K, R, H]
     signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], -1)  # [B, K, R, 2H]
     closed = (torch.arange(bounds.shape[2]) < n_closed[:, None])[:, None]  # [B, 1, P]
-    read = torch.where(closed[..., None], bounds.float(), 0.0)  # the rest may be a NaN
+    read = torch.where(closed[..., None], bounds.float(), 0.0)  # the rest may be NaN
     scores = torch.where(closed[:, :, None], signed @ read.transpose(-1, -2), float("-inf"))  # [B, K, R, P]
     short = (scores - scores.amax(-1, keepdim=True)).amax(2)  # [B, K, P], 0 is best
     return top_pages(short, n_closed[:, None], n)

@@ -1,4 +1,4 @@
-"""Rows of scores of every kind, and what plain Python keeps of them; what every search for the cut is compared with.
+"""Rows of scores of every kind, and the tokens that plain Python keeps, for comparison with every search for the cut.
 
 Shapes: B rows of scores, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Rows of scores of every kind, and what Python's stable sort selects of them."""
+"""Rows of scores of every kind, and the ones that Python's stable sort selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU kernel beside fp64: right at every edge, deaf to what it may not see, the same bits in any company.
+"""The CPU kernel against fp64: right at every edge, blind to what it may not see, bit-identical in any batch.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         M entries listed.
@@ -24,7 +24,7 @@ from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.model import SPLIT, CacheLayer
 from tests.gpt_fast_sd.kernels.references import attend_reference
 
-cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")  # what is tested lies behind the door
+cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")  # not exported by its package
 cpu_attention, cpu_attention_at, cpu_attention_with_mass = (
     cpu.cpu_attention,
     cpu.cpu_attention_at,
@@ -46,7 +46,7 @@ def why_not() -> str:
 
 @pytest.fixture(scope="module", params=["tiles", "dots"])
 def body(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Once with what this CPU has, and where that is AMX, once as a process that may not use it has it."""
+    """Once with all that this CPU has, and if it has AMX, once as in a process that may not use it."""
     if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()) and request.param == "tiles":
         pytest.skip("this CPU or its system has no AMX")
     with pytest.MonkeyPatch.context() as patch:
@@ -60,14 +60,14 @@ def body(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def needs_kernel(test: Callable[..., None]) -> Callable[..., None]:
-    """It runs with each body of the kernel, where there is one."""
+    """It runs with each body of the kernel, if there is one."""
     return pytest.mark.skipif(bool(why_not()), reason=why_not())(pytest.mark.usefixtures("body")(test))
 
 
 class Case:
     """bf16 queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
 
-    What lies behind a row's end is NaN. sharp: how large scores are.
+    What is past a row's end is NaN. sharp: how large scores are.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ def test_rows_may_end_anywhere_around_the_edges_of_tiles_and_splits(head_dim: in
 
 @needs_kernel
 @pytest.mark.parametrize("capacity", [1, 2, 63, 64, 65, 100, 4095, 4096, 4097, 4160])
-def test_a_cache_may_end_anywhere_and_nothing_behind_it_is_read(capacity: int) -> None:
+def test_a_cache_may_end_anywhere_and_nothing_past_it_is_read(capacity: int) -> None:
     case = Case([capacity - 1, capacity // 2], n_kv=2, group=3, capacity=capacity)
     assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, capacity), case.expected())
     index = torch.arange(capacity).flip(0).expand(2, 2, -1)
@@ -162,7 +162,7 @@ def test_queries_may_stand_in_any_order_and_at_position_0() -> None:
 
 
 @needs_kernel
-def test_no_value_and_no_key_behind_a_row_reaches_it_whatever_it_is() -> None:
+def test_no_value_and_no_key_past_a_row_reaches_it_whatever_it_is() -> None:
     for bad in (float("nan"), float("inf"), float("-inf"), 3e38):
         for end in (0, 1, 62, 63, 64, 200, 4095, 4096):
             case = Case([end, 4200], n_tokens=1, n_kv=1, head_dim=128)
@@ -175,13 +175,13 @@ def test_no_value_and_no_key_behind_a_row_reaches_it_whatever_it_is() -> None:
             assert (mass[0, :, end // PAGE + 1 :] < 1e-30).all()
 
 
-# ---- the same bits in any company -----------------------------------------------------------------------------------
+# ---- bit-identical in any batch -----------------------------------------------------------------------------------
 
 
 @needs_kernel
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
-def test_a_querys_output_hangs_on_nothing_but_its_own_row(group: int, head_dim: int) -> None:
+def test_a_querys_output_depends_only_on_its_own_row(group: int, head_dim: int) -> None:
     case = Case([4500, 63, 130, 4096], n_tokens=7, group=group, head_dim=head_dim, capacity=5120)
     k, v = case.finite()  # a query alone sees less than the last of seven: what is behind it is another row's NaN
     together, mass = cpu_attention_with_mass(case.q, k, v, case.pos, 4608)
@@ -240,7 +240,7 @@ def expected_at(case: Case, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def listing(case: Case, n: int, run: int = 1) -> Tensor:
-    """[B, K, M] n entries a head, `run` neighbours at a time, the runs in no order.
+    """[B, K, M] n entries per head, `run` neighbours at a time, the runs in no order.
 
     Among them the row's own last entry, entries behind it and behind the cache, and -1s.
     """
@@ -312,7 +312,7 @@ def test_listing_all_entries_in_their_order_gives_the_dense_bits(head_dim: int) 
 
 @needs_kernel
 @pytest.mark.parametrize("run", [1, 16])
-def test_neither_what_is_empty_nor_keys_behind_a_row_reach_it(run: int) -> None:
+def test_neither_empty_entries_nor_keys_past_a_row_reach_it(run: int) -> None:
     case = Case([100, 30], group=2, capacity=320)  # NaN behind 100 and 30
     case.v = case.v.nan_to_num(0.0)  # values behind it must be finite: they count with a weight of 2^-126
     index = listing(case, 60, run)
@@ -366,7 +366,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 
 @pytest.fixture
 def rebuilt() -> Iterator[None]:
-    """Ask anew whether the kernel can be built, and again when the test is over."""
+    """Ask again whether the kernel can be built, and again when the test is over."""
     caches = (cpu_build.builds, cpu_build.library, cpu._kernel)
     for cache in caches:
         cache.cache_clear()
@@ -467,7 +467,7 @@ def test_steps_that_run_eagerly_build_no_kernel(rebuilt: None, monkeypatch: pyte
 
 
 @needs_kernel
-def test_a_compiler_that_does_not_know_the_instructions_is_no_error(
+def test_a_compiler_that_does_not_know_the_instructions_is_not_an_error(
     rebuilt: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "cpu_attention.cpp"
@@ -481,7 +481,7 @@ def test_a_compiler_that_does_not_know_the_instructions_is_no_error(
 
 @needs_kernel
 def test_one_core_builds_the_kernel_too(tmp_path: Path) -> None:
-    """Torch compiles with as many threads as there are cores; with one, handing it the work once waited for itself."""
+    """Torch compiles with as many threads as cores; with one, handing over the work once waited for itself."""
     code = "from gpt_fast_sd.kernels import cpu; assert cpu._kernel(64)"
     env = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
@@ -514,7 +514,7 @@ def test_a_cpu_without_the_instructions_builds_nothing(rebuilt: None, monkeypatc
 @needs_kernel
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_what_a_query_may_not_see_weighs_nothing_at_all(head_dim: int) -> None:
-    """Where all that it sees is 0 it gets 0, whoever else is fed beside it."""
+    """If all that it sees is 0 it gets 0, whatever else is in the batch."""
     q, k = torch.randn(2, 1, 8, head_dim).bfloat16(), torch.randn(2, 1, TILE, head_dim).bfloat16()
     v = torch.full((2, 1, TILE, head_dim), 4.0).bfloat16()
     v[:, :, :20] = 0.0

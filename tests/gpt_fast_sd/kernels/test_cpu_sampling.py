@@ -1,4 +1,4 @@
-"""The CPU's distributions and draws beside plain Python and the tensor operations that they stand for.
+"""The CPU's distributions and draws against plain Python and the tensor operations that they replace.
 
 Shapes: B rows, V vocabulary.
 """
@@ -17,7 +17,7 @@ from gpt_fast_sd.kernels import cpu_distributions, cpu_draw, cpu_sampling_fits, 
 from gpt_fast_sd.sampling import SamplingTable
 from tests.gpt_fast_sd.kernels.rows import expected, rows_of_every_kind
 
-kernel = importlib.import_module("gpt_fast_sd.kernels.cpu_sampling")  # what is tested lies behind the door
+kernel = importlib.import_module("gpt_fast_sd.kernels.cpu_sampling")  # not exported by its package
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason="no such kernel on this CPU, or no compiler for it")
 
@@ -98,13 +98,13 @@ def test_a_temperature_near_0_and_greedy_rows_among_others_are_one_hot_at_the_be
     held = table(SamplingParams(temperature=1e-30, top_p=0.5), 3, LARGE)
     held.temperature[1] = 0.0
     p = sampling.probabilities(logits, held)
-    assert p[1].nonzero().tolist() == p[0].nonzero().tolist() == [[77]]  # of equals the lowest id
+    assert p[1].nonzero().tolist() == p[0].nonzero().tolist() == [[77]]  # ties go to the lowest id
     held.top_p[2] = 1.0
     assert sampling.probabilities(logits, held)[2].nonzero().tolist() == [[77], [40_000]]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_rows_bits_hang_neither_on_its_batch_nor_on_threads(threads: int) -> None:
+def test_a_row_depends_neither_on_its_batch_nor_on_threads_to_the_last_bit(threads: int) -> None:
     logits, n = torch.randn(9, LARGE) * 3, torch.get_num_threads()
     top_k, top_p = [LARGE, 50, LARGE] * 3, [0.95, 1.0, 1.0] * 3
     u = torch.rand(9)

@@ -1,6 +1,6 @@
 """Flash-decoding compiled for GPUs that are not there: no spills, tensor cores, and copies that run ahead.
 
-Shapes: B batch, T tokens in this call, S keys in view, G query heads a kv head, H head dim.
+Shapes: B batch, T tokens in this call, S keys in view, G query heads per kv head, H head dim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 SELDOM = [(96, BF16), (128, FP16), (256, BF16), (64, FP32), (128, FP32), (256, FP32)]
 SHAPES = [(64, BF16), (128, BF16), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SELDOM)]
-OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
+OTHERS = [89, 100, 120]  # devices that a family serves besides the one it is named after
 
 
 def launched(
@@ -52,13 +52,13 @@ def launched(
 def assert_built_well(cap: int, n_rows: int, **shape: Any) -> None:
     """All kernels are lean; the one that reads keys copies 16 bytes at once, ahead, and takes the widest products.
 
-    As many of its blocks as the table says are on an SM together. On devices that share a table with another a few
-    registers may be put aside: the assembler has its own mind there.
+    As many of its blocks as the table says fit on an SM. On devices that share a table with another, a few registers
+    may be spilled: that is up to the assembler.
     """
     launches = launched(cap, n_tokens=n_rows, group=1, **shape)
     split, kwargs = launches[0].compiled, launches[0].kwargs
     for built in (launch.compiled for launch in launches):
-        if shape.get("dtype") == FP32:  # proof, not speed: ptxas gives up a few registers for one more block an SM
+        if shape.get("dtype") == FP32:  # proof, not speed: ptxas gives up a few registers for one more block per SM
             assert built.stack <= 32, built
             assert_fits(built, cap)
         elif cap in OTHERS:
@@ -179,6 +179,6 @@ def test_a_device_takes_the_tables_of_a_family_whose_shared_memory_it_has(arch: 
 
 
 @pytest.mark.parametrize("arch", [70, 75, "gfx942", "gfx90a"])
-def test_a_device_that_no_table_was_reckoned_for_is_refused_in_a_sentence(arch: int | str) -> None:
+def test_a_device_that_no_table_covers_is_refused_in_a_sentence(arch: int | str) -> None:
     with pytest.raises(ValueError, match=f"compute capability 8.0 and later, not for {arch!r}"):
         launched(arch)

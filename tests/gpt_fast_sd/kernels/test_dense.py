@@ -1,4 +1,4 @@
-"""The dense attention operators: their references beside fp64, and what torch asks of an operator.
+"""The dense attention operators: their references against fp64, and torch's requirements on an operator.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -16,7 +16,7 @@ import torch
 from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, Case, assert_close
 
-decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # what is tested lies behind the door
+decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # not exported by its package
 
 SPLIT = 64
 

@@ -1,4 +1,4 @@
-"""What the reference search keeps is what plain Python keeps in fractions, ties and all.
+"""The reference search keeps the tokens that plain Python keeps in fractions, ties included.
 
 Shapes: B rows of scores, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""The search for the cut compiled for GPUs that are not there: no spills, many programs an SM, nothing built twice.
+"""The search for the cut compiled for GPUs that are not there: no spills, many programs per SM, nothing built twice.
 
 Shapes: B rows of scores, V vocabulary.
 """
@@ -41,7 +41,7 @@ def test_the_kernels_are_built_well(n_vocab: int, cap: int) -> None:
         assert "LDG.E.128" in launch.compiled.sass or launch.name != "step_kernel"  # scores come 16 bytes at once
 
 
-def test_a_step_is_one_launch_of_many_programs_a_row() -> None:
+def test_a_step_is_one_launch_of_many_programs_per_row() -> None:
     launches = launched(90, 144, LLAMA_3)
     assert [launch.name for launch in launches] == ["step_kernel"] * 16 + ["cut_kernel"]
     assert {launch.grid for launch in launches[:-1]} == {(144, 32)} and launches[-1].grid == (144,)
@@ -49,7 +49,7 @@ def test_a_step_is_one_launch_of_many_programs_a_row() -> None:
     assert [launch.kwargs["WEIGHS"] for launch in launches[:-1]] == [False] * 8 + [True] * 8
 
 
-def test_neither_steps_nor_rows_build_a_kernel_anew() -> None:
+def test_neither_steps_nor_rows_rebuild_a_kernel() -> None:
     """Rows: of 1, of 16, one more than before."""
     kernels = [{launch.kernel for launch in launched(90, n_rows, LLAMA_3)} for n_rows in (1, 16, 17, 144)]
     assert all(each == kernels[0] and len(each) == 3 for each in kernels)

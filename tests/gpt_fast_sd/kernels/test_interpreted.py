@@ -21,7 +21,7 @@ def why_not() -> str | None:
         triton = version("triton")
     except PackageNotFoundError:
         return "triton is not installed"
-    # a loop over range(lo, hi, step) with bounds of the kernel's own: arrays of one element are no numbers any more
+    # a loop over range(lo, hi, step) with computed bounds: arrays of one element no longer pass as numbers
     if triton.startswith("3.6.") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4):
         return "the interpreter of triton 3.6 needs numpy before 2.4"
     return None
@@ -50,7 +50,7 @@ def test_there_are_interpreted_tests() -> None:
 
 
 @pytest.mark.parametrize("body", ["assert False", "import pytest; pytest.skip('no kernel')"], ids=["failed", "skipped"])
-def test_a_file_whose_tests_do_not_pass_is_no_success(tmp_path: Path, body: str) -> None:
+def test_a_file_whose_tests_do_not_pass_is_not_a_success(tmp_path: Path, body: str) -> None:
     (file := tmp_path / "test_body.py").write_text(f"def test_body():\n    {body}\n", encoding="utf-8")
     with pytest.raises(AssertionError, match="body"):
         run_interpreted(file, "not slow")

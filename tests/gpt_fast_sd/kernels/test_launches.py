@@ -26,7 +26,7 @@ decode, prefill, select, sparse = (
 )
 
 G, H, BF16, FP32 = 4, 128, torch.bfloat16, torch.float32
-NO_KERNEL = {"device", "empty", "empty_strided"}  # of what is no view
+NO_KERNEL = {"device", "empty", "empty_strided"}  # neither views nor kernels
 
 
 class Kernels(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What attends on a CPU against the references: ragged rows, poisoned scratch, any number of splits in view.
+"""Attention on a CPU against the references: ragged rows, poisoned scratch, any number of splits in view.
 
 Shapes: B batch rows, T query tokens, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -17,7 +17,7 @@ from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.references import attend_reference
 
 decode, on_cpu, prefill, select, sparse = (
-    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # what is tested lies behind the door
+    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # not exported by its package
     for name in ("decode", "on_cpu", "prefill", "select", "sparse")
 )
 

@@ -1,4 +1,4 @@
-"""Every operator of ours keeps what torch.library asks of it: schema, fake, and use inside a compiled graph.
+"""Each of our operators meets torch.library's requirements: schema, fake, and use inside a compiled graph.
 
 Shapes: B = 2 rows, T = 3 tokens in this call, S = 320 entries, N = 4 query heads, K = 2 kv heads, H = 64 head dim.
 """
@@ -20,7 +20,7 @@ from tests.gpt_fast_sd.kernels import references  # noqa: F401  what operators r
 B, T, S, N, K, H = 2, 3, 320, 4, 2, 64
 
 for module in pkgutil.iter_modules(kernels.__path__, "gpt_fast_sd.kernels."):
-    if not module.name.endswith("_triton"):  # bodies, which need Triton; the operators stand beside them
+    if not module.name.endswith("_triton"):  # bodies, which need Triton; the operators are in the files next to them
         importlib.import_module(module.name)
 
 

@@ -1,6 +1,6 @@
 """Flash attention of long chunks compiled for GPUs that are not there: no spills, tensor cores, copies that run ahead.
 
-Shapes: B batch, T tokens in this call, S keys in view, G query heads a kv head, H head dim.
+Shapes: B batch, T tokens in this call, S keys in view, G query heads per kv head, H head dim.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 SELDOM = [(96, BF16), (128, FP16), (256, BF16), (64, FP32), (128, FP32), (256, FP32)]
 SHAPES = [(64, BF16), (128, BF16), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in SELDOM)]
-OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
+OTHERS = [89, 100, 120]  # devices that a family serves besides the one it is named after
 OPS = ("prefill_attention", "prefill_attention_with_lse", "key_mass")
 
 

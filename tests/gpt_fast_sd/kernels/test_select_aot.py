@@ -1,6 +1,6 @@
 """Selection compiled for GPUs that are not there: no spills, tensor cores for products, nothing built twice.
 
-Shapes: B slots, T tokens in this call, G query heads a kv head, H head dim, P pages; 8 kv heads everywhere.
+Shapes: B slots, T tokens in this call, G query heads per kv head, H head dim, P pages; 8 kv heads everywhere.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def quest(
 
 
 def assert_all_lean(launches: list[Launch], cap: int, stack: int = 0) -> None:
-    """No more than `stack` bytes a thread are put aside, and an SM holds two programs and more."""
+    """At most `stack` bytes per thread are spilled, and an SM holds at least two programs."""
     for launch in launches:
         if launch.compiled.stack > stack or not stack:
             assert_lean(launch.compiled, cap)
@@ -76,7 +76,7 @@ def assert_all_lean(launches: list[Launch], cap: int, stack: int = 0) -> None:
 def assert_quest_is_built_well(cap: int, **shape: Any) -> None:
     launches = quest(cap, 512, 24, **shape)
     assert [launch.name for launch in launches] == ["score_kernel", "weigh_kernel", "select_kernel"]
-    # Blackwell's assembler puts some of the bounds aside where a program holds 32 pages of 256 dims.
+    # Blackwell's assembler spills some of the bounds if a program holds 32 pages of 256 dims.
     assert_all_lean(launches, cap, stack=96 if cap in (100, 120) and shape.get("head_dim") == 256 else 0)
     score = launches[0]
     if shape.get("dtype") != FP32:
@@ -106,7 +106,7 @@ def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) 
 def test_every_kernel_is_built_well(head_dim: int, dtype: torch.dtype, cap: int) -> None:
     for page in (16, 32, 64, 128):
         assert_all_lean(guided(cap, 100, 4, page), cap)
-        for launch in bounds(cap, page, head_dim, dtype):  # once a round over a few pages: 96 fp16 cost some registers
+        for launch in bounds(cap, page, head_dim, dtype):  # once per round, a few pages: 96 fp16 cost some registers
             assert launch.compiled.stack <= (32 if head_dim == 96 else 0) and launch.compiled.shared <= 48 << 10
     for n_tokens in (1, 5, 17):
         assert_quest_is_built_well(cap, n_tokens=n_tokens, head_dim=head_dim, dtype=dtype)
@@ -116,7 +116,7 @@ def kernels(launches: list[Launch]) -> list[Any]:
     return [launch.kernel for launch in launches]
 
 
-def test_sizes_that_vary_between_calls_build_nothing_anew() -> None:
+def test_sizes_that_vary_between_calls_rebuild_nothing() -> None:
     """Pages in view, rows, tokens, pages chosen: of 1, of 16, one more than before."""
     assert kernels(top(90, 1, 24, 4, 8)) == kernels(top(90, 4096, 1, 1, 8)) == kernels(top(90, 100_001, 25, 16, 1, 3))
     assert kernels(guided(90, 16, 24, 16)) == kernels(guided(90, 20_000, 1, 16, n_batch=1))

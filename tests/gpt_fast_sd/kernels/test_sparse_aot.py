@@ -1,6 +1,6 @@
 """Sparse attention compiled for GPUs that are not there: no spills, tensor cores, wide copies that run ahead.
 
-Shapes: B batch, T tokens in this call, S cache capacity, G query heads a kv head, H head dim.
+Shapes: B batch, T tokens in this call, S cache capacity, G query heads per kv head, H head dim.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def slow(value: object) -> object:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-OTHERS = [89, 100, 120]  # devices that a family serves beside the one it is named after
+OTHERS = [89, 100, 120]  # devices that a family serves besides the one it is named after
 ONE_CHUNK, SEVERAL = (112, 42), (448, 74)  # listed entries, width of the window
 
 
@@ -65,7 +65,7 @@ def assert_built_well(cap: int, entries: tuple[int, int], n_rows: int, **shape: 
     assert [launch.name for launch in launches] == ["chunk_kernel", "merge_kernel"][: 1 + (entries is SEVERAL)]
     for launch in launches:
         if shape.get("dtype") == FP32:
-            # for the sake of one more block of threads an SM, the assembler may put two registers aside
+            # for one more thread block per SM, the assembler may put two registers aside
             assert launch.compiled.stack <= 16
             assert_fits(launch.compiled, cap)
         else:
@@ -126,7 +126,7 @@ def test_every_kernel_is_built_well(n_rows: int, head_dim: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("cap", [80, 90])
-def test_sizes_that_vary_between_calls_build_nothing_anew(cap: int) -> None:
+def test_sizes_that_vary_between_calls_rebuild_nothing(cap: int) -> None:
     first = launched(cap, SEVERAL)
     # rows, tokens, lists, windows and keys in view: of 1, not of 16, one more than before
     for varied in (

@@ -1,6 +1,6 @@
 """A headless Chromium that a test drives: its debugging protocol over two pipes, with nothing but the standard library.
 
-It is started without a sandbox, which root has not, and shows files that the tests wrote, nothing else.
+It is started without a sandbox, which root cannot have, and shows only files that the tests wrote.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ KEYS = {
 
 
 def find_chromium() -> str | None:
-    """Where a Chromium is, None where there is none; CHROMIUM names one of another name."""
+    """The path of a Chromium, None if there is none; the variable CHROMIUM overrides it."""
     return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One page, all that it asked the network for, and all that went wrong in it."""
+    """One page, its network requests, and its errors."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._write, self._read, self._rest, self._last = to_browser, from_browser, b"", 0

@@ -54,7 +54,7 @@ class Story:
         timed: bool = True,
         title: str = "a run",
     ) -> None:
-        """Three tokens a round, the last of them the target's own after refusing these bytes every other time."""
+        """Three tokens per round, the last of them the target's own after refusing these bytes every other time."""
         tokenizer, ids = ByteTokenizer(bos_id=None), [*text.encode()]
         params = SamplingParams(max_tokens=len(ids), ignore_eos=True)
         self.request = Request(0, [*prompt.encode()], params, frozenset(), StreamDecoder(tokenizer, [*prompt.encode()]))

@@ -48,7 +48,7 @@ def test_the_name_of_a_hierarchy_says_who_is_its_cheap_level() -> None:
 
 
 @pytest.mark.parametrize("policy", known_drafters())
-def test_every_drafter_takes_of_the_common_fields_what_it_heeds(policy: str) -> None:
+def test_every_drafter_takes_those_of_the_common_fields_that_it_uses(policy: str) -> None:
     given = {"draft_model": "bundled", "exit_layers": 1, "view": None, "ngram": 5, "n_sink": 8, "page": 32, "gamma": 9}
     draft = Setting(policy=policy, budget=None if policy in ("lookup", "full") else 256).draft(
         "auto", draft_fields(given)

@@ -197,14 +197,14 @@ def test_the_picture_of_what_was_read_follows_light_and_dark(browser: Browser, t
     light = browser.run(first)
     scheme = {"name": "prefers-color-scheme", "value": "dark"}
     browser.call("Emulation.setEmulatedMedia", features=[scheme])
-    until = time.monotonic() + 10  # it is told with the next frame
+    until = time.monotonic() + 10  # it is reported with the next frame
     while browser.run(first) == light:
         assert time.monotonic() < until
         time.sleep(0.02)
 
 
 @pytest.mark.parametrize("timed", [False, True])
-def test_rounds_of_which_no_part_was_seen_are_drawn_whole(browser: Browser, tmp_path: Path, timed: bool) -> None:
+def test_rounds_without_timed_parts_are_drawn_whole(browser: Browser, tmp_path: Path, timed: bool) -> None:
     shown(browser, tmp_path, Story(TEXT, timed=timed))
     said = browser.run("document.querySelectorAll('.round')[3].getAttribute('aria-label')")
     assert ("verify" in said) == timed

@@ -1,4 +1,4 @@
-"""The file of results: whole after each of them, gone on with, and left alone where it is another's."""
+"""The file of results: complete after each of them, resumed, and left alone if it is not ours."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_whole(file, "\ud800")
     assert file.read_text() == "old"
-    with pytest.raises(OSError, match="no file that can be replaced"):
+    with pytest.raises(OSError, match="not a file that can be replaced"):
         write_whole(tmp_path, "x")
     for path, said in ((tmp_path / "no" / "x", "there is no folder"), (tmp_path, "it is a folder")):
         with pytest.raises(ValueError, match=said):

@@ -1,4 +1,4 @@
-"""From which context on speculation pays, read between measured contexts."""
+"""The contexts beyond which speculation pays, interpolated between measured ones."""
 
 from __future__ import annotations
 

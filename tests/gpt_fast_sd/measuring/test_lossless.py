@@ -1,4 +1,4 @@
-"""Whether two outputs are equal, and how close a call it was where they are not."""
+"""Whether two outputs are equal, and if not, how close the logits were."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_half_a_surrogate_pair_is_kept_as_it_is() -> None:
     assert run_of(html)["requests"][0]["rounds"][0][1] == ["\ud83d", "\ude42"]
 
 
-def test_json_in_a_script_refuses_what_is_no_json() -> None:
+def test_json_in_a_script_refuses_what_is_not_json() -> None:
     assert in_script({"a": "</x>&\u2028"}) == '{"a":"\\u003c/x\\u003e\\u0026\\u2028"}'
     with pytest.raises(ValueError, match="not JSON compliant"):
         in_script(float("nan"))

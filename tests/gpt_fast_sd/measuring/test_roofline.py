@@ -16,6 +16,7 @@ from gpt_fast_sd.measuring.roofline import (
     HEAD_KERNELS,
     IDEAL,
     PRACTICAL,
+    Conditions,
     Efficiency,
     Forecast,
     Refresh,
@@ -51,7 +52,8 @@ def best(batch: int, context: int, alpha: float, efficiency: Efficiency = IDEAL,
 def over_eight(batch: int, context: int) -> float:
     """Speed over plain decoding of rounds of 3 drafts, acceptance 0.8, on eight chips that talk for nothing."""
     plain, draft, verify = (
-        step_seconds(LLAMA, A100, batch, n, keys, tp=8) for n, keys in ((1, context), (1, 512), (4, context))
+        step_seconds(LLAMA, A100, batch, n, keys, Conditions(tp=8))
+        for n, keys in ((1, context), (1, 512), (4, context))
     )
     return omega(3, 0.8) * plain / (3 * draft + verify)
 
@@ -102,7 +104,7 @@ def test_parameters_cache_and_intensity_are_the_known_ones() -> None:
     assert linear_params(LLAMA) / 1e9 == pytest.approx(7.50, abs=0.006)
     assert linear_params(LLAMA_2) / 1e9 == pytest.approx(6.61, abs=0.006)
     assert step_cost(LLAMA, 4, 1, 1000).kv_bytes == 4000 * LLAMA.kv_bytes_per_token(2)
-    # where MagicDec's figure crosses the ridge of an A100, 153 operations a byte, with three queries a row
+    # where MagicDec's figure crosses the ridge of an A100, 153 operations per byte, with three queries per row
     for model, context, intensity in ((LLAMA_2, 395, 156), (LLAMA, 1958, 153)):
         cost = step_cost(model, 256, 3, context)
         assert (cost.linear_flops + cost.attention_flops) / cost.bytes == pytest.approx(intensity, abs=1)
@@ -115,11 +117,13 @@ def test_a_step_is_bound_by_arithmetic_where_many_rows_share_a_weight() -> None:
 
 
 def test_more_chips_and_smaller_weights_cost_less_and_reductions_cost_something() -> None:
-    one, two = (step_seconds(LLAMA, H200, 16, 1, 32768, tp=tp) for tp in (1, 2))
+    one, two = (step_seconds(LLAMA, H200, 16, 1, 32768, Conditions(tp=tp)) for tp in (1, 2))
     assert two == pytest.approx(one / 2)
-    joined = step_seconds(LLAMA, H200, 16, 1, 32768, tp=2, all_reduce=lambda n_bytes: 10e-6)
-    assert joined == pytest.approx(two + (64 + 1 + 1) * 10e-6)  # two a layer, the embedding's, and the best token
-    assert step_seconds(LLAMA, H200, 1, 1, 0, weight_bytes=1) == pytest.approx(linear_params(LLAMA) / 4.8e12)
+    joined = step_seconds(LLAMA, H200, 16, 1, 32768, Conditions(tp=2, all_reduce=lambda n_bytes: 10e-6))
+    assert joined == pytest.approx(two + (64 + 1 + 1) * 10e-6)  # two per layer, the embedding's, and the best token
+    assert step_seconds(LLAMA, H200, 1, 1, 0, Conditions(weight_bytes=1)) == pytest.approx(
+        linear_params(LLAMA) / 4.8e12
+    )
 
 
 def test_omega_is_the_closed_form_and_takes_a_chance_for_each_draft() -> None:
@@ -145,7 +149,7 @@ def test_measured_rates_make_a_chip_and_nonsense_makes_none() -> None:
         Chip(name="none", bandwidth=0, peak=1)
 
 
-def test_expected_steps_of_a_full_h200_lie_where_their_parts_were_reckoned_to() -> None:
+def test_expected_steps_of_a_full_h200_match_the_estimates_of_their_parts() -> None:
     """Worked out apart from the model: milliseconds of parts, and the ranges that they add up to."""
     steps = {
         e: System(model=LLAMA, chip=H200).forecast(
@@ -172,7 +176,7 @@ def test_what_splits_hand_on_and_mass_are_the_shares_that_the_kernel_names() -> 
 def test_a_refresh_of_all_rows_at_once_reads_the_weights_once() -> None:
     def seconds(at_once: int, efficiency: Efficiency = IDEAL, batch: int = 16) -> float:
         refresh = Refresh(every=64, n_observed=32, reads=1.5, at_once=at_once)
-        return refresh_seconds(LLAMA, H200, batch, 57344, 6.0, refresh, efficiency=efficiency)
+        return refresh_seconds(LLAMA, H200, batch, 57344, 6.0, refresh, Conditions(efficiency=efficiency))
 
     rows, weights = 16 * 6.0 / 64, step_cost(LLAMA, 1, 1, 57344).weight_bytes / 4.8e12  # rows that come due a round
     keys = 1.5 * step_cost(LLAMA, 1, 1, 57344).kv_bytes / 4.8e12
@@ -180,7 +184,7 @@ def test_a_refresh_of_all_rows_at_once_reads_the_weights_once() -> None:
     assert rows * keys < seconds(16) < rows * (weights / 2 + keys)  # 512 tokens are bound by arithmetic, not by weights
     assert seconds(16) == seconds(99)  # there are no more rows
     assert seconds(1, EXPECTED) > seconds(1)
-    # row by row about 10 ms each, and so some 13 to 15 ms a round
+    # row by row about 10 ms each, and so some 13 to 15 ms per round
     assert 0.008 < seconds(1, EXPECTED) / rows < 0.010
 
 

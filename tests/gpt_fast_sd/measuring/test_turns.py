@@ -1,4 +1,4 @@
-"""Turns of plain and speculative runs, and what is told of them: speeds, spreads, repetition, predictions."""
+"""Turns of plain and speculative runs, and their results: speeds, spreads, repetition, predictions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_short_runs_go_on_until_they_took_the_time_asked_for() -> None:
 
 
 def test_ranks_go_on_for_as_long_as_the_first_one_by_its_clock() -> None:
-    """Each has a clock of its own: one that stopped alone would leave the others in a collective of the next pair."""
+    """Each rank has its own clock: one that stopped alone would leave the others in a collective of the next pair."""
 
     class Later:
         """A rank that is through by its own clock after one pair, and whose first rank is after three."""

@@ -1,4 +1,4 @@
-"""What the tests of draft policies share: engines that draft, plain text to compare with, and tests of losslessness.
+"""Shared by the tests of draft policies: engines that draft, plain text to compare with, and tests of losslessness.
 
 Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted.
 """
@@ -219,7 +219,7 @@ def plans_of(one: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RoundPlan]:
 
 
 def misfit(one: Engine, gamma: int, params: SamplingParams, plant: Plant | None = None) -> float:
-    """How far the emitted tokens are from the target's exact distribution: above 1 is no chance, see chi_square."""
+    """How far the emitted tokens are from the target's exact distribution: above 1 cannot be chance, see chi_square."""
     vocab = one.model.config.vocab_size
     tokens = first_tokens(one, gamma, params, 4096 // one.config.batch_size, plant)
     cell = (tokens * vocab ** torch.arange(N_JOINT - 1, -1, -1)).sum(1)

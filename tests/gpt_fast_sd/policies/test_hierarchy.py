@@ -136,7 +136,7 @@ def told_the_cheap_ones(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
         ("standalone", told_the_cheap_ones),
     ],
 )
-def test_a_wrong_q_or_a_count_that_hangs_on_the_draft_would_be_found(cheap: str, plant: Any) -> None:
+def test_a_wrong_q_or_a_count_that_depends_on_the_draft_would_be_found(cheap: str, plant: Any) -> None:
     assert misfit(toy(cheap), 4, SAMPLED, plant) > 1
 
 
@@ -169,7 +169,7 @@ def scripted(one: Engine, n_right: list[list[int]], text: list[list[int]]) -> No
 
 @torch.inference_mode()
 def test_each_row_advances_by_what_the_middle_level_kept() -> None:
-    """Draft, count and proposer, where rows keep 0 to CHEAP_GAMMA cheap drafts a step and some are full early."""
+    """Draft, count and proposer, where rows keep 0 to CHEAP_GAMMA cheap drafts per step and some are full early."""
     plain = drafting("off").generate(PROMPTS[:4], SamplingParams(max_tokens=20))
     text = [[prompt[-1], *completion.tokens] for prompt, completion in zip(PROMPTS, plain, strict=False)]
     one = drafting("hierarchy", view="full", gamma=6)
@@ -213,7 +213,7 @@ def test_what_is_committed_is_never_the_scratch_of_a_draft() -> None:
 
 
 def test_a_standalone_cheap_level_keeps_its_cache_whatever_both_judges_keep() -> None:
-    """Its model has one layer, whose keys hang on the tokens alone, so that its sparse view changes none of them."""
+    """Its model has one layer, whose keys depend on the tokens alone, so that its sparse view changes none of them."""
     target = tiny_model(tiny_config(n_layers=1))
     near = nearly(target, by=0.02)
     one = drafting("hierarchy", model=target, budget=24, gamma=8, cheap="standalone", draft_model=near)

@@ -28,7 +28,7 @@ from tests.helpers import random_ids, tiny_config, tiny_model
 
 
 def naive(text: list[int], ngram: int, gamma: int) -> list[int] | None:
-    """What follows the longest, of equals the latest earlier match of the end of text; None without a match."""
+    """The tokens after the longest earlier match of the end of text, ties go to the latest; None without a match."""
     for n in range(min(ngram, len(text) - 1), 0, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == text[-n:]:
@@ -50,7 +50,7 @@ def naive(text: list[int], ngram: int, gamma: int) -> list[int] | None:
 def test_it_drafts_what_followed_the_latest_of_the_longest_matches(
     rows: list[list[int]], ngram: int, gamma: int, junk: int
 ) -> None:
-    text = torch.full((len(rows), 24), junk)  # what lies behind the text must not count
+    text = torch.full((len(rows), 24), junk)  # what is past the text must not count
     for i, row in enumerate(rows):
         text[i, : len(row)] = torch.tensor(row)
     tokens, matched = look_up(text, torch.tensor([len(row) - 1 for row in rows]), ngram, gamma)
@@ -76,7 +76,7 @@ def test_sampled_tokens_follow_the_target_exactly() -> None:
 
 
 def without_attention() -> Transformer:
-    """A target whose next token hangs on the last one alone: its greedy text soon goes round in a circle."""
+    """A target whose next token depends on the last one alone: its greedy text soon goes round in a circle."""
     model = tiny_model(tiny_config(vocab_size=12))
     with torch.no_grad():
         for layer in model.layers:
@@ -114,7 +114,7 @@ def test_an_idle_slot_may_hold_more_text_than_is_in_view() -> None:
     one = drafting("lookup", gamma=2, engine={"max_seq_len": 1200})
     one.generate([[1], [2], [3], random_ids(1100)], SamplingParams(max_tokens=2))
     got = one.generate(PROMPTS[:3], SamplingParams(max_tokens=5))
-    assert one.cache.seq_len.max() > 1000  # the long prompt, held by the slot that nobody took
+    assert one.cache.seq_len.max() > 1000  # the long prompt, held by the slot that was not taken
     assert tokens_of(got) == tokens_of(drafting("off").generate(PROMPTS[:3], SamplingParams(max_tokens=5)))
 
 

@@ -78,7 +78,7 @@ def test_after_every_round_the_cache_holds_what_a_prefill_gives() -> None:
     assert set(accepted) == {0, 1, 2, 3, 4}  # every pattern occurred
 
 
-def test_one_committed_token_at_most_is_missing_after_a_round() -> None:
+def test_at_most_one_committed_token_is_missing_after_a_round() -> None:
     """The claim above is sharp: had all rounds fed their last draft, the second token of a step would be idle."""
     one, policy = standalone()
     with pytest.raises(AssertionError, match="not close"):
@@ -186,7 +186,7 @@ def test_a_prompt_held_by_an_idle_slot_is_there_unharmed_when_it_comes_again(vie
 
 
 def test_a_prompt_that_was_prepared_is_not_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is what lies behind it made zero a second time, which is most of a slot."""
+    """Nor is what is past it made zero a second time, which is most of a slot."""
     one, policy = standalone()
     one.warm_up()
     cleared, vacate = list[tuple[bool, int]](), KVCache.vacate
@@ -205,7 +205,7 @@ def test_a_policy_that_is_admitted_to_without_preparing_prefills_by_itself() -> 
     prompt = random_ids(300, seed=9)
     with torch.inference_mode():
         for fillings in ([], policy.prepare(0, random_ids(300, seed=8)), policy.prepare(0, prompt)):
-            for filling in fillings[:1]:  # of the last one no chunk is missing, but nobody has said that it is done
+            for filling in fillings[:1]:  # the last one has all its chunks, but was never marked as finished
                 while filling.left and filling.body == prompt[:-1]:
                     filling.step()
             policy.host_admit(0, prompt)
@@ -217,7 +217,7 @@ def test_a_policy_that_is_admitted_to_without_preparing_prefills_by_itself() -> 
 
 
 def test_a_slot_is_given_up_without_asking_the_device_for_anything() -> None:
-    """A host read there would wait for the round that is under way."""
+    """A host read there would wait for the round in flight."""
     one, _ = standalone(gamma=2)
     one.generate(PROMPTS[:4], SamplingParams(max_tokens=5))
     with mixed_devices() as seen, torch.inference_mode():

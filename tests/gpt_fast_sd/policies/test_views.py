@@ -1,4 +1,4 @@
-"""What every view of a cache promises: it reads what it says, within its budget, and loses nothing that fits.
+"""The promises of every view of a cache: it reads what it reports, within its budget, and loses nothing that fits.
 
 Shapes: B slots, S cache capacity, L layers, K kv heads.
 """
@@ -58,6 +58,10 @@ def check_reads(rig: Rig, *, budget: int) -> None:
         slots = rig.view.slots
         assert (slots < rig.view.window_start[:, None, None]).all()
         assert (slots < torch.maximum(rig.cache.seq_len, torch.tensor(rig.view.first_window))[:, None, None]).all()
+        runs = slots.unflatten(-1, (-1, rig.view.page))  # [L, B, K, C / page, page]
+        whole = runs[..., :1] + torch.arange(rig.view.page)
+        whole = whole.where((runs[..., :1] >= 0) & (whole < rig.view.window_start[:, None, None, None]), -1)
+        assert torch.equal(runs, whole), "a page is listed in part, and kernels that read pages read all of it"
         named = torch.where(slots >= 0, slots, -1 - torch.arange(slots.shape[-1]))
         assert (named.sort(-1).values.diff(dim=-1) > 0).all(), "an entry is listed twice"
     kept = [x.clone() for x in rig.cache.buffers]
@@ -75,6 +79,16 @@ def test_a_step_reads_the_entries_that_positions_read_names_and_no_other(name: s
         rig.grow(by, observed=by != [0] * 4)
         rig.begin()
         check_reads(rig, budget=BUDGET)
+
+
+def test_a_page_that_is_listed_in_part_is_completed_when_its_row_outgrows_the_budget() -> None:
+    """Once the rest of it was left out, by rounds without drafts: kernels that read pages still read that rest."""
+    rig = Rig("guided", [50] * 4, budget=BUDGET, page=PAGE, refresh=50)
+    for by in (0, 36, 18):  # one page is listed; two entries of the next one; then the row is longer than the budget
+        rig.grow([by] * 4, observed=False)
+        rig.begin()
+        check_reads(rig, budget=BUDGET)
+    assert int(rig.cache.seq_len[0]) > BUDGET and int((rig.view.slots[0, 0, 0] >= 0).sum()) == 2 * PAGE
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -213,7 +227,7 @@ def test_a_small_budget_changes_no_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_drafts_do_not_hang_on_who_used_the_slot_before(name: str) -> None:
+def test_drafts_do_not_depend_on_who_used_the_slot_before(name: str) -> None:
     params = SamplingParams(max_tokens=40)
     used = engine(name, gamma=3, budget=64)
     many = used.generate([*SWEEP, *SWEEP[::-1]], params)

@@ -21,7 +21,7 @@ from gpt_fast_sd.policies.quest import QuestKV
 from tests.gpt_fast_sd.policies.views_rig import N_ROWS, Rig
 from tests.helpers import tiny_config
 
-select = importlib.import_module("gpt_fast_sd.kernels.select")  # what is tested lies behind the door
+select = importlib.import_module("gpt_fast_sd.kernels.select")  # not exported by its package
 GROUPS = [1, 2, 4, 5, 7, 8]
 
 
@@ -68,7 +68,7 @@ def test_a_round_that_drafted_is_caught_up_with_in_one_step(gamma: int, monkeypa
     monkeypatch.setattr(quest, "page_bounds", lambda *args: calls.append(1) or page_bounds(*args))
     for _ in range(20):
         rig.begin()
-        assert len(calls) <= len(rig.view.bounds)  # one a layer
+        assert len(calls) <= len(rig.view.bounds)  # one per layer
         calls.clear()
         rig.grow([gamma + 1, gamma, 1, gamma + 1])
 
@@ -130,7 +130,7 @@ def test_pages_are_those_that_loops_find(group: int, n_tokens: int) -> None:
 
 def test_a_head_with_large_queries_does_not_take_all_pages_for_itself() -> None:
     """Page scores 0, 1, .. for one head and 100 times as much, the other way round, for another."""
-    keys = torch.stack([torch.arange(10.0), torch.arange(9.0, -1, -1)], -1)[None, None]  # [1, 1, P, H], one a page
+    keys = torch.stack([torch.arange(10.0), torch.arange(9.0, -1, -1)], -1)[None, None]  # [1, 1, P, H], one per page
     q = torch.tensor([[1.0, 0.0], [0.0, 100.0]])[None, :, None]  # [1, N, 1, H]
     assert quest_pages(q, corners(keys, 1), torch.tensor([10]), 4).flatten().tolist() == [0, 7, 8, 9]
 

@@ -1,4 +1,4 @@
-"""SnapKV's selection against loops in fp64, and when it is made anew.
+"""SnapKV's selection against loops in fp64, and when it is refreshed.
 
 Shapes: L layers, N query heads, K kv heads, G = N // K, H head dim, n tokens, C listed entries.
 """
@@ -313,7 +313,7 @@ def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
 
 
 @pytest.mark.usefixtures("four_together")
-def test_what_a_row_drafts_does_not_hang_on_its_neighbours() -> None:
+def test_what_a_row_drafts_does_not_depend_on_its_neighbours() -> None:
     together = told(drafting("snapkv", slots=4).generate(LONG, SAMPLED))
     for i in (1, 3):
         assert told(drafting("snapkv", slots=4).generate([LONG[i]], SAMPLED[i])) == [together[i]]
@@ -338,7 +338,7 @@ def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pyt
     one.generate([random_ids(200)], SamplingParams(max_tokens=150, ignore_eos=True))
     selections = sum(starts)
     assert selections >= 150 // 25
-    assert all(n for n, selected in zip(asked, starts, strict=True) if selected)  # every one was asked for
+    assert all(n for n, selected in zip(asked, starts, strict=True) if selected)  # every one was requested
     assert sum(asked) <= 3 * selections
 
 
@@ -381,7 +381,7 @@ def test_the_entries_of_most_mass_are_those_before_each_rows_own_end_whatever_is
         alone = F.avg_pool1d(mass[row, :, :end], 5, stride=1, padding=2)  # [K, end]
         assert torch.equal(alone.gather(1, listed[row]).sort(-1, descending=True).values, alone.topk(24, -1).values)
     constant = best_entries(torch.full((1, 1, 300), 2.0), torch.tensor([300]), 5)
-    assert constant.flatten().tolist() == [2, 3, 4, 5, 6]  # of equals the first, but the edges are averaged with zeros
+    assert constant.flatten().tolist() == [2, 3, 4, 5, 6]  # ties go to the first, but the edges are averaged with zeros
 
 
 @pytest.mark.parametrize("together", [1, 4])

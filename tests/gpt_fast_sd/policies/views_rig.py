@@ -1,4 +1,4 @@
-"""A view and a model that drafts through it, over rows of given lengths that grow at a test's will.
+"""A view and a model that drafts through it, over rows of given lengths that grow as a test wants.
 
 Rows are beginnings of one long prompt each, prefilled once; behind a row's length the cache holds noise, as drafts that
 were rejected leave it.
@@ -77,7 +77,7 @@ class Rig:
         self.drafted_at = dict(self.lengths)
 
     def grow(self, by: Sequence[int], *, observed: bool = True) -> None:
-        """Commit `by` more tokens a row, in a round that drafted, or in several that did not."""
+        """Commit `by` more tokens per row, in a round that drafted, or in several that did not."""
         mass = self.verify()[1] if observed and self.view.wants_mass else None
         for slot, n in zip(list(self.lengths), by, strict=False):
             before, after = self.lengths[slot], min(self.lengths[slot] + n, MAX_LEN - 20)

@@ -1,6 +1,6 @@
 """What ranks check together: torchrun ... checks.py TP FOLDER CHECK...; each rank writes its complaints for a check.
 
-Every rank computes the truth itself, with the whole model, and holds what the ranks do together against it.
+Every rank computes the truth itself, with the whole model, and compares the joint result of the ranks with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(function: Check) -> Check:
-    """Let the function be asked for by its name."""
+    """Register the function under its name."""
     CHECKS[function.__name__] = function
     return function
 
@@ -72,7 +72,7 @@ FAMILIES = {
 
 
 def rows_of(parallel: Parallel, vocab_size: int) -> tuple[int, int]:
-    """Rows of a vocabulary on each rank, as many on all, and how many of this rank's are no padding."""
+    """Rows of a vocabulary on each rank, equal on all, and how many of this rank's are not padding."""
     n = -(-vocab_size // parallel.tp)
     return n, min(n, max(0, vocab_size - parallel.tp_rank * n))
 
@@ -421,7 +421,7 @@ def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[t
 
 
 @check
-def exact_decoding_gives_the_same_bits_though_sums_hang_on_the_place(parallel: Parallel, folder: Path) -> None:
+def exact_decoding_is_bit_identical_though_sums_depend_on_the_place(parallel: Parallel, folder: Path) -> None:
     draft = DraftConfig(policy="streaming", budget=40, gamma=3)
     for dtype in ("fp32", "bf16"):
         with mock.patch.object(functional, "all_reduce", ring_all_reduce):
@@ -496,7 +496,7 @@ def the_first_ranks_draws_are_everyones(parallel: Parallel, folder: Path) -> Non
 
 
 @check
-def the_first_ranks_draws_are_everyones_whoever_drafts(parallel: Parallel, folder: Path) -> None:
+def the_first_ranks_draws_count_for_all_whatever_drafts(parallel: Parallel, folder: Path) -> None:
     drawn_together(
         parallel,
         DraftConfig(policy="lookup", gamma=3),

@@ -1,4 +1,4 @@
-"""Interpreted flash-decoding beside fp64: right at every edge, deaf to what it may not see, the same bits always.
+"""Interpreted flash-decoding against fp64: right at every edge, blind to what it may not see, bit-identical always.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -25,7 +25,7 @@ from tests.gpt_fast_sd.kernels.dense import (
     assert_close,
 )
 
-decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # what is tested lies behind the door
+decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # not exported by its package
 decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
 
 SPLIT = 64
@@ -106,7 +106,7 @@ def test_positions_and_queries_may_have_any_strides() -> None:
     assert not case.pos.is_contiguous() and attend(case).equal(got)
 
 
-def test_nothing_behind_a_row_reaches_it_whatever_it_is() -> None:
+def test_nothing_past_a_row_reaches_it_whatever_it_is() -> None:
     case = Case([31, 63, 64], n_tokens=2)
     expected, got = case.expected(), attend(case)
     assert_close(got, expected)
@@ -125,7 +125,7 @@ def test_attention_may_be_flat_or_sharp(sharp: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_row_gets_the_same_bits_alone_or_in_a_batch_and_however_much_is_in_view(dtype: torch.dtype) -> None:
+def test_a_row_is_bit_identical_alone_or_in_a_batch_and_however_much_is_in_view(dtype: torch.dtype) -> None:
     case = Case([37, 150], n_tokens=3, group=4, dtype=dtype)
     together = attend(case)
     for row, end in enumerate((37, 150)):
@@ -136,7 +136,7 @@ def test_a_row_gets_the_same_bits_alone_or_in_a_batch_and_however_much_is_in_vie
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_token_gets_the_same_bits_whichever_follow_it_in_its_tile(dtype: torch.dtype) -> None:
+def test_a_token_is_bit_identical_whichever_follow_it_in_its_tile(dtype: torch.dtype) -> None:
     case = Case([64, 150], n_tokens=5, group=3, dtype=dtype)
     together = attend(case)
     for n in (1, 3, 4):

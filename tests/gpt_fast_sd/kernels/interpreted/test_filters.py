@@ -1,4 +1,4 @@
-"""Interpreted, the search for the cut finds the very token that a sort finds, and that plain Python finds in fractions.
+"""Interpreted, the search for the cut finds the token that a sort finds, and that plain Python finds in fractions.
 
 Shapes: B rows of scores, V vocabulary.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tests.gpt_fast_sd.kernels.rows import expected, found, places, rows_of_every_kind
 
-reference = importlib.import_module("gpt_fast_sd.kernels.filters")  # what is tested lies behind the door
+reference = importlib.import_module("gpt_fast_sd.kernels.filters")  # not exported by its package
 filters_triton = importlib.import_module("gpt_fast_sd.kernels.filters_triton")
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_right_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and workspaces hold what no search has found before a kernel writes them."""
+    """Outputs and workspaces hold impossible results before a kernel writes them."""
     empty = torch.empty
 
     def full(*args: object, **kwargs: object) -> Tensor:
@@ -70,7 +70,7 @@ def test_a_row_that_holds_nan_neither_hangs_nor_troubles_the_others() -> None:
         assert found(body, bad, [30] * 3, ["0.9"] * 3)[1] == expected(scores[1:2], [30], ["0.9"])[0]
 
 
-def test_no_rows_are_no_trouble() -> None:
+def test_no_rows_are_fine() -> None:
     for body in (filters_triton.likeliest, reference.likeliest):
         cut, last = body(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
         assert cut.shape == last.shape == (0,)

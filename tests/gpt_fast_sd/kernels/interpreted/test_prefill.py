@@ -1,4 +1,4 @@
-"""Interpreted flash attention over a cache, and the attention that keys received, beside fp64.
+"""Interpreted flash attention over a cache, and the attention that keys received, against fp64.
 
 Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
@@ -25,7 +25,7 @@ from tests.gpt_fast_sd.kernels.dense import (
     assert_close,
 )
 
-prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")  # what is tested lies behind the door
+prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")  # not exported by its package
 prefill_triton = importlib.import_module("gpt_fast_sd.kernels.prefill_triton")
 
 
@@ -121,7 +121,7 @@ def test_rows_may_begin_and_end_anywhere_around_the_edges_of_blocks() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_nothing_behind_a_row_reaches_it_whatever_it_is() -> None:
+def test_nothing_past_a_row_reaches_it_whatever_it_is() -> None:
     case = Case([32, 95, 96], n_tokens=9, dtype=BF16)
     assert_right(case)
     (got, _), mass = attend(case), key_mass(case, 1)
@@ -133,7 +133,7 @@ def test_nothing_behind_a_row_reaches_it_whatever_it_is() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_a_row_gets_the_same_bits_alone_or_in_a_batch_and_however_much_is_in_view() -> None:
+def test_a_row_is_bit_identical_alone_or_in_a_batch_and_however_much_is_in_view() -> None:
     case = Case([40, 150], n_tokens=33, group=3, dtype=BF16)
     together = attend(case)[0]
     for row, end in enumerate((40, 150)):
@@ -187,7 +187,7 @@ def test_the_references_equal_the_kernels() -> None:
     torch.testing.assert_close(mass, key_mass(case, 16), **near)
 
 
-def test_a_sharp_softmax_is_no_worse() -> None:
+def test_a_sharp_softmax_is_not_worse() -> None:
     case = Case([150], n_tokens=33, group=3)
     case.q = case.q * 30
     exact, size = case.expected()

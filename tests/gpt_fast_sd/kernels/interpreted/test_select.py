@@ -18,10 +18,10 @@ from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, quant
 from tests.gpt_fast_sd.kernels.selected import INF, best, rows_of_every_kind
 
 select, select_triton = (
-    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # what is tested lies behind the door
+    importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # not exported by its package
     for name in ("select", "select_triton")
 )
-ROOMS = select, select_triton, references  # what a CPU runs, what CUDA does, and what is obvious
+ROOMS = select, select_triton, references  # the CPU's code, CUDA's code, and the obvious one
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_how_many_are_valid_is_broadcast_and_may_be_none() -> None:
         assert got.flatten(0, 2).tolist() == [best(row, valid, 9) for row, valid in rows]
 
 
-def test_what_is_behind_the_valid_scores_does_not_matter() -> None:
+def test_what_is_past_the_valid_scores_does_not_matter() -> None:
     scores = torch.randn(4, 60)
     n_valid = torch.tensor(33)
     expected = select_triton.top_pages(scores, n_valid, 8)

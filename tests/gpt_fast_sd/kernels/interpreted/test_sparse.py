@@ -1,4 +1,4 @@
-"""Interpreted sparse attention beside fp64: right for any list and window, deaf to all else, the same bits always.
+"""Interpreted sparse attention against fp64: right for any list and window, blind to all else, bit-identical always.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         C listed entries, W entries of the window.
@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.gpt_fast_sd.kernels import listed, references
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FLOAT8, FP16, FP32, INT8, NAN, assert_close
 
-sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")  # what is tested lies behind the door
+sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")  # not exported by its package
 
 ARCH = 90
 
@@ -148,14 +148,14 @@ def test_the_first_entry_of_a_page_stands_for_all_of_it() -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
-def test_a_row_gives_the_same_bits_alone_and_in_a_batch(n_listed: int, width: int, dtype: torch.dtype) -> None:
+def test_a_row_is_bit_identical_alone_and_in_a_batch(n_listed: int, width: int, dtype: torch.dtype) -> None:
     case = Case([192, 0, 256], [215, 30, 299], n_listed=n_listed, width=width, n_tokens=2, dtype=dtype)
     together = case.attend()
     for row in range(3):
         assert case.attend(slice(row, row + 1)).equal(together[row : row + 1])
 
 
-def test_a_list_of_pages_gives_the_same_bits_as_its_entries_one_by_one() -> None:
+def test_a_list_of_pages_is_bit_identical_to_its_entries_one_by_one() -> None:
     case = Case([192, 96], [215, 127], n_listed=224, width=70, dtype=BF16)
     assert case.attend(page=1).equal(case.attend())
     assert case.attend(page=8).equal(case.attend())

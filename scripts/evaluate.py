@@ -1,0 +1,373 @@
+"""Measure what a model knows, and what storing it in fewer bits costs, on text that it never saw.
+
+    python scripts/evaluate.py --model smollm2 --text book.txt
+    python scripts/evaluate.py --model bundled --text book1.txt book2.txt --dtype bf16 --quantize int8 --json int8.json
+    python scripts/evaluate.py --model some.Q4_K_M.gguf --reference ORIGINAL --text book.txt
+    python scripts/evaluate.py --model WORK/model --books BOOKS/eval --log WORK/log.jsonl --card README.md
+
+Perplexity: stretches of a text, as long as the longest context, are cut into windows of every context, BOS first, so
+that every context is measured on the same tokens; the last 512 tokens of a stretch, seen with little and with much
+before them, show whether far context helps. Needles: prose with one fact at a given depth, then the question for it;
+the answer is five digits, greedy. Look-ups: a register of facts, then the question for one of them.
+
+Beside a reference: --reference M, or where --quantize or --kv-dtype asks for fewer bits the same model without them.
+Both decode the last --compared tokens of the longest context of each text, every key through their caches: perplexity
+of each, how often both like the same token best, and how far the logits of the one are from those of the other, the
+root of the mean square beside that of the reference's own (centred: a constant changes no choice). Both are asked for
+the same needles and look-ups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from common import refusing
+from bundled_card import END, LOOKUPS, PERPLEXITY, card, needle_table, read_training
+from bundled_data import book_paths
+from flags import add_engine_flags, config_of, count, join, positive
+from gpt_fast_sd import Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.loading import locate
+from gpt_fast_sd.measuring import machine, plots, prompts
+from gpt_fast_sd.measuring.ledger import check_writable, write_whole
+from gpt_fast_sd.measuring.needles import DIGITS, Probe, made_up, needle, question, register
+from gpt_fast_sd.measuring.tables import Column, Table
+from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_tokenizer, read_config
+
+PROGRAM = "evaluate.py"
+NEW_TOKENS = 80  # of a sample
+LOGITS_BLOCK = 1024  # positions whose logits are in memory at once
+OPENINGS = (  # our own
+    "The road to the harbour was steep, and before we had gone half a mile",
+    '"You have kept me waiting," said the old clockmaker, "and I should like to know',
+    "Of all the islands which we visited that summer, the smallest was",
+)
+Record = dict[str, Any]
+
+
+# ---- perplexity ------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def token_losses(model: Transformer, tokens: Tensor) -> Tensor:
+    """Next-token losses in nats of one text: tokens [T + 1] -> fp32 [T]."""
+    tokens = tokens.to(model.embedding.weight.device)
+    pos = torch.arange(len(tokens) - 1, device=tokens.device)[None]  # [1, T]
+    hidden = model.hidden(tokens[None, :-1], pos, CausalSelf())[0]  # [T, D]
+    blocks = zip(hidden.split(LOGITS_BLOCK), tokens[1:].split(LOGITS_BLOCK), strict=True)
+    return torch.cat([F.cross_entropy(model.output(h).float(), t, reduction="none") for h, t in blocks]).cpu()
+
+
+def measure_perplexity(
+    engine: Engine, tokenizer: Tokenizer, cuts: Mapping[str, Sequence[Tensor]], contexts: Sequence[int]
+) -> list[Record]:
+    """One record a text and context; cuts: stretches of each text, int64 [longest context] each."""
+    records = []
+    n_tokens = sum(len(cut) for one in cuts.values() for cut in one) * len(contexts)
+    bar = tqdm(total=n_tokens, desc="perplexity", unit="tok", unit_scale=True, disable=not n_tokens)
+    for name, own in cuts.items():
+        n_bytes = sum(len(tokenizer.token_bytes(token)) for cut in own for token in cut.tolist())
+        for context in contexts:
+            losses = []
+            for window in (window for cut in own for window in cut.split(context)):
+                losses.append(token_losses(engine.model, torch.cat([bos_of(tokenizer), window])))
+                bar.update(len(window))
+            per_stretch = torch.cat(losses).view(len(own), -1)  # [stretches, longest]
+            mean = per_stretch.mean().item()
+            records.append({
+                "book": name, "context": context, "tokens": per_stretch.numel(), "loss": mean,
+                "perplexity": math.exp(mean),
+                "bits_per_byte": per_stretch.double().sum().item() / math.log(2) / n_bytes,
+                "loss_window_end": torch.cat([window[-END:] for window in losses]).mean().item(),
+                "loss_stretch_end": per_stretch[:, -END:].mean().item(),
+            })  # fmt: skip
+    bar.close()
+    return records
+
+
+def stretches(ids: Tensor, length: int, n: int, name: str) -> list[Tensor]:
+    """n runs of length tokens, spread evenly over the text, that do not overlap."""
+    if len(ids) < n * length:
+        raise ValueError(f"{name} has {len(ids):,} tokens, too few for {n} stretches of {length:,}")
+    return [ids[start : start + length] for start in np.linspace(0, len(ids) - length, n + 2)[1:-1].astype(int)]
+
+
+def bos_of(tokenizer: Tokenizer) -> Tensor:
+    """What a text begins with, [1]; [0] where that is nothing."""
+    return torch.tensor([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype=torch.int64)
+
+
+# ---- needles and look-ups --------------------------------------------------------------------------------------------
+
+
+def lookup(tokenizer: Tokenizer, rng: np.random.Generator, entries: int) -> Probe:
+    """A register of facts, then the question for one of them."""
+    names, values = made_up(rng, entries)
+    asked = int(rng.integers(entries))
+    prompt = tokenizer.encode("\n".join([*register(names, values), question(names[asked])]))
+    return Probe(prompt, values[asked], (entries,))
+
+
+def measure_probes(engine: Engine, probes: Sequence[Probe], what: str, names: Sequence[str]) -> list[Record]:
+    """Accuracy of greedy answers, a record for each cell: exact matches and single digits at their place."""
+    answered: dict[tuple[float, ...], list[float]] = {}
+    digits = SamplingParams(max_tokens=DIGITS, ignore_eos=True)
+    with tqdm(total=len(probes), desc=what, unit="prompt", disable=not probes) as bar:
+        for event in engine.stream([probe.prompt for probe in probes], digits):
+            if event.completion:
+                probe, text = probes[event.index], event.completion.text
+                right = sum(a == b for a, b in zip(text, probe.answer, strict=False)) / DIGITS
+                answered.setdefault(probe.cell, []).append(right)
+                bar.update()
+    return [
+        dict(zip(names, cell, strict=True))
+        | {"n": len(right), "exact": float(np.mean([r == 1.0 for r in right])), "digits": float(np.mean(right))}
+        for cell, right in sorted(answered.items())
+    ]
+
+
+def write_samples(engine: Engine, seed: int) -> list[Record]:
+    """What the model writes after our own openings, greedy and at temperature 0.8."""
+    samples = []
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+        for prompt, completion in zip(OPENINGS, engine.generate(OPENINGS, params), strict=True):
+            samples.append({"prompt": prompt, "temperature": temperature, "text": completion.text})
+    return samples
+
+
+# ---- beside a reference ----------------------------------------------------------------------------------------------
+
+
+def last_logits(engine: Engine, tokenizer: Tokenizer, cuts: Mapping[str, Sequence[Tensor]], n: int) -> list[Tensor]:
+    """The logits for each of the last n tokens of each text's first stretch: fp32 [n, V] on the CPU."""
+    first = tqdm([own[0] for own in cuts.values()], desc="logits", unit="text", disable=not cuts)
+    return [engine.logits(torch.cat([bos_of(tokenizer), cut])[:-1].tolist(), last=min(n, len(cut))) for cut in first]
+
+
+def distance(name: str, tokens: Tensor, own: Tensor, theirs: Tensor) -> Record:
+    """How far logits are from the reference's: own and theirs [T, V], tokens [T] those that came."""
+    centred, reference = (logits - logits.mean(-1, keepdim=True) for logits in (own, theirs))
+    error = (centred - reference).square().mean().sqrt() / reference.square().mean().sqrt().clamp(min=1e-30)
+    return {
+        "book": name, "tokens": len(tokens), "perplexity": F.cross_entropy(own, tokens).exp().item(),
+        "reference_perplexity": F.cross_entropy(theirs, tokens).exp().item(),
+        "same_best": (own.argmax(-1) == theirs.argmax(-1)).double().mean().item(), "logit_error": error.item(),
+        "divergence": F.kl_div(own.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="batchmean")
+        .item(),
+    }  # fmt: skip
+
+
+BESIDE = Table(
+    Column("text", lambda r: r["book"], 26, left=True), Column("tokens", lambda r: f"{r['tokens']:,}"),
+    Column("perplexity", lambda r: f"{r['perplexity']:.3f}"),
+    Column("reference", lambda r: f"{r['reference_perplexity']:.3f}"),
+    Column("ratio", lambda r: f"{r['perplexity'] / r['reference_perplexity']:.4f}", 7),
+    Column("same best token", lambda r: f"{r['same_best']:.2%}"),
+    Column("logit error", lambda r: f"{r['logit_error']:.2%}"),
+    Column("divergence, nats", lambda r: f"{r['divergence']:.2e}"),
+)  # fmt: skip
+
+
+# ---- what is printed and drawn ---------------------------------------------------------------------------------------
+
+
+def report(result: Record) -> str:
+    """The tables of what was measured."""
+    sections = [
+        ("Perplexity on text that it never saw", PERPLEXITY, result["perplexity"]),
+        ("Needles: exact answers / digits right", *needle_table(result["needle"])),
+        ("Look-ups", LOOKUPS, result["lookup"]),
+    ]
+    if reference := result.get("reference"):
+        sections += [
+            (f"Beside {reference['name']}", BESIDE, reference["logits"]),
+            ("Its needles", *needle_table(reference["needle"])),
+            ("Its look-ups", LOOKUPS, reference["lookup"]),
+        ]
+    return "\n\n".join("\n".join([title, "", *table.lines(rows)]) for title, table, rows in sections if rows)
+
+
+def draw_needles(records: Sequence[Record], path: Path) -> None:
+    """A heat map of exact needle answers; the small figure is the share of single digits."""
+    lengths, depths = sorted({r["length"] for r in records}), sorted({r["depth"] for r in records})
+
+    def draw(panel: Any) -> None:
+        exact = np.full((len(depths), len(lengths)), np.nan)
+        for r in records:
+            row, column, ink = depths.index(r["depth"]), lengths.index(r["length"]), "white"
+            exact[row, column], ink = r["exact"], "white" if r["exact"] < 0.6 else "black"
+            middle = {"ha": "center", "va": "center", "color": ink}
+            panel.text(column, row - 0.1, f"{r['exact']:.0%}", **middle)
+            panel.text(column, row + 0.24, f"digits {r['digits']:.0%}", fontsize=7, **middle)
+        image = panel.imshow(exact, vmin=0, vmax=1, cmap="viridis", aspect="auto", zorder=1)  # over the grid
+        panel.set_axisbelow(True)
+        panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        panel.figure.colorbar(image, ax=panel, format="{x:.0%}")
+
+    plots.draw_panels(
+        [[draw]], path, title=f"Needles answered exactly, {records[0]['n']} prompts per cell",
+        xlabel="prompt and answer, tokens", ylabel="depth of the fact (0% is the start)",
+        size=(0.8 + 0.95 * len(lengths), 0.8 + 0.6 * len(depths)),
+    )  # fmt: skip
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; argparse itself refuses unknown flags."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts that the model never saw")
+    source.add_argument("--books", metavar="DIR", type=Path, help="the same: a folder of .txt files")
+    add = parser.add_argument
+    add("--contexts", type=int, nargs="*", help="window lengths for perplexity (default: 1024 4096 16384, what fits)")
+    add("--stretches", type=positive, default=1, help="stretches of the longest context in each text (default: 1)")
+    add("--lengths", type=int, nargs="*", help="needle prompts, tokens (default: 512 1024 ... 16384, what fits)")
+    add("--depths", type=float, nargs="*", default=[0.0, 0.25, 0.5, 0.75, 1.0], help="where the fact stands, 0 to 1")
+    add("--entries", type=int, nargs="*", help="facts of a look-up (default: 4 16 64 256, what fits)")
+    add("--n", type=positive, default=2, help="prompts per needle cell; four times as many per look-up (default: 2)")
+    add("--reference", metavar="M", help="the model to compare with (default: the same one, nothing quantized)")
+    add("--compared", metavar="N", type=count, default=256, help="tokens of each text that are compared (default: 256)")
+    add("--compile", action="store_true", help="compile the steps: pays off from about ten minutes on")
+    add("--seed", type=int, default=0, help="of needles, look-ups and samples (default: 0)")
+    add("--json", metavar="FILE", type=Path, help="write every number")
+    add("--plot", metavar="F.png", type=Path, help="draw needle accuracy by depth and length")
+    add("--card", metavar="F.md", type=Path, help="write the bundled model's page; needs --log")
+    add("--note", metavar="TEXT", default="", help="a paragraph for the card: where this training left the recipe")
+    add("--log", metavar="F.jsonl", type=Path, help="the training run's log.jsonl")
+    add_engine_flags(
+        parser, alone=True, batch_size={"default": 2}, dtype={"default": "fp32"}, max_seq_len=None, compile=None
+    )
+    args = parser.parse_args(argv)
+    if args.card and not args.log:
+        parser.error("--card needs --log, to say how the model was trained")
+    return args
+
+
+def fitting(given: list[int] | None, first: int, factor: int, most: int) -> list[int]:
+    """What was given, or rising sizes to 16,384 that do not exceed the most that fits."""
+    tried = [first * factor**i for i in range(6) if first * factor**i <= min(most, 16384)]
+    return (tried or [most]) if given is None else given
+
+
+def settle(args: argparse.Namespace, limit: int, shortest: int) -> None:
+    """Let lists that nobody gave be what fits into the model and the shortest text; ValueError for what does not."""
+    args.contexts = fitting(args.contexts, 1024, 4, min(limit, shortest // args.stretches))
+    args.lengths = fitting(args.lengths, 512, 2, limit)
+    args.entries = [n for n in (4, 16, 64, 256) if 16 * n < limit] if args.entries is None else args.entries
+    if (longest := max([*args.contexts, *args.lengths, 0])) > limit:
+        raise ValueError(f"the model has {limit:,} positions, too few for {longest:,} tokens")
+    if odd := [c for c in args.contexts if max(args.contexts) % c]:
+        raise ValueError(f"the longest context, {max(args.contexts):,}, must be a multiple of {odd[0]:,}")
+
+
+def probes_of(
+    args: argparse.Namespace, tokenizer: Tokenizer, books: list[Tensor], limit: int
+) -> tuple[list[Probe], list[Probe]]:
+    """Needles and look-ups; ValueError for those that do not fit."""
+    rng = np.random.default_rng(args.seed)
+    cells = [(length, depth) for length in args.lengths for depth in args.depths for _ in range(args.n)]
+    needles = [needle(tokenizer, rng, books, *cell) for cell in cells]
+    lookups = [lookup(tokenizer, rng, entries) for entries in args.entries for _ in range(4 * args.n)]
+    for probe in lookups:
+        if (n := len(probe.prompt)) + DIGITS > limit:
+            raise ValueError(f"{probe.cell[0]:,} entries take {n:,} tokens, over the model's {limit:,}")
+    return needles, lookups
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print, write."""
+    check_writable(args.json, args.plot, args.card)
+    plots.check_drawable("--plot", args.plot)
+    training = read_training(args.log) if args.log else {}
+    paths = book_paths(args.books) if args.books else args.text
+    if args.card and not training["books"]:
+        raise ValueError(f"{args.log.parent} has no tokens/ beside the log, so the card cannot say what was read")
+    if known := [path for path in paths if path.stem in training.get("books", [])]:
+        raise ValueError(f"{known[0]} is no held-out text: the model was trained on it")
+    folder = locate(args.model)
+    config = read_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer to read the texts with")
+    books = {path.stem: torch.tensor(prompts.tokens_of(path, tokenizer)) for path in paths}
+    settle(args, config.n_positions, min(map(len, books.values())))
+    longest = max(args.contexts, default=0)
+    cuts = {name: stretches(ids, longest, args.stretches, name) for name, ids in books.items()} if longest else {}
+    needles, lookups = probes_of(args, tokenizer, list(books.values()), config.n_positions)
+    if args.reference and read_config(locate(args.reference)).vocab_size != config.vocab_size:
+        raise ValueError(f"{args.reference} has another vocabulary than {args.model}: their logits do not compare")
+
+    room = max([longest, NEW_TOKENS * 2, *(len(probe.prompt) + DIGITS for probe in (*needles, *lookups))])
+    how = config_of(EngineConfig, args, max_seq_len=min(room, config.n_positions), compile=args.compile)
+    plain = replace(how, quantize=None, kv_dtype=None)
+    compared = args.compared if args.reference or how != plain else 0
+
+    def asked(engine: Engine) -> Record:
+        return {
+            "lookup": measure_probes(engine, lookups, "look-ups", ["entries"]),
+            "needle": measure_probes(engine, needles, "needles", ["length", "depth"]),
+        }
+
+    parallel = join(args)
+    if parallel.dp * parallel.tp > 1:
+        raise ValueError(f"{PROGRAM} runs in one process")
+    engine = Engine.from_pretrained(args.model, how, parallel=parallel)
+    result: Record = {
+        "model": str(args.model), "dtype": engine.dtype_name, "quantize": how.quantize, "kv_dtype": how.kv_dtype,
+        "seed": args.seed,
+        "shape": {
+            "parameters": config.n_params, "layers": config.n_layers, "dim": config.dim, "heads": config.n_heads,
+            "kv_heads": config.n_kv_heads, "vocab": config.vocab_size, "positions": config.max_seq_len,
+        },
+        "training": training, "perplexity": measure_perplexity(engine, tokenizer, cuts, args.contexts),
+        **asked(engine), "samples": write_samples(engine, args.seed),
+    }  # fmt: skip
+    if compared:
+        own = last_logits(engine, tokenizer, cuts, compared)
+        del engine
+        machine.release_memory(parallel.device)
+        name = args.reference or args.model
+        engine = Engine.from_pretrained(name, plain, parallel=parallel)
+        theirs = last_logits(engine, tokenizer, cuts, compared)
+        result["reference"] = {
+            "name": f"{name}, {engine.dtype_name}, nothing quantized", **asked(engine),
+            "logits": [
+                distance(book, cut[0][-len(a) :], a, b)
+                for (book, cut), a, b in zip(cuts.items(), own, theirs, strict=True)
+            ],
+        }  # fmt: skip
+    print(report(result))
+    if args.json:
+        write_whole(args.json, json.dumps(result, indent=1) + "\n")
+    if args.plot and result["needle"]:
+        draw_needles(result["needle"], args.plot)
+    if args.card:
+        args.card.write_text(card(result, training, args.note), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure one model, or exit with one sentence."""
+    args = parse(argv)
+    with refusing(PROGRAM):
+        run(args)
+
+
+if __name__ == "__main__":
+    main()
