@@ -138,7 +138,7 @@ def chunk_kernel(
         if FORMAT == 1:  # asked for ahead of products that need not wait for them
             b_k_scale = load_scales(p_k_scale + b_entry, m_n)
             b_v_scale = load_scales(p_v_scale + b_entry, m_n)
-        # What is not seen may be a NaN, and 0 * NaN is no 0.
+        # Unseen entries may be NaN, and 0 * NaN is not 0.
         b_k = widen(tl.load(p_k + o_kv, mask=m_kv, other=0.0), b_q.dtype)
         # [BLOCK_R, BLOCK_N]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")

@@ -128,7 +128,7 @@ def sparse_attention(
     seen = (index[:, :, None] >= 0) & (index[:, :, None] <= limit[:, None, :, None])  # [B, K, T, M]
     read = seen.any(2)  # [B, K, M], unread entries may be NaN
     where = index.clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])  # [B, K, M, H]
-    keys, values = (torch.where(read[..., None], x.gather(2, where).float(), 0.0) for x in (k, v))
+    keys, values = (torch.where(read[..., None], x.float().gather(2, where), 0.0) for x in (k, v))
     grouped = q.unflatten(1, (k.shape[1], -1)).float()  # [B, K, G, T, H]
     scores = torch.einsum("bkgth,bkmh->bkgtm", grouped, keys) * q.shape[-1] ** -0.5
     seen = seen[:, :, None]  # [B, K, 1, T, M]
