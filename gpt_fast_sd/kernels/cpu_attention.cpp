@@ -21,7 +21,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 typedef uint16_t bf16, fp16;
@@ -31,6 +30,7 @@ constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys
 template <class E> constexpr bool BYTES = sizeof(E) == 1;
 template <class E> constexpr int IN_DWORD = 4 / sizeof(E);
 template <class E> constexpr int IN_LINE = 64 / sizeof(E);
+template <class E> constexpr int AHEAD = BYTES<E> ? 2 : 1; // tiles that are asked for before they are read
 constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is no NaN; scaled it stays exact
 
 // 2^x for x <= 0, relative error below 3e-6; results below 2^-126 are rounded up to about it. The weights are rounded
@@ -221,7 +221,7 @@ template <int H> static inline void group_values(const Tile<bf16>& tile, __m512i
     }
 }
 
-// The same by quads of keys, in the order in which soften packs the weights.
+// The same by quads of keys, in the order in which soften packs the weights, which are 0 for what does not exist.
 template <int H> static inline void group_values(const Tile<int8_t>& tile, __m512i (*quads)[H / 16], int from, int to) {
     for (int j = from; j < to; j += 4) {
         const int8_t* value = tile.value[j / 16] + j % 16 * H;
@@ -271,7 +271,7 @@ template <class E, int H> struct Scratch : Picked<E, H> {
     alignas(64) float score[2][TILE][16]; // of a key, 16 rows
     alignas(64) uint32_t weight[2][2][16][16]; // of 32 keys and 32 more, in pairs: of a row; quads: of 64
     __m512i value[2][TILE / IN_DWORD<E>][H / 16]; // pairs or quads of keys
-    alignas(64) float products[H / 16][16][16], unit[2][16]; // of bytes
+    alignas(64) float products[2][H / 16][16][16], unit[2][16], shrink[2][16]; // of bytes, but for shrink
 };
 
 template <class E, int H> struct alignas(64) Queries { uint32_t q[H / IN_DWORD<E>][16]; }; // of 16 rows
@@ -300,7 +300,7 @@ static inline void turn(const float (*score)[16], __m512* to, int apart) {
 
 // The rows of a split while its tiles are read, 16 rows and a tile at a step. What a step begins ends two steps later:
 // its scores' products, then their softmax, then its values' products, so that vectors and tiles work side by side, and
-// neither waits for what the other has just written.
+// neither waits for what the other has just written. Products of bytes are added to the outputs a step later still.
 template <class E, int H> struct Rows {
     static Scratch<E, H>& scratch() { static thread_local Scratch<E, H> at; return at; }
 
@@ -327,9 +327,7 @@ template <class E, int H> struct Rows {
         for (int64_t r = 0; r < n_rows; r += 16) step({parity, r});
     }
     void finish() {
-        step({});
-        step({});
-        scored = softened = {};
+        for (int i = 0; i < 2 + BYTES<E>; i++) step({});
     }
 
     void step(Stage begun) {
@@ -337,10 +335,10 @@ template <class E, int H> struct Rows {
         const int odd = n_steps++ & 1;
         const Reading &from = readings[begun.parity], &of = readings[scored.parity];
         const Queries<E, H>& group = groups[std::max<int64_t>(begun.row, 0) / 16];
-        Row<E, H> *now = rows + scored.row, *last = rows + softened.row;
-        const int n = scored.row < 0 ? 0 : std::min<int64_t>(16, n_rows - scored.row);
+        Row<E, H> *now = rows + scored.row, *last = rows + softened.row, *done = rows + added.row;
+        const auto count = [&](const Stage& stage) { return stage.row < 0 ? 0 : (int)std::min<int64_t>(16, n_rows - stage.row); };
+        const int n = count(scored), n_done = BYTES<E> ? count(added) : 0;
         const auto value = at.value[softened.parity];
-        float shrinks[16] = {};
         bool shrunk = false;
         __m512 score[4][V];
         written();
@@ -367,8 +365,8 @@ template <class E, int H> struct Rows {
                         _tile_stored(1, at.score[odd][32 * half + 16], 64);
                     }
                     if (begun.row == 0 && from.ahead) {
-                        fetch<H>(from.tile.key[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
-                        fetch<H>(from.tile.value[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                        fetch<H>(from.tile.key[part * V / PARTS] + (AHEAD<E> * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                        fetch<H>(from.tile.value[part * V / PARTS] + (AHEAD<E> * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
                     }
                 }
                 if constexpr (BYTES<E>) {
@@ -378,7 +376,7 @@ template <class E, int H> struct Rows {
                         _tile_loadd(6, at.weight[odd], 64);
                         _tile_loadd(7, value[0] + c, 4 * H);
                         _tile_dpbusd(4, 6, 7);
-                        _tile_stored(4, at.products[c], 64);
+                        _tile_stored(4, at.products[odd][c], 64);
                     }
                 } else if (softened.row >= 0) { // outputs by 32 dims, in the order of group_values
                     const int pair = half * (H / 64) + i / 4, keys = i / 2 % 2;
@@ -397,6 +395,9 @@ template <class E, int H> struct Rows {
                 if (scored.row == 0) group_values<H>(of.tile, at.value[scored.parity], part * TILE / PARTS, (part + 1) * TILE / PARTS);
                 constexpr int EACH = 16 / PARTS; // rows
                 const int r = part * EACH;
+                for (int j = r; j < std::min(r + EACH, n_done); j++)
+#pragma GCC unroll 8
+                    for (int c = 0; c < H / 16; c++) add(done[j].out + 16 * c, _mm512_load_ps(at.products[!odd][c][j]), at.unit[!odd][j], at.shrink[!odd][j]);
                 if (r >= n) continue;
                 if (r % 4 == 0)
 #pragma GCC unroll 4
@@ -405,18 +406,15 @@ template <class E, int H> struct Rows {
                 for (int j = 0; j < EACH; j++) {
                     if (r + j >= n) break;
                     const int64_t at_row = scored.row + r + j;
-                    shrinks[r + j] = soften(score[(i * EACH + j) % 4], of.tile, now[r + j], at.weight[!odd][0][r + j], at.unit[!odd] + r + j, of.page_sum ? of.page_sum + at_row * V : nullptr, of.page_max + at_row);
-                    shrunk |= shrinks[r + j] != 1.f;
+                    const float shrink = at.shrink[!odd][r + j] = soften(score[(i * EACH + j) % 4], of.tile, now[r + j], at.weight[!odd][0][r + j], at.unit[!odd] + r + j, of.page_sum ? of.page_sum + at_row * V : nullptr, of.page_max + at_row);
+                    shrunk |= shrink != 1.f;
                 }
             }
         written();
-        if constexpr (BYTES<E>)
-            for (int64_t r = 0; softened.row >= 0 && r < std::min<int64_t>(16, n_rows - softened.row); r++)
-#pragma GCC unroll 8
-                for (int c = 0; c < H / 16; c++) add(last[r].out + 16 * c, _mm512_load_ps(at.products[c][r]), at.unit[odd][r], 1.f);
-        if (shrunk)
+        if (shrunk && !BYTES<E>)
             for (int r = 0; r < n; r++)
-                for (int h = 0; h < H; h += 16) _mm512_store_ps(now[r].out + h, _mm512_mul_ps(_mm512_load_ps(now[r].out + h), _mm512_set1_ps(shrinks[r])));
+                for (int h = 0; h < H; h += 16) _mm512_store_ps(now[r].out + h, _mm512_mul_ps(_mm512_load_ps(now[r].out + h), _mm512_set1_ps(at.shrink[!odd][r])));
+        added = softened;
         softened = scored;
         scored = begun;
     }
@@ -426,7 +424,7 @@ template <class E, int H> struct Rows {
     Scratch<E, H>& at;
     Queries<E, H>* groups;
     Reading readings[2];
-    Stage scored, softened;
+    Stage scored, softened, added;
     int64_t n_steps = 0;
 };
 #else
@@ -489,7 +487,7 @@ template <int N, class E, int H> static void read_rows(const Tile<E>& tile, Scra
 template <class E, int H> static void read_tile(const Tile<E>& tile, Scratch<E, H>& at, Row<E, H>* rows, int64_t n_rows, float* page_sum, float* page_max, bool ahead) {
     constexpr int V = TILE / 16, D = H / IN_DWORD<E>;
     for (int c = 0; c < V; c++) {
-        if (ahead) fetch<H>(tile.key[c] + TILE * H, 16); // part of a later tile, while this one is computed
+        if (ahead) fetch<H>(tile.key[c] + AHEAD<E> * TILE * H, 16); // part of a later tile, while this one is computed
         for (int h = 0; h < D; h += 16) transpose((const uint32_t*)tile.key[c] + h, D, &at.key[h][c], V);
         if constexpr (BYTES<E>) { // queries are 128 too large
             __m512 sum = _mm512_setzero_ps();
@@ -499,7 +497,7 @@ template <class E, int H> static void read_tile(const Tile<E>& tile, Scratch<E, 
         }
     }
     for (int c = 0; c < TILE; c += 16) {
-        if (ahead) fetch<H>(tile.value[c / 16] + TILE * H, 16);
+        if (ahead) fetch<H>(tile.value[c / 16] + AHEAD<E> * TILE * H, 16);
         group_values<H>(tile, at.value, c, c + 16);
     }
     int64_t r = 0;
@@ -642,7 +640,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                     }
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
-            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + 2 * TILE <= end);
+            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + (AHEAD<E> + 1) * TILE <= end);
         }
         reading.finish();
         if (n_splits == 1) merge(bk);

@@ -28,16 +28,16 @@ from tests.gpt_fast_sd.test_exact import Watched, covers
 from tests.gpuless.pools import RULES, stand_in
 from tests.helpers import random_ids, tiny_config, tiny_model
 
-PROMPTS = [random_ids(n, seed=n) for n in (1, 150, 3, 256, 257)]  # more than slots, around a chunk
-PARAMS = [SamplingParams(max_tokens=8 + 5 * i % 17) for i in range(len(PROMPTS))]
+PROMPTS = [random_ids(n, seed=n) for n in (150, 3, 257)]  # more than slots, over the end of a chunk
+PARAMS = [SamplingParams(max_tokens=n) for n in (14, 9, 12)]
 loading = importlib.import_module("gpt_fast_sd.loading")
 quantize = importlib.import_module("gpt_fast_sd.quantize")
 
 
 def engine(name: str = "off", gamma: int | str = 4, *, model: Transformer | None = None, **changes: Any) -> Engine:
-    """An eager engine of 3 slots with an int8 cache around the tiny model, with that policy."""
+    """An eager engine of 2 slots with an int8 cache around the tiny model, with that policy."""
     model, draft = model or tiny_model(), draft_of(name, gamma)
-    settings = {"batch_size": 3, "max_seq_len": 640, "device": "cpu", "compile": False, "kv_dtype": "int8"} | changes
+    settings = {"batch_size": 2, "max_seq_len": 640, "device": "cpu", "compile": False, "kv_dtype": "int8"} | changes
     # the same weights but for the last digits: a draft model whose drafts are often right
     theirs = tiny_model(seed=0).bfloat16().float() if draft.draft_model else None
     return Engine(model, None, EngineConfig(**settings), draft, theirs)
@@ -47,7 +47,7 @@ def engine(name: str = "off", gamma: int | str = 4, *, model: Transformer | None
 def plain_tokens(kv_dtype: str = "int8") -> list[list[int]]:
     """What plain decoding makes of PROMPTS."""
     found = tokens(engine(kv_dtype=kv_dtype))
-    assert len({token for row in found for token in row}) > 20  # the model is not stuck on a token
+    assert len({token for row in found for token in row}) > 10  # the model is not stuck on a token
     return found
 
 
@@ -63,14 +63,13 @@ def test_speculation_with_an_int8_cache_gives_what_plain_decoding_gives(name: st
     one = engine(name)
     assert tokens(one) == plain_tokens() and max(one.stats.rounds_by_gamma) == 4
     assert one.stats.accepted > 0 or name == "lookup"
-    assert tokens(one, speculate=False) == plain_tokens()
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if " over " not in name])
 def test_exact_speculation_with_an_int8_cache_gives_the_same_bits(name: str) -> None:
     one = Watched(name, dtype="bf16", kv_dtype="int8")
-    plain = one.run(PROMPTS[1:5], PARAMS[:4], speculate=False)
-    assert covers(one.run(PROMPTS[1:5], PARAMS[:4]), plain)
+    plain = one.run(PROMPTS, PARAMS, speculate=False)
+    assert covers(one.run(PROMPTS, PARAMS), plain)
     assert one.engine.cache.layers[0].k.dtype == torch.int8
 
 
@@ -92,7 +91,7 @@ def test_an_int8_cache_is_another_target_than_a_wide_one() -> None:
 def test_a_row_says_the_same_alone_and_beside_others(name: str) -> None:
     one = engine(name)
     together = tokens(one)
-    for i in (0, 1, 4):
+    for i in (0, 2):
         assert one.generate([PROMPTS[i]], PARAMS[i])[0].tokens == together[i]
 
 
@@ -141,7 +140,7 @@ def test_a_prompt_that_shares_its_beginning_copies_numbers_and_scales() -> None:
     assert got.tokens == alone.generate([second], SamplingParams(max_tokens=20))[0].tokens
     assert sharing.stats.prefill_tokens < alone.stats.prefill_tokens
     body = second[:-1]
-    slots = [max(range(3), key=lambda slot, of=one: of._prefill.reusable(slot, body)) for one in (sharing, alone)]
+    slots = [max(range(2), key=lambda slot, of=one: of._prefill.reusable(slot, body)) for one in (sharing, alone)]
     for mine, other in zip(sharing.cache.buffers, alone.cache.buffers, strict=True):
         assert torch.equal(mine[slots[0], :, : len(body)], other[slots[1], :, : len(body)])
 
@@ -305,10 +304,10 @@ def test_a_float8_cache_is_refused_where_a_gpu_has_no_such_type(
 @pytest.mark.parametrize("head_dim", [8, 80])
 def test_heads_of_any_size_have_an_int8_cache_on_a_cpu(head_dim: int) -> None:
     config: ModelConfig = tiny_config(head_dim=head_dim)
-    plain = engine(model=tiny_model(config)).generate([PROMPTS[1]], SamplingParams(max_tokens=12))
+    plain = engine(model=tiny_model(config)).generate([PROMPTS[0]], SamplingParams(max_tokens=12))
     drafted = Engine(
         tiny_model(config), None,
         EngineConfig(batch_size=1, max_seq_len=640, device="cpu", compile=False, kv_dtype="int8"),
         DraftConfig(policy="streaming", budget=24, gamma=3),
-    ).generate([PROMPTS[1]], SamplingParams(max_tokens=12))  # fmt: skip
+    ).generate([PROMPTS[0]], SamplingParams(max_tokens=12))  # fmt: skip
     assert plain[0].tokens == drafted[0].tokens
