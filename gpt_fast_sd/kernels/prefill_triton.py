@@ -37,13 +37,13 @@ from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, r
 # twentieth of the instructions; they cost a second body (blocks at a row's end still need masks: memory past it may
 # be NaN) and two descriptors made on the host for every call.
 #
-# Entries of one byte pass through registers as they are widened: 128 keys would spill on Hopper, 64 on Ampere.
+# Entries of one byte pass through registers as they are widened: 128 keys would spill on Hopper, 128 rows on Ampere.
 PREFILL = {
     (90, 2, 64): (128, 128, 8, 3, 1), (90, 2, 128): (128, 128, 8, 2, 1), (90, 2, 256): (64, 32, 8, 3, 1),
     (90, 1, 64): (128, 64, 8, 3, 1), (90, 1, 128): (128, 64, 8, 3, 1), (90, 1, 256): (64, 32, 8, 3, 1),
     (90, 4, 64): (16, 32, 8, 3, 2), (90, 4, 128): (16, 32, 8, 2, 2), (90, 4, 256): (16, 16, 4, 3, 2),
     (80, 2, 64): (128, 64, 8, 3, 1), (80, 2, 128): (128, 32, 8, 4, 1), (80, 2, 256): (64, 32, 8, 2, 1),
-    (80, 1, 64): (128, 64, 8, 3, 1), (80, 1, 128): (128, 32, 8, 4, 1), (80, 1, 256): (64, 32, 8, 2, 1),
+    (80, 1, 64): (128, 64, 8, 3, 1), (80, 1, 128): (64, 64, 8, 3, 1), (80, 1, 256): (64, 32, 8, 2, 1),
     (80, 4, 64): (16, 32, 4, 3, 2), (80, 4, 128): (16, 32, 8, 3, 2), (80, 4, 256): (16, 16, 4, 3, 1),
 }  # fmt: skip
 # likewise -> keys of a program, rows of a tile, warps, stages, blocks per SM

@@ -215,7 +215,7 @@ def test_keys_of_int8_are_widened_in_memory_that_is_planned_for() -> None:
     )  # fmt: skip
     engine = Engine(model, None, config)
     for slot in range(16):
-        engine.state.put(slot, random_ids(1_400, seed=slot, vocab_size=64), GREEDY, seed=slot)
+        engine.state.assign(slot, random_ids(1_400, seed=slot, vocab_size=64), GREEDY, seed=slot)
     with torch.inference_mode(), LiveBytes("cpu") as live:
         engine.rounds.device_round(RoundPlan.of(dict.fromkeys(range(16), 1_399)))
     planned = MemoryPlan.of(config, DraftConfig(), model.config, None, torch.int8).workspace

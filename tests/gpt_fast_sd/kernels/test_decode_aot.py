@@ -69,9 +69,6 @@ def assert_built_well(cap: int, n_rows: int, **shape: Any) -> None:
     size = triton_common.entry_size(kwargs["p_q"], kwargs["p_k"])
     config = decode_triton.config(cap, size, kwargs["BLOCK_H"], n_rows)
     assert_occupancy(split, cap, config.per_sm)
-    if shape.get("held") == FLOAT8:  # laid out for products before it is widened: values come 8 bytes at once
-        assert split.ldgsts > 0
-        return
     assert split.ldgsts > 0 and split.ldgsts == split.sass.count("LDGSTS.E.BYPASS") == split.sass.count(".BYPASS.128")
     if shape.get("dtype") != FP32:
         wide = {90: "hgmma", 100: "utcmma"}.get(cap, "hmma") if kwargs["BLOCK_R"] >= 64 else "hmma"
@@ -102,17 +99,18 @@ def test_they_are_built_well_over_int8_and_float8_caches(
     assert_built_well(cap, n_rows, held=held, page=page)
 
 
-@pytest.mark.parametrize("cap", [80, 90])
-def test_int8_is_widened_by_four_at_once_and_a_block_takes_few_instructions(cap: int) -> None:
-    """Triton's own way has a conversion for each entry on sm_80, a byte read at a time, and 870 instructions."""
-    split = launched(cap, held=INT8)[0]
+@pytest.mark.parametrize(("cap", "held"), [(80, INT8), (90, INT8), (90, FLOAT8)])
+def test_bytes_are_widened_by_four_at_once_and_a_block_takes_few_instructions(cap: int, held: torch.dtype) -> None:
+    """Triton's own way has an I2F or F2F per entry, reads byte by byte and takes 760 to 890 instructions."""
+    split = launched(cap, held=held)[0]
     block = max(split.compiled.loops, key=len)
     each = 2 * split.kwargs["BLOCK_N"] * split.kwargs["BLOCK_H"] // (32 * split.compiled.warps)  # entries a thread
 
     def count(code: str) -> int:
         return sum(code in instruction for instruction in block)
 
-    assert count("HFMA2") == each // 2 and count("PRMT") < each and count("I2F") <= 2 and count("LDS.U8") == 0
+    assert count("HFMA2") + count("HMUL2") >= each // 2 and count("PRMT") < each and count("LDS.U8") == 0
+    assert count("I2F") <= 2 and count("F2F.") <= 8  # of positions, and of weights
     assert len(block) <= 700
 
 

@@ -75,8 +75,6 @@ def assert_built_well(cap: int, entries: tuple[int, int], n_rows: int, **shape: 
     block = 2 * kwargs["BLOCK_N"] * kwargs["BLOCK_H"] * launches[0].kwargs["p_k"].element_size()
     ahead = (kwargs["STAGES"] - 1) // 2
     copies = block * (1 + ahead) // (16 * 32 * kwargs["num_warps"])
-    if shape.get("held") == FLOAT8:  # laid out for products before it is widened: values come 8 bytes at once
-        copies = wide_copies(chunk)
     # products in tensor memory (sm_100) have a prologue of their own, which copies again
     assert wide_copies(chunk) == copies or (cap == 100 and chunk.utcmma > 0 and wide_copies(chunk) > copies)
     assert chunk.shared >= block * ahead
