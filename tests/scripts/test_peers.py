@@ -42,7 +42,7 @@ def test_a_file_as_it_comes_is_a_peer_of_its_own_with_the_ceiling_of_its_own_byt
     shares = {row["peer"]: row["percent_of_roofline"] for row in cell["results"]}
     assert shares == {"ours": 50.0, "llama.cpp": 50.0, "llama.cpp-file": 20.0}
     assert {row["prefill_tokens_per_second"] for row in cell["results"]} == {100.0}
-    assert all("fewer bytes" in row["mode"] for row in cell["results"] if row["peer"] == "llama.cpp-file")
+    assert all("smaller weights" in row["mode"] for row in cell["results"] if row["peer"] == "llama.cpp-file")
     assert entries("llama.cpp-file", "fp32") == []  # it has no such weights
 
 
