@@ -90,6 +90,8 @@ def _backend(this: weakref.ref[CompiledStep], graph: torch.fx.GraphModule, input
 
 def inductor_options(config: EngineConfig, device: torch.device) -> Options:
     """Inductor's options for an engine's steps on a device: its own CUDA graphs stay off, as rounds are captured."""
+    if config.kv_dtype == "int8":  # scales in fp16 are stored beside keys in bf16, of which Inductor tells users
+        warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
     return {"max_autotune": config.max_autotune} if device.type == "cuda" else dict(known_isa())
 
 

@@ -70,7 +70,7 @@ class Engine:
         self.device, self.dtype = model.embedding.weight.device, model.embedding.weight.dtype
         self.parallel = parallel or Parallel(self.device)
         group = self.parallel.group
-        require_fit(model, cfg, group)
+        require_fit(model, cfg, self.draft, group)
         self._plan = plan or self._plan_of(self.draft, draft_model)
         if plan is None:
             self._plan.check(free_memory(self.device), self.device, cfg)

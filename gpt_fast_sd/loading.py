@@ -23,10 +23,17 @@ from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
 from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
-from .kernels import begin_building, cpu_kernels
+from .kernels import begin_building, cpu_attention_fits, cpu_kernels
 from .memory import MemoryPlan, bytes_of_layers
 from .packing import pack_linears
-from .quantize import FLOAT8_CAPABILITY, equalize_keys, quantize, quantize_as_read, require_draft_precision
+from .quantize import (
+    FLOAT8_CAPABILITY,
+    equalize_keys,
+    is_quantized,
+    quantize,
+    quantize_as_read,
+    require_draft_precision,
+)
 from .runner import Runner
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -113,12 +120,24 @@ def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.devic
             )
 
 
-def require_fit(model: Transformer, config: EngineConfig, group: Group) -> None:
-    """ValueError if a rank's part of a model cannot run here, or has too few positions for the configuration."""
+def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, group: Group) -> None:
+    """ValueError if a rank's part of a model cannot run here, or not with such a configuration; it is not changed."""
+    device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     group.check_part(model)
-    require_kernels(model.embedding.weight.device)
+    require_kernels(device)
     check_positions(config, model.config)
-    check_kv_dtype(config, model.embedding.weight.dtype, model.embedding.weight.device)
+    check_kv_dtype(config, dtype, device)
+    require_draft_precision(draft.quantize, device, dtype)
+    if config.quantize is None and is_quantized(model):
+        raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
+    if config.compile and config.kv_dtype == "int8" and model.config.qkv_bias:
+        queries = torch.empty(1, 1, 1, model.config.head_dim, dtype=dtype, device=device)
+        if cpu_attention_fits(queries, queries.to(torch.int8)):
+            # queries take over what equalized keys lose, and the C++ kernel has them in 8 bits, too
+            raise ValueError(
+                "kv_dtype 'int8' is not for compiled steps of a model with biased keys (Qwen2) on a CPU: "
+                "use kv_dtype 'bf16', or compile=False"
+            )
 
 
 def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:

@@ -18,7 +18,7 @@ from gpt_fast_sd.model import Block, FeedForward, Linear, Transformer
 
 from .int8 import Int8Linear
 from .kernels import unpack
-from .packing import PackedFeedForward, PackedLinear, pack_linears
+from .packing import PackedFeedForward, PackedInt8Linear, PackedLinear, pack_linears
 from .runner import Runner
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
@@ -45,7 +45,15 @@ def quantize(model: Transformer, name: str) -> None:
         return
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    quantize_(model.layers, Int8WeightOnlyConfig(), filter_fn=lambda module, _: isinstance(module, nn.Linear))
+    # by default torchao changes Inductor's settings of the whole process
+    config = Int8WeightOnlyConfig(set_inductor_config=False)
+    quantize_(model.layers, config, filter_fn=lambda module, _: isinstance(module, nn.Linear))
+
+
+def is_quantized(model: Transformer) -> bool:
+    """Whether weights of its layers are quantized, by `quantize` or by torchao."""
+    linears = (m for m in model.layers.modules() if isinstance(m, nn.Linear))
+    return any(isinstance(m, Int8Linear) or type(m.weight.data) is not Tensor for m in linears)
 
 
 def quantize_as_read(model: Transformer, name: str) -> None:
@@ -169,9 +177,10 @@ def equalize_keys(model: Transformer) -> None:
         linear, group = attention.wqkv, attention.group_size
         weight, bias = linear.weight, linear.bias
         plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype != torch.float16
-        if bias is None or not plain or hasattr(weight, "keys_are_even") or hasattr(weight, "is_packed"):
+        packed = isinstance(linear, (PackedLinear, PackedInt8Linear))
+        if bias is None or not plain or packed or getattr(attention, "keys_are_even", False):
             continue
-        weight.keys_are_even = True  # type: ignore[attr-defined]
+        attention.keys_are_even = True  # of the module: weights are replaced as they are quantized, and copied
         parts = (group + 2, attention.head_dim)
         # int8 weights keep their numbers, as their scales, one per output, carry the factor
         per_output = linear.scale[:, None] if isinstance(linear, Int8Linear) else weight  # [O, 1] or [O, D]

@@ -45,11 +45,14 @@ def as_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     too; one of more than fp16 can scale, 127 * 65504, is cut off there.
     """
     wide = x.float()
-    scale = (wide.abs().amax(-1).clamp(LEAST, MOST) / 127).half()  # [...]
+    scale = wide.abs().amax(-1).clamp(LEAST, MOST) / 127  # [...]
+    # what fp16 has only whole steps for is rounded up: a smaller scale would cut the largest numbers off
+    scale = torch.where(scale < NORMAL, (scale / STEP).ceil() * STEP, scale).half()
     return (wide / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
 LEAST, MOST = 1e-5, 127 * 65504.0  # largest numbers of a vector whose scale fp16 can hold
+NORMAL, STEP = 2.0**-14, 2.0**-24  # fp16's smallest number of full precision, and its steps below that
 FLOAT8 = torch.float8_e4m3fn  # without a scale
 
 

@@ -229,7 +229,7 @@ static void quantize_row(const Product& p, const bf16* x, int64_t m, char* lines
 template <bool INT8> static void multiply_all(const bf16* x, const char* w, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
     static thread_local std::vector<char> kept;
     const int64_t apart = INT8 ? 0 : in_place(x, M, x_row), blocks = (M - apart + 15) / 16, n = INT8 ? I / 64 : I / 32;
-    const int64_t lines_of_row = INT8 ? 2 * n : n, tiles = blocks * TILE * lines_of_row, each = INT8 ? 4 * M : 0;
+    const int64_t lines_of_row = INT8 ? 2 * n : n, tiles = blocks * TILE * lines_of_row, each = INT8 ? 4 * ((M + 3) / 4 * 4) : 0;
     if ((int64_t)kept.size() < tiles + 3 * each + LINE) kept.resize(tiles + 3 * each + LINE);
     // by address: each worker has its own vector
     char* room = (char*)(((uintptr_t)kept.data() + LINE - 1) & ~(uintptr_t)(LINE - 1));

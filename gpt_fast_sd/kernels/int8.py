@@ -8,8 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cpu_build import constant_where_traced
+
 MOST = 127  # the largest magnitude: -128 is not used, so that what is quantized is symmetric
 LEAST = 1e-30  # the smallest "largest value" of a row, below which all of it is 0
+EXACT = 1024  # products of two int8 whose sum fp32 holds exactly
 ROWS_AT_ONCE = 1024  # of a weight, which are quantized in fp32
 
 
@@ -34,10 +37,25 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
     integers = (wide * own.reciprocal()[:, None]).round().to(torch.int32)
     upper = (integers + 64) >> 7  # -127 .. 127, and what is left is -64 .. 63
     planes = [plane.clamp(-MOST - 1, MOST).to(torch.int8) for plane in (upper, integers - (upper << 7))]
-    sums = [torch._int_mm(plane, weight.t()).float() for plane in planes]  # [M, O], exact before they are rounded here
+    sums = [_sums(plane, weight) for plane in planes]  # [M, O], exact before they are rounded
     out = (sums[0] * 128 + sums[1]) * (own[:, None] * scale)
     out = out if bias is None else out + bias.float()
     return out.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+
+def _sums(plane: Tensor, weight: Tensor) -> Tensor:
+    """The products of integers: int8 [M, I], int8 [O, I] -> fp32 [M, O], rounded once."""
+    if plane.device.type == "cpu" and not has_vnni():
+        # there the library's products saturate at 16 bits; 1,024 products in fp32 are exact
+        parts = zip(plane.split(EXACT, 1), weight.split(EXACT, 1), strict=True)
+        return torch.stack([(a.float() @ b.float().t()).to(torch.int32) for a, b in parts]).sum(0).float()
+    return torch._int_mm(plane, weight.t()).float()
+
+
+@constant_where_traced
+def has_vnni() -> bool:
+    """Whether this CPU multiplies bytes exactly."""
+    return bool(torch.cpu._is_vnni_supported())
 
 
 def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:

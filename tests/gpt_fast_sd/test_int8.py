@@ -57,6 +57,16 @@ def no_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cpu_linear._kernel.cache_clear()
 
 
+@pytest.mark.parametrize("n_in", [64, 1024, 1536])
+def test_a_cpu_that_saturates_products_of_bytes_gives_the_same_bits(n_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, _ = linear_of(48, n_in)
+    x = torch.randn(9, n_in, generator=torch.Generator().manual_seed(2)).to(BF16)
+    expected = linear(x)
+    monkeypatch.setattr(int8, "has_vnni", lambda: False)
+    monkeypatch.setattr(torch, "_int_mm", None)
+    assert linear(x).equal(expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_a_weight_is_kept_to_half_a_step_of_its_rows_scale(dtype: torch.dtype) -> None:
     weight = torch.randn(2 * int8.ROWS_AT_ONCE + 3, 40).to(dtype)

@@ -5,6 +5,7 @@ Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted a round.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -21,6 +22,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.attending import DenseKV
 from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.devices import TRAITS
+from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, read_config
 from tests.drafts import MIXTURES, POLICIES, draft_of
@@ -252,6 +254,33 @@ def test_equalization_changes_no_bit_of_a_model_with_int8_weights() -> None:
     assert torch.equal(wqkv[0].weight, wqkv[1].weight) and not torch.equal(wqkv[0].scale, wqkv[1].scale)  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.parametrize("precision", [None, "int8"])
+def test_a_second_engine_over_a_model_finds_its_keys_even(precision: str | None) -> None:
+    """Once quantized weights took the place of those that were marked: what the first engine held was another's."""
+    model, ids = qwen2(), random_ids(100)
+    for layer in model.layers:
+        bias = layer.attention.wqkv.bias.data  # type: ignore[union-attr]
+        bias.copy_((1.5 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(1))).exp())
+    first = engine(model=model, quantize=precision)
+    said, before = first.logits(ids), [p.clone() for p in model.parameters()]
+    engine(model=model, quantize=precision)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert first.logits(ids).equal(said)
+
+
+def test_a_copy_of_a_packed_model_is_not_taken_for_a_plain_one() -> None:
+    """Once it was: a copied parameter has no marks, and its packed bytes were scaled as if they were rows."""
+    model = qwen2(300.0, torch.bfloat16, dim=64, n_heads=2, n_kv_heads=1, head_dim=32, ffn_dim=128, vocab_size=512)
+    quantize.equalize_keys(model)
+    if not quantize.pack_linears(model):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    other = copy.deepcopy(model)
+    for layer in other.layers:
+        layer.attention.keys_are_even = False
+    quantize.equalize_keys(other)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+
 def test_keys_with_a_large_bias_are_stored_as_well_as_others_once_they_are_equalized() -> None:
     ids, errors = random_ids(300), {}
     for bias in (0.0, 300.0):
@@ -293,6 +322,17 @@ def test_an_int8_cache_under_a_model_in_fp16_is_refused() -> None:
     with pytest.raises(ValueError, match=r"kv_dtype 'int8' is not for models in fp16.* use dtype 'bf16'") as caught:
         engine(model=tiny_model(dtype=torch.float16))
     assert "\n" not in str(caught.value)
+
+
+def test_an_int8_cache_is_refused_where_queries_of_biased_keys_would_be_rounded_to_8_bits() -> None:
+    model = qwen2(300.0, torch.bfloat16)
+    if not cpu_attention_fits(*(torch.empty(1, 1, 1, 64, dtype=d) for d in (torch.bfloat16, torch.int8))):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"biased keys \(Qwen2\) on a CPU: use kv_dtype 'bf16', or compile=False"):
+        engine(model=model, compile=True)
+    assert all(map(torch.equal, model.parameters(), before))
+    engine(model=model, compile=True, kv_dtype="bf16")
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])

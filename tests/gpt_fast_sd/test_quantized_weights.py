@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,23 @@ def test_the_plan_counts_what_copies_own(name: str) -> None:
         Parallel(CPU), CPU,
     )  # fmt: skip
     assert without.draft_weights == 0
+
+
+def test_weights_that_are_quantized_are_not_run_as_if_they_were_not() -> None:
+    model = model_of()
+    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False, quantize="int8")
+    Engine(model, None, config)
+    with pytest.raises(ValueError, match=r"weights are quantized: pass the same quantize, or load the model again"):
+        Engine(model, None, dataclasses.replace(config, quantize=None))
+    Engine(model, None, config)
+
+
+def test_a_draft_that_does_not_run_leaves_the_target_as_it_is() -> None:
+    model, draft = model_of(), DraftConfig(policy="streaming", quantize="float8")
+    config = EngineConfig(batch_size=1, max_seq_len=512, device="cpu", compile=False, quantize="int8")
+    with pytest.raises(ValueError, match="quantize 'float8' of a draft"):
+        Engine(model, None, config, draft)
+    assert not any(isinstance(m, Int8Linear) for m in model.modules())
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------
