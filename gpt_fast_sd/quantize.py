@@ -180,7 +180,8 @@ def equalize_keys(model: Transformer) -> None:
         packed = isinstance(linear, (PackedLinear, PackedInt8Linear))
         if bias is None or not plain or packed or getattr(attention, "keys_are_even", False):
             continue
-        attention.keys_are_even = True  # of the module: weights are replaced as they are quantized, and copied
+        # a mark of the module: weights are replaced as they are quantized, and copies of them have no marks
+        attention.keys_are_even = True  # type: ignore[assignment]
         parts = (group + 2, attention.head_dim)
         # int8 weights keep their numbers, as their scales, one per output, carry the factor
         per_output = linear.scale[:, None] if isinstance(linear, Int8Linear) else weight  # [O, 1] or [O, D]
