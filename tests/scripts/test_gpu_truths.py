@@ -31,18 +31,19 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def test_a_kernel_that_reads_one_key_too_few_is_found(patch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("held", [None, torch.int8])
+def test_a_kernel_that_reads_one_key_too_few_is_found(held: torch.dtype | None, patch: pytest.MonkeyPatch) -> None:
     right, attend = kernels.decode_attention, (
         test_kernels.test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
     )  # fmt: skip
-    attend(PLACE, 4, 128, 1, BF16)
+    attend(PLACE, 4, 128, 1, BF16, held)
 
-    def short(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int) -> Tensor:
-        return right(q, k, v, (pos - 1).clamp(min=0), n_keys, split)
+    def short(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, *rest: Any, **scales: Any) -> Tensor:
+        return right(q, k, v, (pos - 1).clamp(min=0), *rest, **scales)
 
     patch.setattr(kernels, "decode_attention", short)
     with pytest.raises(AssertionError):
-        attend(PLACE, 4, 128, 1, BF16)
+        attend(PLACE, 4, 128, 1, BF16, held)
 
 
 def test_a_wrong_cut_is_found(patch: pytest.MonkeyPatch) -> None:
