@@ -30,7 +30,6 @@ constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys
 template <class E> constexpr bool BYTES = sizeof(E) == 1;
 template <class E> constexpr int IN_DWORD = 4 / sizeof(E);
 template <class E> constexpr int IN_LINE = 64 / sizeof(E);
-template <class E> constexpr int AHEAD = BYTES<E> ? 2 : 1; // tiles that are asked for before they are read
 constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is no NaN; scaled it stays exact
 
 // 2^x for x <= 0, relative error below 3e-6; results below 2^-126 are rounded up to about it. The weights are rounded
@@ -271,7 +270,7 @@ template <class E, int H> struct Scratch : Picked<E, H> {
     alignas(64) float score[2][TILE][16]; // of a key, 16 rows
     alignas(64) uint32_t weight[2][2][16][16]; // of 32 keys and 32 more, in pairs: of a row; quads: of 64
     __m512i value[2][TILE / IN_DWORD<E>][H / 16]; // pairs or quads of keys
-    alignas(64) float products[2][H / 16][16][16], unit[2][16], shrink[2][16]; // of bytes, but for shrink
+    alignas(64) float products[H / 16][16][16], unit[2][16]; // of bytes
 };
 
 template <class E, int H> struct alignas(64) Queries { uint32_t q[H / IN_DWORD<E>][16]; }; // of 16 rows
@@ -300,7 +299,7 @@ static inline void turn(const float (*score)[16], __m512* to, int apart) {
 
 // The rows of a split while its tiles are read, 16 rows and a tile at a step. What a step begins ends two steps later:
 // its scores' products, then their softmax, then its values' products, so that vectors and tiles work side by side, and
-// neither waits for what the other has just written. Products of bytes are added to the outputs a step later still.
+// neither waits for what the other has just written.
 template <class E, int H> struct Rows {
     static Scratch<E, H>& scratch() { static thread_local Scratch<E, H> at; return at; }
 
@@ -327,7 +326,9 @@ template <class E, int H> struct Rows {
         for (int64_t r = 0; r < n_rows; r += 16) step({parity, r});
     }
     void finish() {
-        for (int i = 0; i < 2 + BYTES<E>; i++) step({});
+        step({});
+        step({});
+        scored = softened = {};
     }
 
     void step(Stage begun) {
@@ -335,10 +336,10 @@ template <class E, int H> struct Rows {
         const int odd = n_steps++ & 1;
         const Reading &from = readings[begun.parity], &of = readings[scored.parity];
         const Queries<E, H>& group = groups[std::max<int64_t>(begun.row, 0) / 16];
-        Row<E, H> *now = rows + scored.row, *last = rows + softened.row, *done = rows + added.row;
-        const auto count = [&](const Stage& stage) { return stage.row < 0 ? 0 : (int)std::min<int64_t>(16, n_rows - stage.row); };
-        const int n = count(scored), n_done = BYTES<E> ? count(added) : 0;
+        Row<E, H> *now = rows + scored.row, *last = rows + softened.row;
+        const int n = scored.row < 0 ? 0 : std::min<int64_t>(16, n_rows - scored.row);
         const auto value = at.value[softened.parity];
+        float shrinks[16] = {};
         bool shrunk = false;
         __m512 score[4][V];
         written();
@@ -365,8 +366,8 @@ template <class E, int H> struct Rows {
                         _tile_stored(1, at.score[odd][32 * half + 16], 64);
                     }
                     if (begun.row == 0 && from.ahead) {
-                        fetch<H>(from.tile.key[part * V / PARTS] + (AHEAD<E> * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
-                        fetch<H>(from.tile.value[part * V / PARTS] + (AHEAD<E> * TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                        fetch<H>(from.tile.key[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                        fetch<H>(from.tile.value[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
                     }
                 }
                 if constexpr (BYTES<E>) {
@@ -376,7 +377,7 @@ template <class E, int H> struct Rows {
                         _tile_loadd(6, at.weight[odd], 64);
                         _tile_loadd(7, value[0] + c, 4 * H);
                         _tile_dpbusd(4, 6, 7);
-                        _tile_stored(4, at.products[odd][c], 64);
+                        _tile_stored(4, at.products[c], 64);
                     }
                 } else if (softened.row >= 0) { // outputs by 32 dims, in the order of group_values
                     const int pair = half * (H / 64) + i / 4, keys = i / 2 % 2;
@@ -395,9 +396,6 @@ template <class E, int H> struct Rows {
                 if (scored.row == 0) group_values<H>(of.tile, at.value[scored.parity], part * TILE / PARTS, (part + 1) * TILE / PARTS);
                 constexpr int EACH = 16 / PARTS; // rows
                 const int r = part * EACH;
-                for (int j = r; j < std::min(r + EACH, n_done); j++)
-#pragma GCC unroll 8
-                    for (int c = 0; c < H / 16; c++) add(done[j].out + 16 * c, _mm512_load_ps(at.products[!odd][c][j]), at.unit[!odd][j], at.shrink[!odd][j]);
                 if (r >= n) continue;
                 if (r % 4 == 0)
 #pragma GCC unroll 4
@@ -406,15 +404,18 @@ template <class E, int H> struct Rows {
                 for (int j = 0; j < EACH; j++) {
                     if (r + j >= n) break;
                     const int64_t at_row = scored.row + r + j;
-                    const float shrink = at.shrink[!odd][r + j] = soften(score[(i * EACH + j) % 4], of.tile, now[r + j], at.weight[!odd][0][r + j], at.unit[!odd] + r + j, of.page_sum ? of.page_sum + at_row * V : nullptr, of.page_max + at_row);
-                    shrunk |= shrink != 1.f;
+                    shrinks[r + j] = soften(score[(i * EACH + j) % 4], of.tile, now[r + j], at.weight[!odd][0][r + j], at.unit[!odd] + r + j, of.page_sum ? of.page_sum + at_row * V : nullptr, of.page_max + at_row);
+                    shrunk |= shrinks[r + j] != 1.f;
                 }
             }
         written();
-        if (shrunk && !BYTES<E>)
+        if constexpr (BYTES<E>)
+            for (int64_t r = 0; softened.row >= 0 && r < std::min<int64_t>(16, n_rows - softened.row); r++)
+#pragma GCC unroll 8
+                for (int c = 0; c < H / 16; c++) add(last[r].out + 16 * c, _mm512_load_ps(at.products[c][r]), at.unit[odd][r], 1.f);
+        if (shrunk)
             for (int r = 0; r < n; r++)
-                for (int h = 0; h < H; h += 16) _mm512_store_ps(now[r].out + h, _mm512_mul_ps(_mm512_load_ps(now[r].out + h), _mm512_set1_ps(at.shrink[!odd][r])));
-        added = softened;
+                for (int h = 0; h < H; h += 16) _mm512_store_ps(now[r].out + h, _mm512_mul_ps(_mm512_load_ps(now[r].out + h), _mm512_set1_ps(shrinks[r])));
         softened = scored;
         scored = begun;
     }
@@ -424,7 +425,7 @@ template <class E, int H> struct Rows {
     Scratch<E, H>& at;
     Queries<E, H>* groups;
     Reading readings[2];
-    Stage scored, softened, added;
+    Stage scored, softened;
     int64_t n_steps = 0;
 };
 #else
@@ -487,7 +488,7 @@ template <int N, class E, int H> static void read_rows(const Tile<E>& tile, Scra
 template <class E, int H> static void read_tile(const Tile<E>& tile, Scratch<E, H>& at, Row<E, H>* rows, int64_t n_rows, float* page_sum, float* page_max, bool ahead) {
     constexpr int V = TILE / 16, D = H / IN_DWORD<E>;
     for (int c = 0; c < V; c++) {
-        if (ahead) fetch<H>(tile.key[c] + AHEAD<E> * TILE * H, 16); // part of a later tile, while this one is computed
+        if (ahead) fetch<H>(tile.key[c] + TILE * H, 16); // part of a later tile, while this one is computed
         for (int h = 0; h < D; h += 16) transpose((const uint32_t*)tile.key[c] + h, D, &at.key[h][c], V);
         if constexpr (BYTES<E>) { // queries are 128 too large
             __m512 sum = _mm512_setzero_ps();
@@ -497,7 +498,7 @@ template <class E, int H> static void read_tile(const Tile<E>& tile, Scratch<E, 
         }
     }
     for (int c = 0; c < TILE; c += 16) {
-        if (ahead) fetch<H>(tile.value[c / 16] + AHEAD<E> * TILE * H, 16);
+        if (ahead) fetch<H>(tile.value[c / 16] + TILE * H, 16);
         group_values<H>(tile, at.value, c, c + 16);
     }
     int64_t r = 0;
@@ -640,7 +641,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                     }
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
-            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + (AHEAD<E> + 1) * TILE <= end);
+            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + 2 * TILE <= end);
         }
         reading.finish();
         if (n_splits == 1) merge(bk);
