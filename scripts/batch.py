@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from common import ProgressLine, refuse, refusing, sentence
-from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
+from flags import CHAT, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.measuring.document import as_record
@@ -314,7 +314,7 @@ def prepare(args: argparse.Namespace) -> Job:
         raise ValueError(f"input, output and rejects must be three files, got {args.input}, {args.output}, {rejects}")
     if not args.input.is_file():
         raise ValueError(f"there is no file {args.input}")
-    common, draft = config_of(SamplingParams, args), config_of(DraftConfig, args)
+    common, draft = config_of(SamplingParams, args), draft_of(args)
     folder = locate(args.model)
     config = read_config(folder)
     room = room_of(args, config, ROOM)

@@ -4,7 +4,7 @@
     add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "streaming"})
     add_engine_flags(parser)
     args = parser.parse_args()
-    draft, engine = config_of(DraftConfig, args), config_of(EngineConfig, args, max_seq_len=4096)
+    draft, engine = draft_of(args), config_of(EngineConfig, args, max_seq_len=4096)
 
 Help, allowed values and the flag's name are the field's metadata (gpt_fast_sd/config.py); which policies heed a field
 of DraftConfig is said by their classes. A value that makes no sense is refused by the configuration, in its own words.
@@ -174,6 +174,19 @@ def config_of(config: type[Config], args: argparse.Namespace, **values: Any) -> 
             given = getattr(args, flag_of(field).removeprefix("--").replace("-", "_"))
             values[field.name] = not given if field.default is True else given
     return config(**values)
+
+
+def draft_of(args: argparse.Namespace) -> DraftConfig:
+    """Who drafts; ValueError where the flags make no sense, or where one does nothing for this policy.
+
+    "off" may stand beside all of them: so a command is repeated without drafts.
+    """
+    made = config_of(DraftConfig, args)
+    used = {"policy", "gamma"} | heeds(made.policy) | (heeds(made.view_name) if made.view_name else set())
+    for field in public(DraftConfig):
+        if made.policy != "off" and field.name not in used and getattr(made, field.name) != field.default:
+            raise ValueError(f"{flag_of(field)} does nothing for --draft {made.policy}: leave it out")
+    return made
 
 
 # ---- the model and its processes -------------------------------------------------------------------------------------

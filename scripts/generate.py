@@ -45,7 +45,7 @@ from pathlib import Path
 import torch
 
 from common import ProgressLine, alone_prints, check_apart, refuse, refusing, started
-from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
+from flags import CHAT, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.measuring import Recorder
@@ -146,7 +146,7 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     stats, comparison = engine.stats, None
     if args.compare:
         say(parallel, "\ndecoding the same plainly ...")
-        comparison = compare(engine, prompts, params, own)
+        comparison = compare(engine, prompts, params, own, args.model)
         stats = comparison.ways["speculative"].stats
     completions = parallel.gather([(completion.index, completion) for completion in own])
     if completions is None:
@@ -242,7 +242,7 @@ def draft_config(args: argparse.Namespace) -> DraftConfig:
     """Who drafts; ValueError where the flags do not fit each other."""
     if args.compare and args.draft == "off":
         raise ValueError("--compare needs a draft policy: with --draft off both sides would be plain decoding")
-    return config_of(DraftConfig, args)
+    return draft_of(args)
 
 
 def build(

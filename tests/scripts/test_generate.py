@@ -123,6 +123,14 @@ def test_a_file_is_continued_and_a_trace_is_written(
         (["--prompt", "a", "--gamma", "0"], "gamma must be from 1 to 16, got 0"),
         (["--prompt", "a", "--gamma", "few"], "'few'"),
         (["--prompt", "a", "--gamma", "17"], "gamma must be from 1 to 16, got 17"),
+        (
+            ["--prompt", "a", "--draft", "lookup", "--budget", "64"],
+            "--budget does nothing for --draft lookup: leave it",
+        ),
+        (
+            ["--prompt", "a", "--draft", "quest", "--n-sink", "9"],
+            "--n-sink does nothing for --draft quest: leave it out",
+        ),
         (["--prompt", "a", "--budget", "0"], "budget must be a whole number of at least 1, got 0"),
         (["--prompt", "a", "--draft", "quest", "--budget", "20"], "budget must be at least 48 for quest, got 20"),
         (["--prompt", "a", "--draft", "standalone"], "needs draft_model"),
@@ -255,6 +263,35 @@ def test_whoever_drafts_the_output_is_that_of_plain_decoding(
     assert ("exact" in rows(shown)["model"]) == ("--exact" in flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--kv-dtype", "int8"], ", KV cache int8 on cpu"), (["--quantize", "int8"], "int8 weights in bf16")],
+)
+def test_a_quantized_target_is_compared_with_the_unquantized_one_too(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], said: str
+) -> None:
+    file = tmp_path / "run.json"
+    shown = output(script, capsys, *NIGHT, "--dtype", "bf16", "--compare", "--json", str(file), *flags)
+    assert said in rows(shown)["model"]
+    assert "with nothing quantized, afterwards" in rows(shown)["unquantized"]
+    run: dict[str, Any] = json.loads(file.read_text())
+    plain, unquantized = run["plain"], run["plain"]["unquantized"]
+    assert len(unquantized["tokens_per_second"]) == len(plain["plain_tokens_per_second"])
+    least = unquantized["stats"]["kv_bytes"] / plain["stats"]["kv_bytes"]
+    assert least == pytest.approx(128 / 66 if "--kv-dtype" in flags else 1.0)
+
+
+def test_what_does_not_fit_beside_a_quantized_target_is_said(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise ValueError("not even one slot fits")
+
+    monkeypatch.setattr(comparing, "Engine", full)
+    shown = output(script, capsys, *NIGHT, "--dtype", "bf16", "--compare", "--kv-dtype", "int8")
+    assert rows(shown)["unquantized"] == "not decoded: not even one slot fits"
+
+
 def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(
     script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,7 +395,7 @@ def test_long_runs_are_compared_once(script: ModuleType, tiny: Engine, monkeypat
     monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
     prompts, params = [random_ids(9)], [script.SamplingParams(max_tokens=8)]
     shown = tiny.generate(prompts, params)
-    compared = script.compare(tiny, prompts, params, shown)
+    compared = script.compare(tiny, prompts, params, shown, "tiny")
     assert (len(compared.plain), len(compared.speculative)) == (1, 1)
     assert "one run each" in script.card(tiny, prompts, compared.speculative[0], compared)
 
@@ -366,7 +403,7 @@ def test_long_runs_are_compared_once(script: ModuleType, tiny: Engine, monkeypat
 def test_seconds_of_captures_are_shown_where_there_were_any(script: ModuleType, tiny: Engine) -> None:
     prompts, params = [random_ids(9)], [script.SamplingParams(max_tokens=8)]
     shown = tiny.generate(prompts, params)
-    stats, compared = tiny.stats, script.compare(tiny, prompts, params, shown)
+    stats, compared = tiny.stats, script.compare(tiny, prompts, params, shown, "tiny")
     assert "capturing" not in script.card(tiny, prompts, stats, compared)
     for one in (compared.plain[0], compared.speculative[0]):  # stats is the latter
         one.capture_seconds = 1.2
@@ -397,7 +434,7 @@ def test_a_difference_is_named_with_how_close_a_call_it_was(script: ModuleType, 
     other = [*plain[1][:4], int(second[1]), *plain[1][5:]]
     said = [plain[0], other, plain[2][:8]]
     shown = [dataclasses.replace(c, tokens=tokens) for c, tokens in zip(done, said, strict=True)]
-    one, two = script.compare(tiny, prompts, [script.SamplingParams(max_tokens=9)] * 3, shown).differences
+    one, two = script.compare(tiny, prompts, [script.SamplingParams(max_tokens=9)] * 3, shown, "tiny").differences
     assert (one.index, one.position, one.plain, one.speculative) == (1, 4, plain[1][4], other[4])
     assert one.gap == pytest.approx(float(best[0] - best[1]), abs=1e-5)
     assert (two.index, two.position, two.plain, two.speculative) == (2, 8, plain[2][8], None)
