@@ -241,8 +241,8 @@ class SamplingParams:
         _at_least_one("max_tokens", self.max_tokens)
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) and not (value is None and name != "temperature"):
-                raise ValueError(f"{name} must be a number, got {value!r}")
+            if type(value) not in (int, float) and not (value is None and name != "temperature"):
+                raise ValueError(f"{name} must be a number, got {value!r:.80}")
         if not 0.0 <= self.temperature <= 3.4e38:  # fp32 holds no more
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if self.top_k is not None:
@@ -253,7 +253,9 @@ class SamplingParams:
             raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}")
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.80}")
+        stops = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         stops = tuple(stops) if isinstance(stops, Sequence) else (stops,)
         if not all(isinstance(s, str) and s for s in stops):
             raise ValueError(f"stop must be a non-empty string or several, got {self.stop!r}")

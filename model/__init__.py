@@ -17,7 +17,7 @@ from .checkpoint import (
     save_hugging_face,
 )
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
-from .files import CheckpointError, gguf_parts, read_json
+from .files import CheckpointError, gguf_parts, parse_json, read_json
 from .llama import Attention, Block, FeedForward, Linear, Transformer
 from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
@@ -44,6 +44,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "name_table",
+    "parse_json",
     "preset",
     "read_config",
     "read_json",

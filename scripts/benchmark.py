@@ -48,6 +48,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common import refuse, refusing, sentence, started
+from files import check_files
 from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, given_beside, join, positive, sizes
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
@@ -57,7 +58,7 @@ from gpt_fast_sd.measuring import grid, lossless, machine, plots, precisions, pr
 from gpt_fast_sd.measuring.chips import Chip, Ranks, chip_of
 from gpt_fast_sd.measuring.forecast import System
 from gpt_fast_sd.measuring.grid import Point, Setting, Sweep, draft_fields, draft_label, has_a_model, known_drafters
-from gpt_fast_sd.measuring.ledger import Ledger, check_writable, complete, digest, fingerprint, read_document
+from gpt_fast_sd.measuring.ledger import Ledger, complete, digest, fingerprint, read_document
 from gpt_fast_sd.measuring.lengths import lengths_of, lines_of
 from gpt_fast_sd.measuring.points import (
     BUDGETS,
@@ -179,7 +180,10 @@ def params_of(args: argparse.Namespace, temperature: float, row: int) -> Samplin
 
 def prepare(args: argparse.Namespace) -> Job:
     """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
-    check_writable(args.json)
+    check_files(
+        {"--json": args.json},
+        {"--text": args.text, "--model": args.model, "--draft-model": args.draft_model},
+    )
     if args.text and args.synthetic:
         raise ValueError("--text and --synthetic exclude each other: prompts are read or made up")
     if args.mode in ("budget", "lossless"):

@@ -34,6 +34,8 @@ Change = Mapping[str, Any] | None  # arguments of argparse's add_argument that a
 MODELS = "'smollm2', 'bundled', a model folder, a GGUF file or a hub id"
 CHAT = "wrap each text in the model's chat template as a user message"
 
+MOST_THREADS = 1024
+
 # ---- parsers of values -----------------------------------------------------------------------------------------------
 
 
@@ -47,6 +49,13 @@ def positive(text: str) -> int:
 def count(text: str) -> int:
     """A whole number, or 0."""
     return 0 if text.strip() == "0" else positive(text)
+
+
+def threads(text: str) -> int:
+    """A number of threads, of which libraries take any and then run out of memory."""
+    if (found := positive(text)) > MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_THREADS:,} threads, got {text!r}")
+    return found
 
 
 def number_or_auto(text: str) -> int | str:
@@ -209,7 +218,7 @@ def add_engine_flags(
         text = "under torchrun: processes that hold one model together (default: all)"
         group.add_argument("--tp", metavar="N", type=positive, help=text)
     group.add_argument(
-        "--threads", metavar="N", type=positive, default=n, help=f"on a CPU (default: {n}, see OMP_NUM_THREADS)"
+        "--threads", metavar="N", type=threads, default=n, help=f"on a CPU (default: {n}, see OMP_NUM_THREADS)"
     )
 
 

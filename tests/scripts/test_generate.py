@@ -18,6 +18,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import find_smollm2, locate
 from gpt_fast_sd.measuring import comparing
 from gpt_fast_sd.measuring.card import verdict
+from gpt_fast_sd.measuring.ledger import write_whole
 from gpt_fast_sd.measuring.lossless import Difference
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.registry import policies
@@ -175,10 +176,30 @@ def test_a_mistake_gets_one_sentence_that_names_it(
     assert said in refusal(script, capsys, *argv)
 
 
+def test_a_line_of_prompts_ends_at_a_line_feed_alone_and_a_mark_of_byte_order_is_none_of_it(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    texts = ["a\u2028b", "a\x85b", "a\x0cb", "a\x1cb"]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"prompt": "{text}"}}\r\n' for text in texts), encoding="utf-8-sig", newline="")
+    args = script.parse(["--model", "bundled", "--prompts", str(path)])
+    tokenizer = script.load_tokenizer(locate("bundled"), script.read_config(locate("bundled")))
+    prompts, _ = script.read_requests(args, tokenizer, script.read_config(locate("bundled")))
+    assert prompts == [tokenizer.encode(text) for text in texts]
+    (plain := tmp_path / "a.txt").write_text("a", encoding="utf-8-sig")
+    args = script.parse(["--model", "bundled", "--prompt-file", str(plain)])
+    assert script.read_requests(args, tokenizer, script.read_config(locate("bundled")))[0] == [tokenizer.encode("a")]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("{bad", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is JSON that is nested too deep"),
+        ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "line 2 is not JSON: a number of 5,000 digits"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2 is not JSON: the key 'prompt' comes twice"),
+        ('{"prompt": "a", "top_p": NaN}', "line 2 is not JSON: NaN"),
+        ('{"prompt": "a", "ignore_eos": "false"}', "line 2: ignore_eos must be true or false, got 'false'"),
         ('{"prompt": "a", "temperatur": 1}', "temperatur"),
         ('{"text": "a"}', "exactly one of"),
         ('{"prompt": "a", "tokens": [1]}', "exactly one of"),
@@ -747,14 +768,14 @@ def test_a_report_that_fails_at_the_end_is_one_sentence_after_the_texts(
 def test_a_file_that_cannot_be_moved_into_place_leaves_nothing_behind(tmp_path: Path, script: ModuleType) -> None:
     (tmp_path / "run.html").mkdir()
     with pytest.raises(OSError):
-        script.write_whole(tmp_path / "run.html", "text")
+        write_whole(tmp_path / "run.html", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["run.html"]
 
 
 def test_writing_a_file_whole_leaves_every_other_file_as_it_was(tmp_path: Path, script: ModuleType) -> None:
     for name in ("run.html.partial", ".run.html.partial"):
         (tmp_path / name).write_text("somebody's own")
-    script.write_whole(tmp_path / "run.html", "text")
+    write_whole(tmp_path / "run.html", "text")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "run.html": "text", "run.html.partial": "somebody's own", ".run.html.partial": "somebody's own",
     }  # fmt: skip
@@ -823,7 +844,7 @@ def test_a_report_never_replaces_anything_but_a_file(
     os.mkfifo(tmp_path / "pipe")
     assert "it is no file that can be replaced" in refusal(script, capsys, *NIGHT, "--report", str(tmp_path / "pipe"))
     with pytest.raises(OSError, match="it is not a file that can be replaced"):
-        script.write_whole(tmp_path / "pipe", "text")
+        write_whole(tmp_path / "pipe", "text")
     assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
 
 
