@@ -249,8 +249,12 @@ class Intake:
     def checked(self, tokens: Any, name: str) -> list[int]:
         """Token ids of the vocabulary, at least one; the ValueError calls them by this name."""
         try:
-            given = [None] if isinstance(tokens, bytes | bytearray | Mapping | Set) else list(tokens)
-            ids = [operator.index(None if isinstance(token, bool) else token) for token in given]
+            if isinstance(tokens, bytes | bytearray | Mapping | Set):  # which have whole numbers, but are no text
+                raise TypeError
+            given = list(tokens)
+            ids = [operator.index(token) for token in given]
+            if any(isinstance(token, bool) for token in given):
+                raise TypeError
         except TypeError:
             got = " ".join(repr(tokens).split())[:80]
             raise ValueError(f"{name} must be a text or a list of whole token ids, got {got}") from None

@@ -113,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with refusing(PROGRAM):
         check_files(
             writes={
-                "--output": args.output, "--profile": args.profile, "--report": args.report,
-                "--json": Path(args.json) if args.json not in (None, "-") else None,
+                "--output": args.output, "--profile": args.profile,
+                "--json": Path(args.json) if args.json not in (None, "-") else None, "--report": args.report,
             },
             reads={
                 "--prompts": args.prompts, "--prompt-file": args.prompt_file, "--document": args.document,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,39 @@ def slow_greedy(prompt: list[int], n: int) -> list[int]:
 
 def text_engine(**changes: Any) -> Engine:
     return engine(tokenizer=ByteTokenizer(), **changes)
+
+
+# ---- what is no prompt -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt", [[True, 2], b"ab", bytearray(b"ab"), {1: 2}, {1, 2}, [1.0], [None], 7, None, torch.ones(2, 3).long()]
+)
+def test_what_is_no_list_of_ids_is_refused_in_one_line(prompt: Any) -> None:
+    with pytest.raises(ValueError, match="prompt 0 must be a text or a list of whole token ids, got ") as caught:
+        engine().generate([prompt])
+    assert "\n" not in str(caught.value)
+
+
+def test_ids_may_come_in_anything_that_has_them_in_order() -> None:
+    one, ids = engine(), [3, 1, 4]
+    params = SamplingParams(max_tokens=2)
+    expected = tokens_of(one.generate([ids], params))
+    for given in (tuple(ids), torch.tensor(ids), np.array(ids), range(3, 4)):
+        got = tokens_of(one.generate([given], params))
+        assert got == expected or list(given) == [3]
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"max_tokens": 3}, [5]])
+def test_what_are_no_sampling_parameters_are_refused(params: Any) -> None:
+    with pytest.raises(ValueError, match="SamplingParams"):
+        engine().generate([[1, 2]], params)
+
+
+@pytest.mark.parametrize("last", ["x", 1.5, True, 0, 4])
+def test_how_many_logits_is_a_whole_number_of_them(last: Any) -> None:
+    with pytest.raises(ValueError, match="last must be from 1 to the 3 tokens given, got"):
+        engine().logits([1, 2, 3], last=last)
 
 
 # ---- what the caller sets --------------------------------------------------------------------------------------------
