@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -205,6 +205,13 @@ class DraftConfig:
     def view_name(self) -> str | None:
         """Which view of a cache the drafting model has; None if no model with a cache drafts."""
         return next(iter(registry.policy_class(self.policy).views(self)), None)
+
+    def within(self, capacity: int) -> DraftConfig:
+        """The same for a cache of so many entries: a larger budget reads no more, and takes memory."""
+        fitting = replace(self, n_sink=min(self.n_sink, capacity))
+        views = map(registry.view_class, registry.policy_class(self.policy).views(self))
+        least = max((view.least_budget(fitting) for view in views), default=1)
+        return replace(fitting, budget=max(least, min(self.budget, capacity)))
 
     @property
     def max_gamma(self) -> int:

@@ -69,6 +69,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     group, theirs = parallel.group, draft_group(draft, parallel)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
     check_kv_dtype(config, dtype, device)
+    check_biased_keys(config, model_config, dtype, device)
     require_draft_precision(draft.quantize, device, dtype)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
@@ -120,6 +121,18 @@ def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.devic
             )
 
 
+def check_biased_keys(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError if queries that take over what equalized keys lose would be rounded to 8 bits, as the keys are."""
+    if not (config.compile and config.kv_dtype == "int8" and model.qkv_bias):
+        return
+    queries = torch.empty(1, 1, 1, model.head_dim, dtype=dtype, device=device)
+    if cpu_attention_fits(queries, queries.to(torch.int8)):
+        raise ValueError(
+            "kv_dtype 'int8' is not for compiled steps of a model with biased keys (Qwen2) on a CPU: "
+            "use kv_dtype 'bf16', or compile=False"
+        )
+
+
 def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, group: Group) -> None:
     """ValueError if a rank's part of a model cannot run here, or not with such a configuration; it is not changed."""
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
@@ -127,17 +140,12 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
     require_kernels(device)
     check_positions(config, model.config)
     check_kv_dtype(config, dtype, device)
+    check_biased_keys(config, model.config, dtype, device)
     require_draft_precision(draft.quantize, device, dtype)
     if config.quantize is None and is_quantized(model):
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
-    if config.compile and config.kv_dtype == "int8" and model.config.qkv_bias:
-        queries = torch.empty(1, 1, 1, model.config.head_dim, dtype=dtype, device=device)
-        if cpu_attention_fits(queries, queries.to(torch.int8)):
-            # queries take over what equalized keys lose, and the C++ kernel has them in 8 bits, too
-            raise ValueError(
-                "kv_dtype 'int8' is not for compiled steps of a model with biased keys (Qwen2) on a CPU: "
-                "use kv_dtype 'bf16', or compile=False"
-            )
+    if config.quantize and getattr(model, "unquantized_in", None) == id(model):
+        raise ValueError("an engine runs this model's weights as they are: pass no quantize, or load the model again")
 
 
 def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
@@ -151,6 +159,8 @@ def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
     equalize_keys(model)
     if config.quantize:
         quantize(model, config.quantize)
+    else:  # a mark of this model, and of no copy: quantized in place, it would be another model to this engine, too
+        model.unquantized_in = id(model)  # type: ignore[assignment]
     own = local_config(model.config, group.size)
     cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype_of(config, dtype), device=device)
     compiled = config.compile and can_compile(device)

@@ -84,7 +84,7 @@ class MemoryPlan:
             )  # fmt: skip
 
         b, capacity = config.batch_size, KVCache.splits(config.max_seq_len) * SPLIT
-        entries = b * (capacity + SPLIT)
+        draft, entries = draft.within(capacity), b * (capacity + SPLIT)
         n_lists = model.n_layers * b * model.n_kv_heads
         wide = entries * model.kv_bytes_per_token(max(kv_dtype.itemsize, 2))
         policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, wide) if draft.view_name else 0

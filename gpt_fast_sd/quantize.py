@@ -162,7 +162,7 @@ def float8_of(linear: nn.Linear) -> nn.Linear:
 
 @torch.no_grad()
 def equalize_keys(model: Transformer) -> None:
-    """No dimension of a layer's keys is much larger than most; not a bit of any logit is another.
+    """No dimension of a layer's keys is much larger than most of them, or than 1; not a bit of any logit is another.
 
     Biases of Qwen2's keys reach hundreds where keys are of size 20: one such dimension would set the scale of a whole
     key, and int8 leave nothing of the others. RoPE mixes dimension h with h + H / 2 alone, so where such a pair of keys
@@ -191,7 +191,8 @@ def equalize_keys(model: Transformer) -> None:
         norms = norms * w[:, group, :, 0] if isinstance(linear, Int8Linear) else norms
         size = b[:, group].float().abs() + 3 * norms  # [K, H], what most keys reach
         pairs = size.unflatten(-1, (2, -1)).amax(-2)  # [K, H // 2]
-        usual = pairs.median(-1, keepdim=True).values.clamp(min=1e-30)
+        # of keys that leave most dimensions unused, the others are not made so small that no cache could hold them
+        usual = pairs.median(-1, keepdim=True).values.clamp(min=1.0)
         power = (pairs / usual).log2().round().clamp(0, MOST_EVENED).repeat(1, 2)  # [K, H]
         factor = torch.exp2(power).to(w.dtype)
         for x, by in ((w, factor[..., None]), (b, factor.to(b.dtype))):

@@ -20,7 +20,7 @@ from .. import registry
 from ..config import DraftConfig, EngineConfig, gamma_tiers
 from ..devices import free_memory, traits_of
 from ..kernels import triton_serves
-from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_positions, locate
+from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_biased_keys, check_kv_dtype, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
@@ -143,6 +143,10 @@ class System:
             kv_dtype=self.kv_dtype, quantize=self.quantize,
         )  # fmt: skip
         check_positions(config, self.model)
+        dtype, cpu = TORCH_DTYPES[self.dtype], torch.device("cpu")
+        check_kv_dtype(config, dtype, cpu)  # what a GPU cannot multiply is not known here
+        if self.device == "cpu":
+            check_biased_keys(config, self.model, dtype, cpu)
         if self.draft_model:
             check_draft_model(self.draft_model, self.model, config.max_seq_len)
         return config

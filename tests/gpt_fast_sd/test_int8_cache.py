@@ -12,6 +12,7 @@ import gc
 import importlib
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,16 @@ from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.loading import BUNDLED
-from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, read_config
+from gpt_fast_sd.model import (
+    SPLIT,
+    KVCache,
+    ModelConfig,
+    Transformer,
+    load_model,
+    load_tokenizer,
+    read_config,
+    save_hugging_face,
+)
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.test_exact import Watched, covers
 from tests.gpuless.pools import RULES, stand_in
@@ -295,6 +305,19 @@ def test_keys_with_a_large_bias_are_stored_as_well_as_others_once_they_are_equal
     assert errors[300.0, True] < 0.05 and errors[300.0, True] < 2 * errors[0.0, True]
 
 
+@pytest.mark.parametrize(("kv_dtype", "error"), [("int8", 0.05), ("fp8", 0.3), ("fp16", 0.01)])
+def test_keys_that_leave_most_dimensions_unused_are_stored_as_well_as_others(kv_dtype: str, error: float) -> None:
+    """Once the others were divided by 2 ** 24: no cache held anything of them, and queries overflowed in fp16."""
+    model, ids = qwen2(), random_ids(200)
+    group, used = model.config.group_size, 20
+    for layer in model.layers:
+        for x in (layer.attention.wqkv.weight, layer.attention.wqkv.bias):  # type: ignore[union-attr]
+            x.data.unflatten(0, (-1, group + 2, 2, 32))[:, group, :, used // 2 :] = 0  # type: ignore[operator]
+    truth = cached_logits(model, ids, torch.float32)[-20:]
+    off = engine(model=model, kv_dtype=kv_dtype).logits(ids, last=20) - truth
+    assert off.norm() < error * truth.norm()
+
+
 def test_an_engine_equalizes_its_models_and_says_what_they_said_before() -> None:
     ids = random_ids(200)
     model = qwen2(300.0)
@@ -333,6 +356,17 @@ def test_an_int8_cache_is_refused_where_queries_of_biased_keys_would_be_rounded_
         engine(model=model, compile=True)
     assert all(map(torch.equal, model.parameters(), before))
     engine(model=model, compile=True, kv_dtype="bf16")
+
+
+def test_biased_keys_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """Once all of a checkpoint was read before: of this one there is nothing to read."""
+    if not cpu_attention_fits(*(torch.empty(1, 1, 1, 64, dtype=d) for d in (torch.bfloat16, torch.int8))):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    save_hugging_face(qwen2(dtype=torch.bfloat16), tmp_path, dtype=torch.bfloat16)
+    (tmp_path / "model.safetensors").unlink()
+    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="bf16", kv_dtype="int8")
+    with pytest.raises(ValueError, match=r"biased keys \(Qwen2\) on a CPU: use kv_dtype 'bf16', or compile=False"):
+        Engine.from_pretrained(tmp_path, config)
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False)])
