@@ -86,6 +86,15 @@ def test_a_checkpoint_without_float8_has_none(tmp_path: Path) -> None:
     assert read_stored_float8(tmp_path) is None
 
 
+def test_float8_of_which_config_json_says_nothing_is_refused(tmp_path: Path) -> None:
+    save_float8(tmp_path)
+    describe(tmp_path, None)
+    with pytest.raises(
+        CheckpointError, match=r"proj\.weight is stored as F8_E4M3, but only F64, F32, F16, BF16 can be"
+    ):
+        load_model(tmp_path)
+
+
 def test_what_concerns_activations_or_a_cache_is_not_read(tmp_path: Path) -> None:
     names = ["q_proj.input_scale", "k_proj.input_scale_ub", "k_scale", "v_scale", "q_scale", "o_proj.output_scale"]
     save_float8(tmp_path, extra={f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names})
