@@ -15,8 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 CUDA_GRAPHS = ("round", "off")
 KV_DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
-QUANTIZATIONS = ("int8",)
-DRAFT_QUANTIZATIONS = ("int8", "float8")
+QUANTIZATIONS = ("int8", "int4", "float8")
 CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
 GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
 MAX_GAMMA = 16
@@ -83,7 +82,7 @@ def _countable(name: str, value: int) -> None:
 class EngineConfig:
     """How the target model runs.
 
-    dtype "auto" is fp32 on a CPU without bf16 instructions; int8 is our own on a CPU, torchao's on CUDA. cuda_graphs
+    dtype "auto" is fp32 on a CPU without bf16 instructions; precisions.py says which quantize runs where. cuda_graphs
     "round" captures a round (draft, verify, judge, commit) as one graph and reads its result while the next one runs;
     "off" launches every kernel from the host.
     """
@@ -96,7 +95,9 @@ class EngineConfig:
     exact: bool = _flag(
         False, "plain and speculative decoding are bit-identical in any dtype; slower, needs a draft policy"
     )
-    quantize: str | None = _flag(None, "weights only, one scale per output channel", allowed=QUANTIZATIONS)
+    quantize: str | None = _flag(
+        None, "weights of all layers, which makes another target; int4 and float8 on CUDA alone", allowed=QUANTIZATIONS
+    )
     kv_dtype: str | None = _flag(
         None, "dtype of the KV cache; int8: with one scale per token and kv head; fp8: e4m3, not on GPUs before Ada",
         allowed=KV_DTYPES, unset="as --dtype",
@@ -148,8 +149,8 @@ class DraftConfig:
     page: int = _flag(16, "entries that are selected together", allowed=PAGES)
     quantize: str | None = _flag(
         None,
-        "weights of a copy that drafts: int8 on a CPU, float8 on CUDA",
-        allowed=DRAFT_QUANTIZATIONS,
+        "weights of a copy that drafts; int4 and float8 on CUDA alone",
+        allowed=QUANTIZATIONS,
         unset="no copy",
         flag="draft_quantize",
     )

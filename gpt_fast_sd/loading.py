@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +21,15 @@ from gpt_fast_sd.model import (
 )
 from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
 
+from . import registry
 from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
 from .kernels import begin_building, cpu_attention_fits, cpu_kernels
 from .memory import MemoryPlan, bytes_of_layers
 from .packing import pack_linears
-from .quantize import (
-    FLOAT8_CAPABILITY,
-    equalize_keys,
-    is_quantized,
-    quantize,
-    quantize_as_read,
-    require_draft_precision,
-)
+from .precisions import FLOAT8_CAPABILITY, precision, require_precision, require_sizes
+from .quantize import equalize_keys, is_quantized, quantize, quantize_as_read
 from .runner import Runner
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,19 +65,19 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     group, theirs = parallel.group, draft_group(draft, parallel)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
     check_kv_dtype(config, dtype, device)
-    require_draft_precision(draft.quantize, device, dtype)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
     if draft.draft_model is not None:
         draft_folder = locate(draft.draft_model)
         _check_same_vocabulary(tokenizer, model_config, draft_folder)
         draft_config = read_config(draft_folder)
-    settle = quantize_as_read if config.quantize and device.type == "cpu" else None
+    settle = functools.partial(quantize_as_read, precision_name=config.quantize) if config.quantize else None
     n_params = model_config.n_params // group.size + (draft_config.n_params // theirs.size if draft_config else 0)
     weights = n_params * dtype.itemsize
-    if settle:
-        own = local_config(model_config, group.size)
-        weights += bytes_of_layers(own, group.size, 1, 4) - bytes_of_layers(own, group.size, dtype.itemsize)
+    if config.quantize:
+        require_precision(config.quantize, device, dtype)
+        own, quantized = local_config(model_config, group.size), precision(config.quantize, device)
+        weights += bytes_of_layers(own, group.size, lambda o, i: quantized.bytes_of(o, i) - o * i * dtype.itemsize)
     plan = plan_for(config, draft, model_config, draft_config, dtype, parallel, device, weights=weights)
     plan.check(free_memory(device), device, config)
     if config.compile and device.type == "cpu":
@@ -127,7 +123,6 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
     require_kernels(device)
     check_positions(config, model.config)
     check_kv_dtype(config, dtype, device)
-    require_draft_precision(draft.quantize, device, dtype)
     if config.quantize is None and is_quantized(model):
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
     if config.compile and config.kv_dtype == "int8" and model.config.qkv_bias:
@@ -194,14 +189,23 @@ def plan_for(
 ) -> MemoryPlan:
     """The memory plan of a rank that holds its part of these models, whose weights have this dtype.
 
-    weights: bytes of weights that are still to be loaded.
+    ValueError for a precision that these weights or this device do not run. weights: bytes of weights that are still to
+    be loaded.
     """
     group, theirs = parallel.group, draft_group(draft, parallel)
+    own, own_draft = local_config(model, group.size), local_config(draft_model, theirs.size) if draft_model else None
+    require_precision(config.quantize, device, dtype)
+    require_sizes(config.quantize, device, own, group.size)
+    require_precision(draft.quantize, device, dtype, of_draft=True)
+    if draft.quantize:
+        for step in registry.policy_class(draft.policy).model_steps(draft, own, own_draft, 1):
+            ranks = theirs.size if step.model is own_draft else group.size
+            require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
     return MemoryPlan.of(
         config,
         draft,
-        local_config(model, group.size),
-        local_config(draft_model, theirs.size) if draft_model else None,
+        own,
+        own_draft,
         kv_dtype_of(config, dtype),
         device=device,
         weights=weights,

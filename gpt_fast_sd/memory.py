@@ -18,6 +18,7 @@ from .config import DraftConfig, EngineConfig
 from .devices import traits_of
 from .graphs import steps_held
 from .kernels import QUERY_BLOCK, ROWS_AT_ONCE, prefill_splits, split_for, triton_serves
+from .precisions import matrices_of, precision
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ class MemoryPlan:
             weights=weights,
             kv=entries * _bytes_per_token(model, kv_dtype),
             draft_kv=entries * _bytes_per_token(draft_model, kv_dtype) if draft_model else 0,
-            draft_weights=_copied(draft, model, draft_model, ranks) if draft.quantize else 0,
+            draft_weights=_copied(draft.quantize, draft, model, draft_model, device, ranks) if draft.quantize else 0,
             text=8 * entries,
             policy=policy,
             workspace=max(work.prefilling, work.round, work.observing, packing),
@@ -301,25 +302,24 @@ def _quantizing(model: ModelConfig) -> int:
     return 2 * _largest_weight(model) + 4 * 4 * ROWS_AT_ONCE * widest
 
 
-def _copied(draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None, ranks: int) -> int:
-    """Bytes of int8 copies of all models that draft: their layers and heads, a scale for each row."""
-    total = 0
+def _copied(
+    name: str, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None, device: torch.device, ranks: int
+) -> int:
+    """Bytes of quantized copies of all models that draft: their layers and heads."""
+    layers, total = precision(name, device), 0
+    head = precision(layers.head, device)
     for step in registry.policy_class(draft.policy).model_steps(draft, model, draft_model, 1):
         shape, n = step.model, 1 if step.model is draft_model else ranks
-        total += bytes_of_layers(shape, n, 1, 4) + -(-shape.vocab_size // n) * (shape.dim + 4)
+        total += bytes_of_layers(shape, n, layers.bytes_of) + head.bytes_of(-(-shape.vocab_size // n), shape.dim)
     return total
 
 
-def bytes_of_layers(shape: ModelConfig, ranks: int, itemsize: int, of_row: int = 0) -> int:
-    """Bytes of what quantizing changes, the matrices of all layers, where each row has a few more.
+def bytes_of_layers(shape: ModelConfig, ranks: int, of_matrix: Callable[[int, int], int]) -> int:
+    """Bytes of what quantizing changes, the matrices of all layers: of_matrix(rows, columns) each.
 
     shape: of one of so many ranks, see local_config.
     """
-    heads, kv_heads = shape.n_heads * shape.head_dim, 2 * shape.n_kv_heads * shape.head_dim
-    ffn = shape.ffn_dim // ranks
-    # rows and columns of wqkv, wo, w_in, w_out
-    matrices = [(heads + kv_heads, shape.dim), (shape.dim, heads), (2 * ffn, shape.dim), (shape.dim, ffn)]
-    return shape.n_layers * sum(rows * (columns * itemsize + of_row) for rows, columns in matrices)
+    return shape.n_layers * sum(of_matrix(*sizes) for sizes in matrices_of(shape, ranks).values())
 
 
 def _nodes(config: EngineConfig, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None) -> int:

@@ -1,7 +1,6 @@
 """Quantized weights: a target's, in place, and those of a copy that drafts for a model and shares all else with it.
 
-"int8" on a CPU is our own: a scale for each output, activations as integers, see kernels/int8.py. On CUDA a target's is
-torchao's, weight-only; copies are "float8" there, also torchao's. And weights that make keys fit for few bits.
+precisions.py says what runs where. And weights that make keys fit for few bits.
 
 Shapes: D model width, N query heads, K kv heads, G = N // K, H head dim, O x I a weight.
 """
@@ -14,14 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import Block, FeedForward, Linear, Transformer
+from gpt_fast_sd.model import Block, FeedForward, Transformer
 
 from .int8 import Int8Linear
-from .kernels import unpack
 from .packing import PackedFeedForward, PackedInt8Linear, PackedLinear, pack_linears
+from .precisions import precision, precision_of, require_precision
 from .runner import Runner
 
-FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
 MOST_EVENED = 24  # a channel is divided by 2 ** 24 at most: far from what bf16 cannot hold
 
 
@@ -31,60 +29,30 @@ def quantize(model: Transformer, name: str) -> None:
     What `quantize_as_read` has quantized stays as it is. ValueError for a model that is quantized otherwise, or packed:
     weights are changed in place, so two engines cannot share it at different precisions.
     """
-    on_cpu = model.embedding.weight.device.type == "cpu"
-    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]  # none of them is held
-    if on_cpu and all(isinstance(model.get_submodule(n), Int8Linear) for n in names if n.startswith("layers.")):
+    linears = [(place, m) for place, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if all(precision_of(m) == name for place, m in linears if place.startswith("layers.")):
         return
-    if any(type(p.data) is not Tensor for p in model.parameters()):
+    if is_quantized(model):
         raise ValueError(f"quantize {name!r} needs plain weights, and this model is quantized already: load it again")
-    if any(isinstance(m, PackedLinear) for m in model.modules()):
+    if any(isinstance(m, PackedLinear) for _, m in linears):
         raise ValueError(f"quantize {name!r} needs plain weights, and an engine has packed this model's: load it again")
-    if on_cpu:
-        for name_of_linear in names:
-            quantize_as_read(model, f"{name_of_linear}.weight")
-        return
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    # by default torchao changes Inductor's settings of the whole process
-    config = Int8WeightOnlyConfig(set_inductor_config=False)
-    quantize_(model.layers, config, filter_fn=lambda module, _: isinstance(module, nn.Linear))
+    places = [place for place, _ in linears]
+    del linears  # so that none of them is held
+    for place in places:
+        quantize_as_read(model, f"{place}.weight", name)
 
 
 def is_quantized(model: Transformer) -> bool:
     """Whether weights of its layers are quantized, by `quantize` or by torchao."""
-    linears = (m for m in model.layers.modules() if isinstance(m, nn.Linear))
-    return any(isinstance(m, Int8Linear) or type(m.weight.data) is not Tensor for m in linears)
+    return any(precision_of(m) for m in model.layers.modules() if isinstance(m, nn.Linear))
 
 
-def quantize_as_read(model: Transformer, name: str) -> None:
-    """Quantize what `quantize` would on a CPU of the parameter of that name, which has just been read."""
+def quantize_as_read(model: Transformer, name: str, precision_name: str) -> None:
+    """Quantize what `quantize` would of the parameter of that name, which has just been read."""
     place, _, kind = name.rpartition(".")
     linear = model.get_submodule(place)
     if kind == "weight" and place.startswith("layers.") and isinstance(linear, nn.Linear):
-        model.set_submodule(place, Int8Linear(linear.weight, linear.bias))
-
-
-def require_draft_precision(name: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """ValueError where a device runs no drafts with weights of this precision, made from weights of this dtype."""
-    if name is None:
-        return
-    said = f"quantize {name!r} of a draft"
-    other = {"int8": "float8", "float8": "int8"}[name]
-    needed = {"int8": "cpu", "float8": "cuda"}[name]
-    if device.type != needed:
-        raise ValueError(f"{said} runs on device {needed!r}, and the model is on {device.type!r}: use {other!r}")
-    if name == "int8":
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FLOAT8_CAPABILITY:
-        has, least = (".".join(map(str, c)) for c in (capability, FLOAT8_CAPABILITY))
-        raise ValueError(
-            f"{said} needs compute capability {least} or more (L40S, H100, or later), and this GPU has {has}"
-        )
-    if str(torch.version.cuda).startswith("12.9"):  # https://github.com/pytorch/ao/issues/4582
-        raise ValueError(f"{said} may crash in CUDA 12.9's cuBLAS: use a torch built for another CUDA")
-    if dtype != torch.bfloat16:
-        raise ValueError(f"{said} needs bf16 weights, and the model's are {str(dtype).removeprefix('torch.')}")
+        model.set_submodule(place, precision(precision_name, linear.weight.device).of(linear))
 
 
 def drafter(runner: Runner, name: str | None) -> Runner:
@@ -94,7 +62,7 @@ def drafter(runner: Runner, name: str | None) -> Runner:
     """
     if name is None:
         return runner
-    require_draft_precision(name, runner.device, runner.model.embedding.weight.dtype)
+    require_precision(name, runner.device, runner.model.embedding.weight.dtype, of_draft=True)
     model = draft_copy(runner.model, name)
     if runner.compiles and runner.device.type == "cpu":
         pack_linears(model)
@@ -106,11 +74,12 @@ def draft_copy(model: Transformer, name: str) -> Transformer:
 
     Of a model whose layers are int8 already an int8 copy has them, too.
     """
-    quantized = {"int8": int8_of, "float8": float8_of}[name]
+    layers = precision(name, model.embedding.weight.device)
+    head = precision(layers.head, model.embedding.weight.device)
 
     def twin(module: nn.Module) -> nn.Module:
         if isinstance(module, nn.Linear):
-            return quantized(module)
+            return (head if module is model.output else layers).of(module)
         children = {place: twin(child) for place, child in module.named_children()}
         if all(child is module._modules[place] for place, child in children.items()):
             return module
@@ -123,41 +92,6 @@ def draft_copy(model: Transformer, name: str) -> Transformer:
     found = twin(model)
     assert isinstance(found, Transformer)
     return found
-
-
-def int8_of(linear: nn.Linear) -> Int8Linear:
-    """The same with int8 weights, the bias shared; itself where it has them."""
-    if isinstance(linear, Int8Linear):
-        return linear
-    weight = unpack(linear.weight.detach()) if isinstance(linear, PackedLinear) else linear.weight
-    return Int8Linear(weight, linear.bias)
-
-
-def float8_of(linear: nn.Linear) -> nn.Linear:
-    """The same with torchao's float8 weights (e4m3), a scale for each output and one for each row that comes.
-
-    ValueError for a size that 16 does not divide.
-    """
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-    from torchao.quantization.quantize_.common import KernelPreference
-    from torchao.utils import TorchAOBaseTensor
-
-    if isinstance(linear.weight.data, TorchAOBaseTensor):
-        raise ValueError(
-            "quantize 'float8' of a draft needs a model with plain weights, and the target's are quantized"
-        )
-    # its own kernels are torch's; by default torchao changes Inductor's settings of the whole process
-    config = Float8DynamicActivationFloat8WeightConfig(
-        granularity=PerRow(), kernel_preference=KernelPreference.TORCH, set_inductor_config=False
-    )
-    with torch.device("meta"):
-        own = Linear(linear.in_features, linear.out_features, bias=False)
-    own.weight, own.bias = linear.weight, linear.bias
-    quantize_(own.train(False), config, filter_fn=lambda module, _: True)
-    if not isinstance(own.weight.data, TorchAOBaseTensor):  # torchao leaves such a one as it is, and says nothing
-        shape = list(linear.weight.shape)
-        raise ValueError(f"quantize 'float8' of a draft needs sizes that 16 divides, and a weight has {shape}")
-    return own
 
 
 @torch.no_grad()

@@ -181,8 +181,8 @@ def test_steps_of_a_copy_are_compiled_once() -> None:
     [
         ({"quantize": "int8"}, "quantize 'int8' is for a model that drafts: policy 'off' has none"),
         ({"policy": "lookup", "quantize": "int8"}, "quantize 'int8' is for a model that drafts: policy 'lookup'"),
-        ({"policy": "streaming", "quantize": "int3"}, "quantize must be one of int8, float8, got 'int3'"),
-        ({"policy": "streaming", "quantize": True}, "quantize must be one of int8, float8, got True"),
+        ({"policy": "streaming", "quantize": "int3"}, "quantize must be one of int8, int4, float8, got 'int3'"),
+        ({"policy": "streaming", "quantize": True}, "quantize must be one of int8, int4, float8, got True"),
     ],
     ids=str,
 )
@@ -198,7 +198,7 @@ def test_a_device_that_runs_no_such_draft_refuses_it() -> None:
     meta = type("Meta", (Runner,), {"device": torch.device("meta")})(model, cache, False)
     assert drafter(meta, None) is meta and drafter(runner, None) is runner
     with pytest.raises(
-        ValueError, match="'int8' of a draft runs on device 'cpu', and the model is on 'meta': use 'float8'"
+        ValueError, match="'int8' of a draft runs on device 'cpu' or 'cuda', and the model is on 'meta'$"
     ):
         drafter(meta, "int8")
 

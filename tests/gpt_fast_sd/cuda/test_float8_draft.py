@@ -13,7 +13,8 @@ from torch import nn
 
 from gpt_fast_sd.compiling import span
 from gpt_fast_sd.policies.base import draft_step
-from gpt_fast_sd.quantize import draft_copy, drafter, require_draft_precision
+from gpt_fast_sd.precisions import require_precision
+from gpt_fast_sd.quantize import draft_copy, drafter
 from gpt_fast_sd.runner import Runner
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, fake_rig
 from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
@@ -57,7 +58,7 @@ def test_a_float8_copy_drafts_with_two_launches_a_linear_and_no_buffer_of_a_weig
 @pytest.mark.parametrize(
     ("name", "dtype", "capability", "cuda", "said"),
     [
-        ("int8", torch.bfloat16, (9, 0), "13.0", r"'int8' .* runs on device 'cpu', .* is on 'cuda': use 'float8'"),
+        ("int4", torch.float16, (9, 0), "13.0", "'int4' of a draft needs bf16 weights, and the model's are float16"),
         ("float8", torch.float16, (9, 0), "13.0", "needs bf16 weights, and the model's are float16"),
         ("float8", torch.bfloat16, (8, 0), "13.0", r"needs compute capability 8\.9 or more .*, and this GPU has 8\.0"),
         ("float8", torch.bfloat16, (9, 0), "12.9", r"may crash in CUDA 12\.9's cuBLAS: use a torch built for another"),
@@ -67,9 +68,9 @@ def test_what_a_gpu_does_not_draft_with_is_refused_in_a_sentence(
     name: str, dtype: torch.dtype, capability: tuple[int, int], cuda: str, said: str
 ) -> None:
     with gpu():
-        require_draft_precision("float8", CUDA, torch.bfloat16)
+        require_precision("float8", CUDA, torch.bfloat16, of_draft=True)
     with gpu(capability, cuda), pytest.raises(ValueError, match=said) as caught:
-        require_draft_precision(name, CUDA, dtype)
+        require_precision(name, CUDA, dtype, of_draft=True)
     assert "\n" not in str(caught.value)
 
 
