@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import Linear, ModelConfig
 
+from .int4 import Int4Linear, int4_from
 from .int8 import Int8Linear
-from .kernels import unpack
+from .kernels import BLOCK, unpack
 from .packing import PackedLinear
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
@@ -55,8 +56,8 @@ class Precision:
 
 
 def int8_of(linear: nn.Linear) -> nn.Linear:
-    """The same with int8 weights and a scale for each output, the bias shared; itself where it has them."""
-    if isinstance(linear, Int8Linear):
+    """The same with int8 weights and a scale for each output, the bias shared; itself where it has them, or int4."""
+    if isinstance(linear, (Int8Linear, Int4Linear)):
         return linear
     return Int8Linear(plain_weight(linear, "int8"), linear.bias)
 
@@ -76,6 +77,18 @@ def float8_of(linear: nn.Linear) -> nn.Linear:
     return _by_torchao(linear, "float8", config)
 
 
+def int4_in_blocks(linear: nn.Linear) -> nn.Linear:
+    """The same with int4 weights in blocks of 32 inputs, the bias shared; itself where it has them."""
+    if isinstance(linear, Int4Linear):
+        return linear
+    if isinstance(linear, Int8Linear):
+        weight, made_from = linear.in_order() * linear.scale.detach()[:, None], linear.made_from
+    else:
+        weight = plain_weight(linear, "int4")
+        made_from = weight.dtype
+    return Int4Linear(int4_from(weight, linear.weight), linear.bias, made_from)
+
+
 def int4_of(linear: nn.Linear) -> nn.Linear:
     """The same with torchao's int4 weights in the layout of torch's own product, a scale and a zero for 128 inputs.
 
@@ -93,6 +106,7 @@ def int4_of(linear: nn.Linear) -> nn.Linear:
 TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
     "int8": {"cpu": Precision(of=int8_of), "cuda": Precision(of=int8_of)},
     "int4": {
+        "cpu": Precision(of=int4_in_blocks, per_weight=0.5 + 4 / BLOCK, inputs=BLOCK),
         "cuda": Precision(
             of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, inputs=GROUP, outputs=8, padded=1024, only_bf16=True
         ),  # fmt: skip
@@ -175,8 +189,8 @@ def matrices_of(shape: ModelConfig, ranks: int) -> dict[str, tuple[int, int]]:
 
 def precision_of(linear: nn.Linear) -> str | None:
     """The name of the precision of its weight, or of a kind of tensor that is none of ours; None: not quantized."""
-    if isinstance(linear, Int8Linear):
-        return "int8"
+    if isinstance(linear, (Int8Linear, Int4Linear)):
+        return "int8" if isinstance(linear, Int8Linear) else "int4"
     held = type(linear.weight.data)
     return BY_TORCHAO.get(held.__name__, held.__name__) if held.__module__.startswith("torchao.") else None
 

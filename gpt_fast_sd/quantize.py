@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import Block, FeedForward, Transformer
 
+from .int4 import Int4Linear
 from .int8 import Int8Linear
-from .packing import PackedFeedForward, PackedInt8Linear, PackedLinear, pack_linears
+from .kernels import dequantize_blocks
+from .packing import PackedFeedForward, PackedInt4Linear, PackedInt8Linear, PackedLinear, pack_linears
 from .precisions import precision, precision_of, require_precision
 from .runner import Runner
 
@@ -72,7 +74,7 @@ def drafter(runner: Runner, name: str | None) -> Runner:
 def draft_copy(model: Transformer, name: str) -> Transformer:
     """The model with quantized weights of its own in layers and head; all else is shared, and nothing of it is changed.
 
-    Of a model whose layers are int8 already an int8 copy has them, too.
+    Layers that are quantized on a CPU already stay in an int8 copy, and int4 ones in an int4 copy, too.
     """
     layers = precision(name, model.embedding.weight.device)
     head = precision(layers.head, model.embedding.weight.device)
@@ -111,17 +113,19 @@ def equalize_keys(model: Transformer) -> None:
         linear, group = attention.wqkv, attention.group_size
         weight, bias = linear.weight, linear.bias
         plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype != torch.float16
-        packed = isinstance(linear, (PackedLinear, PackedInt8Linear))
+        packed = isinstance(linear, (PackedLinear, PackedInt8Linear, PackedInt4Linear))
         if bias is None or not plain or packed or getattr(attention, "keys_are_even", False):
             continue
         # a mark of the module: weights are replaced as they are quantized, and copies of them have no marks
         attention.keys_are_even = True  # type: ignore[assignment]
         parts = (group + 2, attention.head_dim)
-        # int8 weights keep their numbers, as their scales, one per output, carry the factor
-        per_output = linear.scale[:, None] if isinstance(linear, Int8Linear) else weight  # [O, 1] or [O, D]
+        # quantized weights keep their numbers, as their scales, one per output, carry the factor
+        quantized = isinstance(linear, (Int8Linear, Int4Linear))
+        per_output = linear.scale[:, None] if quantized else weight  # [O, 1] or [O, D]
+        numbers = dequantize_blocks(linear.held, torch.float32) if isinstance(linear, Int4Linear) else weight  # [O, D]
         # [K, G + 2, H, ...], of which [:, G] are the keys, and [K, G + 2, H]
         w, b = per_output.data.unflatten(0, (-1, *parts)), bias.data.unflatten(0, (-1, *parts))
-        norms = (weight.data.unflatten(0, (-1, *parts))[:, group].float() * gain).norm(dim=-1)  # [K, H]
+        norms = (numbers.data.unflatten(0, (-1, *parts))[:, group].float() * gain).norm(dim=-1)  # [K, H]
         norms = norms * w[:, group, :, 0] if isinstance(linear, Int8Linear) else norms
         size = b[:, group].float().abs() + 3 * norms  # [K, H], what most keys reach
         pairs = size.unflatten(-1, (2, -1)).amax(-2)  # [K, H // 2]
