@@ -62,7 +62,7 @@ class Int4Linear(Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def int4_from(weight: Tensor, parameter: nn.Parameter) -> Int4:
+def int4_from(weight: Tensor, parameter: Tensor) -> Int4:
     """A weight [O, I] in blocks: those that the parameter was read from, if they are still that weight, or the nearest.
 
     A row may have been multiplied by a power of two since, see equalize_keys.

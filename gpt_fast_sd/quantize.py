@@ -18,7 +18,14 @@ from gpt_fast_sd.model import Block, FeedForward, Transformer
 from .int4 import Int4Linear
 from .int8 import Int8Linear
 from .kernels import dequantize_blocks
-from .packing import PackedFeedForward, PackedInt4Linear, PackedInt8Linear, PackedLinear, pack_linears
+from .packing import (
+    FEW_ROWS,
+    PackedFeedForward,
+    PackedInt4Linear,
+    PackedInt8Linear,
+    PackedLinear,
+    pack_linears,
+)
 from .precisions import precision, precision_of, require_precision
 from .runner import Runner
 
@@ -57,17 +64,17 @@ def quantize_as_read(model: Transformer, name: str, precision_name: str) -> None
         model.set_submodule(place, precision(precision_name, linear.weight.device).of(linear))
 
 
-def drafter(runner: Runner, name: str | None) -> Runner:
+def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1) -> Runner:
     """What drafts in place of a model, over the same cache: a copy of it with weights of this precision; None: itself.
 
-    ValueError where that does not run on the device.
+    tokens: of a slot in a step of the copy; None: whole prompts, too. ValueError where it does not run on the device.
     """
     if name is None:
         return runner
     require_precision(name, runner.device, runner.model.embedding.weight.dtype, of_draft=True)
     model = draft_copy(runner.model, name)
     if runner.compiles and runner.device.type == "cpu":
-        pack_linears(model)
+        pack_linears(model, few_rows=tokens is not None and tokens * runner.shape[1] <= FEW_ROWS)
     return replace(runner, model=model)
 
 
@@ -120,8 +127,7 @@ def equalize_keys(model: Transformer) -> None:
         attention.keys_are_even = True  # type: ignore[assignment]
         parts = (group + 2, attention.head_dim)
         # quantized weights keep their numbers, as their scales, one per output, carry the factor
-        quantized = isinstance(linear, (Int8Linear, Int4Linear))
-        per_output = linear.scale[:, None] if quantized else weight  # [O, 1] or [O, D]
+        per_output = linear.scale[:, None] if isinstance(linear, (Int8Linear, Int4Linear)) else weight  # [O, 1] or [O, D]
         numbers = dequantize_blocks(linear.held, torch.float32) if isinstance(linear, Int4Linear) else weight  # [O, D]
         # [K, G + 2, H, ...], of which [:, G] are the keys, and [K, G + 2, H]
         w, b = per_output.data.unflatten(0, (-1, *parts)), bias.data.unflatten(0, (-1, *parts))

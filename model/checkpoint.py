@@ -322,7 +322,6 @@ class Weights:
             own = torch.arange(first, last) // copies - begin
             place.copy_(stored if copies == 1 else stored[own])  # [units, rows, ...]
 
-
     def in_blocks(
         self, layout: Layout, shape: tuple[int, ...], first_row: int = 0, first_column: int = 0
     ) -> Callable[[], tuple[Tensor, Tensor] | None] | None:

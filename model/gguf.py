@@ -201,7 +201,7 @@ def _value(field: ReaderField) -> Any:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where a file has a matrix [R, C] in blocks of 32 numbers of 4 bits with a scale, Q4_0, or a minimum, too, Q4_1."""
+    """Where a file has a matrix [R, C] in blocks of 32 numbers of 4 bits with a scale, and in Q4_1 with a minimum."""
 
     path: Path
     offset: int  # bytes before it

@@ -5,8 +5,8 @@ Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages` and, for t
 these are operators in Triton: `prepare_launches` does beforehand what Triton needs for launching any of them, and
 `launches` says how many kernels one call launches. On a CPU they are C++ if `cpu_attention_fits`, else PyTorch.
 For CPUs with AVX-512 bf16 dot products there are also `packed_linear` and `packed_swiglu`, products with bf16, int8 or
-int4 weights that `pack` or `pack_int4` has packed (`int8_linear` and `int4_linear` in PyTorch, with weights from
-`quantize_rows` and `quantize_blocks`), and for large vocabularies
+int4 weights that `pack` or `pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with
+weights from `quantize_rows` and `quantize_blocks`), and for large vocabularies
 `cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` in the background, with `known_isa` among
 Inductor's options.
 """
@@ -15,6 +15,7 @@ from .choice import triton_serves
 from .cpu import cpu_attention_fits
 from .cpu_build import begin_building, known_isa
 from .cpu_linear import (
+    LINE,
     cpu_kernels,
     pack,
     pack_int4,
@@ -28,7 +29,7 @@ from .cpu_linear import (
 from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
-from .int4 import BLOCK, Int4, dequantize_blocks, int4_linear, power_between, quantize_blocks
+from .int4 import BLOCK, Int4, dequantize_blocks, int4_by_sums, int4_linear, power_between, quantize_blocks
 from .int8 import ROWS_AT_ONCE, int8_linear, quantize_rows
 from .launch_counts import launches
 from .launching import prepare_launches
@@ -45,6 +46,7 @@ from .sparse import sparse_attention
 
 __all__ = [
     "BLOCK",
+    "LINE",
     "QUERY_BLOCK",
     "ROWS_AT_ONCE",
     "Int4",
@@ -59,6 +61,7 @@ __all__ = [
     "dequantize_blocks",
     "entries_of",
     "guided_select",
+    "int4_by_sums",
     "int4_linear",
     "int8_linear",
     "key_mass",

@@ -2,6 +2,7 @@
 // sums are fp32; or W is int8 with a scale for each output, each row of x is quantized to 15 bits first, which are two
 // planes of int8, and sums of integers are exact; or W is int4, blocks of 32 inputs of an output with a scale and a
 // minimum, and becomes bf16 on the way in: the products are then those of the bf16 W that it stands for, bit for bit.
+// For few rows that takes longer than to read W, so there is another way: rows of x as 15 bits, whole sums of each block.
 // W is packed once: tiles of 16 outputs x 64 bytes, an output in every lane, 4 bytes of inputs adjacent (int4: see
 // `expand`). If outputs are pairs of gate and up, SwiGLU may be applied to the sums before they are rounded.
 //
@@ -10,8 +11,8 @@
 // With more rows the weights of 32 outputs stay in a cache while the rows pass by, and the next ones are prefetched, a
 // few lines per step.
 //
-// Names: M rows, I inputs, O outputs, n lines: 64 bytes of inputs (int4: as bf16). O is a multiple of 32, I of 32, for int8
-// of 64.
+// Names: M rows, I inputs, O outputs, n lines: 64 bytes of inputs (int4: as bf16; by sums: as int8). O is a multiple of 32,
+// I of 32, and of 64 where x becomes whole numbers.
 #include <immintrin.h>
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +20,7 @@
 #include <vector>
 
 typedef uint16_t bf16;
-enum class Kind { BF16, INT8, INT4 }; // of weights
+enum class Kind { BF16, INT8, INT4, SUMS }; // of weights; SUMS: int4, by sums of whole numbers
 namespace { // a process may load two builds of this, whose names must not clash
 #ifndef AHEAD
 #define AHEAD 8192
@@ -89,6 +90,7 @@ static inline void expand(const char* int4, const char* blocks, char* to) {
     alignas(64) float scale[16], least[16];
     _mm512_store_ps(scale, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)blocks)));
     _mm512_store_ps(least, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(blocks + 32))));
+    asm volatile("" ::"r"(scale), "r"(least) : "memory"); // to broadcast from memory: ports that permute are taken
     const __m512 steps = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 #pragma GCC unroll 4
     for (int a = 0; a < 4; a++) {
@@ -115,6 +117,7 @@ struct Product {
     char* tiles; // rows of x from `apart` on, by 16, by planes and then by lines; zeros follow the last one
     float* x_scale; // int8: [M]
     int32_t* offset; // int8 without tiles: [M, 2], the initial values of a row's sums in both planes
+    float* totals; // int4 by sums: [M, I / 32], the sums of x in each block
 
     // n_rows of sums [n_rows, 32] from row m and output o on; int8: the lower plane's follow the upper one's 16 rows
     template <Kind K> void store(const float* sums, int64_t m, int64_t n_rows, int64_t o) const {
@@ -124,10 +127,11 @@ struct Product {
         for (int64_t r = 0; r < n_rows; r++) {
             __m512 a = _mm512_loadu_ps(sums + 32 * r), b = _mm512_loadu_ps(sums + 32 * r + 16);
             if (K == Kind::INT4) a = _mm512_mul_ps(a, _mm512_loadu_ps(w_scale + o)), b = _mm512_mul_ps(b, _mm512_loadu_ps(w_scale + o + 16));
-            if (K == Kind::INT8) {
+            if (K == Kind::INT8) a = both(sums + 32 * r), b = both(sums + 32 * r + 16);
+            if (K == Kind::INT8 || K == Kind::SUMS) {
                 const __m512 scale = _mm512_set1_ps(x_scale[m + r]);
-                a = _mm512_mul_ps(both(sums + 32 * r), _mm512_mul_ps(scale, _mm512_loadu_ps(w_scale + o)));
-                b = _mm512_mul_ps(both(sums + 32 * r + 16), _mm512_mul_ps(scale, _mm512_loadu_ps(w_scale + o + 16)));
+                a = _mm512_mul_ps(a, _mm512_mul_ps(scale, _mm512_loadu_ps(w_scale + o)));
+                b = _mm512_mul_ps(b, _mm512_mul_ps(scale, _mm512_loadu_ps(w_scale + o + 16)));
             }
             a = _mm512_add_ps(a, low), b = _mm512_add_ps(b, high);
             if (gated) {
@@ -154,6 +158,56 @@ struct Expanded {
         expand(from + NIBBLES, scales + LINE, line(i) + TILE);
     }
 };
+
+// N rows x 16 outputs by sums. x: rows of 64 bytes, the planes so many words apart. An output's lane has the numbers of
+// four inputs, and of the four that are 16 further, in each of a block's four lines.
+template <int N> static inline void by_sums(const int* x, int64_t plane, const float* totals, int64_t n_blocks, const char* w, const char* blocks, float* sums) {
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 out[N];
+#pragma GCC unroll 8
+    for (int r = 0; r < N; r++) out[r] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < n_blocks; g++, w += NIBBLES, blocks += LINE) {
+        __m512i sum[N][2];
+#pragma GCC unroll 8
+        for (int r = 0; r < N; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+        const int* own = x + g / 2 * TILE / 4 + g % 2 * 8;
+        _mm_prefetch(blocks + AHEAD / 4, _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+            _mm_prefetch(w + AHEAD + LINE * c, _MM_HINT_T0);
+            const __m512i pairs = _mm512_loadu_si512(w + LINE * c);
+            const __m512i first = _mm512_and_si512(pairs, low), second = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low);
+#pragma GCC unroll 8
+            for (int r = 0; r < N; r++)
+                for (int k = 0; k < 2; k++) {
+                    const int* four = own + k * plane + 16 * r + c;
+                    sum[r][k] = _mm512_dpbusd_epi32(sum[r][k], first, _mm512_set1_epi32(four[0]));
+                    sum[r][k] = _mm512_dpbusd_epi32(sum[r][k], second, _mm512_set1_epi32(four[4]));
+                }
+        }
+        const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)blocks));
+        const __m512 least = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(blocks + 32)));
+#pragma GCC unroll 8
+        for (int r = 0; r < N; r++) {
+            const __m512 whole = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sum[r][0], 7), sum[r][1])); // below 2^23
+            out[r] = _mm512_fmadd_ps(least, _mm512_set1_ps(totals[r * n_blocks + g]), _mm512_fmadd_ps(whole, scale, out[r]));
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < N; r++) _mm512_storeu_ps(sums + 32 * r, out[r]);
+}
+
+constexpr int ROWS_BY_SUMS = 8;
+static void rows_by_sums(const Product& p, int64_t m, int64_t o, float* sums) {
+    const int64_t n_rows = std::min<int64_t>(ROWS_BY_SUMS, p.M - m), n_blocks = 2 * p.n;
+    const int* x = (const int*)(p.tiles + m / 16 * 2 * p.n * TILE) + m % 16 * 16;
+    for (int64_t half = 0; half < 2; half++) { // of 32 outputs
+        const char *w = p.w + (o / 16 + half) * n_blocks * NIBBLES, *blocks = p.blocks + (o / 16 + half) * n_blocks * LINE;
+        const auto sum = n_rows == 1 ? by_sums<1> : n_rows == 2 ? by_sums<2> : n_rows <= 4 ? by_sums<4> : by_sums<8>;
+        sum(x, p.n * TILE / 4, p.totals + m * n_blocks, n_blocks, w, blocks, sums + 16 * half);
+    }
+    p.store<Kind::SUMS>(sums, m, n_rows, o);
+}
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 struct alignas(64) TileConfig {
@@ -210,7 +264,7 @@ template <Kind K, int A> static inline void block(const Sixteen* x, const char* 
     }
 }
 #undef MULTIPLY
-constexpr int rows_at_once(Kind K) { return K == Kind::INT8 ? 16 : 32; }
+constexpr int rows_at_once(Kind K) { return K == Kind::SUMS ? ROWS_BY_SUMS : K == Kind::INT8 ? 16 : 32; }
 constexpr bool TILES = true;
 
 template <Kind K> static void rows_of(const Product& p, int64_t m, int64_t o, float* sums, const Expanded& int4) {
@@ -310,10 +364,12 @@ static void quantize_row(const Product& p, const bf16* x, int64_t m, char* lines
     largest = largest < 1e-30f ? 1e-30f : largest;
     p.x_scale[m] = largest / (127.f * 128.f);
     const __m512 inverse = _mm512_set1_ps(1.f / p.x_scale[m]);
-    __m512i sum[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    __m512i sum[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, first = sum[0];
     for (int64_t i = 0; i < p.n; i++)
         for (int part = 0; part < 4; part++) {
             const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(wide(x + 64 * i + 16 * part), inverse));
+            if (p.totals && part % 2) p.totals[m * 2 * p.n + 2 * i + part / 2] = _mm512_reduce_add_epi32(_mm512_add_epi32(first, q));
+            first = q;
             const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
             const __m512i plane[2] = {upper, _mm512_sub_epi32(q, _mm512_slli_epi32(upper, 7))};
             for (int k = 0; k < 2; k++) {
@@ -331,20 +387,21 @@ static char* room_of(std::vector<char>& kept, int64_t bytes) {
 }
 
 template <Kind K> static void multiply_all(const bf16* x, const char* w, const char* blocks, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
-    constexpr bool INT8 = K == Kind::INT8;
+    constexpr bool WHOLE = K == Kind::INT8 || K == Kind::SUMS; // x as whole numbers
     static thread_local std::vector<char> of_x, of_w;
-    const int64_t apart = K == Kind::BF16 ? in_place(x, M, x_row) : 0, rows = (M - apart + 15) / 16, n = INT8 ? I / 64 : I / 32;
-    const int64_t lines_of_row = INT8 ? 2 * n : n, tiles = rows * TILE * lines_of_row, each = INT8 ? 4 * ((M + 3) / 4 * 4) : 0;
+    const int64_t apart = K == Kind::BF16 ? in_place(x, M, x_row) : 0, rows = (M - apart + 15) / 16, n = WHOLE ? I / 64 : I / 32;
+    const int64_t lines_of_row = WHOLE ? 2 * n : n, tiles = rows * TILE * lines_of_row, each = WHOLE ? 4 * ((M + 7) / 8 * 8) : 0;
     // by address: each worker has its own vector
-    char* room = room_of(of_x, tiles + 3 * each);
-    const Product p{(const char*)x, w, blocks, scale, bias, y, M, n, O, 2 * x_row, gated != 0, apart, room, (float*)(room + tiles), (int32_t*)(room + tiles + each)};
+    char* room = room_of(of_x, tiles + each * (3 + (K == Kind::SUMS ? I / 32 : 0)));
+    float* totals = K == Kind::SUMS ? (float*)(room + tiles + 3 * each) : nullptr;
+    const Product p{(const char*)x, w, blocks, scale, bias, y, M, n, O, 2 * x_row, gated != 0, apart, room, (float*)(room + tiles), (int32_t*)(room + tiles + each), totals};
     auto pack = [&](int64_t b) { // 16 rows
         for (int64_t r = 0; r < 16; r++) {
             const int64_t m = apart + 16 * b + r;
             char* lines = p.tiles + b * TILE * lines_of_row + r * LINE;
             if (m >= M)
                 for (int64_t i = 0; i < lines_of_row; i++) _mm512_store_si512(lines + i * TILE, _mm512_setzero_si512());
-            else if (INT8) quantize_row(p, x + m * x_row, m, lines);
+            else if (WHOLE) quantize_row(p, x + m * x_row, m, lines);
             else copy_row(p, x + m * x_row, m, lines);
         }
         for (int64_t i = 0; K == Kind::INT4 && TILES && i < n; i++) {
@@ -368,7 +425,9 @@ template <Kind K> static void multiply_all(const bf16* x, const char* w, const c
 #pragma omp for schedule(static) nowait
         for (int64_t o = 0; o < O; o += 32) {
             const Expanded int4{w + o / 16 * n * NIBBLES, blocks + o / 16 * n * LINE, own, once ? 3 : -1};
-            for (int64_t m = 0; m < M; m += rows_at_once(K)) rows_of<K>(p, m, o, sums, int4);
+            for (int64_t m = 0; m < M; m += rows_at_once(K))
+                if constexpr (K == Kind::SUMS) rows_by_sums(p, m, o, sums);
+                else rows_of<K>(p, m, o, sums, int4);
         }
         end();
     }
@@ -376,9 +435,10 @@ template <Kind K> static void multiply_all(const bf16* x, const char* w, const c
 }
 
 // x bf16 [M, I] with rows x_row apart; w packed [O / 32, n, 2, 16, 64 bytes], bf16, or int8 with a scale [O]; or int4
-// [O / 32, n, 2, 4, 32, 2 bytes] with a scale [O] and blocks fp16 [O / 32, n, 2, 2, 16]; bias null or [O] -> bf16 y [M, O],
-// or gated [M, O / 2]: silu(outputs 2 j) * outputs 2 j + 1
-extern "C" void linear_cpu(const bf16* x, const void* w, const void* blocks, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int threads) {
-    const auto multiply = blocks ? multiply_all<Kind::INT4> : scale ? multiply_all<Kind::INT8> : multiply_all<Kind::BF16>;
+// [O / 32, I / 32, 2, 4, 32, 2 bytes] with a scale [O] and blocks fp16 [O / 32, I / 32, 2, 2, 16]; by_sums these are
+// [O / 16, I / 32, 4, 16, 4 bytes] and [O / 16, I / 32, 2, 16]; bias null or [O] -> bf16 y [M, O], or gated [M, O / 2]: silu(outputs 2 j) * outputs 2 j + 1
+extern "C" void linear_cpu(const bf16* x, const void* w, const void* blocks, const float* scale, const bf16* bias, bf16* y, int64_t M, int64_t I, int64_t O, int64_t x_row, int gated, int by_sums, int threads) {
+    const auto int4 = by_sums ? multiply_all<Kind::SUMS> : multiply_all<Kind::INT4>;
+    const auto multiply = blocks ? int4 : scale ? multiply_all<Kind::INT8> : multiply_all<Kind::BF16>;
     multiply(x, (const char*)w, (const char*)blocks, scale, bias, y, M, I, O, x_row, gated, threads);
 }

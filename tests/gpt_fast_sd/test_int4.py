@@ -1,5 +1,7 @@
 """int4 weights: near what they were made from, and their products those of the bf16 weights that they stand for.
 
+Or, for few rows, whole sums of each block, whose bits are those of PyTorch's.
+
 Shapes: M rows, I inputs, O outputs.
 """
 
@@ -17,6 +19,7 @@ from gpt_fast_sd.kernels import (
     BLOCK,
     Int4,
     dequantize_blocks,
+    int4_by_sums,
     int4_linear,
     pack,
     pack_int4,
@@ -27,7 +30,7 @@ from gpt_fast_sd.kernels import (
     unpack_int4,
 )
 from gpt_fast_sd.model import Linear
-from gpt_fast_sd.packing import PackedInt4Linear, pack_linears
+from gpt_fast_sd.packing import PackedInt4Linear, SummedInt4Linear, pack_linears
 
 build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # what is tested lies behind the door
 cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")
@@ -35,6 +38,8 @@ cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")
 BF16 = torch.bfloat16
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 64, 65, 130]
 SIZES = [(32, 32), (96, 64), (64, 576), (1056, 96)]
+OF_64 = [(32, 64), (96, 64), (64, 576), (1056, 192)]
+KINDS = {False: PackedInt4Linear, True: SummedInt4Linear}  # few rows or not
 
 
 def weight_of(n_out: int, n_in: int, *, seed: int = 0) -> Tensor:
@@ -47,10 +52,10 @@ def linear_of(n_out: int, n_in: int, *, bias: bool = False, dtype: torch.dtype =
     return Int4Linear(quantize_blocks(plain.weight), plain.bias, dtype), plain.weight
 
 
-def packed(linear: Int4Linear) -> PackedInt4Linear:
-    if not pack_linears(linear):
+def packed(linear: Int4Linear, few_rows: bool = False) -> PackedInt4Linear:
+    if not pack_linears(linear, few_rows=few_rows):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    assert isinstance(linear, PackedInt4Linear)
+    assert isinstance(linear, PackedInt4Linear) and type(linear) is KINDS[few_rows]
     return linear
 
 
@@ -137,9 +142,10 @@ def test_blocks_that_are_a_weight_but_for_powers_of_two_are_known() -> None:
     assert power_between(held, weight) is None
 
 
-def test_packing_is_undone_by_unpacking() -> None:
+@pytest.mark.parametrize("by_sums", [False, True])
+def test_packing_is_undone_by_unpacking(by_sums: bool) -> None:
     held = quantize_blocks(weight_of(96, 160))
-    for got, expected in zip(unpack_int4(pack_int4(held)), held, strict=True):
+    for got, expected in zip(unpack_int4(pack_int4(held, by_sums), by_sums), held, strict=True):
         assert got.equal(expected)
 
 
@@ -201,10 +207,56 @@ def test_powers_of_outputs_multiply_their_sums() -> None:
     assert packed(linear)(x).equal(packed_linear(x, pack(weight), linear.bias))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n_out", "n_in"), OF_64)
+def test_by_sums_it_has_the_bits_of_pytorch_for_any_number_of_rows(n_out: int, n_in: int, bias: bool) -> None:
+    linear, _ = linear_of(n_out, n_in, bias=bias)
+    held, weight = linear.in_order(), dequantize_blocks(linear.held, torch.float64)
+    held = Int4(*(part.clone() for part in held))
+    kernel = packed(linear, few_rows=True)
+    for n_rows in ROWS:
+        x = torch.randn(n_rows, n_in).to(BF16) * torch.logspace(-6, 6, n_rows)[:, None].to(BF16)
+        got = kernel(x)
+        assert got.dtype == BF16 and got.is_contiguous()
+        assert got.equal(int4_by_sums(x, held, linear.bias))
+        plus = None if linear.bias is None else linear.bias.double()
+        exact = nn.functional.linear(x.double(), weight, plus)
+        # one rounding to bf16, and x off by up to 2^-15 of its row's largest, which is three times what is typical
+        size = x.double().norm(dim=1, keepdim=True) * weight.norm(dim=1)
+        assert (got - exact).abs().le(2**-8 * exact.abs() + 2e-4 * size).all()
+
+
+@pytest.mark.usefixtures("no_tiles")
+@pytest.mark.parametrize(("n_out", "n_in"), OF_64[:3])
+def test_so_it_has_by_sums_on_a_cpu_without_tiles(n_out: int, n_in: int) -> None:
+    test_by_sums_it_has_the_bits_of_pytorch_for_any_number_of_rows(n_out, n_in, False)
+
+
+@pytest.mark.parametrize(("n_out", "n_in"), OF_64[:3])
+def test_swiglu_by_sums_is_that_of_its_fp32_values(n_out: int, n_in: int) -> None:
+    linear, _ = linear_of(n_out, n_in)
+    held = Int4(*(part.clone() for part in linear.in_order()))
+    kernel = packed(linear, few_rows=True)
+    for n_rows in ROWS:
+        x = torch.randn(n_rows, n_in).to(BF16) * 3
+        gate, up = int4_by_sums(x.float(), held, None).unflatten(-1, (-1, 2)).unbind(-1)
+        expected = nn.functional.silu(gate.double()) * up.double()
+        # one rounding to bf16; the exponential is off by 3e-6
+        torch.testing.assert_close(kernel.swiglu(x).double(), expected, rtol=2**-8 + 1e-5, atol=1e-30)
+
+
+def test_inputs_that_64_does_not_divide_are_not_summed() -> None:
+    linear, _ = linear_of(64, 96)
+    if not pack_linears(linear, few_rows=True):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    assert type(linear) is PackedInt4Linear
+
+
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("few_rows", [False, True])
 @pytest.mark.parametrize("n_threads", [2, 3])
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_threads: int) -> None:
-    kernel = packed(linear_of(160, 128)[0])
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_threads: int, few_rows: bool) -> None:
+    kernel = packed(linear_of(160, 128)[0], few_rows)
     x = torch.randn(130, 128).to(BF16)
     torch.set_num_threads(1)
     alone = torch.cat([kernel(x[i : i + 1]) for i in range(len(x))])
@@ -215,18 +267,20 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(n_t
         assert kernel.swiglu(x[-n_rows:]).equal(gated[-n_rows:])
 
 
+@pytest.mark.parametrize("few_rows", [False, True])
 @pytest.mark.parametrize("apart", [128, 136, 1024])
-def test_where_rows_lie_changes_no_bit(apart: int) -> None:
-    kernel = packed(linear_of(64, 128)[0])
+def test_where_rows_lie_changes_no_bit(apart: int, few_rows: bool) -> None:
+    kernel = packed(linear_of(64, 128)[0], few_rows)
     wide = torch.randn(70, apart).to(BF16)
     for begin in (0, 7) if apart > 135 else (0,):
         x = wide[:, begin : begin + 128]
         assert kernel(x).equal(torch.cat([kernel(row.clone()[None]) for row in x]))
 
 
+@pytest.mark.parametrize("few_rows", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_in_a_row_reaches_no_other(bad: float) -> None:
-    kernel = packed(linear_of(64, 64)[0])
+def test_what_is_in_a_row_reaches_no_other(bad: float, few_rows: bool) -> None:
+    kernel = packed(linear_of(64, 64)[0], few_rows)
     x = torch.randn(37, 64).to(BF16)
     clean = kernel(x)
     x[[0, 16, 36], 5] = bad
@@ -236,29 +290,30 @@ def test_what_is_in_a_row_reaches_no_other(bad: float) -> None:
     assert not got[[0, 16, 36]].isfinite().any()
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_a_row_of_zeros_gives_zeros_and_no_row_at_all_gives_none(by_kernel: bool) -> None:
+@pytest.mark.parametrize("few_rows", [None, False, True])
+def test_a_row_of_zeros_gives_zeros_and_no_row_at_all_gives_none(few_rows: bool | None) -> None:
     linear, _ = linear_of(64, 64)
-    linear = packed(linear) if by_kernel else linear
+    linear = linear if few_rows is None else packed(linear, few_rows)
     assert not linear(torch.zeros(3, 64).to(BF16)).any()
     assert linear(torch.zeros(0, 64).to(BF16)).shape == (0, 64)
 
 
-def test_the_operators_are_what_they_say_for_int4_weights() -> None:
-    kernel, x = packed(linear_of(96, 64)[0]), torch.randn(5, 64).to(BF16)
+@pytest.mark.parametrize("few_rows", [False, True])
+def test_the_operators_are_what_they_say_for_int4_weights(few_rows: bool) -> None:
+    kernel, x = packed(linear_of(96, 64)[0], few_rows), torch.randn(5, 64).to(BF16)
     for operator, bias in (
         (torch.ops.gpt_fast_sd.cpu_linear, (torch.randn(96).to(BF16),)),
         (torch.ops.gpt_fast_sd.cpu_swiglu, ()),
     ):
-        torch.library.opcheck(operator.default, (x, kernel.weight, *bias, kernel.scale, kernel.blocks))
+        torch.library.opcheck(operator.default, (x, kernel.weight, *bias, kernel.scale, kernel.blocks, few_rows))
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_what_is_saved_of_it_is_a_weight_in_the_dtype_it_was_made_from(by_kernel: bool) -> None:
+@pytest.mark.parametrize("few_rows", [None, False, True])
+def test_what_is_saved_of_it_is_a_weight_in_the_dtype_it_was_made_from(few_rows: bool | None) -> None:
     linear, weight = linear_of(64, 128, bias=True)
     stands_for = dequantize_blocks(linear.held, BF16)
     x = torch.randn(3, 128).to(BF16)
-    linear = packed(linear) if by_kernel else linear
+    linear = linear if few_rows is None else packed(linear, few_rows)
     before, saved = linear(x), linear.state_dict()
     assert saved.keys() == {"weight", "bias"} and saved["weight"].equal(stands_for)
     linear.load_state_dict({"weight": torch.zeros(64, 128), "bias": saved["bias"]})

@@ -17,7 +17,7 @@ from gpt_fast_sd.int8 import Int8Linear
 from gpt_fast_sd.kernels import dequantize_blocks
 from gpt_fast_sd.loading import load, plan_for
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
-from gpt_fast_sd.packing import PackedInt4Linear, PackedInt8Linear, PackedLinear, pack_linears
+from gpt_fast_sd.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear, pack_linears
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.policies.hierarchy import HierarchyDraft
 from gpt_fast_sd.quantize import draft_copy, drafter, quantize
@@ -135,7 +135,7 @@ def test_a_copy_that_is_compiled_is_packed_and_says_the_same(precision: str) -> 
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     cache = Engine(model_of(), None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)).cache
     eager, compiled = (drafter(Runner(model, cache, flag), precision).model for flag in (False, True))
-    layers = {"int8": PackedInt8Linear, "int4": PackedInt4Linear}[precision]
+    layers = {"int8": PackedInt8Linear, "int4": SummedInt4Linear}[precision]
     assert {type(m) for m in compiled.modules() if isinstance(m, nn.Linear)} == {layers, PackedInt8Linear}
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {PackedLinear}
     ids = random_ids(40)
