@@ -88,7 +88,7 @@ class Engine:
         )
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
         self._capture = GraphPool(self.device) if captures else None
-        self._prefill, self._access = Prefill(self.target), Access(self.device)
+        self._prefill, self._access = Prefill(self.target), Access(self.device, model)
         self._compile_seconds: float | None = None  # None: the steps are not compiled yet
         self.schedule = Schedule(self._prefill, self.state, self._rounds_of(self.draft, draft_model), self.parallel)
         self.parallel.close_before(self)
@@ -172,7 +172,7 @@ class Engine:
         config, draft = config or EngineConfig(), draft or DraftConfig()
         loaded = load(model, config, draft, parallel)
         return cls(
-            loaded.model, loaded.tokenizer, config, draft, loaded.draft_model, loaded.parallel, loaded.plan
+            loaded.model, loaded.tokenizer, loaded.config, draft, loaded.draft_model, loaded.parallel, loaded.plan
         )  # fmt: skip
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from gpt_fast_sd.model import (
     load_tokenizer,
     read_config,
     read_stored_dtype,
+    read_stored_float8,
     resolve_model,
 )
 from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
@@ -26,10 +28,10 @@ from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
 from .kernels import begin_building, cpu_attention_fits, cpu_kernels
-from .memory import MemoryPlan, bytes_of_layers
+from .memory import MemoryPlan, bytes_of_weights
 from .packing import pack_linears
-from .precisions import FLOAT8_CAPABILITY, precision, require_precision, require_sizes
-from .quantize import equalize_keys, is_quantized, quantize, quantize_as_read
+from .precisions import FLOAT8_CAPABILITY, require_precision, require_sizes
+from .quantize import equalize_keys, is_quantized, keep_float8, quantize, quantize_as_read
 from .runner import Runner
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,6 +49,7 @@ class Loaded:
     draft_model: Transformer | None
     parallel: Parallel
     plan: MemoryPlan
+    config: EngineConfig  # where weights stay as they are stored, its quantize says so
 
 
 def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: Parallel | None) -> Loaded:
@@ -71,21 +74,59 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         draft_folder = locate(draft.draft_model)
         _check_same_vocabulary(tokenizer, model_config, draft_folder)
         draft_config = read_config(draft_folder)
+        if read_stored_float8(draft_folder):
+            _say_dequantized(draft_folder)
+    config = as_stored(folder, config, dtype, device, group.size)
     settle = functools.partial(quantize_as_read, precision_name=config.quantize) if config.quantize else None
-    n_params = model_config.n_params // group.size + (draft_config.n_params // theirs.size if draft_config else 0)
-    weights = n_params * dtype.itemsize
-    if config.quantize:
-        require_precision(config.quantize, device, dtype)
-        own, quantized = local_config(model_config, group.size), precision(config.quantize, device)
-        weights += bytes_of_layers(own, group.size, lambda o, i: quantized.bytes_of(o, i) - o * i * dtype.itemsize)
+    require_precision(config.quantize, device, dtype)
+    weights = bytes_of_weights(model_config, group.size, dtype.itemsize, config.quantize, device)
+    if draft_config:
+        weights += bytes_of_weights(draft_config, theirs.size, dtype.itemsize, None, device)
     plan = plan_for(config, draft, model_config, draft_config, dtype, parallel, device, weights=weights)
     plan.check(free_memory(device), device, config)
     if config.compile and device.type == "cpu":
         # while the weights are being read
         begin_building(*cpu_kernels(model_config.head_dim, model_config.vocab_size))
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
-    target = group.load(folder, device=device, dtype=dtype, settle=settle)
-    return Loaded(model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan)
+    keep = keep_float8 if config.quantize == "float8" else None
+    target = group.load(folder, device=device, dtype=dtype, settle=settle, keep=keep)
+    return Loaded(
+        model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan, config=config
+    )
+
+
+def as_stored(folder: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> EngineConfig:
+    """The configuration for a folder: weights that it stores in float8 stay so where they run, else a warning says why.
+
+    What it says of a cache is only for the user to read.
+    """
+    stored = read_stored_float8(folder)
+    if stored is None:
+        return config
+    if stored.cache and config.kv_dtype is None:
+        warnings.warn(
+            f"{folder}: its kv_cache_scheme is ignored, and keys and values are kept as --dtype says; for a cache of a "
+            "byte a number pass --kv-dtype fp8, or int8, whose errors are smaller",
+            stacklevel=4,
+        )
+    why = f": --quantize {config.quantize}" if config.quantize else ""
+    if config.quantize == "float8":  # whatever is not is quantized
+        return config
+    if config.quantize is None and stored.other:
+        why = f": {stored.other} is not, and all layers run at one precision (--quantize float8 makes it so)"
+    elif config.quantize is None:
+        try:
+            require_precision("float8", device, dtype)
+            require_sizes("float8", device, local_config(read_config(folder), ranks), ranks)
+            return replace(config, quantize="float8")
+        except ValueError as error:
+            why = f": {error}"
+    _say_dequantized(folder, why)
+    return config
+
+
+def _say_dequantized(folder: Path, why: str = "") -> None:
+    warnings.warn(f"{folder}: weights that are stored in float8 are dequantized as they are read{why}", stacklevel=5)
 
 
 def check_positions(config: EngineConfig, model: ModelConfig) -> None:
@@ -199,6 +240,11 @@ def plan_for(
     require_precision(draft.quantize, device, dtype, of_draft=True)
     if draft.quantize:
         for step in registry.policy_class(draft.policy).model_steps(draft, own, own_draft, 1):
+            if step.model is not own_draft and config.quantize not in (None, draft.quantize):
+                raise ValueError(
+                    f"quantize {draft.quantize!r} of a draft needs a target with plain weights, or of that precision, "
+                    f"and this one's are {config.quantize}"
+                )
             ranks = theirs.size if step.model is own_draft else group.size
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
     return MemoryPlan.of(

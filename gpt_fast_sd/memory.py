@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
+from gpt_fast_sd.tp import local_config
 
 from . import registry
 from .config import DraftConfig, EngineConfig
@@ -91,9 +92,12 @@ class MemoryPlan:
         policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, wide) if draft.view_name else 0
         work = _Work(config, draft, model, capacity, device, ranks, quantized=kv_dtype.itemsize == 1)
         packing = max(_largest_weight(m) for m in (model, draft_model) if m) * 2 if packs else 0  # a copy, in bf16
-        quantizes = config.quantize if device.type == "cpu" else None
-        if quantizes or draft.quantize:  # beside the copy some rows of it in fp32
-            packing = max(_quantizing(m) for m in (model, draft_model) if m)
+        quantizing, widened = 0, 0
+        for name in filter(None, (config.quantize, draft.quantize)):
+            entry = precision(name, device)
+            of_models = [m for m in (model, draft_model) if m]
+            quantizing = max(quantizing, *(_quantizing(m, entry.beside) for m in of_models))
+            widened = max(widened, *(entry.widened * _largest_of_layers(m, ranks) for m in of_models))
         captured = traits_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,
@@ -102,8 +106,8 @@ class MemoryPlan:
             draft_weights=_copied(draft.quantize, draft, model, draft_model, device, ranks) if draft.quantize else 0,
             text=8 * entries,
             policy=policy,
-            workspace=max(work.prefilling, work.round, work.observing, packing),
-            captured=max(work.round, work.observing) if captured else 0,
+            workspace=max(max(work.prefilling, work.round, work.observing) + widened, packing, quantizing),
+            captured=max(work.round, work.observing) + widened if captured else 0,
             graphs=_nodes(config, draft, model, draft_model) * NODE if captured else 0,
             reserve=RESERVE + int(SHARE * whole) + COMMUNICATOR * groups if device.type == "cuda" else 0,
             of_config=of_config,
@@ -296,10 +300,15 @@ def _largest_weight(model: ModelConfig) -> int:
     return model.dim * max(model.vocab_size, 2 * model.ffn_dim, heads)
 
 
-def _quantizing(model: ModelConfig) -> int:
+def _largest_of_layers(model: ModelConfig, ranks: int) -> int:
+    """Elements of the largest matrix that is quantized."""
+    return max(rows * columns for rows, columns in matrices_of(model, ranks).values())
+
+
+def _quantizing(model: ModelConfig, beside: int) -> int:
     """Bytes of what is there at a time while a matrix is quantized: itself in bf16, and some rows of it in fp32."""
     widest = max(model.dim, model.ffn_dim, model.n_heads * model.head_dim)
-    return 2 * _largest_weight(model) + 4 * 4 * ROWS_AT_ONCE * widest
+    return 2 * _largest_weight(model) + 4 * beside * ROWS_AT_ONCE * widest
 
 
 def _copied(
@@ -312,6 +321,15 @@ def _copied(
         shape, n = step.model, 1 if step.model is draft_model else ranks
         total += bytes_of_layers(shape, n, layers.bytes_of) + head.bytes_of(-(-shape.vocab_size // n), shape.dim)
     return total
+
+
+def bytes_of_weights(model: ModelConfig, ranks: int, itemsize: int, quantize: str | None, device: torch.device) -> int:
+    """Bytes of a rank's part of a whole model, whose layers are quantized."""
+    total = model.n_params // ranks * itemsize
+    if quantize is None:
+        return total
+    entry = precision(quantize, device)
+    return total + bytes_of_layers(local_config(model, ranks), ranks, lambda o, i: entry.bytes_of(o, i) - o * i * itemsize)
 
 
 def bytes_of_layers(shape: ModelConfig, ranks: int, of_matrix: Callable[[int, int], int]) -> int:

@@ -9,8 +9,9 @@ Shapes: O x I a weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from gpt_fast_sd.model import Linear, ModelConfig
 
 from .int4 import Int4Linear, int4_from
 from .int8 import Int8Linear
-from .kernels import BLOCK, unpack
+from .kernels import BLOCK, ROWS_AT_ONCE, dequantize_blocks, unpack
 from .packing import PackedLinear
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
@@ -34,7 +35,9 @@ class Precision:
 
     of: makes a linear layer with such weights; the bias is shared, the given layer not changed, and one that has such
     weights is returned. per_weight, per_row: bytes of a weight, and further ones of each output. head: the precision of
-    a copy's output head. inputs, outputs: what must divide them. padded: the multiple to which inputs are padded.
+    a copy's output head. widened: bytes of a weight in the copy that a product of many rows makes. beside: fp32 numbers
+    that are kept beside each of the rows that are quantized at a time. evens: whether an output can be scaled
+    afterwards, see `equalize_keys`. inputs, outputs: what must divide them. padded: the multiple to which inputs are padded.
     capability: the least compute capability. only_bf16: whether weights of other dtypes are refused. cublas: whether
     CUDA 12.9 is refused.
     """
@@ -43,6 +46,9 @@ class Precision:
     per_weight: float = 1.0
     per_row: int = 4
     head: str = "int8"
+    widened: int = 0
+    beside: int = 4
+    evens: bool = True
     inputs: int = 1
     outputs: int = 1
     padded: int = 1
@@ -56,8 +62,8 @@ class Precision:
 
 
 def int8_of(linear: nn.Linear) -> nn.Linear:
-    """The same with int8 weights and a scale for each output, the bias shared; itself where it has them, or int4."""
-    if isinstance(linear, (Int8Linear, Int4Linear)):
+    """The same with int8 weights and a scale for each output, the bias shared; itself where it has them."""
+    if isinstance(linear, Int8Linear):
         return linear
     return Int8Linear(plain_weight(linear, "int8"), linear.bias)
 
@@ -67,26 +73,23 @@ def float8_of(linear: nn.Linear) -> nn.Linear:
 
     ValueError for a size that 16 does not divide.
     """
-    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
-    from torchao.quantization.quantize_.common import KernelPreference
+    return linear if precision_of(linear) == "float8" else _by_torchao(linear, "float8", _float8_config())
 
-    # its own kernels are torch's; by default torchao changes Inductor's settings of the whole process
-    config = Float8DynamicActivationFloat8WeightConfig(
-        granularity=PerRow(), kernel_preference=KernelPreference.TORCH, set_inductor_config=False
-    )
-    return _by_torchao(linear, "float8", config)
+
+def float8_from(linear: nn.Linear, numbers: Tensor, scales: Tensor) -> nn.Linear:
+    """The same with weights that are float8 already: numbers [O, I], and what those of an output stand for, fp32 [O]."""
+    pattern: Any = _quantized(torch.zeros(16, 16, dtype=torch.bfloat16, device=numbers.device), "float8", _float8_config())
+    attributes = {**pattern.__tensor_flatten__()[1], "block_size": [1, numbers.shape[1]]}
+    held = {"qdata": numbers, "scale": scales[:, None]}
+    return _holding(linear, type(pattern).__tensor_unflatten__(held, attributes, None, None))
 
 
 def int4_in_blocks(linear: nn.Linear) -> nn.Linear:
     """The same with int4 weights in blocks of 32 inputs, the bias shared; itself where it has them."""
     if isinstance(linear, Int4Linear):
         return linear
-    if isinstance(linear, Int8Linear):
-        weight, made_from = linear.in_order() * linear.scale.detach()[:, None], linear.made_from
-    else:
-        weight = plain_weight(linear, "int4")
-        made_from = weight.dtype
-    return Int4Linear(int4_from(weight, linear.weight), linear.bias, made_from)
+    weight = plain_weight(linear, "int4")
+    return Int4Linear(int4_from(weight, linear.weight), linear.bias, weight.dtype)
 
 
 def int4_of(linear: nn.Linear) -> nn.Linear:
@@ -100,15 +103,26 @@ def int4_of(linear: nn.Linear) -> nn.Linear:
         group_size=GROUP, int4_packing_format="tile_packed_to_4d", int4_choose_qparams_algorithm="hqq",
         set_inductor_config=False,
     )  # fmt: skip
-    return _by_torchao(linear, "int4", config)
+    return linear if precision_of(linear) == "int4" else _by_torchao(linear, "int4", config)
+
+
+def _float8_config() -> object:
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    # its own kernels are torch's; by default torchao changes Inductor's settings of the whole process
+    return Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), kernel_preference=KernelPreference.TORCH, set_inductor_config=False
+    )
 
 
 TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
-    "int8": {"cpu": Precision(of=int8_of), "cuda": Precision(of=int8_of)},
+    "int8": {"cpu": Precision(of=int8_of), "cuda": Precision(of=int8_of, widened=2)},
     "int4": {
         "cpu": Precision(of=int4_in_blocks, per_weight=0.5 + 4 / BLOCK, inputs=BLOCK),
         "cuda": Precision(
-            of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, inputs=GROUP, outputs=8, padded=1024, only_bf16=True
+            of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, beside=8, evens=False, inputs=GROUP, outputs=8, padded=1024,
+            only_bf16=True,
         ),  # fmt: skip
     },
     "float8": {
@@ -195,6 +209,22 @@ def precision_of(linear: nn.Linear) -> str | None:
     return BY_TORCHAO.get(held.__name__, held.__name__) if held.__module__.startswith("torchao.") else None
 
 
+def by_output(linear: nn.Linear) -> tuple[Tensor, Tensor] | None:
+    """A weight as numbers [O, I], and what each output's are multiplied with, [O, 1]; None where it is not kept so.
+
+    Of a plain weight both are the weight itself.
+    """
+    name, weight = precision_of(linear), linear.weight.data
+    if isinstance(linear, Int8Linear):
+        return None if type(linear) is not Int8Linear else (weight, linear.scale.data[:, None])
+    if type(linear) is Int4Linear:
+        alone = linear.held._replace(power=torch.ones_like(linear.scale))
+        return dequantize_blocks(alone, torch.float32), linear.scale.data[:, None]
+    if name == "float8":
+        return weight.qdata, weight.scale  # type: ignore[attr-defined]
+    return None if name or isinstance(linear, PackedLinear) else (weight, weight)
+
+
 def plain_weight(linear: nn.Linear, name: str) -> Tensor:
     """The weight [O, I] from which another precision is made; ValueError for one that is quantized already."""
     if isinstance(linear, PackedLinear):
@@ -204,19 +234,63 @@ def plain_weight(linear: nn.Linear, name: str) -> Tensor:
     return linear.weight.detach()
 
 
-def _by_torchao(linear: nn.Linear, name: str, config: object) -> nn.Linear:
-    from torchao.quantization import quantize_
+def bytes_held(module: nn.Module) -> int:
+    """Bytes of all parameters as they are kept, those that modules share once."""
+    inner = (tensor for p in module.parameters() for tensor in _plain_parts(p.data))
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in inner}.values())
 
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    if not type(tensor).__module__.startswith("torchao."):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from _plain_parts(getattr(tensor, name))
+
+
+# the tensors inside torchao's, and the dimension along which they hold outputs
+OUTPUTS_ALONG = {"qdata": 0, "scale": 0, "scale_and_zero": 1}
+
+
+def _by_torchao(linear: nn.Linear, name: str, config: object) -> nn.Linear:
+    """The same with weights that torchao has quantized; some rows at a time, as what it takes besides is large."""
     weight = plain_weight(linear, name)
+    n_out, held = len(weight), dict[str, Tensor]()
+    for begin in range(0, n_out, ROWS_AT_ONCE):
+        rows = weight[begin : begin + ROWS_AT_ONCE]
+        part: Any = _quantized(rows, name, config)
+        tensors, attributes = part.__tensor_flatten__()
+        for inner in tensors:
+            piece, dim = getattr(part, inner), OUTPUTS_ALONG[inner]
+            size = piece.shape[dim]
+            if inner not in held:
+                held[inner] = piece.new_empty([*piece.shape[:dim], size * n_out // len(rows), *piece.shape[dim + 1 :]])
+            held[inner].narrow(dim, begin * size // len(rows), size).copy_(piece)
+    if "shape" in attributes:
+        attributes = {**attributes, "shape": weight.shape}
+    return _holding(linear, type(part).__tensor_unflatten__(held, attributes, None, None))
+
+
+def _holding(linear: nn.Linear, weight: Tensor) -> nn.Linear:
+    """Such a layer with another weight, the bias shared."""
     with torch.device("meta"):
         own = Linear(linear.in_features, linear.out_features, bias=False)
     own.weight, own.bias = nn.Parameter(weight, requires_grad=False), linear.bias
-    quantize_(own.train(False), config, filter_fn=lambda module, _: True)
+    return own.train(False)
+
+
+def _quantized(rows: Tensor, name: str, config: object) -> Tensor:
+    """Rows of a weight as torchao quantizes them; ValueError where it does not."""
+    from torchao.quantization import quantize_
+
+    with torch.device("meta"):
+        own = nn.Linear(rows.shape[1], len(rows), bias=False)
+    own.weight = nn.Parameter(rows, requires_grad=False)
+    quantize_(own, config, filter_fn=lambda module, _: True)
     if precision_of(own) != name:  # torchao leaves such a one as it is, and says nothing
-        shape = list(weight.shape)
-        needed = precision(name, weight.device).inputs
-        raise ValueError(f"quantize {name!r} needs sizes that {needed} divides, and a weight has {shape}")
-    return own
+        needed = precision(name, rows.device).inputs
+        raise ValueError(f"quantize {name!r} needs sizes that {needed} divides, and a weight has {list(rows.shape)}")
+    return own.weight.data
 
 
 def _said(name: str, of_draft: bool) -> str:

@@ -15,18 +15,8 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import Block, FeedForward, Transformer
 
-from .int4 import Int4Linear
-from .int8 import Int8Linear
-from .kernels import dequantize_blocks
-from .packing import (
-    FEW_ROWS,
-    PackedFeedForward,
-    PackedInt4Linear,
-    PackedInt8Linear,
-    PackedLinear,
-    pack_linears,
-)
-from .precisions import precision, precision_of, require_precision
+from .packing import FEW_ROWS, PackedFeedForward, PackedLinear, pack_linears
+from .precisions import by_output, float8_from, precision, precision_of, require_precision
 from .runner import Runner
 
 MOST_EVENED = 24  # a channel is divided by 2 ** 24 at most: far from what bf16 cannot hold
@@ -57,11 +47,32 @@ def is_quantized(model: Transformer) -> bool:
 
 
 def quantize_as_read(model: Transformer, name: str, precision_name: str) -> None:
-    """Quantize what `quantize` would of the parameter of that name, which has just been read."""
+    """Quantize what `quantize` would of the parameter of that name, which has just been read.
+
+    Where a weight cannot be equalized afterwards it waits for what `equalize_keys` looks at.
+    """
     place, _, kind = name.rpartition(".")
+    if kind != "weight" or not place.startswith("layers."):
+        return
+    module = model.get_submodule(place)
+    if isinstance(module, nn.Linear):
+        entry = precision(precision_name, module.weight.device)
+        if entry.evens or module.bias is None or not module.bias.is_meta:
+            model.set_submodule(place, entry.of(module))
+    elif place.endswith(".attention_norm"):
+        block = model.get_submodule(place.rpartition(".")[0])
+        assert isinstance(block, Block)
+        if block.attention.wqkv.bias is not None and precision_of(block.attention.wqkv) is None:
+            equalize_keys_of(block)
+            quantize_as_read(model, f"{place.removesuffix('_norm')}.wqkv.weight", precision_name)
+
+
+def keep_float8(model: Transformer, name: str, numbers: Tensor, scales: Tensor) -> None:
+    """Let a model have a weight as a checkpoint stores it: float8 [O, I], and what its rows stand for, fp32 [O]."""
+    place = name.rpartition(".")[0]
     linear = model.get_submodule(place)
-    if kind == "weight" and place.startswith("layers.") and isinstance(linear, nn.Linear):
-        model.set_submodule(place, precision(precision_name, linear.weight.device).of(linear))
+    assert isinstance(linear, nn.Linear)
+    model.set_submodule(place, float8_from(linear, numbers, scales))
 
 
 def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1) -> Runner:
@@ -81,7 +92,7 @@ def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1) -> Runn
 def draft_copy(model: Transformer, name: str) -> Transformer:
     """The model with quantized weights of its own in layers and head; all else is shared, and nothing of it is changed.
 
-    Layers that are quantized on a CPU already stay in an int8 copy, and int4 ones in an int4 copy, too.
+    Of a model whose layers have that precision already the copy has them, too.
     """
     layers = precision(name, model.embedding.weight.device)
     head = precision(layers.head, model.embedding.weight.device)
@@ -116,28 +127,30 @@ def equalize_keys(model: Transformer) -> None:
     """
     for block in model.layers:
         assert isinstance(block, Block)
-        attention, gain = block.attention, block.attention_norm.weight.float()  # [D]
-        linear, group = attention.wqkv, attention.group_size
-        weight, bias = linear.weight, linear.bias
-        plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype != torch.float16
-        packed = isinstance(linear, (PackedLinear, PackedInt8Linear, PackedInt4Linear))
-        if bias is None or not plain or packed or getattr(attention, "keys_are_even", False):
-            continue
-        # a mark of the module: weights are replaced as they are quantized, and copies of them have no marks
-        attention.keys_are_even = True  # type: ignore[assignment]
-        parts = (group + 2, attention.head_dim)
-        # quantized weights keep their numbers, as their scales, one per output, carry the factor
-        per_output = linear.scale[:, None] if isinstance(linear, (Int8Linear, Int4Linear)) else weight  # [O, 1] or [O, D]
-        numbers = dequantize_blocks(linear.held, torch.float32) if isinstance(linear, Int4Linear) else weight  # [O, D]
-        # [K, G + 2, H, ...], of which [:, G] are the keys, and [K, G + 2, H]
-        w, b = per_output.data.unflatten(0, (-1, *parts)), bias.data.unflatten(0, (-1, *parts))
-        norms = (numbers.data.unflatten(0, (-1, *parts))[:, group].float() * gain).norm(dim=-1)  # [K, H]
-        norms = norms * w[:, group, :, 0] if isinstance(linear, Int8Linear) else norms
-        size = b[:, group].float().abs() + 3 * norms  # [K, H], what most keys reach
-        pairs = size.unflatten(-1, (2, -1)).amax(-2)  # [K, H // 2]
-        usual = pairs.median(-1, keepdim=True).values.clamp(min=1e-30)
-        power = (pairs / usual).log2().round().clamp(0, MOST_EVENED).repeat(1, 2)  # [K, H]
-        factor = torch.exp2(power).to(w.dtype)
-        for x, by in ((w, factor[..., None]), (b, factor.to(b.dtype))):
-            x[:, group] /= by
-            x[:, :group] *= by[:, None]
+        equalize_keys_of(block)
+
+
+@torch.no_grad()
+def equalize_keys_of(block: Block) -> None:
+    """The same for one layer."""
+    attention, gain = block.attention, block.attention_norm.weight.float()  # [D]
+    linear, group = attention.wqkv, attention.group_size
+    bias, held = linear.bias, by_output(linear)
+    if bias is None or held is None or bias.dtype == torch.float16 or getattr(attention, "keys_are_even", False):
+        return
+    # a mark of the module: weights are replaced as they are quantized, and copies of them have no marks
+    attention.keys_are_even = True  # type: ignore[assignment]
+    parts, (numbers, per_output) = (group + 2, attention.head_dim), held
+    # [K, G + 2, H, ...], of which [:, G] are the keys, and [K, G + 2, H]; quantized weights keep their numbers, as what
+    # these are multiplied with carries the factor
+    w, b = per_output.unflatten(0, (-1, *parts)), bias.data.unflatten(0, (-1, *parts))
+    norms = (numbers.unflatten(0, (-1, *parts))[:, group].float() * gain).norm(dim=-1)  # [K, H]
+    norms = norms if per_output is numbers else norms * w[:, group, :, 0]
+    size = b[:, group].float().abs() + 3 * norms  # [K, H], what most keys reach
+    pairs = size.unflatten(-1, (2, -1)).amax(-2)  # [K, H // 2]
+    usual = pairs.median(-1, keepdim=True).values.clamp(min=1e-30)
+    power = (pairs / usual).log2().round().clamp(0, MOST_EVENED).repeat(1, 2)  # [K, H]
+    factor = torch.exp2(power).to(w.dtype)
+    for x, by in ((w, factor[..., None]), (b, factor.to(b.dtype))):
+        x[:, group] /= by
+        x[:, :group] *= by[:, None]

@@ -13,6 +13,7 @@ from .checkpoint import (
     name_table,
     read_config,
     read_stored_dtype,
+    read_stored_float8,
     resolve_model,
     save_hugging_face,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "read_config",
     "read_json",
     "read_stored_dtype",
+    "read_stored_float8",
     "resolve_model",
     "save_hugging_face",
     "stored_dtype",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..config import DraftConfig
 from ..engine import Engine
+from ..precisions import bytes_held
 from ..registry import VIEWS
 from ..stats import EngineStats
 from .comparing import Comparison
@@ -85,7 +86,7 @@ def alone(engine: Engine, stats: EngineStats) -> Rows:
     if engine.policy:
         spent = ", ".join(f"{part} {share}" for part, share in time_split(stats).items())
         return [*rows, ("a round", f"{stats.tokens_per_round:.2f} tokens"), ("time", spent)]
-    weights = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    weights = bytes_held(engine.model)
     step, moved = over(stats.decode_seconds, stats.rounds), weights + over(stats.kv_bytes, stats.rounds)
     reading = f"{step * 1e3:.2f} ms for {moved / 1e6:.1f} MB of weights and keys, {over(moved, step) / 1e9:.1f} GB/s"
     return [*rows, ("a step", reading)]

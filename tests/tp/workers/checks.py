@@ -28,7 +28,7 @@ from gpt_fast_sd.compiling import CompiledStep
 from gpt_fast_sd.int4 import Int4Linear
 from gpt_fast_sd.kernels import dequantize_blocks
 from gpt_fast_sd.loading import draft_group
-from gpt_fast_sd.model import CausalSelf, ModelConfig, Weights, load_model, save_hugging_face
+from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer, Weights, load_model, save_hugging_face
 from gpt_fast_sd.quantize import draft_copy
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.tp import (
@@ -41,6 +41,7 @@ from gpt_fast_sd.tp import (
     start,
     sum_in_order,
 )
+from tests.float8_folders import save_float8
 from tests.gguf_files import model_of, write_gguf
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
@@ -569,6 +570,28 @@ def gguf_kind(name: str) -> Any:
     import gguf
 
     return gguf.GGMLQuantizationType[name]
+
+
+@check
+def ranks_read_their_parts_of_a_checkpoint_in_float8(parallel: Parallel, folder: Path) -> None:
+    """Dequantized they hold what cutting the whole model gives, and kept as it is the same numbers and their scales."""
+    for name in ("llama", "two_kv_heads", "one_kv_head"):
+        for kind in ("channel", "tensor"):
+            place = folder / f"float8.{name}.{kind}.{parallel.rank}"
+            save_float8(place, kind, config=dataclasses.replace(FAMILIES[name], qkv_bias=False))
+            held = dict(parallel.group.load(place, dtype=torch.float32).named_parameters())
+            sharded = parallel.group.shard(load_model(place, dtype=torch.float32))
+            for key, parameter in sharded.named_parameters():
+                assert torch.equal(parameter, held[key]), (name, kind, key)
+            kept: dict[str, Tensor] = {}
+
+            def keep(model: Transformer, key: str, numbers: Tensor, scales: Tensor, into: Any = kept) -> None:
+                into[key] = numbers.float() * scales[:, None]
+                where, _, part = key.rpartition(".")
+                setattr(model.get_submodule(where), part, torch.nn.Parameter(into[key], requires_grad=False))
+
+            parallel.group.load(place, dtype=torch.bfloat16, keep=keep)
+            assert len(kept) == 4 * 2 and all(torch.equal(kept[key], held[key]) for key in kept), (name, kind)
 
 
 @check
