@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .config import ModelConfig, stored_dtype, token_ids
-from .float8 import FLOAT8, has_float8_cache, is_packed, is_stored_in_float8, is_unused, scale_shapes
 from .files import CheckpointError, first_line, is_gguf, read_json, readable_name, refuse_pointer
+from .float8 import FLOAT8, has_float8_cache, is_packed, is_stored_in_float8, is_unused, scale_shapes
 from .llama import Transformer
 from .rope import rope_frequencies
 
