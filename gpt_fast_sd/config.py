@@ -96,7 +96,7 @@ class EngineConfig:
         False, "plain and speculative decoding are bit-identical in any dtype; slower, needs a draft policy"
     )
     quantize: str | None = _flag(
-        None, "weights of all layers, which makes another target; int4 and float8 on CUDA alone", allowed=QUANTIZATIONS
+        None, "weights of all layers, which makes another target; float8 on CUDA alone", allowed=QUANTIZATIONS
     )
     kv_dtype: str | None = _flag(
         None, "dtype of the KV cache; int8: with one scale per token and kv head; fp8: e4m3, not on GPUs before Ada",
@@ -149,7 +149,7 @@ class DraftConfig:
     page: int = _flag(16, "entries that are selected together", allowed=PAGES)
     quantize: str | None = _flag(
         None,
-        "weights of a copy that drafts; int4 and float8 on CUDA alone",
+        "weights of a copy that drafts; float8 on CUDA alone",
         allowed=QUANTIZATIONS,
         unset="no copy",
         flag="draft_quantize",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import Block, FeedForward, Transformer
 
-from .packing import PackedFeedForward, PackedLinear, pack_linears
+from .packing import FEW_ROWS, PackedFeedForward, PackedLinear, pack_linears
 from .precisions import by_output, float8_from, precision, precision_of, require_precision
 from .runner import Runner
 
@@ -75,17 +75,17 @@ def keep_float8(model: Transformer, name: str, numbers: Tensor, scales: Tensor) 
     model.set_submodule(place, float8_from(linear, numbers, scales))
 
 
-def drafter(runner: Runner, name: str | None) -> Runner:
+def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1) -> Runner:
     """What drafts in place of a model, over the same cache: a copy of it with weights of this precision; None: itself.
 
-    ValueError where that does not run on the device.
+    tokens: of a slot in a step of the copy; None: whole prompts, too. ValueError where it does not run on the device.
     """
     if name is None:
         return runner
     require_precision(name, runner.device, runner.model.embedding.weight.dtype, of_draft=True)
     model = draft_copy(runner.model, name)
     if runner.compiles and runner.device.type == "cpu":
-        pack_linears(model)
+        pack_linears(model, few_rows=tokens is not None and tokens * runner.shape[1] <= FEW_ROWS)
     return replace(runner, model=model)
 
 

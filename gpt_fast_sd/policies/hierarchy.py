@@ -96,11 +96,11 @@ class HierarchyDraft(DraftPolicy):
     ) -> HierarchyDraft:
         """Build the target through a view, over lookup or a draft model with a sliding window."""
         name, *cheap_view = cls.views(config)
-        middle = drafter(target, config.quantize)
+        middle = drafter(target, config.quantize, tokens=1 + CHEAP_GAMMA)
         view = build_view(config, name, middle)
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
         if cheap_view:
-            runner = drafter(beside(target, draft_model, draft_group), config.quantize)
+            runner = drafter(beside(target, draft_model, draft_group), config.quantize, tokens=None)
             # the middle level's own token comes between the cheap drafts and the target's: one more may be unfed
             cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, unfed=3)
             cheap.stream = CHEAP_STREAM
