@@ -69,6 +69,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     group, theirs = parallel.group, draft_group(draft, parallel)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
     check_kv_dtype(config, dtype, device)
+    check_planes(config, draft, model_config, device)
     require_draft_precision(draft.quantize, device, dtype)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
@@ -120,6 +121,21 @@ def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.devic
             )
 
 
+def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig, device: torch.device) -> None:
+    """ValueError if drafts are to read planes of a cache that has none, or that nothing here attends to."""
+    if not draft.needs_planes:
+        return
+    asked = f"policy {draft.policy!r}" if draft.kv_bits is None else f"kv_bits {draft.kv_bits}"
+    if config.kv_dtype != "int8":
+        raise ValueError(f"{asked} reads half of an int8 cache: it needs kv_dtype 'int8', got {config.kv_dtype!r}")
+    if model.head_dim % 2:
+        raise ValueError(f"{asked} needs an even head dim, of which two numbers share a byte, got {model.head_dim}")
+    if device.type != "cpu":
+        raise ValueError(f"{asked} runs on a CPU only, and the model is on {device.type!r}: use kv_bits None")
+    if config.compile:
+        raise ValueError(f"{asked} runs in eager steps only: use compile=False")
+
+
 def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, group: Group) -> None:
     """ValueError if a rank's part of a model cannot run here, or not with such a configuration; it is not changed."""
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
@@ -127,6 +143,7 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
     require_kernels(device)
     check_positions(config, model.config)
     check_kv_dtype(config, dtype, device)
+    check_planes(config, draft, model.config, device)
     require_draft_precision(draft.quantize, device, dtype)
     if config.quantize is None and is_quantized(model):
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
@@ -140,8 +157,10 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
             )
 
 
-def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
+def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes: bool = False) -> Runner:
     """A rank's part of a model with its cache, in the form in which an engine of this configuration runs it.
+
+    planes: whether the cache lies in planes, which a draft may read one of.
 
     Its weights are quantized if requested, and packed if a CPU's compiled steps read packed weights.
     """
@@ -152,7 +171,8 @@ def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
     if config.quantize:
         quantize(model, config.quantize)
     own = local_config(model.config, group.size)
-    cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype_of(config, dtype), device=device)
+    kv_dtype = kv_dtype_of(config, dtype)
+    cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype, device=device, planes=planes)
     compiled = config.compile and can_compile(device)
     if compiled and device.type == "cpu":
         pack_linears(model)

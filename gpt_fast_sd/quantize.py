@@ -22,6 +22,7 @@ from .packing import PackedFeedForward, PackedInt8Linear, PackedLinear, pack_lin
 from .runner import Runner
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
+TAIL = 64  # tokens that a draft reads whole where it reads the upper plane of others
 MOST_EVENED = 24  # a channel is divided by 2 ** 24 at most: far from what bf16 cannot hold
 
 
@@ -87,11 +88,19 @@ def require_draft_precision(name: str | None, device: torch.device, dtype: torch
         raise ValueError(f"{said} needs bf16 weights, and the model's are {str(dtype).removeprefix('torch.')}")
 
 
-def drafter(runner: Runner, name: str | None) -> Runner:
+def drafter(runner: Runner, name: str | None, *, on_planes: bool = False) -> Runner:
     """What drafts in place of a model, over the same cache: a copy of it with weights of this precision; None: itself.
 
-    ValueError where that does not run on the device.
+    on_planes: whether it reads the upper plane of the cache, and only the last entries whole. ValueError where that
+    does not run on the device, or the cache has no planes.
     """
+    if on_planes:
+        if not runner.cache.planes:
+            raise ValueError(
+                "this engine's cache does not lie in planes, of which kv_bits 4 reads one: build an engine with "
+                "kv_dtype 'int8' and such a draft"
+            )
+        runner = replace(runner, cache=runner.cache.with_tail(TAIL))
     if name is None:
         return runner
     require_draft_precision(name, runner.device, runner.model.embedding.weight.dtype)

@@ -23,6 +23,7 @@ from ..kernels import triton_serves
 from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_positions, locate
 from ..memory import MemoryPlan
 from ..policies.standalone import check_draft_model
+from ..quantize import TAIL
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
 from .grid import Setting, draft_fields, up_to_date
 from .ledger import complete, read_document
@@ -167,7 +168,14 @@ class System:
             of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
             if draft.quantize:
                 of_step = replace(of_step, weight_bytes=1.0, head_bytes=1.0)
-            reads = view.reads(draft, int(context))
+            head_dim, upper = step.model.head_dim, draft.needs_planes and step.model is not theirs
+            if upper:
+                of_step = replace(of_step, kv_bytes=KVCache.element_bytes(self._kv_dtype, head_dim, upper=True))
+            reads: float = view.reads(draft, int(context))
+            if upper:  # the other plane of the tail
+                reads += min(reads, TAIL) * 0.5 / of_step.kv_bytes
+            # bounds of a page, the largest and the smallest key, are an entry's numbers
+            reads += view.bounds_read(draft, int(context)) * max(self._kv_dtype.itemsize, 2) / of_step.kv_bytes
             drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once
