@@ -44,12 +44,12 @@ def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0)
     asked = asked_of(layer, q), layer.k, layer.v, pos, n_keys
     beside = beside_of(layer)
     if page:
-        out, mass = decode_attention_with_mass(*asked, split_for(layer.capacity), page, *beside)
+        out, mass = decode_attention_with_mass(*asked, split_for(layer.capacity), page, *beside, fine=layer.fine)
         return out.to(q.dtype), mass
     if q.shape[2] > MOST_DECODED:
-        return prefill_attention(*asked, *beside).to(q.dtype), None
+        return prefill_attention(*asked, *beside, fine=layer.fine).to(q.dtype), None
     # splits depend on the cache alone: no sum depends on the batch, nor, within tiles of one size, on the tokens fed
-    return decode_attention(*asked, split_for(layer.capacity), *beside).to(q.dtype), None
+    return decode_attention(*asked, split_for(layer.capacity), *beside, fine=layer.fine).to(q.dtype), None
 
 
 def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def listed(
     window_start int64 [B]; pos [B, T] -> [B, N, T, H]
     """
     asked = asked_of(layer, q), layer.k, layer.v, kv_indices, window_start, window_width, pos, layer.capacity, page
-    return sparse_attention(*asked, *beside_of(layer)).to(q.dtype)
+    return sparse_attention(*asked, *beside_of(layer), fine=layer.fine).to(q.dtype)
 
 
 @dataclass(frozen=True)

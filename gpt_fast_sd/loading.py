@@ -23,7 +23,7 @@ from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
 from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
-from .kernels import begin_building, cpu_attention_fits, cpu_kernels
+from .kernels import begin_building, cpu_kernels
 from .memory import MemoryPlan, bytes_of_layers
 from .packing import pack_linears
 from .quantize import (
@@ -132,8 +132,6 @@ def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig, d
         raise ValueError(f"{asked} needs an even head dim, of which two numbers share a byte, got {model.head_dim}")
     if device.type != "cpu":
         raise ValueError(f"{asked} runs on a CPU only, and the model is on {device.type!r}: use kv_bits None")
-    if config.compile:
-        raise ValueError(f"{asked} runs in eager steps only: use compile=False")
 
 
 def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, group: Group) -> None:
@@ -147,14 +145,6 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
     require_draft_precision(draft.quantize, device, dtype)
     if config.quantize is None and is_quantized(model):
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
-    if config.compile and config.kv_dtype == "int8" and model.config.qkv_bias:
-        queries = torch.empty(1, 1, 1, model.config.head_dim, dtype=dtype, device=device)
-        if cpu_attention_fits(queries, queries.to(torch.int8)):
-            # queries take over what equalized keys lose, and the C++ kernel has them in 8 bits, too
-            raise ValueError(
-                "kv_dtype 'int8' is not for compiled steps of a model with biased keys (Qwen2) on a CPU: "
-                "use kv_dtype 'bf16', or compile=False"
-            )
 
 
 def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes: bool = False) -> Runner:

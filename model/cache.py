@@ -83,6 +83,7 @@ class CacheLayer:
     k_low: Tensor | None = None  # the lower planes, where there are planes
     v_low: Tensor | None = None
     tail: int = 0  # of planes: how many entries, up to and with a query's own, it reads whole; 0: all of them
+    fine: bool = False  # whether 8 bits are too few for queries, too, if these are to be rounded
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
@@ -121,7 +122,7 @@ class CacheLayer:
 
     def slot(self, slot: int) -> CacheLayer:
         """One slot as a batch of one, sharing memory."""
-        return CacheLayer(*(x[slot : slot + 1] for x in self.buffers), tail=self.tail)
+        return CacheLayer(*(x[slot : slot + 1] for x in self.buffers), tail=self.tail, fine=self.fine)
 
     def store(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v [B, K, T, H] at each row's positions pos [B, T]."""
@@ -168,10 +169,12 @@ class KVCache:
         def layer() -> CacheLayer:
             if dtype != torch.int8:
                 return CacheLayer(*two(config.head_dim))
+            # where keys have biases, what makes them fit for 8 bits makes queries need more
+            fine = config.qkv_bias
             if not planes:
-                return CacheLayer(*two(config.head_dim), *two(dtype=torch.float16))
+                return CacheLayer(*two(config.head_dim), *two(dtype=torch.float16), fine=fine)
             upper, lower = (two(config.head_dim // 2, dtype=torch.uint8) for _ in range(2))
-            return CacheLayer(*upper, *two(dtype=torch.float16), *lower)
+            return CacheLayer(*upper, *two(dtype=torch.float16), *lower, fine=fine)
 
         self.layers = [layer() for _ in range(config.n_layers)]
         self.seq_len = torch.zeros(batch_size, dtype=torch.int64, device=device)

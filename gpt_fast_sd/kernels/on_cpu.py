@@ -32,10 +32,11 @@ def cpp_serves(q: Tensor, k: Tensor) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:  # fmt: skip
     """See decode.decode_attention: the fastest body for this shape."""
     if cpp_serves(q, k):
-        return cpu_attention(q, k, v, pos, n_keys, k_scale, v_scale)
+        return cpu_attention(q, k, v, pos, n_keys, k_scale, v_scale, k_low, v_low, tail, fine)
     k, k_scale = in_view(q, pos, n_keys, k, k_scale, k_low, tail)
     v, v_scale = in_view(q, pos, n_keys, v, v_scale, v_low, tail)
     few = q.shape[1] // k.shape[1] * q.shape[2] <= 3
@@ -47,10 +48,11 @@ def attend(
 def attend_with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See decode.decode_attention_with_mass."""
     if page % PAGE == 0 and cpp_serves(q, k):
-        out, mass = cpu_attention_with_mass(q, k, v, pos, n_keys, k_scale, v_scale)
+        out, mass = cpu_attention_with_mass(q, k, v, pos, n_keys, k_scale, v_scale, k_low, v_low, tail, fine)
         return out, page_sums(mass, page // PAGE)
     keys = in_view(q, pos, n_keys, k, k_scale, k_low, tail)
     out, weights, total, _ = _attend_block(q, *keys, *in_view(q, pos, n_keys, v, v_scale, v_low, tail), pos)
@@ -71,6 +73,7 @@ def attend_with_lse(
 def attend_at(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attend to the entries in index that are at or before each query; -1 is empty.
 
@@ -78,7 +81,7 @@ def attend_at(
     [B, K, S]; k_low, v_low like k, v, which are planes then -> [B, N, T, H]
     """
     if cpp_serves(q, k):
-        return cpu_attention_at(q, k, v, index, pos, k_scale, v_scale)
+        return cpu_attention_at(q, k, v, index, pos, k_scale, v_scale, k_low, v_low, tail, fine)
     n_kv, n_tokens = k.shape[1], q.shape[2]
     seen = (index[:, :, None] >= 0) & (index[:, :, None] <= pos[:, None, :, None])  # [B, K, T, M]
     place = index.clamp(0, k.shape[2] - 1)  # [B, K, M]

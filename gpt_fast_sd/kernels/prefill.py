@@ -28,17 +28,18 @@ def prefill_splits(n_rows: int, n_keys: int) -> int:
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
     q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; pos int64 [B, T], where consecutive queries
     should have nearby positions; k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone; k_low, v_low, tail: of
-    planes, see decode.py -> [B, N, T, H]
+    planes; fine: see decode.py -> [B, N, T, H]
     """
     if triton_serves(q.device):
         out: Tensor = _prefill(q, k, v, pos, n_keys, k_scale, v_scale, k_low, v_low, tail)
         return out
-    return on_cpu.attend(q, k, v, pos, n_keys, k_scale, v_scale, k_low, v_low, tail)
+    return on_cpu.attend(q, k, v, pos, n_keys, k_scale, v_scale, k_low, v_low, tail, fine)
 
 
 def prefill_attention_with_lse(
@@ -100,7 +101,8 @@ def _prefill(
     from . import prefill_triton, triton_common
 
     arch = triton_common.architecture()
-    return prefill_triton.attend(q, k, v, pos, n_keys, arch=arch, k_scale=k_scale, v_scale=v_scale)
+    beside = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    return prefill_triton.attend(q, k, v, pos, n_keys, arch=arch, **beside)
 
 
 @torch.library.custom_op("gpt_fast_sd::prefill_attention_with_lse", mutates_args=(), device_types="cuda")
@@ -111,7 +113,8 @@ def _prefill_with_lse(
     from . import prefill_triton, triton_common
 
     arch = triton_common.architecture()
-    return prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=arch, k_scale=k_scale, v_scale=v_scale)
+    beside = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    return prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=arch, **beside)
 
 
 @torch.library.custom_op("gpt_fast_sd::key_mass", mutates_args=(), device_types="cuda")
@@ -122,7 +125,7 @@ def _key_mass(
     from . import prefill_triton, triton_common
 
     arch = triton_common.architecture()
-    return prefill_triton.key_mass(q, k, lse, pos, n_keys, page, arch=arch, k_scale=k_scale)
+    return prefill_triton.key_mass(q, k, lse, pos, n_keys, page, arch=arch, k_scale=k_scale, k_low=k_low, tail=tail)
 
 
 @_prefill.register_fake

@@ -148,7 +148,7 @@ def _page_bounds(
 ) -> None:  # fmt: skip
     from . import select_triton
 
-    select_triton.page_bounds(k, bounds, first, n_pages, page, k_scale=k_scale)
+    select_triton.page_bounds(k, bounds, first, n_pages, page, k_scale=k_scale, k_low=k_low)
 
 
 @torch.library.custom_op("gpt_fast_sd::quest_pages", mutates_args=(), device_types="cuda")

@@ -98,10 +98,8 @@ class QuestView(View):
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Compute the bounds of all pages of the slot."""
         for layer, bounds in zip(self.runner.cache.slot(slot), self.bounds, strict=True):
-            own = bounds[slot : slot + 1]  # [1, K, S // page, 2H]
-            page_bounds(
-                layer.k, own, self.window_start.new_zeros(1), own.shape[2], self.page, layer.k_scale, layer.k_low
-            )
+            own, first = bounds[slot : slot + 1], self.window_start.new_zeros(1)  # [1, K, S // page, 2H], [1]
+            page_bounds(layer.k, own, first, own.shape[2], self.page, layer.k_scale, layer.k_low)
         self.window_start[slot] = self._closed(len(prompt) - 1) * self.page
 
     def host_must_wait(self, plan: RoundPlan) -> bool:

@@ -147,7 +147,7 @@ def test_an_engine_with_planes_takes_drafts_that_read_them_whole_and_back() -> N
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        *(({"policy": "streaming", "kv_bits": n}, f"kv_bits must be one of 4, got {n}") for n in (8, 2, 0, "4")),
+        *(({"policy": "streaming", "kv_bits": n}, f"kv_bits must be one of 4, got {n!r}") for n in (8, 2, 0, "4")),
         ({"kv_bits": 4}, "kv_bits 4 is for drafts from the target's own cache, which policy 'off' does not read"),
         ({"policy": "lookup", "kv_bits": 4}, "which policy 'lookup' does not read"),
         ({"policy": "standalone", "draft_model": "m", "kv_bits": 4}, "which policy 'standalone' does not read"),
@@ -173,7 +173,7 @@ def test_half_of_another_cache_than_int8_is_refused(name: str, asked: str, kv_dt
 @pytest.mark.parametrize("name", ["quantized", "hierarchy x planes", "early_exit x planes"])
 def test_a_switch_from_bytes_to_planes_is_refused_and_changes_nothing(name: str) -> None:
     one = engine("streaming")
-    with pytest.raises(ValueError, match="cache does not lie in planes, .* build an engine with .* such a draft"):
+    with pytest.raises(ValueError, match=r"cache does not lie in planes, .* build an engine with .* such a draft"):
         one.redraft(draft_of(name, 4))
     assert one.draft.policy == "streaming" and tokens(one) == plain_tokens()
 

@@ -78,7 +78,7 @@ def test_drafts_read_the_upper_plane_and_the_tail_whole(
         assert got.dtype == dtype and is_close(got, expected, TOLERANCE[dtype])
     whole, short = case.expected(), case.expected_of_drafts(1)
     off = [float((x - whole).norm() / whole.norm()) for x in (short, expected)]
-    assert 0.005 < off[1] < off[0] < 0.35  # of keys and of values a tenth each, where scores are sharp
+    assert 0.005 < off[1] < off[0] < 0.5  # keys a tenth off move sharp scores by more
 
 
 def test_what_a_draft_reads_is_the_middle_of_what_a_nibble_leaves_open() -> None:
