@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import math
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.memory import MemoryPlan
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.quantize import TAIL
 from tests.drafts import PLANES, draft_of
+from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.test_exact import Watched, covers
 from tests.gpt_fast_sd.test_int8_cache import PARAMS, PROMPTS, engine, plain_tokens, tokens
 from tests.gpuless.pools import RULES, stand_in
@@ -184,3 +187,36 @@ def test_heads_of_any_even_size_lie_in_planes_on_a_cpu(head_dim: int) -> None:
     plain = engine(model=tiny_model(config)).generate([PROMPTS[0]], SamplingParams(max_tokens=12))
     drafted = engine("quantized", model=tiny_model(config)).generate([PROMPTS[0]], SamplingParams(max_tokens=12))
     assert plain[0].tokens == drafted[0].tokens
+
+
+# ---- compiled, and as on CUDA ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SELF)
+def test_compiled_steps_are_traced_once_over_planes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled steps run, but for the code generator."""
+    monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph)
+    one = engine(name, compile=True)
+    assert tokens(one) == plain_tokens()
+    assert one.stats.recompiles == 0 and one.stats.accepted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["quantized", "guided x planes", "quest x planes"])
+def test_compiled_steps_draft_from_planes(name: str, dtype: torch.dtype) -> None:
+    """In fp32 in PyTorch, in bf16 with heads of 64 in C++ where the CPU has it."""
+    with warnings.catch_warnings(record=True):
+        if not can_compile(torch.device("cpu")):
+            pytest.skip("there is no C++ compiler")
+    config = tiny_config(dim=64, n_heads=2, n_kv_heads=1, head_dim=64) if dtype == torch.bfloat16 else tiny_config()
+    one = engine(name, model=tiny_model(config, dtype=dtype), compile=True, exact=dtype == torch.bfloat16)
+    plain = tokens(one, speculate=False)
+    assert tokens(one) == plain and one.stats.recompiles == 0 and one.stats.accepted > 0
+
+
+@pytest.mark.parametrize("name", SELF)
+def test_the_operators_of_cuda_draft_from_planes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    references.as_on_cuda(monkeypatch)
+    one = engine(name)
+    assert tokens(one) == tokens(one, speculate=False) == plain_tokens() and one.stats.accepted > 0

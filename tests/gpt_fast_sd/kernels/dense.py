@@ -28,7 +28,7 @@ TOLERANCE = {FP32: 2e-6, FP16: 1.1 * 2.0**-10, BF16: 1.1 * 2.0**-7}
 
 
 class Entries:
-    """Keys and values [B, K, S, H] as a cache holds them: as they come, in int8 with scales, in planes, or in float8."""
+    """Keys and values [B, K, S, H] as a cache holds them: as they come, in int8 with scales or planes, or in float8."""
 
     pos: Tensor
     tail = 0  # of planes; with one they are read as by a draft

@@ -1,4 +1,4 @@
-"""Attention over planes of nibbles compiled for GPUs that are not there: no spills, tensor cores, no conversion a number.
+"""Attention over planes of nibbles compiled for GPUs that are not there: no spills, tensor cores, few conversions.
 
 Shapes: B batch, T tokens in this call, S cache capacity, G query heads per kv head, H head dim.
 """
@@ -79,8 +79,10 @@ def assert_built_well(cap: int, op: str, n_rows: int, tail: int, head_dim: int =
     assert first.compiled.hmma + first.compiled.hgmma > 0 and first.compiled.ldgsts > 0
 
 
-FEW = [(80, "decode", 4), (80, "sparse", 4), (90, "decode", 4), (90, "mass", 20), (90, "sparse", 4), (90, "prefill", 256),
-       (90, "key_mass", 128)]  # fmt: skip
+FEW = [
+    (80, "decode", 4), (80, "sparse", 4), (90, "decode", 4), (90, "mass", 20), (90, "sparse", 4), (90, "prefill", 256),
+    (90, "key_mass", 128),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tail", TAILS)
