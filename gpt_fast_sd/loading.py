@@ -69,7 +69,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     group, theirs = parallel.group, draft_group(draft, parallel)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
     check_kv_dtype(config, dtype, device)
-    check_planes(config, draft, model_config, device)
+    check_planes(config, draft, model_config)
     require_draft_precision(draft.quantize, device, dtype)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
@@ -121,8 +121,8 @@ def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.devic
             )
 
 
-def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig, device: torch.device) -> None:
-    """ValueError if drafts are to read planes of a cache that has none, or that nothing here attends to."""
+def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig) -> None:
+    """ValueError if drafts are to read a plane of a cache that has none."""
     if not draft.needs_planes:
         return
     asked = f"policy {draft.policy!r}" if draft.kv_bits is None else f"kv_bits {draft.kv_bits}"
@@ -130,8 +130,6 @@ def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig, d
         raise ValueError(f"{asked} reads half of an int8 cache: it needs kv_dtype 'int8', got {config.kv_dtype!r}")
     if model.head_dim % 2:
         raise ValueError(f"{asked} needs an even head dim, of which two numbers share a byte, got {model.head_dim}")
-    if device.type != "cpu":
-        raise ValueError(f"{asked} runs on a CPU only, and the model is on {device.type!r}: use kv_bits None")
 
 
 def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, group: Group) -> None:
@@ -141,7 +139,7 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
     require_kernels(device)
     check_positions(config, model.config)
     check_kv_dtype(config, dtype, device)
-    check_planes(config, draft, model.config, device)
+    check_planes(config, draft, model.config)
     require_draft_precision(draft.quantize, device, dtype)
     if config.quantize is None and is_quantized(model):
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")

@@ -95,19 +95,27 @@ template <class E, int H, int NQ> struct Row {
 };
 
 // q as the products take it -> what one of a score is worth.
+// Of one that is not finite it is a NaN, as the output then is: whole numbers, and a largest score, would hide that.
+static inline bool is_finite(const bf16* q, int n) {
+    __mmask32 strange = 0;
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    for (int i = 0; i < n; i += 32) strange |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(q + i), exponent), exponent);
+    return !strange;
+}
 template <int H> static inline float take(const bf16* q, Row<bf16, H, 1>& row) {
-    memcpy(row.q, q, sizeof row.q);
-    return 1.f;
+    if (is_finite(q, H)) {
+        memcpy(row.q, q, sizeof row.q);
+        return 1.f;
+    }
+    memset(row.q, 0, sizeof row.q);
+    return std::numeric_limits<float>::quiet_NaN();
 }
 template <int H, int NQ> static inline float take(const bf16* q, Row<int8_t, H, NQ>& row) {
     __m512 wide[H / 16], most = _mm512_setzero_ps();
-    __mmask16 strange = 0;
 #pragma GCC unroll 8
     for (int c = 0; c < H / 16; c++) {
         wide[c] = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(q + 16 * c))), 16);
-        const __m512 size = _mm512_abs_ps(wide[c]);
-        strange |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
-        most = _mm512_max_ps(most, size);
+        most = _mm512_max_ps(most, _mm512_abs_ps(wide[c]));
     }
     const float top = std::max(_mm512_reduce_max_ps(most), 1e-30f);
     const __m512 by = _mm512_set1_ps(127.f / top);
@@ -130,8 +138,7 @@ template <int H, int NQ> static inline float take(const bf16* q, Row<int8_t, H, 
         }
     }
     row.q_half = .5f * _mm512_reduce_add_epi32(sum);
-    // of what is not finite whole numbers would make something that is
-    return strange ? std::numeric_limits<float>::quiet_NaN() : top / (NQ == 2 ? 127.f * FINER : 127.f);
+    return is_finite(q, H) ? top / (NQ == 2 ? 127.f * FINER : 127.f) : std::numeric_limits<float>::quiet_NaN();
 }
 
 // 64 dims as group_values leaves them -> in their order, as bf16.
@@ -294,28 +301,40 @@ template <int H, class E> static inline void fetch(const E* from, int n) {
     for (int h = 0; h < n * H; h += IN_LINE<E>) _mm_prefetch((const char*)(from + h), _MM_HINT_T0);
 }
 
-// An entry out of its planes; without the lower one as if its nibbles were 7.
-template <int H> static inline void join(const uint8_t* upper, const uint8_t* lower, int8_t* to) {
-    const __m512i high = _mm512_set1_epi8(int8_t(0xf0)), sign = _mm512_set1_epi8(int8_t(0x80)), middle = _mm512_set1_epi8(7);
-    if constexpr (H == 64) { // both halves of a head in one vector
-        const __m512i by = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 0);
-        const __m512i up = _mm512_sllv_epi16(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)upper)), by);
-        __m512i low = middle;
-        if (lower) {
-            const __m512i back = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-            low = _mm512_andnot_si512(high, _mm512_srlv_epi16(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)lower)), back));
+// Bytes of planes, of two numbers each -> the numbers in their upper halves, or shifted by 4 in the lower ones, as int8;
+// the lower nibbles are at the same place of low, or without any 7.
+template <bool WHOLE> static inline __m512i nibbles(__m512i up, __m512i low) {
+    const __m512i high = _mm512_set1_epi8(int8_t(0xf0));
+    if constexpr (WHOLE) return _mm512_xor_si512(_mm512_ternarylogic_epi32(up, high, low, 0xe2), _mm512_set1_epi8(int8_t(0x80))); // high ? up : low
+    else return _mm512_ternarylogic_epi32(up, high, _mm512_set1_epi8(int8_t(0x87)), 0x6a); // (up & high) ^ 0x87
+}
+
+// N entries that lie one after the other out of their planes, while those `ahead` bytes behind are asked for. WHOLE: of
+// both planes; else as if all lower nibbles were 7.
+template <int H, bool WHOLE, int N> static inline void join(const uint8_t* upper, const uint8_t* lower, int8_t* to, int ahead) {
+    constexpr bool LINES = N * H >= 128; // a line is two heads of 64 or one of 128
+#pragma GCC unroll 8
+    for (int i = 0; i < N * H / 2; i += 64, upper += 64, lower += 64, to += 128) {
+        __m512i up, low = _mm512_setzero_si512();
+        if constexpr (LINES) {
+            _mm_prefetch((const char*)(upper + ahead), _MM_HINT_T0);
+            up = _mm512_loadu_si512(upper);
+            if constexpr (WHOLE) {
+                _mm_prefetch((const char*)(lower + ahead), _MM_HINT_T0);
+                low = _mm512_loadu_si512(lower);
+            }
+        } else {
+            up = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)upper));
+            if constexpr (WHOLE) low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)lower));
         }
-        _mm512_storeu_si512(to, _mm512_xor_si512(_mm512_or_si512(_mm512_and_si512(up, high), low), sign));
-    } else {
-        static_assert(H == 128);
-        const __m512i up = _mm512_loadu_si512(upper);
-        __m512i first = middle, second = middle;
-        if (lower) {
-            const __m512i low = _mm512_loadu_si512(lower);
-            first = _mm512_andnot_si512(high, low), second = _mm512_andnot_si512(high, _mm512_srli_epi16(low, 4));
+        const __m512i first = nibbles<WHOLE>(_mm512_slli_epi16(up, 4), low), second = nibbles<WHOLE>(up, _mm512_srli_epi16(low, 4));
+        if constexpr (H == 128) {
+            _mm512_storeu_si512(to, first);
+            _mm512_storeu_si512(to + 64, second);
+        } else {
+            _mm512_storeu_si512(to, _mm512_shuffle_i64x2(first, second, 0x44));
+            if constexpr (LINES) _mm512_storeu_si512(to + 64, _mm512_shuffle_i64x2(first, second, 0xee));
         }
-        _mm512_storeu_si512(to, _mm512_xor_si512(_mm512_or_si512(_mm512_and_si512(_mm512_slli_epi16(up, 4), high), first), sign));
-        _mm512_storeu_si512(to + 64, _mm512_xor_si512(_mm512_or_si512(_mm512_and_si512(up, high), second), sign));
     }
 }
 
@@ -716,25 +735,25 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
             Tile<E> tile{{}, {}, key_scale, value_scale, nullptr, index ? position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
             float* upper = at.upper[parity];
             if (k_low && tail) memset(upper, 0, sizeof at.upper[parity]);
-            auto put_together = [&](int64_t place, int j) { // an entry of planes
+            auto put_together = [&](auto n, int64_t place, int j) { // as many entries of planes, all of one kind
                 if constexpr (BYTES<E>) {
-                    constexpr int BEHIND = 2 * TILE; // asked for a while before it is read
-                    const bool whole = place >= whole_from;
+                    constexpr int N = decltype(n)::value;
+                    const int ahead = index ? 0 : 2 * TILE * (H / 2);
                     const int64_t from = place * (H / 2);
                     const uint8_t *key = (const uint8_t*)keys + from, *value = (const uint8_t*)values + from;
-                    if (!index) {
-                        _mm_prefetch((const char*)(key + BEHIND * (H / 2)), _MM_HINT_T0);
-                        _mm_prefetch((const char*)(value + BEHIND * (H / 2)), _MM_HINT_T0);
+                    if (place >= whole_from) {
+                        join<H, true, N>(key, lower_keys + from, picked_key + j * H, ahead);
+                        join<H, true, N>(value, lower_values + from, picked_value + j * H, ahead);
+                    } else {
+                        join<H, false, N>(key, key, picked_key + j * H, ahead);
+                        join<H, false, N>(value, value, picked_value + j * H, ahead);
+                        std::fill_n(upper + j, N, 1.f);
+                        tile.upper = upper;
                     }
-                    if (!index && whole) {
-                        _mm_prefetch((const char*)(lower_keys + from + BEHIND * (H / 2)), _MM_HINT_T0);
-                        _mm_prefetch((const char*)(lower_values + from + BEHIND * (H / 2)), _MM_HINT_T0);
-                    }
-                    join<H>(key, whole ? lower_keys + from : nullptr, picked_key + j * H);
-                    join<H>(value, whole ? lower_values + from : nullptr, picked_value + j * H);
-                    if (!whole) upper[j] = 1.f, tile.upper = upper;
                 }
             };
+            constexpr std::integral_constant<int, 1> ONE{};
+            constexpr std::integral_constant<int, 16> ALL{};
             if (!index) tile.last = start + tile.n - 1;
             for (int64_t j = TILE; index && j < std::min<int64_t>(2 * TILE, M - start); j++) { // the next tile's entries, wherever they are
                 const int64_t place = std::min(std::max<int64_t>(index[bk * M + start + j], 0), S - 1);
@@ -764,11 +783,13 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                 }
                 tile.key[c / 16] = together && !k_low ? keys + first * H : picked_key + c * H;
                 tile.value[c / 16] = together && !k_low ? values + first * H : picked_value + c * H;
-                for (int j = c; j < std::min(c + 16, tile.n) && together && k_low; j++) put_together(first + j - c, j);
+                const bool alike = together && (first >= whole_from || first + 15 < whole_from);
+                if (k_low && alike) put_together(ALL, first, c);
+                for (int j = c; j < c + 16 && k_low && together && !alike; j++) put_together(ONE, first + j - c, j);
                 for (int j = c; j < std::min(c + 16, tile.n) && !together; j++) {
                     const int64_t name = named ? named[j - c] : start + j, place = std::min(std::max<int64_t>(name, 0), S - 1);
                     if (k_low) {
-                        put_together(place, j);
+                        put_together(ONE, place, j);
                     } else {
                         memcpy(picked_key + j * H, keys + place * H, sizeof(E) * H);
                         if (name < 0) memset(picked_value + j * H, 0, sizeof(E) * H);

@@ -69,7 +69,7 @@ def test_a_text_within_the_tail_is_drafted_as_the_target_says_it() -> None:
     assert len(done.tokens) == length and one.stats.accepted == one.stats.drafted > 0
 
 
-@pytest.mark.parametrize("name", ["quantized", "guided x planes"])
+@pytest.mark.parametrize("name", ["quantized", "streaming x planes"])
 def test_sampled_text_is_the_same_alone_and_beside_others(name: str) -> None:
     one = engine(name)
     params = [SamplingParams(max_tokens=n, temperature=0.8, seed=n) for n in (14, 9, 12)]
