@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -82,8 +82,10 @@ class CacheLayer:
     v_scale: Tensor | None = None
     k_low: Tensor | None = None  # the lower planes, where there are planes
     v_low: Tensor | None = None
-    tail: int = 0  # of planes: how many entries, up to and with a query's own, it reads whole; 0: all of them
-    fine: bool = False  # whether 8 bits are too few for queries, too, if these are to be rounded
+    # of planes: how many entries, up to and with a query's own, it reads whole; 0: all of them
+    tail: int = field(default=0, kw_only=True)
+    # whether 8 bits are too few for queries, too, if these are to be rounded
+    fine: bool = field(default=False, kw_only=True)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:

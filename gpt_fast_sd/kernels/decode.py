@@ -18,6 +18,8 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -78,7 +80,7 @@ def _decode(
     from . import decode_triton, triton_common
 
     arch = triton_common.architecture()
-    beside = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
     return decode_triton.attend(q, k, v, pos, n_keys, split, arch=arch, **beside)
 
 
@@ -90,7 +92,7 @@ def _decode_with_mass(
     from . import decode_triton, triton_common
 
     arch = triton_common.architecture()
-    beside = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
     return decode_triton.attend_with_mass(q, k, v, pos, n_keys, split, page, arch=arch, **beside)
 
 

@@ -164,10 +164,9 @@ def in_view(
 
     And those of their scales [B, K, S] where they have any.
     """
-    x, scale, low = (None if part is None else part.narrow(2, 0, n_keys) for part in (x, scale, low))
-    assert x is not None
+    scale, low = (None if part is None else part.narrow(2, 0, n_keys) for part in (scale, low))
     whole = torch.arange(n_keys, device=pos.device) >= first_whole(pos, tail)[:, None] if tail else None  # [B, n_keys]
-    return numbers(x, low, None if whole is None else whole[:, None], q.dtype), scale
+    return numbers(x.narrow(2, 0, n_keys), low, None if whole is None else whole[:, None], q.dtype), scale
 
 
 def numbers(x: Tensor, low: Tensor | None, whole: Tensor | None, dtype: torch.dtype) -> Tensor:

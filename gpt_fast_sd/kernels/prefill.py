@@ -8,6 +8,8 @@ Shapes: B batch rows, W of them, T tokens in this call, S cache capacity, N quer
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -101,7 +103,7 @@ def _prefill(
     from . import prefill_triton, triton_common
 
     arch = triton_common.architecture()
-    beside = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
     return prefill_triton.attend(q, k, v, pos, n_keys, arch=arch, **beside)
 
 
@@ -113,7 +115,7 @@ def _prefill_with_lse(
     from . import prefill_triton, triton_common
 
     arch = triton_common.architecture()
-    beside = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
     return prefill_triton.attend_with_lse(q, k, v, pos, n_keys, arch=arch, **beside)
 
 

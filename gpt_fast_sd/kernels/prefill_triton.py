@@ -10,6 +10,8 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -176,12 +178,9 @@ def prefill_kernel(
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
     b_total = tl.zeros([BLOCK_R], tl.float32)
     b_out = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
-    # what only planes, and only drafts, have
-    b_q2 = 0
-    b_q_half = 0
-    b_out2 = 0
-    b_halves = 0
-    whole_from = 0
+    # What only planes, and only drafts, have; else anything.
+    b_q2, b_out2 = b_q, b_out
+    b_q_half, b_halves, whole_from = b_total, b_total, last
     if FORMAT == 3:
         b_q2 = tl.load(p_q + HELD, mask=m_tile, other=0.0)
         b_out2 = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
@@ -288,7 +287,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """See prefill.prefill_attention."""
     if q.shape[1] // k.shape[1] * q.shape[2] <= FEW_ROWS:
-        beside = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+        beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
         return decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, arch=arch, **beside)
     return _attend(q, k, v, pos, n_keys, None, arch, k_scale, v_scale, k_low, v_low, tail)
 
@@ -304,7 +303,7 @@ def attend_with_lse(
     if n_heads // n_kv * n_tokens > FEW_ROWS:
         return _attend(q, k, v, pos, n_keys, lse, arch, k_scale, v_scale, k_low, v_low, tail), lse
     rows = torch.empty((n_batch, n_kv, n_tokens, n_heads // n_kv), dtype=torch.float32, device=q.device)
-    beside = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
     out = decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, rows, arch=arch, **beside)
     torch.div(rows.transpose(2, 3), LOG2_E, out=lse.unflatten(1, (n_kv, -1)))
     return out, lse

@@ -8,6 +8,8 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -76,7 +78,7 @@ def _sparse(
     from . import sparse_triton, triton_common
 
     arch = triton_common.architecture()
-    beside = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
     where = kv_indices, window_start, window_width, pos, n_keys, page
     return sparse_triton.attend(q, k, v, *where, arch=arch, **beside)
 
