@@ -75,7 +75,7 @@ class Engine:
         self._plan = plan or self._plan_of(self.draft, draft_model)
         if plan is None:
             self._plan.check(free_memory(self.device), self.device, cfg)
-        self.target = target_of(model, cfg, group)
+        self.target = target_of(model, cfg, group, planes=self.draft.needs_planes)
         self.cache, self.compiled = self.target.cache, self.target.compiled is not None
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)

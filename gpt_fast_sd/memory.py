@@ -271,11 +271,12 @@ class _Work:
     def _scores(self, n_rows: int, n_tokens: int) -> int:
         """For attention in plain PyTorch, a few queries at a time over all keys: fp32 [B, N, T, S].
 
-        Keys and values that are quantized are widened first, to fp32 at most.
+        Keys and values that are quantized are widened first, to fp32 at most; planes are put together before.
         """
         if triton_serves(self.device):
             return 0
         widened = 2 * self.model.n_kv_heads * self.model.head_dim if self.quantized else 0
+        widened *= 2 if self.draft.needs_planes else 1
         scores = SCORES * self.model.n_heads * min(n_tokens, QUERY_BLOCK)
         return n_rows * self.capacity * (scores + widened) * 4
 

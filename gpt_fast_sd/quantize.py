@@ -19,6 +19,7 @@ from .packing import FEW_ROWS, PackedFeedForward, PackedLinear, pack_linears
 from .precisions import by_output, float8_from, precision, precision_of, require_precision
 from .runner import Runner
 
+TAIL = 64  # tokens that a draft reads whole where it reads the upper plane of others
 MOST_EVENED = 24  # a channel is divided by 2 ** 24 at most: far from what bf16 cannot hold
 
 
@@ -75,11 +76,20 @@ def keep_float8(model: Transformer, name: str, numbers: Tensor, scales: Tensor) 
     model.set_submodule(place, float8_from(linear, numbers, scales))
 
 
-def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1) -> Runner:
+def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1, on_planes: bool = False) -> Runner:
     """What drafts in place of a model, over the same cache: a copy of it with weights of this precision; None: itself.
 
-    tokens: of a slot in a step of the copy; None: whole prompts, too. ValueError where it does not run on the device.
+    tokens: of a slot in a step of the copy; None: whole prompts, too. on_planes: whether it reads the upper plane of
+    the cache, and only the last entries whole. ValueError where that does not run on the device, or the cache has no
+    planes.
     """
+    if on_planes:
+        if not runner.cache.planes:
+            raise ValueError(
+                "this engine's cache does not lie in planes, of which kv_bits 4 reads one: build an engine with "
+                "kv_dtype 'int8' and such a draft"
+            )
+        runner = replace(runner, cache=runner.cache.with_tail(TAIL))
     if name is None:
         return runner
     require_precision(name, runner.device, runner.model.embedding.weight.dtype, of_draft=True)

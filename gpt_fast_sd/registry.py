@@ -18,6 +18,7 @@ VIEWS: dict[str, Any] = {
 }
 DRAFTERS: dict[str, Any] = {
     "standalone": "standalone.StandaloneDraft",
+    "quantized": "quantized.QuantizedDraft",
     "lookup": "lookup.LookupDraft",
     "early_exit": "early_exit.EarlyExitDraft",
     "hierarchy": "hierarchy.HierarchyDraft",

@@ -6,7 +6,7 @@ values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a
 (`load_model`, `save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
 """
 
-from .cache import KV, SPLIT, CacheLayer, CausalSelf, KVCache, as_int8
+from .cache import KV, SPLIT, CacheLayer, CausalSelf, KVCache, as_int8, as_planes
 from .checkpoint import (
     Weights,
     load_model,
@@ -41,6 +41,7 @@ __all__ = [
     "Transformer",
     "Weights",
     "as_int8",
+    "as_planes",
     "gguf_parts",
     "load_model",
     "load_tokenizer",

@@ -334,7 +334,8 @@ def prepare(args: argparse.Namespace) -> Job:
     if parallel.dp * parallel.tp > 1:
         raise ValueError("needles.py runs in one process")
     engine_config = config_of(EngineConfig, args, max_seq_len=longest, compile=args.compile)
-    engine = Engine.from_pretrained(args.model, engine_config, drafts[0], parallel=parallel)
+    first = next((draft for draft in drafts if draft.needs_planes), drafts[0])  # of whose cache all can draft
+    engine = Engine.from_pretrained(args.model, engine_config, first, parallel=parallel)
     common_settings = {
         "model": str(args.model), "weights": fingerprint(engine.model), "dtype": engine.dtype_name,
         "compiled": engine.compiled, "threads": torch.get_num_threads(),

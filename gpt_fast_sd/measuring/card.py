@@ -71,6 +71,7 @@ def who_drafts(draft: DraftConfig) -> str:
         "view": draft.view_name if draft.policy not in VIEWS else None,
         "budget": draft.budget if draft.view_name not in (None, "full") else None,
         "weights": draft.quantize,
+        "kv bits": draft.kv_bits,
         "gamma": draft.gamma,
         **{name: getattr(draft, name) for name in OWN if getattr(draft, name) != getattr(DraftConfig, name)},
         "on processes": draft.draft_tp,
