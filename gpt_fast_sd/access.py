@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from gpt_fast_sd.model import Transformer
-
 from .devices import require_current
 from .scheduling import Schedule
 
@@ -16,24 +14,17 @@ from .scheduling import Schedule
 class Access:
     """Whether an engine on a device is idle, at work, closed or broken; RuntimeError if a call must not be made."""
 
-    def __init__(self, device: torch.device, model: Transformer) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._layer = model.layers[0]
-        self._linear = self._layer.get_submodule("attention.wqkv")
         self.running = self.closed = False
         self.failure: str | None = None  # the error of the device
 
     def require_open(self) -> None:
-        """RuntimeError for an engine that is closed or broken, or whose weights another one has quantized."""
+        """RuntimeError for an engine that is closed or broken."""
         if self.failure:
             raise RuntimeError(self._broken)
         if self.closed:
             raise RuntimeError("the engine is closed: build a new one")
-        if self._layer.get_submodule("attention.wqkv") is not self._linear:  # quantized in place, it is another module
-            raise RuntimeError(
-                "the weights of this engine's model were quantized in place after it was built: load the model again "
-                "for each precision"
-            )
 
     def require_idle(self) -> None:
         """The same, and for one that is at work; ValueError if another device is the current one."""

@@ -89,7 +89,7 @@ class Engine:
         )
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
         self._capture = GraphPool(self.device) if captures else None
-        self._prefill, self._access = Prefill(self.target), Access(self.device, model)
+        self._prefill, self._access = Prefill(self.target), Access(self.device)
         self._compile_seconds: float | None = None  # None: the steps are not compiled yet
         self.schedule = Schedule(self._prefill, self.state, self._rounds_of(self.draft, draft_model), self.parallel)
         self.parallel.close_before(self)

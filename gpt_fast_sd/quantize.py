@@ -20,6 +20,7 @@ from .precisions import by_output, float8_from, precision, precision_of, require
 from .runner import Runner
 
 TAIL = 64  # tokens that a draft reads whole where it reads the upper plane of others
+LEAST_EVENED = 2.0**-6  # size of keys below which none is made: scales of int8 keys are fp16
 MOST_EVENED = 24  # a channel is divided by 2 ** 24 at most: far from what bf16 cannot hold
 
 
@@ -159,7 +160,7 @@ def equalize_keys_of(block: Block) -> None:
     size = b[:, group].float().abs() + 3 * norms  # [K, H], what most keys reach
     pairs = size.unflatten(-1, (2, -1)).amax(-2)  # [K, H // 2]
     # of keys that leave most dimensions unused, the others are not made so small that no cache could hold them
-    usual = pairs.median(-1, keepdim=True).values.clamp(min=1.0)
+    usual = pairs.median(-1, keepdim=True).values.clamp(min=LEAST_EVENED)
     power = (pairs / usual).log2().round().clamp(0, MOST_EVENED).repeat(1, 2)  # [K, H]
     factor = torch.exp2(power).to(w.dtype)
     for x, by in ((w, factor[..., None]), (b, factor.to(b.dtype))):
