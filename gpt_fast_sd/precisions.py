@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import Linear, ModelConfig
 
+from .int4 import Int4Linear, int4_from
 from .int8 import Int8Linear
-from .kernels import ROWS_AT_ONCE, unpack
+from .kernels import BLOCK, ROWS_AT_ONCE, dequantize_blocks, unpack
 from .packing import PackedLinear
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
@@ -84,6 +85,14 @@ def float8_from(linear: nn.Linear, numbers: Tensor, scales: Tensor) -> nn.Linear
     return _holding(linear, type(pattern).__tensor_unflatten__(held, attributes, None, None))
 
 
+def int4_in_blocks(linear: nn.Linear) -> nn.Linear:
+    """The same with int4 weights in blocks of 32 inputs, the bias shared; itself where it has them."""
+    if isinstance(linear, Int4Linear):
+        return linear
+    weight = plain_weight(linear, "int4")
+    return Int4Linear(int4_from(weight, linear.weight), linear.bias, weight.dtype)
+
+
 def int4_of(linear: nn.Linear) -> nn.Linear:
     """The same with torchao's int4 weights in the layout of torch's own product, a scale and a zero for 128 inputs.
 
@@ -111,6 +120,7 @@ def _float8_config() -> object:
 TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
     "int8": {"cpu": Precision(of=int8_of), "cuda": Precision(of=int8_of, widened=2)},
     "int4": {
+        "cpu": Precision(of=int4_in_blocks, per_weight=0.5 + 4 / BLOCK, inputs=BLOCK),
         "cuda": Precision(
             of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, beside=8, evens=False, inputs=GROUP, outputs=8,
             padded=1024, only_bf16=True,
@@ -196,8 +206,8 @@ def matrices_of(shape: ModelConfig, ranks: int) -> dict[str, tuple[int, int]]:
 
 def precision_of(linear: nn.Linear) -> str | None:
     """The name of the precision of its weight, or of a kind of tensor that is none of ours; None: not quantized."""
-    if isinstance(linear, Int8Linear):
-        return "int8"
+    if isinstance(linear, (Int8Linear, Int4Linear)):
+        return "int8" if isinstance(linear, Int8Linear) else "int4"
     held = type(linear.weight.data)
     return BY_TORCHAO.get(held.__name__, held.__name__) if held.__module__.startswith("torchao.") else None
 
@@ -210,6 +220,9 @@ def by_output(linear: nn.Linear) -> tuple[Tensor, Tensor] | None:
     name, weight = precision_of(linear), linear.weight.data
     if isinstance(linear, Int8Linear):
         return None if type(linear) is not Int8Linear else (weight, linear.scale.data[:, None])
+    if type(linear) is Int4Linear:
+        alone = linear.held._replace(power=torch.ones_like(linear.scale))
+        return dequantize_blocks(alone, torch.float32), linear.scale.data[:, None]
     if name == "float8":
         return weight.qdata, weight.scale  # type: ignore[attr-defined]
     return None if name or isinstance(linear, PackedLinear) else (weight, weight)

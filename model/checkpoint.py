@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,9 @@ from .files import CheckpointError, first_line, is_gguf, read_json, readable_nam
 from .float8 import FLOAT8, has_float8_cache, is_packed, is_stored_in_float8, is_unused, scale_shapes
 from .llama import Transformer
 from .rope import rope_frequencies
+
+if TYPE_CHECKING:
+    from .gguf import Header
 
 # ---- folders -------------------------------------------------------------------------------------------------------
 
@@ -257,12 +260,13 @@ class Weights:
         described = folder / "config.json"
         # whether there may be float8 with scales: names alone would not say what these multiply
         self.scaled = described.is_file() and is_stored_in_float8(read_json(described))
+        self._gguf: Header | None = None
         self._file: dict[str, tuple[Path, StoredTensors]] = {}
         if is_gguf(folder):
             from .gguf import read_header
 
             found = read_header(folder)
-            self.header, self.called = "the header", found.name_of
+            self.header, self.called, self._gguf = "the header", found.name_of, found
             self._file = {name: (found.file_of(name), found) for name in found.names()}
             return
         for single, opener in (("model.safetensors", _SafetensorsFile), ("pytorch_model.bin", _PickleFile)):
@@ -282,6 +286,8 @@ class Weights:
             raise CheckpointError(f"{index} must have a weight_map from tensor names to file names")
         opened: dict[str, StoredTensors] = {}
         for shard in sorted(set(where.values())):
+            if Path(shard).name != shard:  # a model reads files of its own folder alone
+                raise CheckpointError(f"{index} names {readable_name(shard)}, which is no file of its own folder")
             if not (self.folder / shard).is_file():
                 raise CheckpointError(f"{self.folder / shard} is missing, but {index.name} names it")
             opened[shard] = _open(self.folder / shard, opener)
@@ -407,6 +413,37 @@ class Weights:
             own = torch.arange(first, last) // copies - begin
             place.copy_(stored if copies == 1 else stored[own])  # [units, rows, ...]
 
+    def in_blocks(
+        self, layout: Layout, shape: tuple[int, ...], first_row: int = 0, first_column: int = 0
+    ) -> Callable[[], tuple[Tensor, Tensor] | None] | None:
+        """What reads a part of a parameter (see read_into) as the file has it, if it has all of it in blocks of 4 bits.
+
+        It needs nothing but the file: see Blocks.read; None if that has changed.
+        """
+        found = [self._gguf.blocks(self.called(name)) for name, *_ in layout] if self._gguf else [None]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found) or len(shape) != 2 or (first_column | shape[1]) % 32:
+            return None
+        unit = sum(rows for _, rows, _ in layout)
+        first, last = first_row // unit, (first_row + shape[0]) // unit
+        columns = slice(first_column, first_column + shape[1])
+
+        def read() -> tuple[Tensor, Tensor] | None:
+            numbers = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8)
+            scales = torch.empty(shape[0], shape[1] // 32, 2, dtype=torch.float16)
+            for i, (part, (_, rows, copies)) in enumerate(zip(parts, layout, strict=True)):
+                begin, end = first // copies, -(-last // copies)
+                own = torch.arange(first, last) // copies - begin
+                try:
+                    stored = part.read(slice(begin * rows, end * rows), columns)
+                except (OSError, ValueError):
+                    return None
+                for whole, piece in zip((numbers, scales), stored, strict=True):
+                    _units(whole, layout)[i].copy_(piece.unflatten(0, (-1, rows))[own])
+            return numbers, scales
+
+        return read
+
 
 def _open(path: Path, opener: type[_SafetensorsFile] | type[_PickleFile]) -> StoredTensors:
     try:
@@ -492,8 +529,12 @@ def load_model(
         padding.zero_()
         if len(stored):
             weights.read_into(stored, layout, first_row, first_column)
-        setattr(model.get_submodule(place), kind, nn.Parameter(tensor, requires_grad=False))
-        del tensor, stored, padding
+            require_finite(stored, layout, weights)
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        if not len(padding) and (blocks := weights.in_blocks(layout, tuple(tensor.shape), first_row, first_column)):
+            parameter.in_blocks = blocks  # type: ignore[attr-defined]
+        setattr(model.get_submodule(place), kind, parameter)
+        del tensor, stored, padding, parameter
         if settle:
             settle(model, name)
     if tied_twice:
@@ -510,6 +551,19 @@ def load_model(
     model.rope_freqs = rope_frequencies(config).to(device)  # not stored, and the meta device computed nothing
     model.config = config
     return model.eval().requires_grad_(False)
+
+
+def require_finite(ours: Tensor, layout: Layout, weights: Weights) -> None:
+    """CheckpointError by the stored tensor's name if what was read holds NaN or infinity; ours [R] or [R, C]."""
+    if ours.sum(dtype=torch.float32).isfinite():  # of finite numbers it may be infinite, and then all are looked at
+        return
+    for (name, *_), place in zip(layout, _units(ours, layout), strict=True):
+        wrong = place[~place.isfinite()]
+        if len(wrong):
+            spelled = str(ours.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{weights.file_of(name)}: {readable_name(name)} holds {wrong[0].item()} as {spelled}"
+            )
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

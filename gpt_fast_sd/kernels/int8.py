@@ -41,15 +41,20 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -
     if triton_serves(x.device):
         multiplied: Tensor = _int8_linear(x, weight, scale, bias)
         return multiplied
-    wide = x.reshape(-1, x.shape[-1]).float()  # [M, I]
-    own = wide.abs().amax(-1).clamp(min=LEAST) / (MOST * 128)  # [M]
-    integers = (wide * own.reciprocal()[:, None]).round().to(torch.int32)
+    integers, own = as_integers(x.reshape(-1, x.shape[-1]))  # [M, I], [M]
     upper = (integers + 64) >> 7  # -127 .. 127, and what is left is -64 .. 63
     planes = [plane.clamp(-MOST - 1, MOST).to(torch.int8) for plane in (upper, integers - (upper << 7))]
     sums = [_sums(plane, weight) for plane in planes]  # [M, O], exact before they are rounded
     out = (sums[0] * 128 + sums[1]) * (own[:, None] * scale)
     out = out if bias is None else out + bias.float()
     return out.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+
+def as_integers(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [M, I] as whole numbers of 15 bits, int32 [M, I], ties to even, times a scale for each, fp32 [M]."""
+    wide = x.float()
+    scale = wide.abs().amax(-1).clamp(min=LEAST) / (MOST * 128)  # [M]
+    return (wide * scale.reciprocal()[:, None]).round().to(torch.int32), scale
 
 
 @torch.library.custom_op("gpt_fast_sd::int8_linear", mutates_args=(), device_types="cuda")

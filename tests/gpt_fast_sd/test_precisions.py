@@ -337,16 +337,15 @@ def test_what_a_checkpoint_says_of_a_cache_is_left_to_the_user(tmp_path: Path) -
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OF_CUDA)
-def test_a_cpu_refuses_what_runs_on_cuda_before_weights_are_read(name: str, tmp_path: Path) -> None:
+def test_a_cpu_refuses_what_runs_on_cuda_before_weights_are_read(tmp_path: Path) -> None:
     save_hugging_face(model_of(), tmp_path, dtype=torch.bfloat16)
     (tmp_path / "model.safetensors").write_bytes(b"")  # what is in it is not looked at
-    said = f"quantize '{name}' runs on device 'cuda', and the model is on 'cpu': use 'int8'$"
+    said = "quantize 'float8' runs on device 'cuda', and the model is on 'cpu': use 'int8' or 'int4'$"
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)
     with pytest.raises(ValueError, match=said):
-        load(tmp_path, replace(config, quantize=name), DraftConfig(), None)
+        load(tmp_path, replace(config, quantize="float8"), DraftConfig(), None)
     with pytest.raises(ValueError, match=said.replace("' runs", "' of a draft runs")):
-        load(tmp_path, config, DraftConfig(policy="full", quantize=name), None)
+        load(tmp_path, config, DraftConfig(policy="full", quantize="float8"), None)
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -359,22 +358,6 @@ def test_a_draft_of_another_precision_than_a_quantized_target_is_refused() -> No
     assert {precision_of(m) for m in linears_of(model)} == {None}
 
 
-def test_an_engine_says_that_another_one_has_quantized_its_model() -> None:
-    model, params = model_of(), SamplingParams(max_tokens=3)
-    first, draft = engine(model), engine(model, DraftConfig(policy="full", gamma=1, quantize="int8"))
-    first.generate(PROMPTS, params)
-    draft.generate(PROMPTS, params)  # a copy is quantized, and nothing of the model
-    first.generate(PROMPTS, params)
-    stream = first.stream(PROMPTS, params)
-    next(stream)
-    engine(model, quantize="int8").generate(PROMPTS, params)
-    for call in (lambda: list(stream), lambda: first.generate(PROMPTS, params), draft.warm_up):
-        with pytest.raises(
-            RuntimeError, match="model were quantized in place after it was built: load the model again"
-        ):
-            call()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("name", OF_CUDA)
@@ -382,7 +365,6 @@ def test_steps_over_a_librarys_tensors_are_compiled_for_one_layer_and_once(name:
     draft = DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
     one = engine(model_of(n_layers=3), draft, quantize=name, compile=True)
     for speculate in (True, False):
-        assert [len(c.tokens) for c in one.generate(PROMPTS, SamplingParams(max_tokens=12), speculate=speculate)] == [
-            12
-        ] * 3
+        found = one.generate(PROMPTS, SamplingParams(max_tokens=12), speculate=speculate)
+        assert [len(c.tokens) for c in found] == [12] * 3
         assert one.stats.recompiles == 0

@@ -58,6 +58,7 @@ MORE = [
     "exact_decoding_stays_exact",
     "the_first_ranks_draws_count_for_all_whatever_drafts",
     "weights_are_quantized_after_they_are_split",
+    "int4_weights_are_on_ranks_what_they_are_on_one",
     "a_folder_is_loaded_and_decoded_by_all_ranks",
 ]
 COMPILED = [
