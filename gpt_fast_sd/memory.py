@@ -95,15 +95,15 @@ class MemoryPlan:
         quantizing, widened = 0, 0
         for name in filter(None, (config.quantize, draft.quantize)):
             entry = precision(name, device)
-            of_models = [m for m in (model, draft_model) if m]
-            quantizing = max(quantizing, *(_quantizing(m, entry.beside) for m in of_models))
-            widened = max(widened, *(entry.widened * _largest_of_layers(m, ranks) for m in of_models))
+            parts = [(model, ranks), *([(draft_model, 1)] if draft_model else [])]
+            quantizing = max(quantizing, *(_quantizing(m, entry.beside) for m, _ in parts))
+            widened = max(widened, *(entry.widened * _largest_of_layers(*part) for part in parts))
         captured = traits_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,
             kv=entries * _bytes_per_token(model, kv_dtype),
             draft_kv=entries * _bytes_per_token(draft_model, kv_dtype) if draft_model else 0,
-            draft_weights=_copied(draft.quantize, draft, model, draft_model, device, ranks) if draft.quantize else 0,
+            draft_weights=_copied(config, draft, model, draft_model, device, ranks),
             text=8 * entries,
             policy=policy,
             workspace=max(max(work.prefilling, work.round, work.observing) + widened, packing, quantizing),
@@ -312,14 +312,19 @@ def _quantizing(model: ModelConfig, beside: int) -> int:
 
 
 def _copied(
-    name: str, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None, device: torch.device, ranks: int
-) -> int:
-    """Bytes of quantized copies of all models that draft: their layers and heads."""
-    layers, total = precision(name, device), 0
+    config: EngineConfig, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None, device: torch.device,
+    ranks: int,
+) -> int:  # fmt: skip
+    """Bytes of quantized copies of all models that draft: their heads, and their layers if they have other ones."""
+    if draft.quantize is None:
+        return 0
+    layers, total = precision(draft.quantize, device, of_draft=True), 0
     head = precision(layers.head, device)
     for step in registry.policy_class(draft.policy).model_steps(draft, model, draft_model, 1):
         shape, n = step.model, 1 if step.model is draft_model else ranks
-        total += bytes_of_layers(shape, n, layers.bytes_of) + head.bytes_of(-(-shape.vocab_size // n), shape.dim)
+        if step.model is draft_model or config.quantize != draft.quantize:
+            total += bytes_of_layers(shape, n, layers.bytes_of)
+        total += head.bytes_of(-(-shape.vocab_size // n), shape.dim)
     return total
 
 
@@ -329,7 +334,9 @@ def bytes_of_weights(model: ModelConfig, ranks: int, itemsize: int, quantize: st
     if quantize is None:
         return total
     entry = precision(quantize, device)
-    return total + bytes_of_layers(local_config(model, ranks), ranks, lambda o, i: entry.bytes_of(o, i) - o * i * itemsize)
+    return total + bytes_of_layers(
+        local_config(model, ranks), ranks, lambda o, i: entry.bytes_of(o, i) - o * i * itemsize
+    )
 
 
 def bytes_of_layers(shape: ModelConfig, ranks: int, of_matrix: Callable[[int, int], int]) -> int:

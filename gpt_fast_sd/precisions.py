@@ -37,9 +37,9 @@ class Precision:
     weights is returned. per_weight, per_row: bytes of a weight, and further ones of each output. head: the precision of
     a copy's output head. widened: bytes of a weight in the copy that a product of many rows makes. beside: fp32 numbers
     that are kept beside each of the rows that are quantized at a time. evens: whether an output can be scaled
-    afterwards, see `equalize_keys`. inputs, outputs: what must divide them. padded: the multiple to which inputs are padded.
-    capability: the least compute capability. only_bf16: whether weights of other dtypes are refused. cublas: whether
-    CUDA 12.9 is refused.
+    afterwards, see `equalize_keys`. inputs, outputs: what must divide them. padded: the multiple to which inputs are
+    padded. capability: the least compute capability. only_bf16: whether weights of other dtypes are refused. cublas:
+    whether CUDA 12.9 is refused.
     """
 
     of: Callable[[nn.Linear], nn.Linear]
@@ -77,8 +77,9 @@ def float8_of(linear: nn.Linear) -> nn.Linear:
 
 
 def float8_from(linear: nn.Linear, numbers: Tensor, scales: Tensor) -> nn.Linear:
-    """The same with weights that are float8 already: numbers [O, I], and what those of an output stand for, fp32 [O]."""
-    pattern: Any = _quantized(torch.zeros(16, 16, dtype=torch.bfloat16, device=numbers.device), "float8", _float8_config())
+    """The same with weights that are float8 already: numbers [O, I], and what an output's stand for, fp32 [O]."""
+    few = torch.zeros(16, 16, dtype=torch.bfloat16, device=numbers.device)
+    pattern: Any = _quantized(few, "float8", _float8_config())
     attributes = {**pattern.__tensor_flatten__()[1], "block_size": [1, numbers.shape[1]]}
     held = {"qdata": numbers, "scale": scales[:, None]}
     return _holding(linear, type(pattern).__tensor_unflatten__(held, attributes, None, None))
@@ -121,15 +122,15 @@ TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
     "int4": {
         "cpu": Precision(of=int4_in_blocks, per_weight=0.5 + 4 / BLOCK, inputs=BLOCK),
         "cuda": Precision(
-            of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, beside=8, evens=False, inputs=GROUP, outputs=8, padded=1024,
-            only_bf16=True,
-        ),  # fmt: skip
+            of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, beside=8, evens=False, inputs=GROUP, outputs=8,
+            padded=1024, only_bf16=True,
+        ),
     },
     "float8": {
         "cuda": Precision(
             of=float8_of, head="float8", inputs=16, outputs=16, capability=FLOAT8_CAPABILITY, only_bf16=True,
             cublas=True,
-        ),  # fmt: skip
+        ),
     },
 }  # fmt: skip
 
@@ -141,9 +142,7 @@ def precision(name: str, device: torch.device, *, of_draft: bool = False) -> Pre
         kinds = " or ".join(repr(kind) for kind in TABLE[name])
         others = [repr(other) for other, runs in TABLE.items() if device.type in runs]
         advice = f": use {' or '.join(others)}" if others else ""
-        raise ValueError(
-            f"{_said(name, of_draft)} runs on device {kinds}, and the model is on {device.type!r}{advice}"
-        )
+        raise ValueError(f"{_said(name, of_draft)} runs on device {kinds}, and the model is on {device.type!r}{advice}")
     return found
 
 
@@ -162,13 +161,17 @@ def require_precision(name: str | None, device: torch.device, dtype: torch.dtype
     if found.cublas and str(torch.version.cuda).startswith("12.9"):  # https://github.com/pytorch/ao/issues/4582
         raise ValueError(f"{said} may crash in CUDA 12.9's cuBLAS: use a torch built for another CUDA")
     if found.only_bf16 and dtype != torch.bfloat16:
-        raise ValueError(f"{said} needs bf16 weights, and the model's are {str(dtype).removeprefix('torch.')}")
+        given = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{said} needs bf16 weights, and the model's are {given}: use dtype 'bf16'")
 
 
 def require_sizes(
     name: str | None, device: torch.device, shape: ModelConfig, ranks: int, *, of_draft: bool = False
 ) -> None:
-    """ValueError where weights of these sizes are not quantized so. shape: of one of so many ranks, see local_config."""
+    """ValueError where weights of these sizes are not quantized so.
+
+    shape: of one of so many ranks, see local_config.
+    """
     if name is None:
         return
     said, found = _said(name, of_draft), precision(name, device)

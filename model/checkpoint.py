@@ -258,6 +258,9 @@ class Weights:
         self.folder, self.header = folder, "config.json"
         self.called: Callable[[str], str] = str  # Hugging Face's name -> the file's
         self._gguf: Header | None = None
+        described = folder / "config.json"
+        # whether there may be float8 with scales: names alone would not say what these multiply
+        self.scaled = described.is_file() and is_stored_in_float8(read_json(described))
         self._file: dict[str, tuple[Path, StoredTensors]] = {}
         if is_gguf(folder):
             from .gguf import read_header
@@ -297,8 +300,13 @@ class Weights:
 
     def is_float8(self, name: str) -> bool:
         """Whether a stored tensor is float8 with a scale of its own."""
-        where = self._file.get(self.called(name))
-        return where is not None and where[1].describe(name)[1] == FLOAT8 and f"{name}_scale" in self._file
+        return self._is_float8(self.called(name))
+
+    def _is_float8(self, name: str) -> bool:
+        if not self.scaled or not {name, f"{name}_scale"} <= self._file.keys():
+            return False
+        shape, dtype = self._file[name][1].describe(name)
+        return dtype == FLOAT8 and len(shape) == 2
 
     def file_of(self, name: str) -> Path:
         """The file that holds a stored tensor."""
@@ -327,13 +335,13 @@ class Weights:
                 raise CheckpointError(
                     f"{path}: {name} has shape {list(stored)}, but {self.header} asks for {list(shape)}"
                 )
-            if self.is_float8(name):
+            if self._is_float8(name):
                 self._check_scale(f"{name}_scale", shape[0])
             elif dtype not in file.readable:
                 raise CheckpointError(
                     f"{path}: {name} is stored as {dtype}, but only {', '.join(file.readable)} can be read"
                 )
-        scales = {f"{name}_scale" for name in asked if self.is_float8(name)}
+        scales = {f"{name}_scale" for name in asked if self._is_float8(name)}
         extra = [
             n for n in self._file
             if n not in asked and n not in scales and not n.endswith("rotary_emb.inv_freq")

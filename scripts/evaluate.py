@@ -330,8 +330,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{PROGRAM} runs in one process")
     engine = Engine.from_pretrained(args.model, how, parallel=parallel)
     result: Record = {
-        "model": str(args.model), "dtype": engine.dtype_name, "quantize": how.quantize, "kv_dtype": how.kv_dtype,
-        "seed": args.seed,
+        "model": str(args.model), "dtype": engine.dtype_name, "quantize": engine.config.quantize,
+        "kv_dtype": how.kv_dtype, "seed": args.seed,
         "shape": {
             "parameters": config.n_params, "layers": config.n_layers, "dim": config.dim, "heads": config.n_heads,
             "kv_heads": config.n_kv_heads, "vocab": config.vocab_size, "positions": config.max_seq_len,

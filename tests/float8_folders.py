@@ -1,4 +1,4 @@
-"""Tiny folders whose weights are stored in float8, as tools of others write them, and folders of kinds that are not read.
+"""Tiny folders whose weights are stored in float8, as tools of others write them; and what other kinds say.
 
 Shapes: O x I a weight.
 """

@@ -35,7 +35,14 @@ class Config(NamedTuple):
 # (family, rows of a tile) -> inputs of a step, stages. Estimated, not timed on a chip: by Little's law 36 KB in flight
 # per SM are enough for 4.8 TB/s; a step of 64 outputs x 128 inputs is 8 KiB of weights. Ampere's smaller members have
 # 99 KiB for weights and rows together.
-STEPS = {(90, 16): (128, 5), (90, 32): (128, 5), (90, 64): (128, 4), (80, 16): (128, 5), (80, 32): (128, 4), (80, 64): (128, 3)}
+STEPS = {
+    (90, 16): (128, 5),
+    (90, 32): (128, 5),
+    (90, 64): (128, 4),
+    (80, 16): (128, 5),
+    (80, 32): (128, 4),
+    (80, 64): (128, 3),
+}
 
 
 def config(arch: int | str, itemsize: int, n_rows: int, n_out: int) -> Config:

@@ -65,7 +65,8 @@ def plan(
         "benchmark": "plan",
         "settings": {
             "estimate": estimate, "dtype": system.dtype, "kv_dtype": system.kv_dtype, "quantize": system.quantize,
-            "draft_quantize": next((draft.quantize for draft in drafts if draft.quantize), None), "max_new_tokens": system.room, "tp": system.tp, "positions": system.model.max_seq_len,
+            "draft_quantize": next((draft.quantize for draft in drafts if draft.quantize), None),
+            "max_new_tokens": system.room, "tp": system.tp, "positions": system.model.max_seq_len,
             "chip": {
                 "name": chip.name, "bandwidth": chip.bandwidth, "peak": chip.peak,
                 "memory": None if math.isinf(chip.memory) else chip.memory,

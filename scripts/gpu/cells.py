@@ -266,7 +266,8 @@ def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
             print(f"replay of {row['profile']}, gamma {row['gamma']}: {said}")
         return {
             "cell": cell.name, "planned_batch": cell.batch, "arm": arm.name,
-            "policy": arm.policy, "budget": bench.budget, "quantize": arm.quantize, "batch": bench.batch, "context": bench.context,
+            "policy": arm.policy, "budget": bench.budget, "quantize": arm.quantize,
+            "batch": bench.batch, "context": bench.context,
             "chip": asdict(setup.chip), "build_seconds": built, "steps": steps, "roofline": ceilings,
             "replay": replayed, "just_after": clocks() if setup.on_cuda else {},
         }  # fmt: skip

@@ -235,7 +235,8 @@ def timed_linears(setup: Setup) -> Record:
     for place, (n_out, n_in) in sizes.items():
         plain = Linear(n_in, n_out, bias=False, device=setup.device, dtype=dtype).requires_grad_(False)
         for name in (None, *TABLE):
-            linear, n_bytes = plain, float(n_out * n_in * dtype.itemsize)
+            linear: torch.nn.Linear = plain
+            n_bytes = float(n_out * n_in * dtype.itemsize)
             if name is not None:
                 try:
                     require_precision(name, setup.device, dtype)

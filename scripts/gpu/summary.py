@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -84,8 +85,8 @@ def by_precision(results: Mapping[str, Record], setup: Setup) -> list[Row]:
     Of a dry run nothing counts as measured.
     """
     rows = []
-    for context, name in [*BY_PRECISION[: len(PRECISIONS)], *_with_plain(BY_PRECISION[len(PRECISIONS) :])]:
-        arm = PRECISIONS[name]
+    contexts = dict.fromkeys(context for context, _ in BY_PRECISION)
+    for context, (name, arm) in itertools.product(contexts, PRECISIONS.items()):
         stage = f"precision-{context}-{name}" if (context, name) in BY_PRECISION else f"cell-{context}-guided"
         ran = results.get(stage, {})
         cell = Cell(batch=(FULL | ALONE)[context], context=context)
@@ -97,17 +98,12 @@ def by_precision(results: Mapping[str, Record], setup: Setup) -> list[Row]:
         shown = "not measured" if setup.tiny or measured is None else f"{measured:.2f}x"
         rows.append({
             "cell": cell.name, "draft's weights": arm.quantize or "bf16, the target's own",
-            "gamma": str(chosen.gamma), "T_D / T_T, good public kernels": f"{chosen.draft_seconds / chosen.target_seconds:.3f}",
+            "gamma": str(chosen.gamma),
+            "T_D / T_T, good public kernels": f"{chosen.draft_seconds / chosen.target_seconds:.3f}",
             "forecast: good public kernels": f"{ratios[0]:.2f}x", "forecast: expected": f"{ratios[1]:.2f}x",
             "measured, replay": f"not run: {ran['skipped']}" if "skipped" in ran else shown,
         })  # fmt: skip
     return rows
-
-
-def _with_plain(pairs: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """These pairs, before those of each context the one whose draft has the target's own weights."""
-    contexts = dict.fromkeys(context for context, _ in pairs)
-    return [(c, name) for c in contexts for name in ("None", *(name for context, name in pairs if context == c))]
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

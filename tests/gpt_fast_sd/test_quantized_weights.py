@@ -237,7 +237,7 @@ def test_a_device_that_runs_no_such_draft_refuses_it() -> None:
     meta = type("Meta", (Runner,), {"device": torch.device("meta")})(model, cache, False)
     assert drafter(meta, None) is meta and drafter(runner, None) is runner
     with pytest.raises(
-        ValueError, match="'int8' of a draft runs on device 'cpu' or 'cuda', and the model is on 'meta'$"
+        ValueError, match=r"'int8' of a draft runs on device 'cpu' or 'cuda', and the model is on 'meta'$"
     ):
         drafter(meta, "int8")
 

@@ -1,4 +1,4 @@
-"""Checkpoints in float8 are read, dequantized or as they are; every other kind is refused in one sentence that names it."""
+"""Checkpoints in float8 are read, dequantized or as they are; every other kind is refused by its name."""
 
 from __future__ import annotations
 
@@ -86,10 +86,18 @@ def test_a_checkpoint_without_float8_has_none(tmp_path: Path) -> None:
     assert read_stored_float8(tmp_path) is None
 
 
+def test_float8_of_which_config_json_says_nothing_is_refused(tmp_path: Path) -> None:
+    save_float8(tmp_path)
+    describe(tmp_path, None)
+    with pytest.raises(
+        CheckpointError, match=r"proj\.weight is stored as F8_E4M3, but only F64, F32, F16, BF16 can be"
+    ):
+        load_model(tmp_path)
+
+
 def test_what_concerns_activations_or_a_cache_is_not_read(tmp_path: Path) -> None:
-    one = torch.ones(1)
     names = ["q_proj.input_scale", "k_proj.input_scale_ub", "k_scale", "v_scale", "q_scale", "o_proj.output_scale"]
-    save_float8(tmp_path, extra={f"model.layers.0.self_attn.{name}": one for name in names})
+    save_float8(tmp_path, extra={f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names})
     load_model(tmp_path)
 
 
@@ -97,7 +105,9 @@ def test_what_concerns_activations_or_a_cache_is_not_read(tmp_path: Path) -> Non
 def test_other_kinds_are_refused_by_name(said: dict[str, Any], named: str, tmp_path: Path) -> None:
     save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
     describe(tmp_path, said)
-    with pytest.raises(CheckpointError, match=f"config.json: quantization_config is .*{named}, which is not read ") as e:
+    with pytest.raises(
+        CheckpointError, match=f"config.json: quantization_config is .*{named}, which is not read "
+    ) as e:
         read_config(tmp_path)
     advised = "int4" if "4 bits" in named else "int8"
     assert str(e.value).endswith(f"load the unquantized checkpoint and use quantize={advised!r}")
@@ -123,7 +133,11 @@ def test_packed_weights_are_refused_by_the_tensors_name_whatever_config_json_say
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [
-        (f"{Q}_scale", torch.ones(2, 2), r"_scale is F32 of shape \[2, 2\], but the scales of 32 outputs are floats of"),
+        (
+            f"{Q}_scale",
+            torch.ones(2, 2),
+            r"_scale is F32 of shape \[2, 2\], but the scales of 32 outputs are floats of",
+        ),
         (f"{Q}_scale", torch.ones(32, 1, dtype=torch.int32), r"_scale is I32 of shape \[32, 1\], but the scales of 32"),
         (f"{Q}_scale", None, "q_proj.weight is stored as F8_E4M3, but only F64, F32, F16, BF16 can be read"),
         ("model.norm.weight_scale", torch.ones(1), "model has no place for model.norm.weight_scale"),

@@ -107,7 +107,10 @@ def test_without_a_model_one_sentence_says_what_is_missing(
         ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
         ("--device H200 --link 100", "--link does nothing on one device: leave it out, or say --tp"),
         ("--device H200 --network 50", "--network does nothing on one device"),
-        ("--device A100 --quantize float8", "quantize 'float8' needs a GPU that multiplies float8, and A100-80G SXM does"),
+        (
+            "--device A100 --quantize float8",
+            "quantize 'float8' needs a GPU that multiplies float8, and A100-80G SXM does",
+        ),
         ("--device A100 --draft-quantize float8", "quantize 'float8' needs a GPU that multiplies float8"),
         ("--device H200 --tp 8 --draft-quantize int4", "quantize 'int4' of a draft pads inputs to multiples of 1,024"),
         ("--device H200 --measured README.md", "README.md holds no results"),

@@ -127,7 +127,8 @@ def test_inductor_replaces_a_librarys_int8_weights_by_a_one_row_kernel() -> None
         rig, x = fake_rig(), torch.zeros(5, 512, dtype=torch.bfloat16, device=CUDA)
         linear = rig.model.layers[0].attention.wo  # type: ignore[union-attr]
         quantize_(linear, Int8WeightOnlyConfig(set_inductor_config=False), filter_fn=lambda *_: True)  # type: ignore[arg-type]
-        assert "_weight_int8pack_mm" in cuda_code(linear, x).code  # type: ignore[arg-type]
+        step = cuda_code(lambda linear, x: linear(x), linear, x)
+    assert "_weight_int8pack_mm" in step.code
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,12 @@ LLAMA_8B = ModelConfig(
 @pytest.mark.parametrize(
     ("name", "changes", "ranks", "said"),
     [
-        ("int4", {}, 8, "pads inputs to multiples of 1,024, and the 512 of wo on each of 8 processes would grow by 100%"),
+        (
+            "int4",
+            {},
+            8,
+            "pads inputs to multiples of 1,024, and the 512 of wo on each of 8 processes would grow by 100%",
+        ),
         ("int4", {"dim": 576}, 1, "needs inputs that 128 divides and outputs that 8 divides, and wqkv has 576 and"),
         ("int4", {"ffn_dim": 14_400}, 1, "needs inputs that 128 divides and outputs that 8 divides, and w_out has"),
         ("float8", {"ffn_dim": 14_344}, 1, "needs inputs that 16 divides and outputs that 16 divides, and w_out has"),

@@ -1,4 +1,4 @@
-"""The slow, obvious reference of every operator that attends, selects or multiplies on CUDA, which serves as its CPU body in tests.
+"""The slow, obvious reference of every operator that attends, selects or multiplies on CUDA: in tests its CPU body.
 
 On a CPU the package never calls the operators themselves. Here each gets its reference as a body, so that torch can
 check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.

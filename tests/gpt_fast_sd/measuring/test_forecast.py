@@ -173,7 +173,9 @@ def test_a_precision_that_a_chip_does_not_run_is_refused(chip: str, name: str, s
         System(model=LLAMA, chip=CHIPS[chip], quantize=name)
     with pytest.raises(ValueError, match=said):
         System(model=LLAMA, chip=CHIPS[chip]).forecast(replace(STREAMING, quantize=name), 0.8, 8, 64000, 4)
-    with pytest.raises(ValueError, match="quantize 'int4' pads inputs to multiples of 1,024, and the 512 of wo on each"):
+    with pytest.raises(
+        ValueError, match="quantize 'int4' pads inputs to multiples of 1,024, and the 512 of wo on each"
+    ):
         System(model=LLAMA, chip=CHIPS[chip], ranks=Ranks(n=8, link=nvlink(900e9)), quantize="int4")
     with pytest.raises(ValueError, match="runs on device 'cuda', and the model is on 'cpu'"):
         System(model=LLAMA, chip=CHIPS[chip], device="cpu", quantize=name)
