@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from gpt_fast_sd.model import Transformer
-
 from .devices import require_current
 from .scheduling import Schedule
 
@@ -16,24 +14,17 @@ from .scheduling import Schedule
 class Access:
     """Whether an engine on a device is idle, at work, closed or broken; RuntimeError if a call must not be made."""
 
-    def __init__(self, device: torch.device, model: Transformer) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._layer = model.layers[0]
-        self._linear = self._layer.get_submodule("attention.wqkv")
         self.running = self.closed = False
         self.failure: str | None = None  # the error of the device
 
     def require_open(self) -> None:
-        """RuntimeError for an engine that is closed or broken, or whose weights another one has quantized."""
+        """RuntimeError for an engine that is closed or broken."""
         if self.failure:
             raise RuntimeError(self._broken)
         if self.closed:
             raise RuntimeError("the engine is closed: build a new one")
-        if self._layer.get_submodule("attention.wqkv") is not self._linear:  # quantized in place, it is another module
-            raise RuntimeError(
-                "the weights of this engine's model were quantized in place after it was built: load the model again "
-                "for each precision"
-            )
 
     def require_idle(self) -> None:
         """The same, and for one that is at work; ValueError if another device is the current one."""
@@ -71,6 +62,21 @@ class Access:
     @property
     def _broken(self) -> str:
         return f"the device failed ({self.failure}): build a new engine"
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """What the caller has set for its own work, autocast, default dtype and default device, does not reach inside."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device() != torch.device("cpu"):
+            stack.enter_context(torch.device("cpu"))
+        if (dtype := torch.get_default_dtype()) != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        yield
 
 
 def _first_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from . import registry
 from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
-from .kernels import begin_building, cpu_attention_fits, cpu_kernels
+from .kernels import begin_building, cpu_kernels
 from .memory import MemoryPlan, bytes_of_weights
 from .packing import pack_linears
 from .precisions import FLOAT8_CAPABILITY, require_precision, require_sizes
@@ -68,6 +68,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     group, theirs = parallel.group, draft_group(draft, parallel)
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
     check_kv_dtype(config, dtype, device)
+    check_planes(config, draft, model_config)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
     if draft.draft_model is not None:
@@ -157,6 +158,17 @@ def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.devic
             )
 
 
+def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig) -> None:
+    """ValueError if drafts are to read a plane of a cache that has none."""
+    if not draft.needs_planes:
+        return
+    asked = f"policy {draft.policy!r}" if draft.kv_bits is None else f"kv_bits {draft.kv_bits}"
+    if config.kv_dtype != "int8":
+        raise ValueError(f"{asked} reads half of an int8 cache: it needs kv_dtype 'int8', got {config.kv_dtype!r}")
+    if model.head_dim % 2:
+        raise ValueError(f"{asked} needs an even head dim, of which two numbers share a byte, got {model.head_dim}")
+
+
 def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, group: Group) -> None:
     """ValueError if a rank's part of a model cannot run here, or not with such a configuration; it is not changed."""
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
@@ -164,20 +176,17 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
     require_kernels(device)
     check_positions(config, model.config)
     check_kv_dtype(config, dtype, device)
+    check_planes(config, draft, model.config)
     if config.quantize is None and is_quantized(model):
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
-    if config.compile and config.kv_dtype == "int8" and model.config.qkv_bias:
-        queries = torch.empty(1, 1, 1, model.config.head_dim, dtype=dtype, device=device)
-        if cpu_attention_fits(queries, queries.to(torch.int8)):
-            # queries take over what equalized keys lose, and the C++ kernel has them in 8 bits, too
-            raise ValueError(
-                "kv_dtype 'int8' is not for compiled steps of a model with biased keys (Qwen2) on a CPU: "
-                "use kv_dtype 'bf16', or compile=False"
-            )
+    if config.quantize and getattr(model, "unquantized_in", None) == id(model):
+        raise ValueError("an engine runs this model's weights as they are: pass no quantize, or load the model again")
 
 
-def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
+def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes: bool = False) -> Runner:
     """A rank's part of a model with its cache, in the form in which an engine of this configuration runs it.
+
+    planes: whether the cache lies in planes, which a draft may read one of.
 
     Its weights are quantized if requested, and packed if a CPU's compiled steps read packed weights.
     """
@@ -187,8 +196,11 @@ def target_of(model: Transformer, config: EngineConfig, group: Group) -> Runner:
     equalize_keys(model)
     if config.quantize:
         quantize(model, config.quantize)
+    else:  # a mark of this model, and of no copy: quantized in place, it would be another model to this engine, too
+        model.unquantized_in = id(model)  # type: ignore[assignment]
     own = local_config(model.config, group.size)
-    cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype_of(config, dtype), device=device)
+    kv_dtype = kv_dtype_of(config, dtype)
+    cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype, device=device, planes=planes)
     compiled = config.compile and can_compile(device)
     if compiled and device.type == "cpu":
         pack_linears(model)

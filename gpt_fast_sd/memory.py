@@ -86,7 +86,7 @@ class MemoryPlan:
             )  # fmt: skip
 
         b, capacity = config.batch_size, KVCache.splits(config.max_seq_len) * SPLIT
-        entries = b * (capacity + SPLIT)
+        draft, entries = draft.within(capacity), b * (capacity + SPLIT)
         n_lists = model.n_layers * b * model.n_kv_heads
         wide = entries * model.kv_bytes_per_token(max(kv_dtype.itemsize, 2))
         policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, wide) if draft.view_name else 0
@@ -271,11 +271,12 @@ class _Work:
     def _scores(self, n_rows: int, n_tokens: int) -> int:
         """For attention in plain PyTorch, a few queries at a time over all keys: fp32 [B, N, T, S].
 
-        Keys and values that are quantized are widened first, to fp32 at most.
+        Keys and values that are quantized are widened first, to fp32 at most; planes are put together before.
         """
         if triton_serves(self.device):
             return 0
         widened = 2 * self.model.n_kv_heads * self.model.head_dim if self.quantized else 0
+        widened *= 2 if self.draft.needs_planes else 1
         scores = SCORES * self.model.n_heads * min(n_tokens, QUERY_BLOCK)
         return n_rows * self.capacity * (scores + widened) * 4
 

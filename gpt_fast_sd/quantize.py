@@ -19,6 +19,8 @@ from .packing import FEW_ROWS, PackedFeedForward, PackedLinear, pack_linears
 from .precisions import by_output, float8_from, precision, precision_of, require_precision
 from .runner import Runner
 
+TAIL = 64  # tokens that a draft reads whole where it reads the upper plane of others
+LEAST_EVENED = 2.0**-6  # size of keys below which none is made: scales of int8 keys are fp16
 MOST_EVENED = 24  # a channel is divided by 2 ** 24 at most: far from what bf16 cannot hold
 
 
@@ -75,11 +77,20 @@ def keep_float8(model: Transformer, name: str, numbers: Tensor, scales: Tensor) 
     model.set_submodule(place, float8_from(linear, numbers, scales))
 
 
-def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1) -> Runner:
+def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1, on_planes: bool = False) -> Runner:
     """What drafts in place of a model, over the same cache: a copy of it with weights of this precision; None: itself.
 
-    tokens: of a slot in a step of the copy; None: whole prompts, too. ValueError where it does not run on the device.
+    tokens: of a slot in a step of the copy; None: whole prompts, too. on_planes: whether it reads the upper plane of
+    the cache, and only the last entries whole. ValueError where that does not run on the device, or the cache has no
+    planes.
     """
+    if on_planes:
+        if not runner.cache.planes:
+            raise ValueError(
+                "this engine's cache does not lie in planes, of which kv_bits 4 reads one: build an engine with "
+                "kv_dtype 'int8' and such a draft"
+            )
+        runner = replace(runner, cache=runner.cache.with_tail(TAIL))
     if name is None:
         return runner
     require_precision(name, runner.device, runner.model.embedding.weight.dtype, of_draft=True)
@@ -116,7 +127,7 @@ def draft_copy(model: Transformer, name: str) -> Transformer:
 
 @torch.no_grad()
 def equalize_keys(model: Transformer) -> None:
-    """No dimension of a layer's keys is much larger than most; not a bit of any logit is another.
+    """No dimension of a layer's keys is much larger than most of them, or than 1; not a bit of any logit is another.
 
     Biases of Qwen2's keys reach hundreds where keys are of size 20: one such dimension would set the scale of a whole
     key, and int8 leave nothing of the others. RoPE mixes dimension h with h + H / 2 alone, so where such a pair of keys
@@ -148,7 +159,8 @@ def equalize_keys_of(block: Block) -> None:
     norms = norms if per_output is numbers else norms * w[:, group, :, 0]
     size = b[:, group].float().abs() + 3 * norms  # [K, H], what most keys reach
     pairs = size.unflatten(-1, (2, -1)).amax(-2)  # [K, H // 2]
-    usual = pairs.median(-1, keepdim=True).values.clamp(min=1e-30)
+    # of keys that leave most dimensions unused, the others are not made so small that no cache could hold them
+    usual = pairs.median(-1, keepdim=True).values.clamp(min=LEAST_EVENED)
     power = (pairs / usual).log2().round().clamp(0, MOST_EVENED).repeat(1, 2)  # [K, H]
     factor = torch.exp2(power).to(w.dtype)
     for x, by in ((w, factor[..., None]), (b, factor.to(b.dtype))):

@@ -257,10 +257,10 @@ class Weights:
     def __init__(self, folder: Path) -> None:
         self.folder, self.header = folder, "config.json"
         self.called: Callable[[str], str] = str  # Hugging Face's name -> the file's
-        self._gguf: Header | None = None
         described = folder / "config.json"
         # whether there may be float8 with scales: names alone would not say what these multiply
         self.scaled = described.is_file() and is_stored_in_float8(read_json(described))
+        self._gguf: Header | None = None
         self._file: dict[str, tuple[Path, StoredTensors]] = {}
         if is_gguf(folder):
             from .gguf import read_header
@@ -286,6 +286,8 @@ class Weights:
             raise CheckpointError(f"{index} must have a weight_map from tensor names to file names")
         opened: dict[str, StoredTensors] = {}
         for shard in sorted(set(where.values())):
+            if Path(shard).name != shard:  # a model reads files of its own folder alone
+                raise CheckpointError(f"{index} names {readable_name(shard)}, which is no file of its own folder")
             if not (self.folder / shard).is_file():
                 raise CheckpointError(f"{self.folder / shard} is missing, but {index.name} names it")
             opened[shard] = _open(self.folder / shard, opener)
@@ -527,6 +529,7 @@ def load_model(
         padding.zero_()
         if len(stored):
             weights.read_into(stored, layout, first_row, first_column)
+            require_finite(stored, layout, weights)
         parameter = nn.Parameter(tensor, requires_grad=False)
         if not len(padding) and (blocks := weights.in_blocks(layout, tuple(tensor.shape), first_row, first_column)):
             parameter.in_blocks = blocks  # type: ignore[attr-defined]
@@ -548,6 +551,19 @@ def load_model(
     model.rope_freqs = rope_frequencies(config).to(device)  # not stored, and the meta device computed nothing
     model.config = config
     return model.eval().requires_grad_(False)
+
+
+def require_finite(ours: Tensor, layout: Layout, weights: Weights) -> None:
+    """CheckpointError by the stored tensor's name if what was read holds NaN or infinity; ours [R] or [R, C]."""
+    if ours.sum(dtype=torch.float32).isfinite():  # of finite numbers it may be infinite, and then all are looked at
+        return
+    for (name, *_), place in zip(layout, _units(ours, layout), strict=True):
+        wrong = place[~place.isfinite()]
+        if len(wrong):
+            spelled = str(ours.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{weights.file_of(name)}: {readable_name(name)} holds {wrong[0].item()} as {spelled}"
+            )
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

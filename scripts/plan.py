@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import refusing
+from common import refusing, started
+from files import check_files, save
 from flags import given_beside, positive, sizes
 from gpt_fast_sd.config import KV_DTYPES, QUANTIZATIONS
 from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.measuring import forecast, planning
 from gpt_fast_sd.measuring.chips import CHIPS
-from gpt_fast_sd.measuring.ledger import check_writable, write_whole
 from gpt_fast_sd.measuring.plots import check_drawable
 
 
@@ -92,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Forecast, print and write."""
     args = parse(argv)
     with refusing("plan.py"):
-        check_writable(args.json, args.plot)
+        given = [part.partition("=")[2] or part for part in args.acceptance]
+        check_files(
+            {"--json": args.json, "--plot": args.plot},
+            {"--measured": args.measured, "--acceptance": given, "--model": args.model},
+        )
         check_drawable("--plot", args.plot)
         document: dict[str, Any] = {"benchmark": "plan"}
         if args.model:
@@ -112,9 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.plot and args.model:
             planning.draw(document, args.model, args.plot)
         if args.json:
-            write_whole(args.json, json.dumps(document, indent=1) + "\n")
+            save({args.json: json.dumps(document, indent=1) + "\n"}, "plan.py")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    started(main)

@@ -29,6 +29,7 @@ def card(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, c
         rows.append(("rounds", ", ".join(f"{n:,} of gamma {gamma}" for gamma, n in by_gamma)))
     if comparison:
         n = len(comparison.plain)
+        rows += unquantized(comparison)
         rows += [("outputs", line) for line in verdict(engine, comparison)]
         rows.append(("measured", f"{n} runs each, in turns; the medians are shown" if n > 1 else "one run each"))
     width = max(len(name) for name, _ in rows)
@@ -70,6 +71,7 @@ def who_drafts(draft: DraftConfig) -> str:
         "view": draft.view_name if draft.policy not in VIEWS else None,
         "budget": draft.budget if draft.view_name not in (None, "full") else None,
         "weights": draft.quantize,
+        "kv bits": draft.kv_bits,
         "gamma": draft.gamma,
         **{name: getattr(draft, name) for name in OWN if getattr(draft, name) != getattr(DraftConfig, name)},
         "on processes": draft.draft_tp,
@@ -105,6 +107,19 @@ def side_by_side(comparison: Comparison) -> Rows:
         *((f"{part} time", *(shares[part] for shares in split), "") for part in split[0]),
     ]
     return [("", ""), *((name, f"{plain:>9}  {spec:>11}  {ratio}") for name, plain, spec, ratio in rows), ("", "")]
+
+
+def unquantized(comparison: Comparison) -> Rows:
+    """The speed over plain decoding with nothing quantized, which the ratio above is not; or why it is not known."""
+    if comparison.unquantized is None:
+        return []
+    if isinstance(comparison.unquantized, str):
+        return [("unquantized", f"not decoded: {comparison.unquantized}")]
+    speed, ratio = Way.of(comparison.unquantized).stats.decode_tokens_per_second, comparison.over_unquantized or 0.0
+    text = (
+        f"decoded plainly with nothing quantized, afterwards: {speed:,.1f} tokens/s; speculative {ratio:.2f} x of that"
+    )
+    return [("unquantized", text)]
 
 
 def verdict(engine: Engine, comparison: Comparison) -> list[str]:

@@ -20,10 +20,11 @@ from .. import registry
 from ..config import DraftConfig, EngineConfig, gamma_tiers
 from ..devices import free_memory, traits_of
 from ..kernels import triton_serves
-from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_positions, locate
+from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_kv_dtype, check_positions, locate
 from ..memory import MemoryPlan, bytes_of_layers, bytes_of_weights
 from ..policies.standalone import check_draft_model
 from ..precisions import precision, require_sizes
+from ..quantize import TAIL
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
 from .grid import Setting, draft_fields, up_to_date
 from .ledger import complete, read_document
@@ -161,6 +162,8 @@ class System:
             kv_dtype=self.kv_dtype, quantize=self.quantize,
         )  # fmt: skip
         check_positions(config, self.model)
+        dtype, cpu = TORCH_DTYPES[self.dtype], torch.device("cpu")
+        check_kv_dtype(config, dtype, cpu)  # what a GPU cannot multiply is not known here
         if self.draft_model:
             check_draft_model(self.draft_model, self.model, config.max_seq_len)
         return config
@@ -191,7 +194,14 @@ class System:
                     of_step, weight_bytes=self._weight_bytes(draft.quantize, step.model, of_step.tp),
                     head_bytes=head.bytes_of(rows, step.model.dim) / (rows * step.model.dim),
                 )  # fmt: skip
-            reads = view.reads(draft, int(context))
+            head_dim, upper = step.model.head_dim, draft.needs_planes and step.model is not theirs
+            if upper:
+                of_step = replace(of_step, kv_bytes=KVCache.element_bytes(self._kv_dtype, head_dim, upper=True))
+            reads: float = view.reads(draft, int(context))
+            if upper:  # the other plane of the tail
+                reads += min(reads, TAIL) * 0.5 / of_step.kv_bytes
+            # bounds of a page, the largest and the smallest key, are an entry's numbers
+            reads += view.bounds_read(draft, int(context)) * max(self._kv_dtype.itemsize, 2) / of_step.kv_bytes
             drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once

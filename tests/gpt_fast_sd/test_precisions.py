@@ -356,19 +356,3 @@ def test_a_draft_of_another_precision_than_a_quantized_target_is_refused() -> No
     ):
         engine(model, DraftConfig(policy="full", quantize="float8"), quantize="int4")
     assert {precision_of(m) for m in linears_of(model)} == {None}
-
-
-def test_an_engine_says_that_another_one_has_quantized_its_model() -> None:
-    model, params = model_of(), SamplingParams(max_tokens=3)
-    first, draft = engine(model), engine(model, DraftConfig(policy="full", gamma=1, quantize="int8"))
-    first.generate(PROMPTS, params)
-    draft.generate(PROMPTS, params)  # a copy is quantized, and nothing of the model
-    first.generate(PROMPTS, params)
-    stream = first.stream(PROMPTS, params)
-    next(stream)
-    engine(model, quantize="int8").generate(PROMPTS, params)
-    for call in (lambda: list(stream), lambda: first.generate(PROMPTS, params), draft.warm_up):
-        with pytest.raises(
-            RuntimeError, match="model were quantized in place after it was built: load the model again"
-        ):
-            call()

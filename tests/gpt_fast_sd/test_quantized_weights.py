@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 from pathlib import Path
@@ -294,6 +295,18 @@ def test_weights_that_are_quantized_are_not_run_as_if_they_were_not(precision: s
     with pytest.raises(ValueError, match=f"quantize '{other}' needs plain weights, and this model is quantized alread"):
         Engine(model, None, dataclasses.replace(config, quantize=other))
     Engine(model, None, config)
+
+
+def test_weights_that_an_engine_runs_are_not_quantized_under_it() -> None:
+    """Once a second engine quantized them in place, and the first one's target was another from then on."""
+    model, ids = model_of(), random_ids(40)
+    config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)
+    first = Engine(model, None, config)
+    said = first.logits(ids)
+    with pytest.raises(ValueError, match="runs this model's weights as they are: pass no quantize, or load the"):
+        Engine(model, None, dataclasses.replace(config, quantize="int8"))
+    assert first.logits(ids).equal(said)
+    Engine(copy.deepcopy(model), None, dataclasses.replace(config, quantize="int8"))
 
 
 def test_a_draft_that_does_not_run_leaves_the_target_as_it_is() -> None:

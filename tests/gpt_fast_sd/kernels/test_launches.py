@@ -68,6 +68,13 @@ def held_in_int8(new: Callable[..., Tensor], n_tokens: int) -> tuple[tuple[Any, 
     return (q, k, v, pos, n_keys), {name: new(2, 8, 8192, dtype=torch.float16) for name in ("k_scale", "v_scale")}
 
 
+def held_in_planes(new: Callable[..., Tensor], n_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same in planes, as a draft reads them."""
+    (q, _, _, pos, n_keys), scales = held_in_int8(new, n_tokens)
+    k, v, k_low, v_low = (new(2, 8, 8192, H // 2, dtype=torch.uint8) for _ in range(4))
+    return (q, k, v, pos, n_keys), scales | {"k_low": k_low, "v_low": v_low, "tail": 64}
+
+
 def test_attention_of_a_step_is_split_and_merged_and_mass_is_one_kernel_more() -> None:
     assert counted(lambda new: decode.attend(*attended(new, 5), 512, arch=90)) == launches("decode_attention") == 2
     with_mass = counted(lambda new: decode.attend_with_mass(*attended(new, 5), 512, 16, arch=90))
@@ -93,14 +100,16 @@ def test_mass_of_a_chunk_is_one_kernel_unless_pages_are_longer_than_a_block(
     assert counted(call) == launches("key_mass", page=page, itemsize=dtype.itemsize) == n
 
 
-def test_an_int8_cache_takes_no_kernel_more() -> None:
+@pytest.mark.parametrize("held", [held_in_int8, held_in_planes])
+def test_an_int8_cache_takes_no_kernel_more(held: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
     def call(new: Callable[..., Tensor]) -> None:
-        few, scales = held_in_int8(new, 5)
+        few, scales = held(new, 5)
         decode.attend_with_mass(*few, 512, 16, arch=90, **scales)
-        (q, k, v, pos, n_keys), scales = held_in_int8(new, 70)
+        (q, k, v, pos, n_keys), scales = held(new, 70)
         prefill.attend_with_lse(q, k, v, pos, n_keys, arch=90, **scales)
-        prefill.key_mass(q, k, new(*q.shape[:3], dtype=FP32), pos, n_keys, 128, arch=90, k_scale=scales["k_scale"])
-        (q, k, v, pos, n_keys), scales = held_in_int8(new, 1)
+        of_keys = {name: x for name, x in scales.items() if not name.startswith("v_")}
+        prefill.key_mass(q, k, new(*q.shape[:3], dtype=FP32), pos, n_keys, 128, arch=90, **of_keys)
+        (q, k, v, pos, n_keys), scales = held(new, 1)
         sparse.attend(q, k, v, new(2, 8, 144), new(2), 48, pos, n_keys, 16, arch=90, **scales)
 
     expected = (

@@ -122,6 +122,24 @@ def test_each_policy_says_what_a_draft_step_reads() -> None:
     assert drafting("hierarchy") == pytest.approx(reading(1024, 8) / 2)
 
 
+def test_bounds_of_an_int8_cache_take_nearly_two_entries_a_page() -> None:
+    """Once they were counted as one: they stay in bf16."""
+    draft = DraftConfig(policy="quest", budget=1024)
+    int8 = on_h200(kv_dtype="int8").forecast(draft, 0.8, 8, 64000, 4).draft_seconds
+    assert int8 == pytest.approx(reading(1024 * 130 / 256 + 4000, 8))
+
+
+def test_drafts_of_planes_read_half_the_bytes_and_64_entries_whole() -> None:
+    def drafting(**more: object) -> float:
+        return on_h200(kv_dtype="int8").forecast(DraftConfig(**more), 0.8, 8, 64000, 4).draft_seconds  # type: ignore[arg-type]
+
+    half, rest = 66 / 256, 64 / 256  # of an entry in bf16
+    assert drafting(policy="quantized") == pytest.approx(reading(64000 * half + 64 * rest, 8))
+    assert drafting(policy="streaming", budget=512, kv_bits=4) == pytest.approx(reading(512 * half + 64 * rest, 8))
+    whole = on_h200(kv_dtype="int8").forecast(DraftConfig(policy="quantized"), 0.8, 8, 64000, 4)
+    assert whole.verify_seconds == whole.target_seconds == pytest.approx(reading(64000 * 130 / 256, 8))
+
+
 # Llama-3.2-1B: 16 layers, width 2048, 32 query and 8 kv heads of 64, 8192 wide inside
 SMALL_WEIGHTS = 16 * (2 * 2048 * 64 * (32 + 8) + 3 * 2048 * 8192) + 128256 * 2048
 SMALL_KV_BYTES = 2 * 16 * 8 * 64 * 2
@@ -333,6 +351,8 @@ def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
         on_h200().memory(STREAMING, 0, 1000)
     with pytest.raises(ValueError, match="the draft model has a vocabulary of 32,000, the target of 128,256"):
         on_h200(draft_model=preset("meta-llama/Llama-2-7b-hf")).memory(STREAMING, 1, 1000)
+    with pytest.raises(ValueError, match="kv_dtype 'int8' is not for models in fp16"):  # once it was planned
+        on_h200(dtype="fp16", kv_dtype="int8").memory(STREAMING, 1, 1000)
 
 
 # ---- chips -----------------------------------------------------------------------------------------------------------

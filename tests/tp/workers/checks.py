@@ -603,6 +603,9 @@ def an_int8_cache_on_ranks_gives_the_tokens_of_one(parallel: Parallel, folder: P
         theirs, ours = together.generate(PROMPTS, GREEDY), alone.generate(PROMPTS, GREEDY)
         assert [c.tokens for c in theirs] == [c.tokens for c in ours]
         assert together.cache.layers[0].k.dtype == torch.int8
+        halved = engine_of(parallel, DraftConfig(policy="quantized", gamma=3), config=config, kv_dtype="int8")
+        assert [c.tokens for c in halved.generate(PROMPTS, GREEDY)] == [c.tokens for c in ours]
+        assert halved.cache.planes and halved.stats.accepted > 0
 
 
 @check
