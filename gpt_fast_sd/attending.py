@@ -30,6 +30,11 @@ def asked_of(layer: CacheLayer, q: Tensor) -> Tensor:
     return q if layer.quantized else q.to(layer.k.dtype)
 
 
+def beside_of(layer: CacheLayer) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, int]:
+    """What operators take of a layer besides k and v: scales, lower planes, and how much a draft reads whole."""
+    return layer.k_scale, layer.v_scale, layer.k_low, layer.v_low, layer.tail
+
+
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
     """Attend to those of a layer's first n_keys entries at or before each query; a query past them all gives 0.
 
@@ -37,14 +42,14 @@ def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0)
     received: fp32 [B, K, n_keys // page]
     """
     asked = asked_of(layer, q), layer.k, layer.v, pos, n_keys
-    scales = layer.k_scale, layer.v_scale
+    beside = beside_of(layer)
     if page:
-        out, mass = decode_attention_with_mass(*asked, split_for(layer.capacity), page, *scales)
+        out, mass = decode_attention_with_mass(*asked, split_for(layer.capacity), page, *beside, fine=layer.fine)
         return out.to(q.dtype), mass
     if q.shape[2] > MOST_DECODED:
-        return prefill_attention(*asked, *scales).to(q.dtype), None
+        return prefill_attention(*asked, *beside, fine=layer.fine).to(q.dtype), None
     # splits depend on the cache alone: no sum depends on the batch, nor, within tiles of one size, on the tokens fed
-    return decode_attention(*asked, split_for(layer.capacity), *scales).to(q.dtype), None
+    return decode_attention(*asked, split_for(layer.capacity), *beside, fine=layer.fine).to(q.dtype), None
 
 
 def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +58,7 @@ def dense_of_slots(q: Tensor, layer: CacheLayer, slots: Tensor, pos: Tensor, n_k
     q [W, N, T, H]; slots int64 [W], all different; pos [W, T] -> [W, N, T, H], fp32 [W, K, n_keys]
     """
     asked = asked_of(layer, q), layer.k, layer.v, slots, pos, n_keys
-    out, mass = prefill_attention_of_slots(*asked, layer.k_scale, layer.v_scale)
+    out, mass = prefill_attention_of_slots(*asked, *beside_of(layer))
     return out.to(q.dtype), mass
 
 
@@ -72,7 +77,7 @@ def listed(
     window_start int64 [B]; pos [B, T] -> [B, N, T, H]
     """
     asked = asked_of(layer, q), layer.k, layer.v, kv_indices, window_start, window_width, pos, layer.capacity, page
-    return sparse_attention(*asked, layer.k_scale, layer.v_scale).to(q.dtype)
+    return sparse_attention(*asked, *beside_of(layer), fine=layer.fine).to(q.dtype)
 
 
 @dataclass(frozen=True)

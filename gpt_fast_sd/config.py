@@ -15,8 +15,8 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 CUDA_GRAPHS = ("round", "off")
 KV_DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
-QUANTIZATIONS = ("int8",)
-DRAFT_QUANTIZATIONS = ("int8", "float8")
+QUANTIZATIONS = ("int8", "int4", "float8")
+KV_BITS = (4,)  # of an int8 cache that a draft may read
 CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
 GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
 MAX_GAMMA = 16
@@ -83,7 +83,7 @@ def _countable(name: str, value: int) -> None:
 class EngineConfig:
     """How the target model runs.
 
-    dtype "auto" is fp32 on a CPU without bf16 instructions; int8 is our own on a CPU, torchao's on CUDA. cuda_graphs
+    dtype "auto" is fp32 on a CPU without bf16 instructions; precisions.py says which quantize runs where. cuda_graphs
     "round" captures a round (draft, verify, judge, commit) as one graph and reads its result while the next one runs;
     "off" launches every kernel from the host.
     """
@@ -96,7 +96,9 @@ class EngineConfig:
     exact: bool = _flag(
         False, "plain and speculative decoding are bit-identical in any dtype; slower, needs a draft policy"
     )
-    quantize: str | None = _flag(None, "weights only, one scale per output channel", allowed=QUANTIZATIONS)
+    quantize: str | None = _flag(
+        None, "weights of all layers, which makes another target; float8 on CUDA alone", allowed=QUANTIZATIONS
+    )
     kv_dtype: str | None = _flag(
         None, "dtype of the KV cache; int8: with one scale per token and kv head; fp8: e4m3, not on GPUs before Ada",
         allowed=KV_DTYPES, unset="as --dtype",
@@ -123,6 +125,8 @@ class DraftConfig:
     sparse view of its cache, which drafts for the target.
     quantize: a copy of the drafting model drafts, with weights of that precision in its layers and head; it shares all
     else, and the target's weights are not touched.
+    kv_bits 4: drafts read the upper four bits of the target's int8 cache, and its last 64 tokens whole; "quantized"
+    reads so of all tokens.
     n_sink: Xiao et al. 2023, arXiv 2309.17453, use 4. draft_tp: a divisor of the number of processes that hold the
     target; each group of that size has a copy of draft_model, and the tokens of the first group count.
     """
@@ -148,10 +152,17 @@ class DraftConfig:
     page: int = _flag(16, "entries that are selected together", allowed=PAGES)
     quantize: str | None = _flag(
         None,
-        "weights of a copy that drafts: int8 on a CPU, float8 on CUDA",
-        allowed=DRAFT_QUANTIZATIONS,
+        "weights of a copy that drafts; float8 on CUDA alone",
+        allowed=QUANTIZATIONS,
         unset="no copy",
         flag="draft_quantize",
+    )
+    kv_bits: int | None = _flag(
+        None,
+        "bits that drafts read of each number of the target's int8 cache, except in the last 64 tokens",
+        allowed=KV_BITS,
+        unset="all",
+        flag="draft_kv_bits",
     )
     draft_tp: int | None = _flag(
         None, "processes that hold the draft model together, a divisor of --tp", unset="all", metavar="M"
@@ -169,7 +180,7 @@ class DraftConfig:
         for name in ("exit_layers", "refresh", "draft_tp"):
             if getattr(self, name) is not None:
                 _countable(name, getattr(self, name))
-        _check_allowed(self, "page", "quantize")
+        _check_allowed(self, "page", "quantize", "kv_bits")
         self._check_views()
         needs_model = registry.policy_class(self.policy).needs_model(self)
         if needs_model and self.draft_model is None:
@@ -182,6 +193,11 @@ class DraftConfig:
             )
         if self.quantize is not None and "quantize" not in registry.policy_class(self.policy).flags:
             raise ValueError(f"quantize {self.quantize!r} is for a model that drafts: policy {self.policy!r} has none")
+        if self.kv_bits is not None and "kv_bits" not in registry.policy_class(self.policy).flags:
+            raise ValueError(
+                f"kv_bits {self.kv_bits} is for drafts from the target's own cache, which policy {self.policy!r} does "
+                "not read"
+            )
         if self.exit_layers is not None and "exit_layers" not in registry.policy_class(self.policy).flags:
             raise ValueError(f"exit_layers is for policy 'early_exit', got policy {self.policy!r}")
 
@@ -212,6 +228,11 @@ class DraftConfig:
         views = map(registry.view_class, registry.policy_class(self.policy).views(self))
         least = max((view.least_budget(fitting) for view in views), default=1)
         return replace(fitting, budget=max(least, min(self.budget, capacity)))
+
+    @property
+    def needs_planes(self) -> bool:
+        """Whether drafts read a part of the target's cache that only planes can be read for."""
+        return self.kv_bits is not None or bool(registry.policy_class(self.policy).of_planes)
 
     @property
     def max_gamma(self) -> int:
@@ -248,8 +269,8 @@ class SamplingParams:
         _at_least_one("max_tokens", self.max_tokens)
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) and not (value is None and name != "temperature"):
-                raise ValueError(f"{name} must be a number, got {value!r}")
+            if type(value) not in (int, float) and not (value is None and name != "temperature"):
+                raise ValueError(f"{name} must be a number, got {value!r:.80}")
         if not 0.0 <= self.temperature <= 3.4e38:  # fp32 holds no more
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if self.top_k is not None:
@@ -260,7 +281,9 @@ class SamplingParams:
             raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}")
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.80}")
+        stops = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         stops = tuple(stops) if isinstance(stops, Sequence) else (stops,)
         if not all(isinstance(s, str) and s for s in stops):
             raise ValueError(f"stop must be a non-empty string or several, got {self.stop!r}")

@@ -109,7 +109,8 @@ def sums_by_row(target: Runner) -> bool:
 def cpp_fits(target: Runner) -> bool:
     """Whether the C++ kernel serves the target's queries and cache on this machine."""
     layer = target.cache.layers[0]
-    queries = layer.k[:, :, :0].to(target.model.embedding.weight.dtype)  # [B, K, 0, H], of no bytes
+    shape = *layer.k.shape[:2], 0, layer.head_dim
+    queries = layer.k.new_empty(shape, dtype=target.model.embedding.weight.dtype)  # [B, K, 0, H], of no bytes
     return cpu_attention_fits(asked_of(layer, queries), layer.k)
 
 

@@ -6,18 +6,19 @@ values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a
 (`load_model`, `save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
 """
 
-from .cache import KV, SPLIT, CacheLayer, CausalSelf, KVCache, as_int8
+from .cache import KV, SPLIT, CacheLayer, CausalSelf, KVCache, as_int8, as_planes
 from .checkpoint import (
     Weights,
     load_model,
     name_table,
     read_config,
     read_stored_dtype,
+    read_stored_float8,
     resolve_model,
     save_hugging_face,
 )
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
-from .files import CheckpointError, gguf_parts, read_json
+from .files import CheckpointError, gguf_parts, parse_json, read_json
 from .llama import Attention, Block, FeedForward, Linear, Transformer
 from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
@@ -40,14 +41,17 @@ __all__ = [
     "Transformer",
     "Weights",
     "as_int8",
+    "as_planes",
     "gguf_parts",
     "load_model",
     "load_tokenizer",
     "name_table",
+    "parse_json",
     "preset",
     "read_config",
     "read_json",
     "read_stored_dtype",
+    "read_stored_float8",
     "resolve_model",
     "save_hugging_face",
     "stored_dtype",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -56,24 +57,46 @@ NORMAL, STEP = 2.0**-14, 2.0**-24  # fp16's smallest number of full precision, a
 FLOAT8 = torch.float8_e4m3fn  # without a scale
 
 
+def as_planes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 x [..., H] as two planes of nibbles, the upper and the lower ones: uint8 [..., H // 2] each.
+
+    Raised by 128 a number is 16 times its upper nibble and its lower one. Two numbers H / 2 apart share a byte, the
+    second in its upper half: whoever reads a plane has both halves of a head side by side without shuffling.
+    """
+    first, second = (x.view(torch.uint8) ^ 0x80).chunk(2, -1)  # [..., H // 2]
+    return (first >> 4) | (second & 0xF0), (first & 15) | (second << 4)
+
+
 @dataclass(frozen=True)
 class CacheLayer:
     """The keys and values of one layer, B slots: how they are stored, and how many bytes they take.
 
     As int8 each token of a slot and kv head has a scale of its own, by its largest number, for its key and one for its
-    value: it is stored alone, whatever stands beside it.
+    value: it is stored alone, whatever stands beside it. The numbers of an int8 cache may lie in two planes, see
+    `as_planes`; both together are the same numbers, and with the same scales the upper one is 4 bits of each.
     """
 
-    k: Tensor  # [B, K, S, H]
+    k: Tensor  # [B, K, S, H]; of planes the upper one, uint8 [B, K, S, H // 2]
     v: Tensor
     k_scale: Tensor | None = None  # fp16 [B, K, S], of int8 alone
     v_scale: Tensor | None = None
+    k_low: Tensor | None = None  # the lower planes, where there are planes
+    v_low: Tensor | None = None
+    # of planes: how many entries, up to and with a query's own, it reads whole; 0: all of them
+    tail: int = field(default=0, kw_only=True)
+    # whether 8 bits are too few for queries, too, if these are to be rounded
+    fine: bool = field(default=False, kw_only=True)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """Every buffer of the layer, each [B, K, S, ...]; CacheLayer takes them in this order."""
-        scales = () if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
-        return self.k, self.v, *scales
+        others = self.k_scale, self.v_scale, self.k_low, self.v_low
+        return self.k, self.v, *(x for x in others if x is not None)
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return self.k.shape[3] * (1 if self.k_low is None else 2)
 
     @property
     def quantized(self) -> bool:
@@ -88,23 +111,40 @@ class CacheLayer:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one position of one slot."""
-        return sum(x.shape[1] * math.prod(x.shape[3:]) * x.element_size() for x in self.buffers)
+        return _bytes_of_a_token(self.buffers)
+
+    @property
+    def bytes_per_entry(self) -> int:
+        """Bytes that reading an entry takes that lies before the tail; without one, those of a position."""
+        return _bytes_of_a_token(self.buffers[:4]) if self.tail else self.bytes_per_token
+
+    def bytes_read(self, n: int) -> int:
+        """Bytes of n entries of one slot that a query reads, those of the tail among them."""
+        return n * self.bytes_per_entry + min(n, self.tail) * (self.bytes_per_token - self.bytes_per_entry)
 
     def slot(self, slot: int) -> CacheLayer:
         """One slot as a batch of one, sharing memory."""
-        return CacheLayer(*(x[slot : slot + 1] for x in self.buffers))
+        return CacheLayer(*(x[slot : slot + 1] for x in self.buffers), tail=self.tail, fine=self.fine)
 
     def store(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v [B, K, T, H] at each row's positions pos [B, T]."""
         row = torch.arange(pos.shape[0], device=pos.device)[:, None]  # [B, 1]
-        for buffer, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+        for buffer, scales, low, new in (
+            (self.k, self.k_scale, self.k_low, k), (self.v, self.v_scale, self.v_low, v),
+        ):  # fmt: skip
             new = new.transpose(1, 2)  # [B, T, K, H]
             if scales is not None:
                 new, scales[row, :, pos] = as_int8(new)
+                if low is not None:
+                    new, low[row, :, pos] = as_planes(new)
             elif buffer.dtype == FLOAT8:
                 most = torch.finfo(FLOAT8).max
                 new = new.clamp(-most, most)  # what is larger some casts make a NaN of
             buffer[row, :, pos] = new.to(buffer.dtype)
+
+
+def _bytes_of_a_token(buffers: Iterable[Tensor]) -> int:
+    return sum(x.shape[1] * math.prod(x.shape[3:]) * x.element_size() for x in buffers)
 
 
 class KVCache:
@@ -115,25 +155,37 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, batch_size: int, max_seq_len: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, config: ModelConfig, batch_size: int, max_seq_len: int, *, dtype: torch.dtype, device: torch.device,
+        planes: bool = False,
+    ) -> None:  # fmt: skip
+        """planes: whether the numbers of an int8 cache lie in planes of nibbles."""
+        assert not planes or (dtype == torch.int8 and config.head_dim % 2 == 0)
+        self.planes = planes
         self.dtype, self.max_seq_len, self.capacity = dtype, max_seq_len, self.splits(max_seq_len) * SPLIT
         # one spare split that is never in view: a view of the whole buffer is contiguous, which would be another graph
         entries = batch_size, config.n_kv_heads, self.capacity + SPLIT
 
+        def two(*of_entry: int, dtype: torch.dtype = dtype) -> list[Tensor]:
+            return [torch.zeros(*entries, *of_entry, dtype=dtype, device=device) for _ in range(2)]
+
         def layer() -> CacheLayer:
-            k, v = (torch.zeros(*entries, config.head_dim, dtype=dtype, device=device) for _ in range(2))
             if dtype != torch.int8:
-                return CacheLayer(k, v)
-            return CacheLayer(k, v, *(torch.zeros(entries, dtype=torch.float16, device=device) for _ in range(2)))
+                return CacheLayer(*two(config.head_dim))
+            # where keys have biases, what makes them fit for 8 bits makes queries need more
+            fine = config.qkv_bias
+            if not planes:
+                return CacheLayer(*two(config.head_dim), *two(dtype=torch.float16), fine=fine)
+            upper, lower = (two(config.head_dim // 2, dtype=torch.uint8) for _ in range(2))
+            return CacheLayer(*upper, *two(dtype=torch.float16), *lower, fine=fine)
 
         self.layers = [layer() for _ in range(config.n_layers)]
         self.seq_len = torch.zeros(batch_size, dtype=torch.int64, device=device)
 
     @staticmethod
-    def element_bytes(dtype: torch.dtype, head_dim: int) -> float:
-        """Bytes of each element of a key or value, its share of the scale included."""
-        return dtype.itemsize + (torch.float16.itemsize / head_dim if dtype == torch.int8 else 0.0)
+    def element_bytes(dtype: torch.dtype, head_dim: int, *, upper: bool = False) -> float:
+        """Bytes of each element of a key or value, its share of the scale included. upper: of the upper plane alone."""
+        size = dtype.itemsize / 2 if upper else dtype.itemsize
+        return size + (torch.float16.itemsize / head_dim if dtype == torch.int8 else 0.0)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -149,6 +201,17 @@ class KVCache:
     def bytes_per_token(self) -> int:
         """Bytes of one position of one slot over all layers."""
         return sum(layer.bytes_per_token for layer in self.layers)
+
+    def bytes_read(self, n: int) -> int:
+        """Bytes of n entries of one slot over all layers that a query reads, those of the tail among them."""
+        return sum(layer.bytes_read(n) for layer in self.layers)
+
+    def with_tail(self, tail: int) -> KVCache:
+        """The same planes and seq_len as drafts read them: the last `tail` entries whole, of others the upper plane."""
+        assert self.planes
+        other = copy.copy(self)
+        other.layers = [replace(layer, tail=tail) for layer in self.layers]
+        return other
 
     def slot(self, slot: int) -> list[CacheLayer]:
         """The layers of one slot as a batch of one, sharing memory."""

@@ -1,4 +1,4 @@
-"""One row for each policy, and for those made of two: tests of all policies read this table."""
+"""One row for each policy, and for those made of two: tests of all policies read these tables."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "hierarchy": {"budget": 24},
     "hierarchy over standalone": {"policy": "hierarchy", "budget": 24, "cheap": "standalone"},
 }
+# drafts of half an int8 cache, for engines with one: a policy that needs it, and others that may
+PLANES: dict[str, dict[str, Any]] = {
+    "quantized": {},
+    **{
+        f"{name} x planes": {"policy": name, "kv_bits": 4} | POLICIES[name]
+        for name in ("streaming", "full", "snapkv", "quest", "guided", "early_exit", "hierarchy")
+    },
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "standalone, snapkv": {"policy": "standalone", "view": "snapkv", "budget": 64},
     "hierarchy, guided": {"policy": "hierarchy", "view": "guided", "budget": 48},
@@ -28,6 +36,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 def draft_of(name: str, gamma: int | str = 3, **changes: Any) -> DraftConfig:
     """The configuration of a row, or of any policy with its defaults; a draft model is `given`."""
-    fields = {"policy": name, "gamma": gamma} | (POLICIES | MIXTURES).get(name, {}) | changes
+    fields = {"policy": name, "gamma": gamma} | (POLICIES | PLANES | MIXTURES).get(name, {}) | changes
     owns_model = "standalone" in (fields["policy"], fields.get("cheap"))
     return DraftConfig(**fields, draft_model="given" if owns_model else None)

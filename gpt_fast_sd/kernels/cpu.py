@@ -21,17 +21,21 @@ SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 _library = torch.library.Library("gpt_fast_sd", "DEF")
 _library.define(
     "cpu_attention(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor? index, SymInt n_keys, Tensor? k_scale=None, "
-    "Tensor? v_scale=None) -> Tensor"
+    "Tensor? v_scale=None, Tensor? k_low=None, Tensor? v_low=None, int tail=0, bool fine=False) -> Tensor"
 )
 _library.define(
     "cpu_attention_with_mass(Tensor q, Tensor k, Tensor v, Tensor pos, SymInt n_keys, Tensor? k_scale=None, "
-    "Tensor? v_scale=None) -> (Tensor, Tensor)"
+    "Tensor? v_scale=None, Tensor? k_low=None, Tensor? v_low=None, int tail=0, bool fine=False) -> (Tensor, Tensor)"
 )
 
 
 def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
-    """Whether the kernel serves such queries [B, N, T, H] and keys [B, K, S, H] on this machine."""
-    served = q.dtype == torch.bfloat16 and k.dtype in (torch.bfloat16, torch.int8) and q.device.type == "cpu"
+    """Whether the kernel serves such queries [B, N, T, H] and keys [B, K, S, H] on this machine.
+
+    Keys of uint8 are the upper plane of int8 ones, [B, K, S, H // 2].
+    """
+    held = k.dtype in (torch.bfloat16, torch.int8) or (k.dtype == torch.uint8 and 2 * k.shape[-1] == q.shape[-1])
+    served = q.dtype == torch.bfloat16 and held and q.device.type == "cpu"
     return served and q.shape[-1] in HEAD_DIMS and available(q.shape[-1])
 
 
@@ -43,32 +47,39 @@ def available(head_dim: int) -> bool:
 
 def cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
     bf16 q [B, N, T, H]; k, v [B, K, S, H], dense except the first two strides, bf16 or with fp16 scales [B, K, S]
-    int8; pos int64 [B, T] -> bf16 [B, N, T, H]
+    int8; k_low, v_low, tail: of planes, see decode.py; fine: queries over int8 have 16 bits a number, not 8;
+    pos int64 [B, T] -> bf16 [B, N, T, H]
     """
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, None, n_keys, k_scale, v_scale)
+    beside = k_scale, v_scale, k_low, v_low, tail, fine
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, None, n_keys, *beside)
     return out
 
 
 def cpu_attention_at(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attend to the entries in index [B, K, M] that are at or before each query; -1 is empty. Otherwise as above."""
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, index, 0, k_scale, v_scale)
+    beside = k_scale, v_scale, k_low, v_low, tail, fine
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, index, 0, *beside)
     return out
 
 
 def cpu_attention_with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """cpu_attention, and the mass that each PAGE keys received from all rows of a kv head: [B, K, n_keys // PAGE]."""
-    out, mass = torch.ops.gpt_fast_sd.cpu_attention_with_mass(q, k, v, pos, n_keys, k_scale, v_scale)
+    beside = k_scale, v_scale, k_low, v_low, tail, fine
+    out, mass = torch.ops.gpt_fast_sd.cpu_attention_with_mass(q, k, v, pos, n_keys, *beside)
     return out, mass
 
 
@@ -76,28 +87,32 @@ def cpu_attention_with_mass(
 def _kernel(head_dim: int) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     kernel = library(SOURCE, head_dim)().attend_cpu
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes, kernel.restype = [pointer] * 9 + [size] * 13 + [ctypes.c_float, ctypes.c_int], None
+    kernel.argtypes, kernel.restype = [pointer] * 11 + [size] * 15 + [ctypes.c_float, ctypes.c_int], None
     return kernel
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int, mass: Tensor | None,
-    k_scale: Tensor | None, v_scale: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, k_low: Tensor | None, v_low: Tensor | None, tail: int, fine: bool,
 ) -> Tensor:  # fmt: skip
     n_rows, n_heads, n_tokens, head_dim = q.shape
     n_kv, capacity = k.shape[1:3]
-    assert k.stride() == v.stride() and k.stride()[2:] == (head_dim, 1) and q.stride(3) == 1
+    planes = [x for x in (k_low, v_low) if x is not None]
+    assert len(planes) == 2 * (k.dtype == torch.uint8) and (not tail or planes)
+    assert all(x.stride() == k.stride() for x in (v, *planes)) and q.stride(3) == 1
+    assert k.stride()[2:] == (head_dim // 2 if planes else head_dim, 1)
     scales = [x for x in (k_scale, v_scale) if x is not None]
     apart = scales[0].stride()[:2] if scales else (0, 0)
-    assert len(scales) == 2 * (k.dtype == torch.int8)
+    assert len(scales) == 2 * (k.dtype != torch.bfloat16)
     assert all(x.dtype == torch.float16 and x.stride() == (*apart, 1) for x in scales)
     pos = pos.contiguous()
     index = None if index is None else index.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
-    given = (None if x is None else x.data_ptr() for x in (q, k, v, k_scale, v_scale, pos, index, out, mass))
+    tensors = q, k, v, k_scale, v_scale, k_low, v_low, pos, index, out, mass
+    given = (None if x is None else x.data_ptr() for x in tensors)
     _kernel(head_dim)(
         *given, n_rows, n_kv, n_heads // n_kv, n_tokens, n_keys if index is None else index.shape[-1], capacity,
-        *q.stride()[:3], *k.stride()[:2], *apart, head_dim**-0.5, torch.get_num_threads(),
+        *q.stride()[:3], *k.stride()[:2], *apart, tail, fine, head_dim**-0.5, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -105,18 +120,20 @@ def _attend(
 @torch.library.impl(_library, "cpu_attention", "CPU")
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:  # fmt: skip
-    return _attend(q, k, v, pos, index, n_keys, None, k_scale, v_scale)
+    return _attend(q, k, v, pos, index, n_keys, None, k_scale, v_scale, k_low, v_low, tail, fine)
 
 
 @torch.library.impl(_library, "cpu_attention_with_mass", "CPU")
 def _with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mass = torch.empty(*k.shape[:2], n_keys // PAGE)
-    return _attend(q, k, v, pos, None, n_keys, mass, k_scale, v_scale), mass
+    return _attend(q, k, v, pos, None, n_keys, mass, k_scale, v_scale, k_low, v_low, tail, fine), mass
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_attention", lib=_library)  # type: ignore[untyped-decorator]

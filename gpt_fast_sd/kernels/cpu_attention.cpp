@@ -12,15 +12,22 @@
 //
 // int8 keys and values have a scale each, one a token and kv head, that stays outside the products. A row of queries is
 // rounded to int8 by its own largest; its weights of a tile, times the scales of the values, to uint8 by theirs. Products
-// of these are whole numbers and exact, whatever computes them; the softmax and all sums of tiles are fp32.
+// of these are whole numbers and exact, whatever computes them; the softmax and all sums of tiles are fp32. Where queries
+// need more than 8 bits, what int8 leaves of each number is rounded to int8 once more, FINER times finer.
+//
+// The bytes may lie in two planes of nibbles, see planes.py: they are put together as a tile is gathered. Where only the
+// upper plane is read, a byte is as if its lower nibble was 7, which is half too small: the sum of a row's queries times
+// a half is missing from its scores, and half of its weights' sum from every output.
 //
 // Names: E element of keys and values, bf16 or int8_t, B batch, K kv heads, G query heads a kv head, T queries a head,
-// R = G * T rows of one kv head, H head dim, S capacity, M keys in view or entries listed.
+// R = G * T rows of one kv head, H head dim, S capacity, M keys in view or entries listed,
+// NQ bytes of a number of a query.
 #include <immintrin.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 typedef uint16_t bf16, fp16;
@@ -30,6 +37,7 @@ constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys
 template <class E> constexpr bool BYTES = sizeof(E) == 1;
 template <class E> constexpr int IN_DWORD = 4 / sizeof(E);
 template <class E> constexpr int IN_LINE = 64 / sizeof(E);
+constexpr int FINER = 254; // the second byte of a query counts in these parts of the first one's steps
 constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is no NaN; scaled it stays exact
 
 // 2^x for x <= 0, relative error below 3e-6; results below 2^-126 are rounded up to about it. The weights are rounded
@@ -79,19 +87,30 @@ static inline void transpose(const uint32_t* from, int stride, __m512i* to, int 
 }
 
 // One query row of a split: where the softmax stands. out has its dims as group_values has them.
-template <class E, int H> struct Row {
-    alignas(64) uint32_t q[H / IN_DWORD<E>];
-    alignas(64) float out[H], sum[16]; // sum: by lanes
-    float max, to_log2; // to_log2: times a score, whose exp2 is its weight
+template <class E, int H, int NQ> struct Row {
+    alignas(64) uint32_t q[NQ][H / IN_DWORD<E>];
+    alignas(64) float out[H], sum[16], halves[16]; // sum, and what upper planes leave out of all outputs: by lanes
+    float max, to_log2, q_half; // to_log2: times a score, whose exp2 is its weight; q_half: half of the sum of q, of bytes
     int64_t limit; // last position it may see
 };
 
 // q as the products take it -> what one of a score is worth.
-template <int H> static inline float take(const bf16* q, Row<bf16, H>& row) {
-    memcpy(row.q, q, sizeof row.q);
-    return 1.f;
+// Of one that is not finite it is a NaN, as the output then is: whole numbers, and a largest score, would hide that.
+static inline bool is_finite(const bf16* q, int n) {
+    __mmask32 strange = 0;
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    for (int i = 0; i < n; i += 32) strange |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(q + i), exponent), exponent);
+    return !strange;
 }
-template <int H> static inline float take(const bf16* q, Row<int8_t, H>& row) {
+template <int H> static inline float take(const bf16* q, Row<bf16, H, 1>& row) {
+    if (is_finite(q, H)) {
+        memcpy(row.q, q, sizeof row.q);
+        return 1.f;
+    }
+    memset(row.q, 0, sizeof row.q);
+    return std::numeric_limits<float>::quiet_NaN();
+}
+template <int H, int NQ> static inline float take(const bf16* q, Row<int8_t, H, NQ>& row) {
     __m512 wide[H / 16], most = _mm512_setzero_ps();
 #pragma GCC unroll 8
     for (int c = 0; c < H / 16; c++) {
@@ -99,10 +118,27 @@ template <int H> static inline float take(const bf16* q, Row<int8_t, H>& row) {
         most = _mm512_max_ps(most, _mm512_abs_ps(wide[c]));
     }
     const float top = std::max(_mm512_reduce_max_ps(most), 1e-30f);
+    const __m512 by = _mm512_set1_ps(127.f / top);
+    __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 8
-    for (int c = 0; c < H / 16; c++)
-        _mm_store_si128((__m128i*)(row.q + 4 * c), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(wide[c], _mm512_set1_ps(127.f / top)))));
-    return top / 127.f;
+    for (int c = 0; c < H / 16; c++) {
+        const __m512 x = _mm512_mul_ps(wide[c], by);
+        const __m512i n = _mm512_cvtps_epi32(x);
+        _mm_store_si128((__m128i*)(row.q[0] + 4 * c), _mm512_cvtsepi32_epi8(n));
+        sum = _mm512_add_epi32(sum, n);
+    }
+    if constexpr (NQ == 2) {
+        sum = _mm512_mullo_epi32(sum, _mm512_set1_epi32(FINER));
+#pragma GCC unroll 8
+        for (int c = 0; c < H / 16; c++) {
+            const __m512 x = _mm512_mul_ps(wide[c], by), rest = _mm512_sub_ps(x, _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+            const __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(rest, _mm512_set1_ps(FINER)));
+            _mm_store_si128((__m128i*)(row.q[1] + 4 * c), _mm512_cvtsepi32_epi8(n));
+            sum = _mm512_add_epi32(sum, n);
+        }
+    }
+    row.q_half = .5f * _mm512_reduce_add_epi32(sum);
+    return is_finite(q, H) ? top / (NQ == 2 ? 127.f * FINER : 127.f) : std::numeric_limits<float>::quiet_NaN();
 }
 
 // 64 dims as group_values leaves them -> in their order, as bf16.
@@ -129,6 +165,7 @@ template <class E> static inline void put_in_order(const __m512* from, bf16* to)
 template <class E> struct Tile {
     const E *key[TILE / 16], *value[TILE / 16];
     const float *key_scale, *value_scale; // of bytes
+    const float* upper; // 1 for each whose upper plane alone is read, else 0; null: for none
     const int64_t* position; // INT64_MAX: does not exist
     int64_t first, last; // last: the largest position that exists
     int n; // entries from n on do not exist
@@ -149,11 +186,15 @@ template <class E> static inline uint64_t seen_keys(const Tile<E>& tile, int64_t
 
 // A row's scores over a tile, a key in every lane -> its weights in pairs of keys, or in quads of which one is worth unit.
 // Where the softmax stands moves on; returns by what has been summed so far shrinks.
-template <class E, int H> static inline float soften(__m512* score, const Tile<E>& tile, Row<E, H>& row, uint32_t* weight, float* unit, float* page_sum, float* page_max) {
+template <class E, int H, int NQ> static inline float soften(__m512* score, const Tile<E>& tile, Row<E, H, NQ>& row, uint32_t* weight, float* unit, float* page_sum, float* page_max) {
     constexpr int V = TILE / 16;
     if constexpr (BYTES<E>) {
 #pragma GCC unroll 4
-        for (int c = 0; c < V; c++) score[c] = _mm512_mul_ps(_mm512_cvtepi32_ps((__m512i)score[c]), _mm512_load_ps(tile.key_scale + 16 * c));
+        for (int c = 0; c < V; c++) {
+            score[c] = _mm512_cvtepi32_ps((__m512i)score[c]);
+            if (tile.upper) score[c] = _mm512_fmadd_ps(_mm512_load_ps(tile.upper + 16 * c), _mm512_set1_ps(row.q_half), score[c]);
+            score[c] = _mm512_mul_ps(score[c], _mm512_load_ps(tile.key_scale + 16 * c));
+        }
     }
     const bool whole = tile.n == TILE && !tile.gaps && tile.last <= row.limit;
     const uint64_t seen = whole ? ~uint64_t(0) : seen_keys(tile, row.limit);
@@ -189,6 +230,15 @@ template <class E, int H> static inline float soften(__m512* score, const Tile<E
         for (int c = 0; c < V; c++) n[c] = _mm512_cvtps_epi32(_mm512_mul_ps(worth[c], by));
         _mm512_store_si512(weight, _mm512_packus_epi16(_mm512_packus_epi32(n[0], n[1]), _mm512_packus_epi32(n[2], n[3])));
         *unit = top * (1.f / 255.f);
+        if (tile.upper) {
+            __m512 weights = _mm512_setzero_ps();
+#pragma GCC unroll 4
+            for (int c = 0; c < V; c++) weights = _mm512_fmadd_ps(_mm512_cvtepi32_ps(n[c]), _mm512_load_ps(tile.upper + 16 * c), weights);
+            const __m512 before = _mm512_mul_ps(_mm512_load_ps(row.halves), _mm512_set1_ps(shrink));
+            _mm512_store_ps(row.halves, _mm512_fmadd_ps(weights, _mm512_set1_ps(.5f * *unit), before));
+        } else if (shrink != 1.f) {
+            _mm512_store_ps(row.halves, _mm512_mul_ps(_mm512_load_ps(row.halves), _mm512_set1_ps(shrink)));
+        }
     } else {
         _mm512_store_si512(weight, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
         _mm512_store_si512(weight + WEIGHTS, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
@@ -237,6 +287,9 @@ template <int H> static inline void group_values(const Tile<int8_t>& tile, __m51
     }
 }
 
+// Products with the first byte of queries in steps of the second: 254 times as many.
+static inline __m512i many(__m512i products) { return _mm512_sub_epi32(_mm512_slli_epi32(products, 8), _mm512_slli_epi32(products, 1)); }
+
 // Outputs so far plus the products of a tile, which are whole numbers in bytes.
 static inline void add(float* out, __m512 products, float unit, float shrink) {
     const __m512 before = _mm512_mul_ps(_mm512_load_ps(out), _mm512_set1_ps(shrink));
@@ -248,10 +301,47 @@ template <int H, class E> static inline void fetch(const E* from, int n) {
     for (int h = 0; h < n * H; h += IN_LINE<E>) _mm_prefetch((const char*)(from + h), _MM_HINT_T0);
 }
 
-// What a tile is gathered into, where it does not lie together, by the tile's parity.
+// Bytes of planes, of two numbers each -> the numbers in their upper halves, or shifted by 4 in the lower ones, as int8;
+// the lower nibbles are at the same place of low, or without any 7.
+template <bool WHOLE> static inline __m512i nibbles(__m512i up, __m512i low) {
+    const __m512i high = _mm512_set1_epi8(int8_t(0xf0));
+    if constexpr (WHOLE) return _mm512_xor_si512(_mm512_ternarylogic_epi32(up, high, low, 0xe2), _mm512_set1_epi8(int8_t(0x80))); // high ? up : low
+    else return _mm512_ternarylogic_epi32(up, high, _mm512_set1_epi8(int8_t(0x87)), 0x6a); // (up & high) ^ 0x87
+}
+
+// N entries that lie one after the other out of their planes, while those `ahead` bytes behind are asked for. WHOLE: of
+// both planes; else as if all lower nibbles were 7.
+template <int H, bool WHOLE, int N> static inline void join(const uint8_t* upper, const uint8_t* lower, int8_t* to, int ahead) {
+    constexpr bool LINES = N * H >= 128; // a line is two heads of 64 or one of 128
+#pragma GCC unroll 8
+    for (int i = 0; i < N * H / 2; i += 64, upper += 64, lower += 64, to += 128) {
+        __m512i up, low = _mm512_setzero_si512();
+        if constexpr (LINES) {
+            _mm_prefetch((const char*)(upper + ahead), _MM_HINT_T0);
+            up = _mm512_loadu_si512(upper);
+            if constexpr (WHOLE) {
+                _mm_prefetch((const char*)(lower + ahead), _MM_HINT_T0);
+                low = _mm512_loadu_si512(lower);
+            }
+        } else {
+            up = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)upper));
+            if constexpr (WHOLE) low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)lower));
+        }
+        const __m512i first = nibbles<WHOLE>(_mm512_slli_epi16(up, 4), low), second = nibbles<WHOLE>(up, _mm512_srli_epi16(low, 4));
+        if constexpr (H == 128) {
+            _mm512_storeu_si512(to, first);
+            _mm512_storeu_si512(to + 64, second);
+        } else {
+            _mm512_storeu_si512(to, _mm512_shuffle_i64x2(first, second, 0x44));
+            if constexpr (LINES) _mm512_storeu_si512(to + 64, _mm512_shuffle_i64x2(first, second, 0xee));
+        }
+    }
+}
+
+// What a tile is gathered into, where it does not lie together or in planes, by the tile's parity.
 template <class E, int H> struct Picked {
     alignas(64) E picked_key[2][TILE * H], picked_value[2][TILE * H];
-    alignas(64) float key_scale[2][TILE], value_scale[2][TILE];
+    alignas(64) float key_scale[2][TILE], value_scale[2][TILE], upper[2][TILE];
     int64_t position[2][TILE];
 };
 
@@ -266,14 +356,14 @@ static void end() { _tile_release(); }
 static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers cannot see
 
 // Of what two follow each other in the making, the parity of the tile or of the step tells which.
-template <class E, int H> struct Scratch : Picked<E, H> {
-    alignas(64) float score[2][TILE][16]; // of a key, 16 rows
+template <class E, int H, int NQ> struct Scratch : Picked<E, H> {
+    alignas(64) float score[2][NQ][TILE][16]; // of a key, 16 rows
     alignas(64) uint32_t weight[2][2][16][16]; // of 32 keys and 32 more, in pairs: of a row; quads: of 64
     __m512i value[2][TILE / IN_DWORD<E>][H / 16]; // pairs or quads of keys
     alignas(64) float products[H / 16][16][16], unit[2][16]; // of bytes
 };
 
-template <class E, int H> struct alignas(64) Queries { uint32_t q[H / IN_DWORD<E>][16]; }; // of 16 rows
+template <class E, int H, int NQ> struct alignas(64) Queries { uint32_t q[NQ][H / IN_DWORD<E>][16]; }; // of 16 rows
 
 // The scores of four rows over 16 keys, in the layout of the products -> a key in every lane.
 static inline void turn(const float (*score)[16], __m512* to, int apart) {
@@ -300,8 +390,8 @@ static inline void turn(const float (*score)[16], __m512* to, int apart) {
 // The rows of a split while its tiles are read, 16 rows and a tile at a step. What a step begins ends two steps later:
 // its scores' products, then their softmax, then its values' products, so that vectors and tiles work side by side, and
 // neither waits for what the other has just written.
-template <class E, int H> struct Rows {
-    static Scratch<E, H>& scratch() { static thread_local Scratch<E, H> at; return at; }
+template <class E, int H, int NQ> struct Rows {
+    static Scratch<E, H, NQ>& scratch() { static thread_local Scratch<E, H, NQ> at; return at; }
 
     struct Reading { // of a tile
         Tile<E> tile;
@@ -313,13 +403,14 @@ template <class E, int H> struct Rows {
         int64_t row = -1; // the first of 16; -1: there is none
     };
 
-    Rows(Row<E, H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
-        static thread_local std::vector<Queries<E, H>> kept;
+    Rows(Row<E, H, NQ>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
+        static thread_local std::vector<Queries<E, H, NQ>> kept;
         const int64_t n = (n_rows + 15) / 16;
         if ((int64_t)kept.size() < n) kept.resize(n);
         groups = kept.data();
         for (int64_t g = 0; g < n; g++)
-            for (int h = 0; h < H / IN_DWORD<E>; h += 16) transpose(rows[16 * g].q + h, sizeof *rows / 4, (__m512i*)groups[g].q[h], 1);
+            for (int part = 0; part < NQ; part++)
+                for (int h = 0; h < H / IN_DWORD<E>; h += 16) transpose(rows[16 * g].q[part] + h, sizeof *rows / 4, (__m512i*)groups[g].q[part][h], 1);
     }
     void read(const Tile<E>& tile, int parity, float* page_sum, float* page_max, bool ahead) {
         readings[parity] = {tile, page_sum, page_max, ahead};
@@ -335,8 +426,8 @@ template <class E, int H> struct Rows {
         constexpr int V = TILE / 16, PARTS = H / 8;
         const int odd = n_steps++ & 1;
         const Reading &from = readings[begun.parity], &of = readings[scored.parity];
-        const Queries<E, H>& group = groups[std::max<int64_t>(begun.row, 0) / 16];
-        Row<E, H> *now = rows + scored.row, *last = rows + softened.row;
+        const Queries<E, H, NQ>& group = groups[std::max<int64_t>(begun.row, 0) / 16];
+        Row<E, H, NQ> *now = rows + scored.row, *last = rows + softened.row;
         const int n = scored.row < 0 ? 0 : std::min<int64_t>(16, n_rows - scored.row);
         const auto value = at.value[softened.parity];
         float shrinks[16] = {};
@@ -350,9 +441,24 @@ template <class E, int H> struct Rows {
                 if (begun.row >= 0) { // keys by 32 and 32, of those 16 and 16: their product with all rows
                     const int product = BYTES<E> ? i / 2 : i, d = product / 2;
                     if (i == 0) { _tile_zero(0); _tile_zero(1); }
-                    if (BYTES<E> && i % 2) {
+                    if constexpr (NQ == 2) { // with both bytes of queries, 16 keys after the other 16
+                        constexpr int DS = H / 64;
+                        const int keys = product / DS, dims = product % DS;
+                        if (i % 2 == 0) {
+                            if (i && dims == 0) { _tile_zero(0); _tile_zero(1); }
+                            _tile_loadd(3, from.tile.key[2 * half + keys] + 64 * dims, H);
+                            _tile_loadd(2, group.q[0][16 * dims], 64);
+                            _tile_dpbssd(0, 3, 2);
+                            _tile_loadd(2, group.q[1][16 * dims], 64);
+                            _tile_dpbssd(1, 3, 2);
+                            if (dims == DS - 1) {
+                                _tile_stored(0, at.score[odd][0][32 * half + 16 * keys], 64);
+                                _tile_stored(1, at.score[odd][1][32 * half + 16 * keys], 64);
+                            }
+                        }
+                    } else if (BYTES<E> && i % 2) {
                     } else if (product % 2 == 0) {
-                        _tile_loadd(2, group.q[16 * d], 64);
+                        _tile_loadd(2, group.q[0][16 * d], 64);
                         _tile_loadd(3, from.tile.key[2 * half] + IN_LINE<E> * d, sizeof(E) * H);
                         if constexpr (BYTES<E>) _tile_dpbssd(0, 3, 2);
                         else _tile_dpbf16ps(0, 3, 2);
@@ -361,9 +467,9 @@ template <class E, int H> struct Rows {
                         if constexpr (BYTES<E>) _tile_dpbssd(1, 3, 2);
                         else _tile_dpbf16ps(1, 3, 2);
                     }
-                    if (i == H / 16 - 1) {
-                        _tile_stored(0, at.score[odd][32 * half], 64);
-                        _tile_stored(1, at.score[odd][32 * half + 16], 64);
+                    if (NQ == 1 && i == H / 16 - 1) {
+                        _tile_stored(0, at.score[odd][0][32 * half], 64);
+                        _tile_stored(1, at.score[odd][0][32 * half + 16], 64);
                     }
                     if (begun.row == 0 && from.ahead) {
                         fetch<H>(from.tile.key[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
@@ -399,7 +505,15 @@ template <class E, int H> struct Rows {
                 if (r >= n) continue;
                 if (r % 4 == 0)
 #pragma GCC unroll 4
-                    for (int c = 0; c < V; c++) turn((const float (*)[16])&at.score[!odd][16 * c][r], &score[0][c], V);
+                    for (int c = 0; c < V; c++) {
+                        turn((const float (*)[16])&at.score[!odd][0][16 * c][r], &score[0][c], V);
+                        if constexpr (NQ == 2) {
+                            __m512 finer[4];
+                            turn((const float (*)[16])&at.score[!odd][1][16 * c][r], finer, 1);
+#pragma GCC unroll 4
+                            for (int j = 0; j < 4; j++) score[j][c] = (__m512)_mm512_add_epi32(many((__m512i)score[j][c]), (__m512i)finer[j]);
+                        }
+                    }
 #pragma GCC unroll 2
                 for (int j = 0; j < EACH; j++) {
                     if (r + j >= n) break;
@@ -420,10 +534,10 @@ template <class E, int H> struct Rows {
         scored = begun;
     }
 
-    Row<E, H>* rows;
+    Row<E, H, NQ>* rows;
     int64_t n_rows;
-    Scratch<E, H>& at;
-    Queries<E, H>* groups;
+    Scratch<E, H, NQ>& at;
+    Queries<E, H, NQ>* groups;
     Reading readings[2];
     Stage scored, softened;
     int64_t n_steps = 0;
@@ -432,7 +546,7 @@ template <class E, int H> struct Rows {
 static void begin() {}
 static void end() {}
 
-template <class E, int H> struct Scratch : Picked<E, H> {
+template <class E, int H, int> struct Scratch : Picked<E, H> {
     __m512i key[H / IN_DWORD<E>][TILE / 16]; // pairs or quads of dims, a key in every lane
     __m512i key_sum[TILE / 16]; // of bytes: -128 times the sum of a key
     __m512i value[TILE / IN_DWORD<E>][H / 16]; // pairs or quads of keys
@@ -446,18 +560,25 @@ template <class E> static inline __m512 more(__m512 sum, __m512i many, uint32_t 
     else return _mm512_dpbf16_ps(sum, (__m512bh)many, (__m512bh)every);
 }
 
-template <int N, class E, int H> static void read_rows(const Tile<E>& tile, Scratch<E, H>& at, Row<E, H>* rows, float* page_sum, float* page_max) {
+template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max) {
     constexpr int C = H / 16, V = TILE / 16;
     __m512 score[N][V];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < V; c++) score[r][c] = BYTES<E> ? (__m512)at.key_sum[c] : _mm512_setzero_ps();
-    for (int h = 0; h < H / IN_DWORD<E>; h++)
+    for (int part = 0; part < NQ; part++) {
+        if (part)
 #pragma GCC unroll 6
-        for (int r = 0; r < N; r++)
+            for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-            for (int c = 0; c < V; c++) score[r][c] = more<E>(score[r][c], at.key[h][c], rows[r].q[h]);
+                for (int c = 0; c < V; c++) score[r][c] = (__m512)_mm512_add_epi32(many((__m512i)score[r][c]), at.key_sum[c]);
+        for (int h = 0; h < H / IN_DWORD<E>; h++)
+#pragma GCC unroll 6
+            for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+                for (int c = 0; c < V; c++) score[r][c] = more<E>(score[r][c], at.key[h][c], rows[r].q[part][h]);
+    }
     float shrink[N], unit[N];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum ? page_sum + r * V : nullptr, page_max + r);
@@ -485,7 +606,7 @@ template <int N, class E, int H> static void read_rows(const Tile<E>& tile, Scra
     }
 }
 
-template <class E, int H> static void read_tile(const Tile<E>& tile, Scratch<E, H>& at, Row<E, H>* rows, int64_t n_rows, float* page_sum, float* page_max, bool ahead) {
+template <class E, int H, int NQ> static void read_tile(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, int64_t n_rows, float* page_sum, float* page_max, bool ahead) {
     constexpr int V = TILE / 16, D = H / IN_DWORD<E>;
     for (int c = 0; c < V; c++) {
         if (ahead) fetch<H>(tile.key[c] + TILE * H, 16); // part of a later tile, while this one is computed
@@ -513,25 +634,26 @@ template <class E, int H> static void read_tile(const Tile<E>& tile, Scratch<E, 
 }
 
 // The rows of a split while its tiles are read.
-template <class E, int H> struct Rows {
-    static Scratch<E, H>& scratch() { static thread_local Scratch<E, H> at; return at; }
+template <class E, int H, int NQ> struct Rows {
+    static Scratch<E, H, NQ>& scratch() { static thread_local Scratch<E, H, NQ> at; return at; }
 
-    Rows(Row<E, H>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
+    Rows(Row<E, H, NQ>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
         for (int64_t r = 0; r < n_rows && BYTES<E>; r++)
-            for (uint32_t& quad : rows[r].q) quad ^= 0x80808080; // 128 larger: products take one side unsigned
+            for (auto& part : rows[r].q)
+                for (uint32_t& quad : part) quad ^= 0x80808080; // 128 larger: products take one side unsigned
     }
     void read(const Tile<E>& tile, int, float* page_sum, float* page_max, bool ahead) { read_tile(tile, at, rows, n_rows, page_sum, page_max, ahead); }
     void finish() {}
-    Row<E, H>* rows;
+    Row<E, H, NQ>* rows;
     int64_t n_rows;
-    Scratch<E, H>& at;
+    Scratch<E, H, NQ>& at;
 };
 #endif
 
-template <class E, int H>
-static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, const fp16* v_scale, const int64_t* pos, const int64_t* index, bf16* out, float* mass,
-                   int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n, int64_t q_t,
-                   int64_t kv_b, int64_t kv_k, int64_t scale_b, int64_t scale_k, float scale, int threads) {
+template <class E, int H, int NQ>
+static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, const fp16* v_scale, const uint8_t* k_low, const uint8_t* v_low, const int64_t* pos, const int64_t* index,
+                   bf16* out, float* mass, int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n, int64_t q_t,
+                   int64_t kv_b, int64_t kv_k, int64_t scale_b, int64_t scale_k, int64_t tail, float scale, int threads) {
     constexpr int V = TILE / PAGE;
     const float to_log2 = scale * 1.44269504f;
     const int64_t R = G * T, places = (R + 15) / 16 * 16; // products read and write 16 rows
@@ -539,28 +661,29 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
     for (int64_t i = 0; i < B * T && !index; i++) longest = std::max(longest, pos[i] < M ? pos[i] + 1 : 0);
     const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
     // kept between calls: fresh pages of memory would cost more than a small call
-    static thread_local std::vector<Row<E, H>> kept_rows;
+    static thread_local std::vector<Row<E, H, NQ>> kept_rows;
     static thread_local std::vector<float> kept_sums, kept_maxima;
     if ((int64_t)kept_rows.size() < B * K * n_splits * places) kept_rows.resize(B * K * n_splits * places);
     if (mass) {
         kept_sums.resize(B * K * n_tiles * R * V);
         kept_maxima.assign(B * K * n_tiles * R, LOWEST);
     }
-    Row<E, H>* all = kept_rows.data(); // by address: each worker has thread_locals of its own
+    Row<E, H, NQ>* all = kept_rows.data(); // by address: each worker has thread_locals of its own
     float *page_sum = mass ? kept_sums.data() : nullptr, *page_max = mass ? kept_maxima.data() : nullptr;
 
     auto merge = [&](int64_t bk) { // the splits of one kv head of one row
-        const Row<E, H>* splits = all + bk * n_splits * places;
+        const Row<E, H, NQ>* splits = all + bk * n_splits * places;
         std::vector<float> top(R, LOWEST), total(R, 0.f);
         for (int64_t r = 0; r < R; r++) {
             __m512 merged[H / 16] = {};
             for (int64_t s = 0; s < n_splits; s++) top[r] = std::max(top[r], splits[s * places + r].max);
             for (int64_t s = 0; s < n_splits; s++) {
-                const Row<E, H>& row = splits[s * places + r];
+                const Row<E, H, NQ>& row = splits[s * places + r];
                 if (row.max == LOWEST) continue; // nothing seen here
                 const float share = exp2f((row.max - top[r]) * row.to_log2);
                 total[r] += _mm512_reduce_add_ps(_mm512_load_ps(row.sum)) * share;
-                for (int c = 0; c < H / 16; c++) merged[c] = _mm512_add_ps(merged[c], _mm512_mul_ps(_mm512_load_ps(row.out + 16 * c), _mm512_set1_ps(share)));
+                const __m512 halves = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_load_ps(row.halves)));
+                for (int c = 0; c < H / 16; c++) merged[c] = _mm512_add_ps(merged[c], _mm512_mul_ps(_mm512_add_ps(_mm512_load_ps(row.out + 16 * c), halves), _mm512_set1_ps(share)));
             }
             const __m512 by = _mm512_set1_ps(total[r]);
             const __mmask16 any = total[r] ? 0xffff : 0;
@@ -587,18 +710,21 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
         const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
         const E *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
         const fp16 *key_scales = k_scale + b * scale_b + head * scale_k, *value_scales = v_scale + b * scale_b + head * scale_k; // of bytes
-        Row<E, H>* rows = all + task * places;
+        const uint8_t *lower_keys = k_low + b * kv_b + head * kv_k, *lower_values = v_low + b * kv_b + head * kv_k; // of planes
+        const int64_t whole_from = tail ? pos[b * T] - tail + 1 : 0; // entries before are read of the upper plane alone
+        Row<E, H, NQ>* rows = all + task * places;
         int64_t n_keys = 0;
         for (int64_t r = 0; r < R; r++) {
             const int64_t g = r / T, t = r % T;
             rows[r].to_log2 = to_log2 * take(q + b * q_b + (head * G + g) * q_n + t * q_t, rows[r]);
             memset(rows[r].out, 0, sizeof rows[r].out);
             memset(rows[r].sum, 0, sizeof rows[r].sum);
+            memset(rows[r].halves, 0, sizeof rows[r].halves);
             rows[r].max = LOWEST, rows[r].limit = pos[b * T + t] < M || index ? pos[b * T + t] : -1;
             n_keys = std::max(n_keys, rows[r].limit + 1);
         }
         n_keys = index ? M : std::min(n_keys, M);
-        Rows<E, H> reading(rows, R);
+        Rows<E, H, NQ> reading(rows, R);
         Picked<E, H>& at = reading.at;
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {
@@ -606,10 +732,40 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
             int64_t* position = at.position[parity];
             E *picked_key = at.picked_key[parity], *picked_value = at.picked_value[parity];
             float *key_scale = at.key_scale[parity], *value_scale = at.value_scale[parity];
-            Tile<E> tile{{}, {}, key_scale, value_scale, index ? position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
+            Tile<E> tile{{}, {}, key_scale, value_scale, nullptr, index ? position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
+            float* upper = at.upper[parity];
+            if (k_low && tail) memset(upper, 0, sizeof at.upper[parity]);
+            auto put_together = [&](auto n, int64_t place, int j) { // as many entries of planes, all of one kind
+                if constexpr (BYTES<E>) {
+                    constexpr int N = decltype(n)::value;
+                    const int ahead = index ? 0 : 2 * TILE * (H / 2);
+                    const int64_t from = place * (H / 2);
+                    const uint8_t *key = (const uint8_t*)keys + from, *value = (const uint8_t*)values + from;
+                    if (place >= whole_from) {
+                        join<H, true, N>(key, lower_keys + from, picked_key + j * H, ahead);
+                        join<H, true, N>(value, lower_values + from, picked_value + j * H, ahead);
+                    } else {
+                        join<H, false, N>(key, key, picked_key + j * H, ahead);
+                        join<H, false, N>(value, value, picked_value + j * H, ahead);
+                        std::fill_n(upper + j, N, 1.f);
+                        tile.upper = upper;
+                    }
+                }
+            };
+            constexpr std::integral_constant<int, 1> ONE{};
+            constexpr std::integral_constant<int, 16> ALL{};
             if (!index) tile.last = start + tile.n - 1;
             for (int64_t j = TILE; index && j < std::min<int64_t>(2 * TILE, M - start); j++) { // the next tile's entries, wherever they are
                 const int64_t place = std::min(std::max<int64_t>(index[bk * M + start + j], 0), S - 1);
+                if (k_low) { // half a head is at most a line
+                    const int64_t from = place * (H / 2);
+                    _mm_prefetch((const char*)keys + from, _MM_HINT_T0);
+                    _mm_prefetch((const char*)values + from, _MM_HINT_T0);
+                    if (place < whole_from) continue;
+                    _mm_prefetch((const char*)lower_keys + from, _MM_HINT_T0);
+                    _mm_prefetch((const char*)lower_values + from, _MM_HINT_T0);
+                    continue;
+                }
                 for (int h = 0; h < H; h += IN_LINE<E>) {
                     _mm_prefetch((const char*)(keys + place * H + h), _MM_HINT_T0);
                     _mm_prefetch((const char*)(values + place * H + h), _MM_HINT_T0);
@@ -625,13 +781,20 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                     tile.last = std::max(tile.last, named[j]);
                     tile.gaps |= named[j] < 0;
                 }
-                tile.key[c / 16] = together ? keys + first * H : picked_key + c * H;
-                tile.value[c / 16] = together ? values + first * H : picked_value + c * H;
+                tile.key[c / 16] = together && !k_low ? keys + first * H : picked_key + c * H;
+                tile.value[c / 16] = together && !k_low ? values + first * H : picked_value + c * H;
+                const bool alike = together && (first >= whole_from || first + 15 < whole_from);
+                if (k_low && alike) put_together(ALL, first, c);
+                for (int j = c; j < c + 16 && k_low && together && !alike; j++) put_together(ONE, first + j - c, j);
                 for (int j = c; j < std::min(c + 16, tile.n) && !together; j++) {
                     const int64_t name = named ? named[j - c] : start + j, place = std::min(std::max<int64_t>(name, 0), S - 1);
-                    memcpy(picked_key + j * H, keys + place * H, sizeof(E) * H);
-                    if (name < 0) memset(picked_value + j * H, 0, sizeof(E) * H);
-                    else memcpy(picked_value + j * H, values + place * H, sizeof(E) * H);
+                    if (k_low) {
+                        put_together(ONE, place, j);
+                    } else {
+                        memcpy(picked_key + j * H, keys + place * H, sizeof(E) * H);
+                        if (name < 0) memset(picked_value + j * H, 0, sizeof(E) * H);
+                        else memcpy(picked_value + j * H, values + place * H, sizeof(E) * H);
+                    }
                     if constexpr (BYTES<E>) key_scale[j] = _cvtsh_ss(key_scales[place]), value_scale[j] = _cvtsh_ss(value_scales[place]);
                 }
                 if constexpr (BYTES<E>)
@@ -641,7 +804,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                     }
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
-            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && start + 2 * TILE <= end);
+            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && !k_low && start + 2 * TILE <= end);
         }
         reading.finish();
         if (n_splits == 1) merge(bk);
@@ -657,17 +820,20 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
 }
 
 // q [B, K * G, T, H] with strides (q_b, q_n, q_t); k, v [B, K, S, H] with strides (kv_b, kv_k), bf16, or int8 where there
-// are scales [B, K, S] with strides (scale_b, scale_k); pos [B, T]; index null or [B, K, M], -1 is nothing
+// are scales [B, K, S] with strides (scale_b, scale_k); k_low, v_low null or the lower planes, of which k, v are the upper
+// ones then, [B, K, S, H / 2] with their strides, where entries before pos[b, 0] - tail + 1 are read of the upper plane
+// alone, with a tail of 0 none; fine: whether queries over int8 have two bytes a number; pos [B, T]; index null or [B, K, M], -1 is nothing
 // -> out [B, K * G, T, H]; mass null or [B, K, M / 16], the attention that each 16 keys received, all rows of a kv head
 // together. A query at or past M sees nothing: its output is 0, and it costs no reading.
 // H is HEAD_DIM, 64 or 128: every head dim is a library of its own, as one takes seconds to build.
-extern "C" void attend_cpu(const bf16* q, const void* k, const void* v, const fp16* k_scale, const fp16* v_scale, const int64_t* pos, const int64_t* index, bf16* out,
-                           float* mass, int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
-                           int64_t q_t, int64_t kv_b, int64_t kv_k, int64_t scale_b, int64_t scale_k, float scale, int threads) {
-    auto by = [&](auto e) {
+extern "C" void attend_cpu(const bf16* q, const void* k, const void* v, const fp16* k_scale, const fp16* v_scale, const uint8_t* k_low, const uint8_t* v_low,
+                           const int64_t* pos, const int64_t* index, bf16* out, float* mass, int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n,
+                           int64_t q_t, int64_t kv_b, int64_t kv_k, int64_t scale_b, int64_t scale_k, int64_t tail, int64_t fine, float scale, int threads) {
+    auto by = [&](auto e, auto nq) {
         typedef decltype(e) E;
-        attend<E, HEAD_DIM>(q, (const E*)k, (const E*)v, k_scale, v_scale, pos, index, out, mass, B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale_b, scale_k, scale, threads);
+        attend<E, HEAD_DIM, decltype(nq)::value>(q, (const E*)k, (const E*)v, k_scale, v_scale, k_low, v_low, pos, index, out, mass, B, K, G, T, M, S, q_b, q_n, q_t, kv_b, kv_k, scale_b, scale_k, tail, scale, threads);
     };
-    if (k_scale) by(int8_t{});
-    else by(bf16{});
+    if (!k_scale) by(bf16{}, std::integral_constant<int, 1>{});
+    else if (fine) by(int8_t{}, std::integral_constant<int, 2>{});
+    else by(int8_t{}, std::integral_constant<int, 1>{});
 }

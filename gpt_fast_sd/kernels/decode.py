@@ -7,10 +7,18 @@ Scores are products with the numbers times the scale, and each weight takes the 
 entry is ever widened to what it stands for. q has a dtype of its own then, which is the output's; else it is that of
 keys and values.
 
+Where the numbers lie in planes of nibbles (planes.py), k and v are the upper ones, k_low and v_low the lower ones,
+uint8 [B, K, S, H // 2] with the same strides. With a tail a draft reads them: whole are the entries from
+pos[:, 0] - tail + 1 on, of all others the upper plane alone. With 0 all are whole, and nothing differs from int8.
+
+The C++ body rounds queries over int8 to 8 bits a number, with fine to 16; the others keep them as they are.
+
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,22 +41,25 @@ def split_for(capacity: int) -> int:
 
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
     q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; pos int64 [B, T]; split from `split_for`;
-    k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone -> [B, N, T, H]
+    k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone; k_low, v_low, tail: of planes; fine: as above
+    -> [B, N, T, H]
     """
     if triton_serves(q.device):
-        out: Tensor = _decode(q, k, v, pos, n_keys, split, k_scale, v_scale)
+        out: Tensor = _decode(q, k, v, pos, n_keys, split, k_scale, v_scale, k_low, v_low, tail)
         return out
-    return on_cpu.attend(q, k, v, pos, n_keys, k_scale, v_scale)
+    return on_cpu.attend(q, k, v, pos, n_keys, k_scale, v_scale, k_low, v_low, tail, fine)
 
 
 def decode_attention_with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """decode_attention, and the attention that each `page` keys received from the G * T queries of a kv head.
 
@@ -56,33 +67,33 @@ def decode_attention_with_mass(
     page: one of PAGES -> [B, N, T, H], fp32 [B, K, n_keys // page]
     """
     if triton_serves(q.device):
-        out, mass = _decode_with_mass(q, k, v, pos, n_keys, split, page, k_scale, v_scale)
+        out, mass = _decode_with_mass(q, k, v, pos, n_keys, split, page, k_scale, v_scale, k_low, v_low, tail)
         return out, mass
-    return on_cpu.attend_with_mass(q, k, v, pos, n_keys, page, k_scale, v_scale)
+    return on_cpu.attend_with_mass(q, k, v, pos, n_keys, page, k_scale, v_scale, k_low, v_low, tail, fine)
 
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention", mutates_args=(), device_types="cuda")
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
 ) -> Tensor:  # fmt: skip
     from . import decode_triton, triton_common
 
     arch = triton_common.architecture()
-    return decode_triton.attend(q, k, v, pos, n_keys, split, arch=arch, k_scale=k_scale, v_scale=v_scale)
+    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    return decode_triton.attend(q, k, v, pos, n_keys, split, arch=arch, **beside)
 
 
 @torch.library.custom_op("gpt_fast_sd::decode_attention_with_mass", mutates_args=(), device_types="cuda")
 def _decode_with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from . import decode_triton, triton_common
 
     arch = triton_common.architecture()
-    return decode_triton.attend_with_mass(
-        q, k, v, pos, n_keys, split, page, arch=arch, k_scale=k_scale, v_scale=v_scale
-    )
+    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    return decode_triton.attend_with_mass(q, k, v, pos, n_keys, split, page, arch=arch, **beside)
 
 
 @_decode.register_fake

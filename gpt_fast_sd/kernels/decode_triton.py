@@ -13,7 +13,9 @@ keys, 240 bytes besides 8192, 2.9 %; for pages of 32 keys, 1.8 %.
 
 A cache may hold entries of a byte (FORMAT, see triton_common): they are widened in registers to the dtype of the
 queries, which is exact, and what an int8 stands for stays outside the products: the scale of a key belongs to its
-scores, that of a value to its weights, once these are summed.
+scores, that of a value to its weights, once these are summed. Where numbers lie in planes of nibbles, each byte holds
+one of the first half of a head and one of the second: there are two products of half as many dims, and two sums. What
+is missing where a draft does not read the lower plane, half a number each, is added to scores and sums at once.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
         R = G * T rows of a kv head (row r is token r // G, head r % G).
@@ -29,7 +31,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .sizes import PAGES
-from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, row_limits, strides, widen
+from .triton_common import (
+    LOG2_E,
+    block_of,
+    entry_size,
+    family,
+    format_of,
+    load_planes,
+    load_scales,
+    row_limits,
+    strides,
+    widen,
+)
 
 MERGED = 8  # splits that the merge reads at once
 
@@ -100,16 +113,19 @@ def config(arch: int | str, itemsize: int, block_h: int, n_rows: int) -> Config:
     do_not_specialize=["n_tokens", "n_keys", "split", "pos_b", "pos_t"], do_not_specialize_on_alignment=["p_pos"]
 )
 def split_kernel(
-    p_q, p_k, p_v, p_k_scale, p_v_scale, p_pos, p_part, p_lse, p_sum, p_max, n_tokens, n_keys, split,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low, p_pos, p_part, p_lse, p_sum, p_max, n_tokens, n_keys, split,
     q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, FORMAT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over one split: fp32 part [splits, B * K, R, H], normalised, and its base-2 lse.
+
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see decode.py.
 
     p_sum [B * K, S // UNIT, R], p_max [B * K, S // BLOCK_N, R]: the exps of each UNIT keys, and the maxima they are
     relative to; None if they are not needed.
     """
+    HELD: tl.constexpr = H // 2 if FORMAT == 3 else H
     i_tile, i_bk, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
     n_rows = G * n_tokens
@@ -127,14 +143,25 @@ def split_kernel(
     p_q += i_b * q_b + i_k * G * q_n
     o_q = (o_r % G).to(tl.int64) * q_n + (o_r // G).to(tl.int64) * q_t
     # [BLOCK_R, BLOCK_H]
-    b_q = tl.load(p_q + o_q[:, None] + o_h[None, :], mask=m_r[:, None] & (o_h < H)[None, :], other=0.0)
-    p_k += i_b * k_b + i_k * k_k + start.to(tl.int64) * H
-    p_v += i_b * v_b + i_k * v_k + start.to(tl.int64) * H
-    if FORMAT == 1:
+    m_q = m_r[:, None] & (o_h < HELD)[None, :]
+    b_q = tl.load(p_q + o_q[:, None] + o_h[None, :], mask=m_q, other=0.0)
+    p_k += i_b * k_b + i_k * k_k + start.to(tl.int64) * HELD
+    p_v += i_b * v_b + i_k * v_k + start.to(tl.int64) * HELD
+    if FORMAT % 2 == 1:
         p_k_scale += i_b * scale_b + i_k * scale_k + start
         p_v_scale += i_b * scale_b + i_k * scale_k + start
+    if FORMAT == 3:
+        b_q2 = tl.load(p_q + o_q[:, None] + (HELD + o_h)[None, :], mask=m_q, other=0.0)
+        b_out2 = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+        p_k_low += i_b * k_b + i_k * k_k + start.to(tl.int64) * HELD
+        p_v_low += i_b * v_b + i_k * v_k + start.to(tl.int64) * HELD
+    if TAIL:
+        whole_from = (tl.load(p_pos + i_b * pos_b) - (TAIL - 1)).to(tl.int32)
+        # [BLOCK_R]
+        b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
+        b_halves = tl.zeros([BLOCK_R], tl.float32)
     # [BLOCK_N, BLOCK_H]
-    o_block = o_n[:, None] * H + o_h[None, :]
+    o_block = o_n[:, None] * HELD + o_h[None, :]
 
     # Finite, so that a row that has seen no key yet does not subtract infinities.
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
@@ -145,16 +172,27 @@ def split_kernel(
         o_j = start + j + o_n
         # Memory past the last key may hold NaN, and 0 * NaN is not 0.
         m_block = (o_j <= last)[:, None]
-        if H != BLOCK_H:
-            m_block = m_block & (o_h < H)[None, :]
-        if FORMAT == 1:  # asked for ahead of products that need not wait for them
+        if HELD != BLOCK_H:
+            m_block = m_block & (o_h < HELD)[None, :]
+        if FORMAT % 2 == 1:  # asked for ahead of products that need not wait for them
             b_k_scale = load_scales(p_k_scale + j + o_n, o_j <= last)
             b_v_scale = load_scales(p_v_scale + j + o_n, o_j <= last)
-        # [BLOCK_N, BLOCK_H]
-        b_k = widen(tl.load(p_k + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
-        # [BLOCK_R, BLOCK_N]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        if FORMAT == 1:
+        if FORMAT == 3:
+            m_whole = o_j >= whole_from if TAIL else o_j >= 0
+            # [BLOCK_N, BLOCK_H]
+            o_plane = j * HELD + o_block
+            b_k, b_k2 = load_planes(p_k + o_plane, p_k_low + o_plane, m_block, m_whole, b_q.dtype, TAIL)
+            # [BLOCK_R, BLOCK_N]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
+            if TAIL:
+                b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_half[:, None]
+        else:
+            # [BLOCK_N, BLOCK_H]
+            b_k = widen(tl.load(p_k + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
+            # [BLOCK_R, BLOCK_N]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if FORMAT % 2 == 1:
             b_s *= b_k_scale[None, :]
         b_s = tl.where(o_j[None, :] <= b_limit[:, None], b_s * SCALE, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
@@ -178,18 +216,33 @@ def split_kernel(
                 tl.store(p_sum + o_unit[None, :] * n_rows + o_r[:, None], b_sum, mask=m_r[:, None])
             i_block = i_bk * (n_units // (BLOCK_N // UNIT)) + (start + j) // BLOCK_N
             tl.store(p_max + i_block * n_rows + o_r, b_max, mask=m_r)
-        # [BLOCK_N, BLOCK_H]
-        b_v = widen(tl.load(p_v + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
-        if FORMAT == 1:
+        if FORMAT % 2 == 1:
             b_w *= b_v_scale[None, :]
+        if TAIL:
+            b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
+        if FORMAT == 3:
+            # [BLOCK_N, BLOCK_H]
+            b_v, b_v2 = load_planes(p_v + o_plane, p_v_low + o_plane, m_block, m_whole, b_q.dtype, TAIL)
+            # [BLOCK_R, BLOCK_H]
+            b_out2 = tl.dot(b_w.to(b_v.dtype), b_v2, b_out2 * b_shrink[:, None], input_precision="ieee")
+        else:
+            # [BLOCK_N, BLOCK_H]
+            b_v = widen(tl.load(p_v + j * H + o_block, mask=m_block, other=0.0), b_q.dtype)
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
     # A row may end before this split of its tile does: it reads nothing here, and the merge ignores its result.
     b_total = tl.where(b_total > 0, b_total, 1.0)
+    if TAIL:
+        b_out += 0.5 * b_halves[:, None]
     b_out = b_out / b_total[:, None]
     o_part = (i_split * tl.num_programs(1) + i_bk).to(tl.int64) * n_rows + o_r
-    tl.store(p_part + o_part[:, None] * H + o_h[None, :], b_out, mask=m_r[:, None] & (o_h < H)[None, :])
+    p_part += o_part[:, None] * H + o_h[None, :]
+    tl.store(p_part, b_out, mask=m_q)
+    if FORMAT == 3:
+        if TAIL:
+            b_out2 += 0.5 * b_halves[:, None]
+        tl.store(p_part + HELD, b_out2 / b_total[:, None], mask=m_q)
     tl.store(p_lse + o_part, b_max + tl.log2(b_total), mask=m_r)
 
 
@@ -273,33 +326,37 @@ def mass_kernel(
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, row_lse: Tensor | None = None, *,
-    arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
+    v_low: Tensor | None = None, tail: int = 0,
 ) -> Tensor:  # fmt: skip
     """See decode.decode_attention. row_lse: where to put the base-2 lse, fp32 [B, K, T, G]."""
-    return _attend(q, k, v, pos, n_keys, split, None, row_lse, arch, k_scale, v_scale)[0]
+    beside = k_scale, v_scale, k_low, v_low, tail
+    return _attend(q, k, v, pos, n_keys, split, None, row_lse, arch, *beside)[0]
 
 
 def attend_with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int | str,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
+    v_low: Tensor | None = None, tail: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See decode.decode_attention_with_mass."""
     assert page in PAGES
-    out, mass = _attend(q, k, v, pos, n_keys, split, page, None, arch, k_scale, v_scale)
+    out, mass = _attend(q, k, v, pos, n_keys, split, page, None, arch, k_scale, v_scale, k_low, v_low, tail)
     assert mass is not None
     return out, mass
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int | None, row_lse: Tensor | None,
-    arch: int | str, k_scale: Tensor | None, v_scale: Tensor | None,
+    arch: int | str, k_scale: Tensor | None, v_scale: Tensor | None, k_low: Tensor | None, v_low: Tensor | None,
+    tail: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv = k.shape[1]
     group, n_bk = n_heads // n_kv, n_batch * n_kv
     n_rows = group * n_tokens
     assert 0 < n_keys <= k.shape[2]
-    form = format_of(q, (k, k_scale), (v, v_scale), arch=arch)
+    form = format_of(q, (k, k_scale, k_low), (v, v_scale, v_low), arch=arch)
     block_h = max(16, triton.next_power_of_2(head_dim))
     block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
     assert split % block_n == 0
@@ -315,10 +372,10 @@ def _attend(
         sums, maxima = (fp32(n_bk, n_splits * split // size, n_rows) for size in (unit, block_n))
         row_lse, mass = fp32(n_bk, n_rows), fp32(n_batch, n_kv, n_keys // page)
     split_kernel[triton.cdiv(n_rows, block_r), n_bk, n_splits](
-        q, k, v, k_scale, v_scale, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
+        q, k, v, k_scale, v_scale, k_low, v_low, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
         *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *pos.stride(),
-        SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_h, BLOCK_N=block_n,
-        UNIT=unit, FORMAT=form, num_warps=num_warps, num_stages=num_stages,
+        SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_of(head_dim, form),
+        BLOCK_N=block_n, UNIT=unit, FORMAT=form, TAIL=tail, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     merge_kernel[n_rows, n_bk](

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
+from .planes import drafted, first_whole, joined
 from .sizes import page_sums
 
 QUERY_BLOCK = 128  # query tokens scored at once in prefill: bounds the scores to G * 128 * n_keys per kv head
@@ -30,13 +31,14 @@ def cpp_serves(q: Tensor, k: Tensor) -> bool:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:  # fmt: skip
     """See decode.decode_attention: the fastest body for this shape."""
     if cpp_serves(q, k):
-        return cpu_attention(q, k, v, pos, n_keys, k_scale, v_scale)
-    k, k_scale = in_view(n_keys, k, k_scale)
-    v, v_scale = in_view(n_keys, v, v_scale)
+        return cpu_attention(q, k, v, pos, n_keys, k_scale, v_scale, k_low, v_low, tail, fine)
+    k, k_scale = in_view(q, pos, n_keys, k, k_scale, k_low, tail)
+    v, v_scale = in_view(q, pos, n_keys, v, v_scale, v_low, tail)
     few = q.shape[1] // k.shape[1] * q.shape[2] <= 3
     if torch.compiler.is_compiling() and few and n_keys % SUMMED == 0:
         return attend_rows(q, k, v, pos, k_scale, v_scale)
@@ -45,42 +47,50 @@ def attend(
 
 def attend_with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See decode.decode_attention_with_mass."""
     if page % PAGE == 0 and cpp_serves(q, k):
-        out, mass = cpu_attention_with_mass(q, k, v, pos, n_keys, k_scale, v_scale)
+        out, mass = cpu_attention_with_mass(q, k, v, pos, n_keys, k_scale, v_scale, k_low, v_low, tail, fine)
         return out, page_sums(mass, page // PAGE)
-    out, weights, total, _ = _attend_block(q, *in_view(n_keys, k, k_scale), *in_view(n_keys, v, v_scale), pos)
+    keys = in_view(q, pos, n_keys, k, k_scale, k_low, tail)
+    out, weights, total, _ = _attend_block(q, *keys, *in_view(q, pos, n_keys, v, v_scale, v_low, tail), pos)
     return out, page_sums((weights / total[..., None]).sum((2, 3)), page)
 
 
 def attend_with_lse(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See prefill.prefill_attention_with_lse; all queries are scored at once."""
-    out, _, total, best = _attend_block(q, *in_view(n_keys, k, k_scale), *in_view(n_keys, v, v_scale), pos)
+    keys = in_view(q, pos, n_keys, k, k_scale, k_low, tail)
+    out, _, total, best = _attend_block(q, *keys, *in_view(q, pos, n_keys, v, v_scale, v_low, tail), pos)
     lse = (best + total.log()).flatten(1, 2)  # [B, N, T]
     return out, torch.where((pos < n_keys)[:, None], lse, float("-inf"))
 
 
 def attend_at(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attend to the entries in index that are at or before each query; -1 is empty.
 
     q [B, N, T, H]; k, v [B, K, S, H]; index int64 [B, K, M] without repeats; pos [B, T]; k_scale, v_scale fp16
-    [B, K, S] -> [B, N, T, H]
+    [B, K, S]; k_low, v_low like k, v, which are planes then -> [B, N, T, H]
     """
     if cpp_serves(q, k):
-        return cpu_attention_at(q, k, v, index, pos, k_scale, v_scale)
-    n_kv, n_tokens, head_dim = k.shape[1], q.shape[2], q.shape[3]
+        return cpu_attention_at(q, k, v, index, pos, k_scale, v_scale, k_low, v_low, tail, fine)
+    n_kv, n_tokens = k.shape[1], q.shape[2]
     seen = (index[:, :, None] >= 0) & (index[:, :, None] <= pos[:, None, :, None])  # [B, K, T, M]
     place = index.clamp(0, k.shape[2] - 1)  # [B, K, M]
-    where = place[..., None].expand(-1, -1, -1, head_dim)  # [B, K, M, H]
-    picked_k, picked_v = picked(k, where).to(q.dtype), picked(v, where).to(q.dtype)  # [B, K, M, H]
+    where = place[..., None].expand(-1, -1, -1, k.shape[3])  # [B, K, M, H]
+    whole = place >= first_whole(pos, tail)[:, None, None] if tail else None  # [B, K, M]
+    picked_k, picked_v = (
+        numbers(picked(x, where), None if low is None else picked(low, where), whole, q.dtype).to(q.dtype)
+        for x, low in ((k, k_low), (v, v_low))
+    )  # [B, K, M, H]
     k_scale, v_scale = (None if x is None else x.gather(2, place) for x in (k_scale, v_scale))  # [B, K, M]
     rows = q.unflatten(1, (n_kv, -1)).flatten(2, 3)  # [B, K, R, H]
     scores = (rows @ picked_k.transpose(-1, -2)).float() * score_scale(q, k_scale)  # [B, K, R, M]
@@ -147,9 +157,26 @@ def attend_matmul(
     return torch.cat([_attend_block(some, k, k_scale, v, v_scale, at)[0] for some, at in blocks], 2)
 
 
-def in_view(n_keys: int, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The first n_keys entries of keys or values [B, K, S, H], and of their scales [B, K, S] where they have any."""
-    return x.narrow(2, 0, n_keys), None if scale is None else scale.narrow(2, 0, n_keys)
+def in_view(
+    q: Tensor, pos: Tensor, n_keys: int, x: Tensor, scale: Tensor | None, low: Tensor | None, tail: int
+) -> tuple[Tensor, Tensor | None]:
+    """The first n_keys entries of keys or values [B, K, S, H] as queries [B, N, T, H] at pos [B, T] read them.
+
+    And those of their scales [B, K, S] where they have any.
+    """
+    scale, low = (None if part is None else part.narrow(2, 0, n_keys) for part in (scale, low))
+    whole = torch.arange(n_keys, device=pos.device) >= first_whole(pos, tail)[:, None] if tail else None  # [B, n_keys]
+    return numbers(x.narrow(2, 0, n_keys), low, None if whole is None else whole[:, None], q.dtype), scale
+
+
+def numbers(x: Tensor, low: Tensor | None, whole: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Keys or values [B, K, M, ...] as they are, or of planes what is read: [B, K, M, H].
+
+    whole: bool [B, 1 or K, M], the entries that a draft reads whole; None: all.
+    """
+    if low is None:
+        return x
+    return joined(x, low) if whole is None else drafted(x, low, whole, dtype)
 
 
 def score_scale(q: Tensor, k_scale: Tensor | None) -> Tensor | float:

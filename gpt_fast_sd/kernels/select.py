@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .choice import triton_serves
+from .planes import joined
 
 NAN_RANK, NO_RANK = -(1 << 62), -(1 << 63)  # below all numbers; below these
 SIGN = 0x7FFFFFFF
@@ -61,20 +62,24 @@ def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_pa
 
 
 def page_bounds(
-    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None
-) -> None:
+    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None,
+    k_low: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the largest and the smallest key of each dimension for n_pages pages from page first on.
 
     Pages past the last one are the last one. The bounds of a page with a NaN are unspecified.
     k [B, K, S, H], bounds [B, K, S // page, 2H], the last two dims of both dense, in one dtype; first int64 [B].
     Keys of int8 come with k_scale, fp16 [B, K, S]; their bounds are bf16, as are those of float8, see `bounds_of`.
+    Where they lie in planes, k and k_low, [B, K, S, H // 2], the bounds are those of the whole keys.
     """
     if triton_serves(k.device):
-        _page_bounds(k, bounds, first, n_pages, page, k_scale)
+        _page_bounds(k, bounds, first, n_pages, page, k_scale, k_low)
         return
     row = torch.arange(first.shape[0], device=first.device)[:, None]  # [B, 1]
     pages = (first[:, None] + torch.arange(n_pages, device=first.device)).clamp(max=bounds.shape[2] - 1)  # [B, n]
     in_pages = k.unflatten(2, (-1, page))[row, :, pages]  # [B, n, K, page, H]
+    if k_low is not None:
+        in_pages = joined(in_pages, k_low.unflatten(2, (-1, page))[row, :, pages])
     scales = None if k_scale is None else k_scale.unflatten(2, (-1, page))[row, :, pages]  # [B, n, K, page]
     bounds[row, :, pages] = bounds_of(in_pages, scales)  # [B, n, K, 2H]
 
@@ -138,11 +143,12 @@ def _guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_p
 
 @torch.library.custom_op("gpt_fast_sd::page_bounds", mutates_args=("bounds",), device_types="cuda")
 def _page_bounds(
-    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None
-) -> None:
+    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None,
+    k_low: Tensor | None = None,
+) -> None:  # fmt: skip
     from . import select_triton
 
-    select_triton.page_bounds(k, bounds, first, n_pages, page, k_scale=k_scale)
+    select_triton.page_bounds(k, bounds, first, n_pages, page, k_scale=k_scale, k_low=k_low)
 
 
 @torch.library.custom_op("gpt_fast_sd::quest_pages", mutates_args=(), device_types="cuda")

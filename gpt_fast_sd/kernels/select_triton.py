@@ -140,10 +140,13 @@ def next_bf16(b_x, UP: tl.constexpr):
     do_not_specialize_on_alignment=["p_first", "p_k_scale"],
 )
 def bounds_kernel(
-    p_k, p_k_scale, p_bounds, p_first, n_bounds, k_b, k_k, scale_b, scale_k, bounds_b, bounds_k,
+    p_k, p_k_scale, p_k_low, p_bounds, p_first, n_bounds, k_b, k_k, scale_b, scale_k, bounds_b, bounds_k,
     K: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The largest and the smallest key of each dimension of one page -> bounds [B, K, n_bounds, 2H]."""
+    """The largest and the smallest key of each dimension of one page -> bounds [B, K, n_bounds, 2H].
+
+    Of planes byte h of both is dimension h and, in the upper halves, h + H // 2.
+    """
     i_page, i_bk = tl.program_id(0), tl.program_id(1)
     i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
     page = tl.minimum(tl.load(p_first + i_b) + i_page, n_bounds - 1).to(tl.int64)
@@ -152,7 +155,14 @@ def bounds_kernel(
     o_n = page * PAGE + tl.arange(0, PAGE)
     p_k += i_b * k_b + i_k * k_k
     # [PAGE, BLOCK_H]
-    b_k = tl.load(p_k + o_n[:, None] * H + o_h[None, :], mask=m_h[None, :], other=0.0).to(tl.float32)
+    if p_k_low is None:
+        b_k = tl.load(p_k + o_n[:, None] * H + o_h[None, :], mask=m_h[None, :], other=0.0).to(tl.float32)
+    else:
+        o_plane = o_n[:, None] * (H // 2) + (o_h % (H // 2))[None, :]
+        b_up = tl.load(p_k + o_plane, mask=m_h[None, :], other=0).to(tl.int32)
+        b_low = tl.load(p_k_low + i_b * k_b + i_k * k_k + o_plane, mask=m_h[None, :], other=0).to(tl.int32)
+        b_shift = tl.where(o_h < H // 2, 0, 4)[None, :]
+        b_k = (16 * ((b_up >> b_shift) & 15) + ((b_low >> b_shift) & 15) - 128).to(tl.float32)
     if p_k_scale is not None:
         b_k *= tl.load(p_k_scale + i_b * scale_b + i_k * scale_k + o_n).to(tl.float32)[:, None]
     # [BLOCK_H]
@@ -270,18 +280,27 @@ def _select(
 
 
 def page_bounds(
-    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, *, k_scale: Tensor | None = None
-) -> None:
+    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, *, k_scale: Tensor | None = None,
+    k_low: Tensor | None = None,
+) -> None:  # fmt: skip
     """See select.page_bounds."""
-    n_batch, n_kv, _, head_dim = k.shape
-    assert k.stride()[2:] == (head_dim, 1) and bounds.stride()[2:] == (2 * head_dim, 1)
+    (n_batch, n_kv), head_dim = k.shape[:2], bounds.shape[3] // 2
+    assert k.stride()[2:] == (head_dim if k_low is None else head_dim // 2, 1) and bounds.stride()[2:] == (
+        2 * head_dim,
+        1,
+    )
     if k_scale is None:
         assert bounds.dtype == (torch.bfloat16 if k.dtype == torch.float8_e4m3fn else k.dtype)
     else:
-        assert k.dtype == torch.int8 and bounds.dtype == torch.bfloat16 and k_scale.stride(2) == 1
+        assert (
+            k.dtype == (torch.int8 if k_low is None else torch.uint8)
+            and bounds.dtype == torch.bfloat16
+            and k_scale.stride(2) == 1
+        )
+    assert k_low is None or (k_low.dtype == torch.uint8 and k_low.stride() == k.stride())
     assert first.dtype == torch.int64 and first.is_contiguous()
     bounds_kernel[n_pages, n_batch * n_kv](
-        k, k_scale, bounds, first, bounds.shape[2], *strides(k, 2), *strides(k_scale, 2), *strides(bounds, 2),
+        k, k_scale, k_low, bounds, first, bounds.shape[2], *strides(k, 2), *strides(k_scale, 2), *strides(bounds, 2),
         K=n_kv, H=head_dim, BLOCK_H=triton.next_power_of_2(head_dim), PAGE=page, num_warps=4,
     )  # fmt: skip
 

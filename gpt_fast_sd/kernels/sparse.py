@@ -8,6 +8,8 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,10 @@ def sparse_attention(
     page: int,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_low: Tensor | None = None,
+    v_low: Tensor | None = None,
+    tail: int = 0,
+    fine: bool = False,
 ) -> Tensor:
     """Attend to the entries listed and to window_width from window_start on, those at or before each query.
 
@@ -37,17 +43,19 @@ def sparse_attention(
     for what is in the window: Triton looks only at the first entry. A page of 1 is a list in any order.
 
     q [B, N, T, H], last stride 1; k, v [B, K, S, H], last two dims dense; window_start int64 [B]; pos int64 [B, T];
-    k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone -> [B, N, T, H]
+    k_scale, v_scale fp16 [B, K, S], last stride 1, of int8 alone; k_low, v_low, tail: of planes; fine: see
+    decode.py -> [B, N, T, H]
     """
     if triton_serves(q.device):
         out: Tensor = _sparse(
-            q, k, v, kv_indices, window_start, window_width, pos, n_keys, page, k_scale, v_scale
+            q, k, v, kv_indices, window_start, window_width, pos, n_keys, page, k_scale, v_scale, k_low, v_low, tail
         )  # fmt: skip
         return out
     listed = torch.where(kv_indices < window_start[:, None, None], kv_indices, -1)  # [B, K, C]
     window = window_start[:, None] + torch.arange(window_width, device=pos.device)  # [B, W]
     index = torch.cat([listed, window[:, None].expand(-1, k.shape[1], -1)], -1)  # [B, K, M]
-    return on_cpu.attend_at(q, k, v, index, torch.where(pos < n_keys, pos, -1), k_scale, v_scale)
+    limit = torch.where(pos < n_keys, pos, -1)  # [B, T]
+    return on_cpu.attend_at(q, k, v, index, limit, k_scale, v_scale, k_low, v_low, tail, fine)
 
 
 @torch.library.custom_op("gpt_fast_sd::sparse_attention", mutates_args=(), device_types="cuda")
@@ -63,13 +71,16 @@ def _sparse(
     page: int,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_low: Tensor | None = None,
+    v_low: Tensor | None = None,
+    tail: int = 0,
 ) -> Tensor:
     from . import sparse_triton, triton_common
 
     arch = triton_common.architecture()
-    return sparse_triton.attend(
-        q, k, v, kv_indices, window_start, window_width, pos, n_keys, page, arch=arch, k_scale=k_scale, v_scale=v_scale
-    )
+    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+    where = kv_indices, window_start, window_width, pos, n_keys, page
+    return sparse_triton.attend(q, k, v, *where, arch=arch, **beside)
 
 
 @_sparse.register_fake

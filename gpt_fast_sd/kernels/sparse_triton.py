@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sizes import ONE_CHUNK
-from .triton_common import LOG2_E, entry_size, family, format_of, load_scales, strides, widen
+from .triton_common import LOG2_E, block_of, entry_size, family, format_of, load_planes, load_scales, strides, widen
 
 MOST_CHUNKS = 16  # chunks that the merge reads at once
 LARGEST_TILE = 64  # rows of a program
@@ -83,23 +83,26 @@ def chunk_for(n_entries: int) -> int:
     do_not_specialize_on_alignment=["p_slots", "p_window_start", "p_pos"],
 )
 def chunk_kernel(
-    p_q, p_k, p_v, p_k_scale, p_v_scale, p_slots, p_window_start, p_pos, p_out, p_max, p_total,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low, p_slots, p_window_start, p_pos, p_out, p_max, p_total,
     n_tokens, n_listed, n_entries, chunk, n_keys,
     q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, slots_b, slots_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows over one chunk: fp32 out [chunks, B * K, R, H], with its base-2 maxima and totals.
 
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see decode.py.
+
     WHOLE: there is only one chunk, and out is the result [B, T, N, H].
     """
+    HELD: tl.constexpr = H // 2 if FORMAT == 3 else H
     i_chunk, i_bk, i_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_b, i_k = (i_bk // K).to(tl.int64), (i_bk % K).to(tl.int64)
     n_rows = G * n_tokens
     o_r = i_tile * BLOCK_R + tl.arange(0, BLOCK_R)
     o_h = tl.arange(0, BLOCK_H)
-    m_r, m_h = o_r < n_rows, o_h < H
+    m_r, m_h = o_r < n_rows, o_h < HELD
     # [BLOCK_R]
     b_limit = tl.load(p_pos + i_b * pos_b + (o_r // G).to(tl.int64) * pos_t, mask=m_r, other=-1)
     b_limit = tl.where(b_limit < n_keys, b_limit, -1).to(tl.int32)
@@ -111,9 +114,19 @@ def chunk_kernel(
     b_q = tl.load(p_q + o_q[:, None] + o_h[None, :], mask=m_r[:, None] & m_h[None, :], other=0.0)
     p_k += i_b * k_b + i_k * k_k
     p_v += i_b * v_b + i_k * v_k
-    if FORMAT == 1:
+    if FORMAT % 2 == 1:
         p_k_scale += i_b * scale_b + i_k * scale_k
         p_v_scale += i_b * scale_b + i_k * scale_k
+    if FORMAT == 3:
+        b_q2 = tl.load(p_q + o_q[:, None] + (HELD + o_h)[None, :], mask=m_r[:, None] & m_h[None, :], other=0.0)
+        b_out2 = tl.zeros([BLOCK_R, BLOCK_H], tl.float32)
+        p_k_low += i_b * k_b + i_k * k_k
+        p_v_low += i_b * v_b + i_k * v_k
+    if TAIL:
+        whole_from = (tl.load(p_pos + i_b * pos_b) - (TAIL - 1)).to(tl.int32)
+        # [BLOCK_R]
+        b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
+        b_halves = tl.zeros([BLOCK_R], tl.float32)
     p_slots += i_b * slots_b + i_k * slots_k
 
     # Finite, so that a row that has seen no key yet does not subtract infinities.
@@ -131,18 +144,27 @@ def chunk_kernel(
         # A page that reaches into the window is read up to the beginning of the window.
         m_n = tl.where(m_listed, (b_first >= 0) & (b_entry < window_start), o_n < n_entries) & (b_entry <= last)
         # [BLOCK_N, BLOCK_H]
-        o_kv = b_entry.to(tl.int64)[:, None] * H + o_h[None, :]
+        o_kv = b_entry.to(tl.int64)[:, None] * HELD + o_h[None, :]
         m_kv = m_n[:, None]
-        if H != BLOCK_H:
+        if HELD != BLOCK_H:
             m_kv = m_kv & m_h[None, :]
-        if FORMAT == 1:  # asked for ahead of products that need not wait for them
+        if FORMAT % 2 == 1:  # asked for ahead of products that need not wait for them
             b_k_scale = load_scales(p_k_scale + b_entry, m_n)
             b_v_scale = load_scales(p_v_scale + b_entry, m_n)
         # Unseen entries may be NaN, and 0 * NaN is not 0.
-        b_k = widen(tl.load(p_k + o_kv, mask=m_kv, other=0.0), b_q.dtype)
-        # [BLOCK_R, BLOCK_N]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        if FORMAT == 1:
+        if FORMAT == 3:
+            m_whole = b_entry >= whole_from if TAIL else m_n
+            b_k, b_k2 = load_planes(p_k + o_kv, p_k_low + o_kv, m_kv, m_whole, b_q.dtype, TAIL)
+            # [BLOCK_R, BLOCK_N]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
+            if TAIL:
+                b_s += tl.where(m_whole, 0.0, 1.0)[None, :] * b_q_half[:, None]
+        else:
+            b_k = widen(tl.load(p_k + o_kv, mask=m_kv, other=0.0), b_q.dtype)
+            # [BLOCK_R, BLOCK_N]
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if FORMAT % 2 == 1:
             b_s *= b_k_scale[None, :]
         m_s = m_n[None, :] & (b_entry[None, :] <= b_limit[:, None])
         b_s = tl.where(m_s, b_s * SCALE, float("-inf"))
@@ -152,21 +174,38 @@ def chunk_kernel(
         b_shrink = tl.exp2(b_max - b_new)
         b_max = b_new
         b_total = b_total * b_shrink + tl.sum(b_w, 1)
-        # [BLOCK_N, BLOCK_H]
-        b_v = widen(tl.load(p_v + o_kv, mask=m_kv, other=0.0), b_q.dtype)
-        if FORMAT == 1:
+        if FORMAT % 2 == 1:
             b_w *= b_v_scale[None, :]
+        if TAIL:
+            b_halves = b_halves * b_shrink + tl.sum(tl.where(m_whole[None, :], 0.0, b_w), 1)
+        if FORMAT == 3:
+            # [BLOCK_N, BLOCK_H]
+            b_v, b_v2 = load_planes(p_v + o_kv, p_v_low + o_kv, m_kv, m_whole, b_q.dtype, TAIL)
+            # [BLOCK_R, BLOCK_H]
+            b_out2 = tl.dot(b_w.to(b_v.dtype), b_v2, b_out2 * b_shrink[:, None], input_precision="ieee")
+        else:
+            # [BLOCK_N, BLOCK_H]
+            b_v = widen(tl.load(p_v + o_kv, mask=m_kv, other=0.0), b_q.dtype)
         # [BLOCK_R, BLOCK_H]
         b_out = tl.dot(b_w.to(b_v.dtype), b_v, b_out * b_shrink[:, None], input_precision="ieee")
 
     m_out = m_r[:, None] & m_h[None, :]
+    if TAIL:
+        b_out += 0.5 * b_halves[:, None]
+        b_out2 += 0.5 * b_halves[:, None]
     if WHOLE:
-        b_out = b_out / tl.where(b_total > 0, b_total, 1.0)[:, None]
+        b_by = tl.where(b_total > 0, b_total, 1.0)[:, None]
         o_out = ((i_b * n_tokens + o_r // G) * K + i_k) * G + o_r % G
-        tl.store(p_out + o_out[:, None] * H + o_h[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+        p_out += o_out[:, None] * H + o_h[None, :]
+        tl.store(p_out, (b_out / b_by).to(p_out.dtype.element_ty), mask=m_out)
+        if FORMAT == 3:
+            tl.store(p_out + HELD, (b_out2 / b_by).to(p_out.dtype.element_ty), mask=m_out)
     else:
         o_part = (i_chunk * tl.num_programs(1) + i_bk).to(tl.int64) * n_rows + o_r
-        tl.store(p_out + o_part[:, None] * H + o_h[None, :], b_out, mask=m_out)
+        p_out += o_part[:, None] * H + o_h[None, :]
+        tl.store(p_out, b_out, mask=m_out)
+        if FORMAT == 3:
+            tl.store(p_out + HELD, b_out2, mask=m_out)
         tl.store(p_max + o_part, b_max, mask=m_r)
         tl.store(p_total + o_part, b_total, mask=m_r)
 
@@ -200,6 +239,7 @@ def merge_kernel(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_keys: int,
     page: int, *, arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
 ) -> Tensor:  # fmt: skip
     """See sparse.sparse_attention."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
@@ -207,7 +247,7 @@ def attend(
     group, n_bk = n_heads // n_kv, n_batch * n_kv
     n_rows, n_entries = group * n_tokens, n_listed + window_width
     assert 0 < n_keys <= k.shape[2]
-    form = format_of(q, (k, k_scale), (v, v_scale), arch=arch)
+    form = format_of(q, (k, k_scale, k_low), (v, v_scale, v_low), arch=arch)
     assert slots.stride(2) == 1 and n_listed % page == 0 and window_start.is_contiguous() and n_entries > 0
     block_h = max(16, triton.next_power_of_2(head_dim))
     block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
@@ -222,11 +262,12 @@ def attend(
     part = out if whole else fp32(n_chunks, n_bk, n_rows, head_dim)
     maxima, totals = (None, None) if whole else (fp32(n_chunks, n_bk, n_rows), fp32(n_chunks, n_bk, n_rows))
     chunk_kernel[n_chunks, n_bk, triton.cdiv(n_rows, block_r)](
-        q, k, v, k_scale, v_scale, slots, window_start, pos, part, maxima, totals, n_tokens, n_listed, n_entries, chunk,
-        n_keys, *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *slots.stride()[:2],
-        *pos.stride(),
-        SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, PAGE=page, BLOCK_R=block_r, BLOCK_H=block_h,
-        BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, FORMAT=form, num_warps=num_warps,
+        q, k, v, k_scale, v_scale, k_low, v_low, slots, window_start, pos, part, maxima, totals,
+        n_tokens, n_listed, n_entries, chunk, n_keys,
+        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *slots.stride()[:2], *pos.stride(),
+        SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, PAGE=page, BLOCK_R=block_r,
+        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, FORMAT=form, TAIL=tail,
+        num_warps=num_warps,
     )  # fmt: skip
     if not whole:
         merge_kernel[n_rows, n_bk](

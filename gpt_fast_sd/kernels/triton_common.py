@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-# FORMAT, how the cache holds an entry: in the dtype of the queries; in int8, with a scale for each; in float8 (e4m3)
-SAME, INT8, FLOAT8 = 0, 1, 2
+# FORMAT, how the cache holds an entry: in the dtype of the queries; in int8, with a scale for each; in float8 (e4m3);
+# in int8 that lies in two planes of nibbles (planes.py), with scales. Of odd ones there are scales.
+SAME, INT8, FLOAT8, PLANES = 0, 1, 2, 3
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no assembler
 
@@ -79,16 +80,19 @@ def family(arch: int | str) -> int:
     return 90 if arch in (90, 100, 103) else 80
 
 
-def format_of(q: Tensor, *held: tuple[Tensor, Tensor | None], arch: int | str) -> int:
-    """FORMAT of keys, and of values, [B, K, S, H] each beside its scales [B, K, S], None where it has none.
+def format_of(q: Tensor, *held: tuple[Tensor, Tensor | None, Tensor | None], arch: int | str) -> int:
+    """FORMAT of keys, and of values, [B, K, S, H] each beside its scales [B, K, S] and its lower plane, if it has any.
 
     ValueError for float8 on a GPU that has no such type.
     """
-    (k, k_scale), head_dim = held[0], q.shape[3]
+    (k, k_scale, _), head_dim = held[0], q.shape[3]
     assert q.stride(3) == 1
-    for data, scale in held:
-        assert data.dtype == k.dtype and data.stride()[2:] == (head_dim, 1)
-        assert (scale is not None) == (k.dtype == torch.int8)
+    for data, scale, low in held:
+        width = head_dim if low is None else head_dim // 2
+        assert data.dtype == k.dtype and data.stride()[2:] == (width, 1)
+        assert (scale is not None) == (k.dtype in (torch.int8, torch.uint8))
+        assert (low is not None) == (k.dtype == torch.uint8)
+        assert low is None or (low.dtype == torch.uint8 and low.shape == data.shape and low.stride() == data.stride())
         if scale is not None and k_scale is not None:
             assert scale.dtype == torch.float16 and scale.shape == data.shape[:3]
             assert strides(scale, 2) == strides(k_scale, 2) and scale.stride(2) == 1
@@ -96,10 +100,18 @@ def format_of(q: Tensor, *held: tuple[Tensor, Tensor | None], arch: int | str) -
         return SAME
     if k.dtype == torch.int8:
         return INT8
+    if k.dtype == torch.uint8:
+        return PLANES
     assert k.dtype == torch.float8_e4m3fn
     if not isinstance(arch, int) or arch < 89:
         raise ValueError(f"a float8 cache is for NVIDIA GPUs of compute capability 8.9 and later, not for {arch!r}")
     return FLOAT8
+
+
+def block_of(head_dim: int, form: int) -> int:
+    """Dims that a program reads together: a whole head, of planes half of one."""
+    block: int = max(16, triton.next_power_of_2(head_dim // 2 if form == PLANES else head_dim))
+    return block
 
 
 def entry_size(q: Tensor, k: Tensor) -> int:
@@ -135,6 +147,22 @@ def widen(b_x, dtype: tl.constexpr):
     else:
         b_wide = b_x.to(dtype)
     return b_wide
+
+
+@triton.jit
+def load_planes(p_up, p_low, m_load, m_whole, dtype: tl.constexpr, TAIL: tl.constexpr):
+    """The first and the second half of heads out of the planes that hold them, in the dtype of the queries, exactly.
+
+    With a TAIL the lower plane is read of entries m_whole alone; others are as if its nibbles were 7, half too small.
+    """
+    b_up = tl.load(p_up, mask=m_load, other=0)
+    if TAIL:  # noqa: SIM108  decided when the kernel is built
+        b_low = tl.load(p_low, mask=m_load & m_whole[:, None], other=0x77)
+    else:
+        b_low = tl.load(p_low, mask=m_load, other=0)
+    b_first = ((b_up << 4) | (b_low & 0x0F)) ^ 0x80
+    b_second = ((b_up & 0xF0) | (b_low >> 4)) ^ 0x80
+    return widen(b_first.to(tl.int8, bitcast=True), dtype), widen(b_second.to(tl.int8, bitcast=True), dtype)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from .machine import release_memory
 
 OVER_STANDALONE = "hierarchy/standalone"  # a hierarchy whose cheap level is the draft model; "hierarchy" has lookup
 # fields that policies refuse unless they use them
-CHECKED = ("draft_model", "draft_tp", "view", "exit_layers", "quantize")
+CHECKED = ("draft_model", "draft_tp", "view", "exit_layers", "quantize", "kv_bits")
 Record = dict[str, Any]
 
 
@@ -111,7 +111,7 @@ COMMON: Record = {  # fields that all points of a file share, with their values 
     name_of(f): f.default
     for config, names in (
         (EngineConfig, ("exact", "quantize", "kv_dtype", "cuda_graphs", "max_autotune")),
-        (DraftConfig, ("view", "exit_layers", "ngram", "n_sink", "refresh", "page", "draft_tp", "quantize")),
+        (DraftConfig, ("view", "exit_layers", "ngram", "n_sink", "refresh", "page", "draft_tp", "quantize", "kv_bits")),
         (SamplingParams, ("top_k", "top_p", "min_p")),
     )
     for f in fields(config)
@@ -231,10 +231,11 @@ class Sweep:
             point = left[0]
             draft = self.draft(point)
             self.progress(f"batch {point.batch}, {draft_label(point.key)}: loading and compiling")
-            if engine is None:
+            if engine is None or (draft.needs_planes and not engine.cache.planes):
+                engine = None
                 release_memory(self.parallel.device)
                 longest = max(p.context for p in left)
-                drafting = draft if point.needs_model else None
+                drafting = draft if point.needs_model or draft.needs_planes else None
                 try:
                     engine = self.build(point.batch, longest, drafting)
                 except kinds as error:

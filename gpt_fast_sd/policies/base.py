@@ -136,6 +136,7 @@ class DraftPolicy(Drafts):
     flags: tuple[str, ...] = ()  # the fields of DraftConfig that it uses besides gamma
     beyond = 0  # tokens past gamma that one of its steps may feed
     own_cache = False  # whether it drafts from a cache that is not the target's
+    of_planes = False  # whether it reads the upper plane of an int8 cache, whatever kv_bits says
     proposers: tuple[str, ...] = ()  # who may have proposed a token, see Draft.proposer
 
     @classmethod
@@ -228,8 +229,13 @@ class View(Drafts):
 
     @classmethod
     def reads(cls, config: DraftConfig, n_keys: int) -> int:
-        """Entries that a step over a row of n_keys reads in each layer and kv head, bounds counted as entries."""
+        """Entries that a step over a row of n_keys reads in each layer and kv head."""
         return min(config.budget, n_keys)
+
+    @classmethod
+    def bounds_read(cls, config: DraftConfig, n_keys: int) -> int:
+        """Pages whose bounds it looks at: two numbers for each of a key's, in bf16 where the cache has fewer bits."""
+        return 0
 
     @classmethod
     def refresh_period(cls, config: DraftConfig) -> int:
@@ -282,15 +288,15 @@ class ModelDraft(DraftPolicy):
     """
 
     about = "the target itself"
-    flags: tuple[str, ...] = ("quantize",)
+    flags: tuple[str, ...] = ("quantize", "kv_bits")
 
     @classmethod
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> DraftPolicy:
         """Build a self-draft of the target through the view of the policy's name."""
-        runner = drafter(target, config.quantize)
-        return ModelDraft(runner, build_view(config, config.policy, runner), config.policy)
+        runner = drafter(target, config.quantize, on_planes=config.needs_planes)
+        return ModelDraft(runner, build_view(config, cls.views(config)[0], runner), config.policy)
 
     @classmethod
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
@@ -356,8 +362,8 @@ class ModelDraft(DraftPolicy):
 
     def kv_bytes(self, plan: RoundPlan) -> int:
         """Bytes of keys and values that drafting reads, all slots."""
-        entries = plan.gamma * self.runner.shape[1] * self.view.entries_read(plan.n_keys)
-        return entries * self.runner.cache.bytes_per_token
+        each = self.runner.cache.bytes_read(self.view.entries_read(plan.n_keys))
+        return plan.gamma * self.runner.shape[1] * each
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """The positions that a draft step with queries at pos [B] reads: bool [L, B, K, S]."""

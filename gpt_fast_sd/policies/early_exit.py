@@ -37,14 +37,14 @@ class EarlyExitDraft(ModelDraft):
     """A self-draft that exits after n layers: it reads and writes only these layers of the target's cache."""
 
     about = "the first `--exit-layers` layers of the target"
-    flags = ("view", "budget", "exit_layers", "quantize")
+    flags = ("view", "budget", "exit_layers", "quantize", "kv_bits")
 
     @classmethod
     def build(
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> EarlyExitDraft:
         """Build a draft from the target's first layers, through a view of their part of its cache."""
-        runner = drafter(first_layers(target, config.exit_layers), config.quantize)
+        runner = drafter(first_layers(target, config.exit_layers), config.quantize, on_planes=config.needs_planes)
         (name,) = cls.views(config)
         return cls(runner, build_view(config, name, runner), config.policy)
 

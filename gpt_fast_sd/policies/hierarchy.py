@@ -87,7 +87,7 @@ class HierarchyDraft(DraftPolicy):
     """
 
     about = "`--cheap`, for the target with a `--view` of its cache"
-    flags = ("cheap", "ngram", "draft_model", "draft_tp", "view", "budget", "quantize")
+    flags = ("cheap", "ngram", "draft_model", "draft_tp", "view", "budget", "quantize", "kv_bits")
     beyond = CHEAP_GAMMA
 
     @classmethod
@@ -96,11 +96,11 @@ class HierarchyDraft(DraftPolicy):
     ) -> HierarchyDraft:
         """Build the target through a view, over lookup or a draft model with a sliding window."""
         name, *cheap_view = cls.views(config)
-        middle = drafter(target, config.quantize)
+        middle = drafter(target, config.quantize, tokens=1 + CHEAP_GAMMA, on_planes=config.needs_planes)
         view = build_view(config, name, middle)
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
         if cheap_view:
-            runner = drafter(beside(target, draft_model, draft_group), config.quantize)
+            runner = drafter(beside(target, draft_model, draft_group), config.quantize, tokens=None)
             # the middle level's own token comes between the cheap drafts and the target's: one more may be unfed
             cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, unfed=3)
             cheap.stream = CHEAP_STREAM
@@ -204,8 +204,8 @@ class HierarchyDraft(DraftPolicy):
 
     def kv_bytes(self, plan: RoundPlan) -> int:
         """Bytes that the middle steps read, and that drafting for them reads."""
-        entries = self.target.shape[1] * self.view.entries_read(plan.n_keys)
-        step = entries * self.target.cache.bytes_per_token + self.cheap.kv_bytes(cheap_plan(plan, 0))
+        each = self.target.cache.bytes_read(self.view.entries_read(plan.n_keys))
+        step = self.target.shape[1] * each + self.cheap.kv_bytes(cheap_plan(plan, 0))
         return n_middle_steps(plan.gamma) * step
 
     def positions_read(self, pos: Tensor) -> Tensor:

@@ -74,9 +74,9 @@ class QuestView(View):
         return kv_bytes // config.page + n_lists * config.budget // config.page * 8
 
     @classmethod
-    def reads(cls, config: DraftConfig, n_keys: int) -> int:
-        """The budget, and the bounds of all pages: those of a page are as large as one entry."""
-        return super().reads(config, n_keys) + n_keys // config.page
+    def bounds_read(cls, config: DraftConfig, n_keys: int) -> int:
+        """Those of all pages."""
+        return n_keys // config.page
 
     def __init__(self, runner: Runner, *, budget: int, page: int, max_new: int) -> None:
         """max_new: the most tokens that a round feeds beyond the committed ones."""
@@ -84,9 +84,9 @@ class QuestView(View):
         self.runner, self.page, self.window = runner, page, budget - n_pages * page
         self.window_width = self.window + max_new
         _, n_slots, n_kv = runner.shape
-        keys = [layer.k for layer in runner.cache.layers]
+        keys, head_dim = [layer.k for layer in runner.cache.layers], runner.cache.layers[0].head_dim
         dtype = torch.bfloat16 if runner.cache.layers[0].quantized else runner.cache.dtype
-        self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * k.shape[3], dtype=dtype) for k in keys]
+        self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * head_dim, dtype=dtype) for k in keys]
         self.chosen = [k.new_full((n_slots, n_kv, n_pages), -1, dtype=torch.int64) for k in keys]
         self.window_start = torch.zeros(n_slots, dtype=torch.int64, device=runner.device)
         self._stride = -(-max_new // page)  # pages that a round may close
@@ -98,8 +98,8 @@ class QuestView(View):
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Compute the bounds of all pages of the slot."""
         for layer, bounds in zip(self.runner.cache.slot(slot), self.bounds, strict=True):
-            own = bounds[slot : slot + 1]  # [1, K, S // page, 2H]
-            page_bounds(layer.k, own, self.window_start.new_zeros(1), own.shape[2], self.page, layer.k_scale)
+            own, first = bounds[slot : slot + 1], self.window_start.new_zeros(1)  # [1, K, S // page, 2H], [1]
+            page_bounds(layer.k, own, first, own.shape[2], self.page, layer.k_scale, layer.k_low)
         self.window_start[slot] = self._closed(len(prompt) - 1) * self.page
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
@@ -131,7 +131,7 @@ class QuestView(View):
         """Chosen pages, the window, and the bounds of all pages in view, counted in entries of as many bytes."""
         in_view, bounds = self.runner.cache.splits(n_keys) * SPLIT // self.page, self.bounds[0]
         page_bytes = bounds.shape[1] * bounds.shape[3] * bounds.element_size()
-        looked_at = in_view * page_bytes // self.runner.cache.layers[0].bytes_per_token
+        looked_at = in_view * page_bytes // self.runner.cache.layers[0].bytes_per_entry
         return self.chosen[0].shape[-1] * self.page + self.window_width + looked_at
 
     def positions_read(self, pos: Tensor) -> Tensor:
@@ -145,4 +145,4 @@ class QuestView(View):
 
     def _bound(self, first: Tensor) -> None:
         for layer, bounds in zip(self.runner.cache.layers, self.bounds, strict=True):
-            page_bounds(layer.k, bounds, first, self._stride, self.page, layer.k_scale)
+            page_bounds(layer.k, bounds, first, self._stride, self.page, layer.k_scale, layer.k_low)

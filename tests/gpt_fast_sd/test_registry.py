@@ -17,10 +17,11 @@ from gpt_fast_sd.measuring import grid
 from gpt_fast_sd.memory import MemoryPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
+from gpt_fast_sd.policies.base import View
 from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.tp import Group
 from scripts import generate
-from tests.drafts import POLICIES, VIEWS
+from tests.drafts import PLANES, POLICIES, VIEWS
 from tests.gpt_fast_sd.test_rounds import GREEDY, PROMPTS, captured, engine
 from tests.gpt_fast_sd.test_speculation import speculation_changes_nothing
 from tests.helpers import tiny_config
@@ -62,7 +63,8 @@ def test_a_name_is_registered_once(toy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "made", "said"),
     [("", Toy, "one word"), (3, Toy, "one word"), ("a b", Toy, "one word"), ("mine", object, "class of View"),
-     ("mine", Toy(), "class of View"), ("mine", "lookup.LookupDraft", "class of View")],
+     ("mine", Toy(), "class of View"), ("mine", "lookup.LookupDraft", "class of View"),
+     ("mine", DraftPolicy, "class of View"), ("mine", View, "class of View")],
 )  # fmt: skip
 def test_what_is_not_a_policy_is_not_registered(name: Any, made: Any, said: str) -> None:
     before = registry.policies()
@@ -122,7 +124,7 @@ def test_every_policy_has_a_row_in_readme_that_says_what_its_class_says(name: st
 
 
 def test_every_policy_and_view_is_in_the_tables_of_the_tests() -> None:
-    assert {row.get("policy", name) for name, row in POLICIES.items()} == set(registry.policies()) - {"off"}
+    assert {row.get("policy", name) for name, row in (POLICIES | PLANES).items()} == set(registry.policies()) - {"off"}
     assert set(VIEWS) == set(registry.VIEWS) <= set(POLICIES)
 
 

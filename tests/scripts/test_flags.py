@@ -48,6 +48,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {  # by the name of a field, or of its
     "n_sink": (["--n-sink", "8"], 8),
     "refresh": (["--refresh", "32"], 32),
     "page": (["--page", "64"], 64),
+    "kv_bits": (["--draft-kv-bits", "4"], 4),
     "draft_tp": (["--draft-tp", "2"], 2),
     "max_tokens": (["--max-new-tokens", "9"], 9),
     "temperature": (["--temperature", "0.5"], 0.5),

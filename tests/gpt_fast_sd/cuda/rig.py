@@ -36,15 +36,17 @@ class Rig:
         return torch.zeros(slots, n, dtype=torch.int64, device=CUDA)
 
 
-def fake_rig(head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16) -> Rig:
+def fake_rig(
+    head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16, dim: int = 512, *, planes: bool = False
+) -> Rig:
     config = ModelConfig(
-        vocab_size=4096, dim=512, n_layers=LAYERS, n_heads=512 // head_dim, n_kv_heads=128 // head_dim,
-        head_dim=head_dim, ffn_dim=1024, max_seq_len=CAPACITY,
+        vocab_size=4096, dim=dim, n_layers=LAYERS, n_heads=dim // head_dim, n_kv_heads=dim // 4 // head_dim,
+        head_dim=head_dim, ffn_dim=2 * dim, max_seq_len=CAPACITY,
     )  # fmt: skip
     with CUDA:
         model = Transformer(config).eval().requires_grad_(False)
     for module in model.modules():  # Module.to swaps parameters, which fake tensors refuse
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.bfloat16(), requires_grad=False))
-    cache = KVCache(config, SLOTS, CAPACITY, dtype=kv_dtype, device=CUDA)
+    cache = KVCache(config, SLOTS, CAPACITY, dtype=kv_dtype, device=CUDA, planes=planes)
     return Rig(model, cache, BatchState.idle(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS))

@@ -69,9 +69,15 @@ def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return decode_step, (*common, 64 if detail == "mass" else 0)
 
 
-def generate(name: str, head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16) -> Generated:
+def generate(
+    name: str, head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16, tail: int | None = None
+) -> Generated:
+    """tail: None, or of planes."""
     with fake_cuda_tensors(), torch.inference_mode():
-        step, args = step_of(name, fake_rig(head_dim, kv_dtype))
+        rig = fake_rig(head_dim, kv_dtype, planes=tail is not None)
+        if tail:
+            rig.cache = rig.cache.with_tail(tail)
+        step, args = step_of(name, rig)
         return cuda_code(step, *args)
 
 
@@ -105,6 +111,18 @@ def test_storing_int8_takes_no_more_than_two_launches_a_layer(name: str) -> None
     assert step.graphs == 1 and step.no_cudagraph is None
     written = {"observe": 0, "draft quest": 5}.get(name, 4)  # with the scales of keys and values
     assert len(step.mutated) == written * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("name", "tail"), [("decode", 0), *(pytest.param(n, 64, marks=pytest.mark.slow) for n in STEPS if "draft" in n)]
+)
+def test_storing_planes_takes_no_more_than_four_launches_a_layer(name: str, tail: int) -> None:
+    """As bytes do, and a nibble of two numbers that lie half a head apart is put together where these are rounded."""
+    step, (launches, ours) = generate(name, kv_dtype=torch.int8, tail=tail), STEPS[name]
+    assert step.launches <= launches + 4 * LAYERS, step
+    assert Counter(step.ours) == ours and step.others == [] and cache_sized(step) == []
+    assert step.graphs == 1 and step.no_cudagraph is None
+    assert len(step.mutated) == (7 if name == "draft quest" else 6) * LAYERS  # planes and scales of keys and values
 
 
 @pytest.mark.slow

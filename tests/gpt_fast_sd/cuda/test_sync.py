@@ -97,6 +97,16 @@ def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool
     assert waits(lambda: rounds.device_round(plan)) == []
 
 
+@pytest.mark.parametrize("name", ["quantized", "quest x planes", "snapkv x planes", "guided x planes"])
+@pytest.mark.usefixtures("rig")
+def test_a_whole_round_over_planes_does_not_wait(name: str) -> None:
+    rig, config = fake_rig(kv_dtype=torch.int8, planes=True), draft_of(name, GAMMA, budget=512)
+    target = Runner(rig.model, rig.cache, compiled=False)
+    rounds = Rounds(target, rig.state, build_policy(config, target, None), config)
+    rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
+    assert waits(lambda: rounds.device_round(TO_CAPTURE)) == []
+
+
 BAD: dict[str, Callable[[Rig, GuidedView], Any]] = {
     "a view as long as the longest row": lambda rig, view: rig.cache.layers[0].k[:, :, : int(rig.state.seq_len.max())],
     "a commit of active rows alone": lambda rig, view: rig.state.seq_len[rig.state.active],

@@ -1,9 +1,10 @@
-"""The slow, obvious reference of every operator that attends or selects, which serves as its CPU body in tests.
+"""The slow, obvious reference of every operator that attends, selects or multiplies on CUDA: in tests its CPU body.
 
 On a CPU the package never calls the operators themselves. Here each gets its reference as a body, so that torch can
 check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.
 
 k_scale and v_scale, fp16 [B, K, S], are those of int8 keys and values; None where these are what they stand for.
+k_low and v_low are the lower planes, where k and v are upper ones, uint8 [B, K, S, H // 2]; see `meant`.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
         H head dim, R = G * T, P pages, n pages chosen, C listed entries, W entries of the window, M = C + W.
@@ -20,14 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-choice, decode, prefill, select, sparse = (
+choice, decode, int8, prefill, select, sparse = (
     importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # not exported by its package
-    for name in ("choice", "decode", "prefill", "select", "sparse")
+    for name in ("choice", "decode", "int8", "prefill", "select", "sparse")
 )
 
 
 def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Steps on a CPU attend and select with CUDA's operators, whose bodies are the references."""
+    """Steps on a CPU attend, select and multiply with CUDA's operators, whose bodies are the references."""
     patch.setattr(choice, "TRITON", choice.TRITON | {"cpu"})
 
 
@@ -47,43 +48,57 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
 
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
 ) -> Tensor:  # fmt: skip
-    return weighed(q, meant(k, k_scale), meant(v, v_scale), pos, n_keys)[0]
+    return weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)[0]
 
 
 def decode_attention_with_mass(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, weights, _ = weighed(q, meant(k, k_scale), meant(v, v_scale), pos, n_keys)
+    out, weights, _ = weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)
     return out, page_sums(weights.sum((2, 3)), page)
 
 
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
 ) -> Tensor:  # fmt: skip
-    return weighed(q, meant(k, k_scale), meant(v, v_scale), pos, n_keys)[0]
+    return weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)[0]
 
 
 def prefill_attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, _, lse = weighed(q, meant(k, k_scale), meant(v, v_scale), pos, n_keys)
+    out, _, lse = weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)
     return out, lse
 
 
-def meant(x: Tensor, scale: Tensor | None) -> Tensor:
-    """What keys or values [B, K, S, H] stand for; of int8 ones fp32, which is exact."""
+def meant(
+    x: Tensor, scale: Tensor | None, low: Tensor | None = None, pos: Tensor | None = None, tail: int = 0
+) -> Tensor:
+    """What keys or values [B, K, S, H] stand for; of int8 ones fp32, which is exact.
+
+    low: the other plane, where x is one; with a tail as drafts with queries at pos [B, T] read them.
+    """
+    if low is not None:
+        first, last = 16 * (x % 16).float(), 16 * (x // 16).float()  # [B, K, S, H // 2], what upper nibbles stand for
+        rest, rests = (low % 16).float(), (low // 16).float()
+        if tail:
+            assert pos is not None
+            whole = (torch.arange(x.shape[2]) > pos[:, :1] - tail)[:, None, :, None]  # [B, 1, S, 1]
+            rest, rests = torch.where(whole, rest, 7.5), torch.where(whole, rests, 7.5)
+        x = torch.cat([first + rest - 128, last + rests - 128], -1)  # [B, K, S, H]
     return x if scale is None else x.float() * scale.float()[..., None]
 
 
 def key_mass(
-    q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None
-) -> Tensor:
-    scores, seen = scores_of(q, meant(k, k_scale), pos, n_keys)
+    q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None,
+    k_low: Tensor | None = None, tail: int = 0,
+) -> Tensor:  # fmt: skip
+    scores, seen = scores_of(q, meant(k, k_scale, k_low, pos, tail), pos, n_keys)
     weights = (scores - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()  # [B, K, G, T, n_keys]
     return page_sums(torch.where(seen, weights, 0.0).sum((2, 3)), page)
 
@@ -115,10 +130,11 @@ def page_sums(mass: Tensor, page: int) -> Tensor:
 
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor,
-    n_keys: int, page: int, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    n_keys: int, page: int, k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
+    v_low: Tensor | None = None, tail: int = 0,
 ) -> Tensor:  # fmt: skip
     """The first entry of a run of `page` decides."""
-    k, v = meant(k, k_scale), meant(v, v_scale)
+    k, v = meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail)
     window = window_start[:, None] + torch.arange(window_width)  # [B, W]
     first = kv_indices[..., ::page, None].long()  # [B, K, C // page, 1]
     listed = torch.where(first >= 0, first + torch.arange(page), -1).flatten(2)  # [B, K, C]
@@ -161,12 +177,13 @@ def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_pa
 
 
 def page_bounds(
-    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None
-) -> None:
+    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None,
+    k_low: Tensor | None = None,
+) -> None:  # fmt: skip
     row = torch.arange(first.shape[0])[:, None]  # [B, 1]
     pages = (first[:, None] + torch.arange(n_pages)).clamp(max=bounds.shape[2] - 1)  # [B, n]
     entries = pages[..., None] * page + torch.arange(page)  # [B, n, page]
-    in_pages = meant(k, k_scale)[row[..., None], :, entries]  # [B, n, page, K, H]
+    in_pages = meant(k, k_scale, k_low)[row[..., None], :, entries]  # [B, n, page, K, H]
     high, low = in_pages.amax(2), in_pages.amin(2)  # [B, n, K, H]
     if k_scale is not None:  # outward by one step of bf16
         infinity = torch.tensor(float("inf"), dtype=torch.bfloat16)
@@ -184,6 +201,13 @@ def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     return top_pages(short, n_closed[:, None], n)
 
 
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.float(), weight * scale[:, None], None if bias is None else bias.float()).to(x.dtype)
+
+
 OPERATORS: dict[Callable[..., Any], Any] = {
     decode_attention: decode._decode,
     decode_attention_with_mass: decode._decode_with_mass,
@@ -195,6 +219,7 @@ OPERATORS: dict[Callable[..., Any], Any] = {
     guided_select: select._guided_select,
     page_bounds: select._page_bounds,
     quest_pages: select._quest_pages,
+    int8_linear: int8._int8_linear,
 }
 for reference, operator in OPERATORS.items():
     operator.register_kernel("cpu")(reference)

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt_fast_sd.kernels import launches
 from tests.gpuless.driver import stand_in
 
-decode, prefill, select, sparse = (
-    importlib.import_module(f"gpt_fast_sd.kernels.{room}_triton") for room in ("decode", "prefill", "select", "sparse")
+decode, int8, prefill, select, sparse = (
+    importlib.import_module(f"gpt_fast_sd.kernels.{room}_triton")
+    for room in ("decode", "int8", "prefill", "select", "sparse")
 )
 
 G, H, BF16, FP32 = 4, 128, torch.bfloat16, torch.float32
@@ -67,6 +68,13 @@ def held_in_int8(new: Callable[..., Tensor], n_tokens: int) -> tuple[tuple[Any, 
     return (q, k, v, pos, n_keys), {name: new(2, 8, 8192, dtype=torch.float16) for name in ("k_scale", "v_scale")}
 
 
+def held_in_planes(new: Callable[..., Tensor], n_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same in planes, as a draft reads them."""
+    (q, _, _, pos, n_keys), scales = held_in_int8(new, n_tokens)
+    k, v, k_low, v_low = (new(2, 8, 8192, H // 2, dtype=torch.uint8) for _ in range(4))
+    return (q, k, v, pos, n_keys), scales | {"k_low": k_low, "v_low": v_low, "tail": 64}
+
+
 def test_attention_of_a_step_is_split_and_merged_and_mass_is_one_kernel_more() -> None:
     assert counted(lambda new: decode.attend(*attended(new, 5), 512, arch=90)) == launches("decode_attention") == 2
     with_mass = counted(lambda new: decode.attend_with_mass(*attended(new, 5), 512, 16, arch=90))
@@ -92,14 +100,16 @@ def test_mass_of_a_chunk_is_one_kernel_unless_pages_are_longer_than_a_block(
     assert counted(call) == launches("key_mass", page=page, itemsize=dtype.itemsize) == n
 
 
-def test_an_int8_cache_takes_no_kernel_more() -> None:
+@pytest.mark.parametrize("held", [held_in_int8, held_in_planes])
+def test_an_int8_cache_takes_no_kernel_more(held: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
     def call(new: Callable[..., Tensor]) -> None:
-        few, scales = held_in_int8(new, 5)
+        few, scales = held(new, 5)
         decode.attend_with_mass(*few, 512, 16, arch=90, **scales)
-        (q, k, v, pos, n_keys), scales = held_in_int8(new, 70)
+        (q, k, v, pos, n_keys), scales = held(new, 70)
         prefill.attend_with_lse(q, k, v, pos, n_keys, arch=90, **scales)
-        prefill.key_mass(q, k, new(*q.shape[:3], dtype=FP32), pos, n_keys, 128, arch=90, k_scale=scales["k_scale"])
-        (q, k, v, pos, n_keys), scales = held_in_int8(new, 1)
+        of_keys = {name: x for name, x in scales.items() if not name.startswith("v_")}
+        prefill.key_mass(q, k, new(*q.shape[:3], dtype=FP32), pos, n_keys, 128, arch=90, **of_keys)
+        (q, k, v, pos, n_keys), scales = held(new, 1)
         sparse.attend(q, k, v, new(2, 8, 144), new(2), 48, pos, n_keys, 16, arch=90, **scales)
 
     expected = (
@@ -133,6 +143,14 @@ def test_selection_is_one_kernel_and_that_of_quest_three() -> None:
     }
     assert {op: counted(call) for op, call in calls.items()} == {op: launches(op) for op in calls}
     assert launches("quest_pages") == 3
+
+
+def test_a_product_with_int8_weights_is_one_kernel() -> None:
+    def call(new: Callable[..., Tensor]) -> None:
+        x, weight = new(64, 4096, dtype=BF16), new(4096, 4096, dtype=torch.int8)
+        int8.linear(x, weight, new(4096, dtype=FP32), new(4096, dtype=BF16), arch=90)
+
+    assert counted(call) == launches("int8_linear") == 1
 
 
 def test_an_unknown_operator_has_no_number() -> None:
