@@ -191,7 +191,10 @@ class HierarchyDraft(DraftPolicy):
             if q is not None and p is not None:
                 q[row, place] = p
             filled = torch.where(i < n_steps, (filled + result.n_accepted + 1).clamp(max=gamma), filled)
-        drafted = state.history.gather(1, state.seq_len[:, None] + 1 + torch.arange(gamma, device=device))
+        place = torch.arange(gamma, device=device)
+        drafted = state.history.gather(1, state.seq_len[:, None] + 1 + place)
+        # what follows is of an earlier round, or of another row: nothing that is selected may depend on it
+        drafted = torch.where(place < filled[:, None], drafted, 0)
         return Draft(drafted, None if q is None else q[:, :gamma], filled, who[:, :gamma])
 
     def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
