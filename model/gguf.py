@@ -220,8 +220,9 @@ class Blocks:
         row_bytes = self.n_columns // 32 * block_bytes
         begin, end = columns.start // 32, columns.stop // 32
         raw = np.empty((rows.stop - rows.start, end - begin, block_bytes), np.uint8)
+        runs = raw[None] if end - begin == self.n_columns // 32 else raw  # whole rows are read at once
         with self.path.open("rb", buffering=0) as file:
-            for row, into in enumerate(raw, rows.start):
+            for row, into in enumerate(runs, rows.start):
                 file.seek(self.offset + row * row_bytes + begin * block_bytes)
                 if file.readinto(into) != into.nbytes:
                     raise OSError(f"{self.path} has become shorter")

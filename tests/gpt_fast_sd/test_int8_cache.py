@@ -226,7 +226,9 @@ def test_the_bundled_model_says_nearly_as_much_of_its_document_with_an_int8_cach
 # ---- keys with outliers ----------------------------------------------------------------------------------------------
 
 
-def qwen2(bias: float = 0.0, dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
+def qwen2(
+    bias: float = 0.0, dtype: torch.dtype = torch.float32, *, queries: float = 0.01, **changes: Any
+) -> Transformer:
     """Qwen2's shape; a pair of each key head's dimensions has this bias, and its queries are small, as Qwen2's are."""
     shape = {"dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 192, "qkv_bias": True} | changes
     model = tiny_model(tiny_config(**shape))
@@ -236,8 +238,8 @@ def qwen2(bias: float = 0.0, dtype: torch.dtype = torch.float32, **changes: Any)
         biases = layer.attention.wqkv.bias.data.unflatten(0, (-1, group + 2, head_dim))  # type: ignore[operator, union-attr]
         for dim in (3, 3 + head_dim // 2):
             biases[:, group, dim] = bias
-            biases[:, :group, dim] *= 0.01
-            parts[:, :group, dim] *= 0.01
+            biases[:, :group, dim] *= queries
+            parts[:, :group, dim] *= queries
     return model.to(dtype)
 
 

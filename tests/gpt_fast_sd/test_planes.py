@@ -219,4 +219,4 @@ def test_compiled_steps_draft_from_planes(name: str, dtype: torch.dtype) -> None
 def test_the_operators_of_cuda_draft_from_planes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     references.as_on_cuda(monkeypatch)
     one = engine(name)
-    assert tokens(one) == tokens(one, speculate=False) == plain_tokens() and one.stats.accepted > 0
+    assert tokens(one) == plain_tokens() and one.stats.accepted > 0

@@ -214,10 +214,10 @@ def test_a_target_is_quantized_layer_by_layer_as_it_is_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At no time is more there than what is quantized, a matrix, and what is planned beside it."""
-    rows = 64
+    rows = 256 if name == "int4" else 64
     for module in (precisions, importlib.import_module("gpt_fast_sd.kernels.int8")):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", rows)
-    source = model_of(**WIDE, n_layers=3)
+    source = model_of(**WIDE)
     save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="bf16", compile=False, quantize=name)
     with LiveBytes() as live:
@@ -356,3 +356,15 @@ def test_a_draft_of_another_precision_than_a_quantized_target_is_refused() -> No
     ):
         engine(model, DraftConfig(policy="full", quantize="float8"), quantize="int4")
     assert {precision_of(m) for m in linears_of(model)} == {None}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("name", OF_CUDA)
+def test_steps_over_a_librarys_tensors_are_compiled_for_one_layer_and_once(name: str) -> None:
+    draft = DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
+    one = engine(model_of(n_layers=3), draft, quantize=name, compile=True)
+    for speculate in (True, False):
+        found = one.generate(PROMPTS, SamplingParams(max_tokens=12), speculate=speculate)
+        assert [len(c.tokens) for c in found] == [12] * 3
+        assert one.stats.recompiles == 0

@@ -557,7 +557,7 @@ def int4_weights_are_on_ranks_what_they_are_on_one(parallel: Parallel, folder: P
     place = folder / f"int4.{parallel.rank}"
     save_hugging_face(tiny_model(config), place, dtype=torch.float32)
     path = write_gguf(place / "model.gguf", model_of(place), gguf_kind("Q4_1"))
-    loaded = parallel.group.load(path)
+    loaded = parallel.group.load(path, dtype=torch.float32)
     for layer, copied in zip(loaded.layers, draft_copy(loaded, "int4").layers, strict=True):
         for name, linear in layer.named_modules():
             if isinstance(linear, torch.nn.Linear):
