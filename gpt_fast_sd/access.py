@@ -64,6 +64,21 @@ class Access:
         return f"the device failed ({self.failure}): build a new engine"
 
 
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """What the caller has set for its own work, autocast, default dtype and default device, does not reach inside."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device() != torch.device("cpu"):
+            stack.enter_context(torch.device("cpu"))
+        if (dtype := torch.get_default_dtype()) != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        yield
+
+
 def _first_line(error: BaseException) -> str:
     """An error's message, without the advice that follows."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

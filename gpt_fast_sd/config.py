@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 CUDA_GRAPHS = ("round", "off")
 KV_DTYPES = ("fp32", "bf16", "fp16", "int8", "fp8")
-QUANTIZATIONS = ("int8",)
-DRAFT_QUANTIZATIONS = ("int8", "float8")
+QUANTIZATIONS = ("int8", "int4", "float8")
 KV_BITS = (4,)  # of an int8 cache that a draft may read
 CHEAP = ("lookup", "standalone")  # who may draft for a hierarchy's middle level
 GAMMA_TIERS = (0, 1, 2, 3, 4, 6, 8)  # what gamma="auto" chooses from; 0 is plain decoding
@@ -84,7 +83,7 @@ def _countable(name: str, value: int) -> None:
 class EngineConfig:
     """How the target model runs.
 
-    dtype "auto" is fp32 on a CPU without bf16 instructions; int8 is our own on a CPU, torchao's on CUDA. cuda_graphs
+    dtype "auto" is fp32 on a CPU without bf16 instructions; precisions.py says which quantize runs where. cuda_graphs
     "round" captures a round (draft, verify, judge, commit) as one graph and reads its result while the next one runs;
     "off" launches every kernel from the host.
     """
@@ -97,7 +96,9 @@ class EngineConfig:
     exact: bool = _flag(
         False, "plain and speculative decoding are bit-identical in any dtype; slower, needs a draft policy"
     )
-    quantize: str | None = _flag(None, "weights only, one scale per output channel", allowed=QUANTIZATIONS)
+    quantize: str | None = _flag(
+        None, "weights of all layers, which makes another target; float8 on CUDA alone", allowed=QUANTIZATIONS
+    )
     kv_dtype: str | None = _flag(
         None, "dtype of the KV cache; int8: with one scale per token and kv head; fp8: e4m3, not on GPUs before Ada",
         allowed=KV_DTYPES, unset="as --dtype",
@@ -151,8 +152,8 @@ class DraftConfig:
     page: int = _flag(16, "entries that are selected together", allowed=PAGES)
     quantize: str | None = _flag(
         None,
-        "weights of a copy that drafts: int8 on a CPU, float8 on CUDA",
-        allowed=DRAFT_QUANTIZATIONS,
+        "weights of a copy that drafts; float8 on CUDA alone",
+        allowed=QUANTIZATIONS,
         unset="no copy",
         flag="draft_quantize",
     )
@@ -221,6 +222,13 @@ class DraftConfig:
         """Which view of a cache the drafting model has; None if no model with a cache drafts."""
         return next(iter(registry.policy_class(self.policy).views(self)), None)
 
+    def within(self, capacity: int) -> DraftConfig:
+        """The same for a cache of so many entries: a larger budget reads no more, and takes memory."""
+        fitting = replace(self, n_sink=min(self.n_sink, capacity))
+        views = map(registry.view_class, registry.policy_class(self.policy).views(self))
+        least = max((view.least_budget(fitting) for view in views), default=1)
+        return replace(fitting, budget=max(least, min(self.budget, capacity)))
+
     @property
     def needs_planes(self) -> bool:
         """Whether drafts read a part of the target's cache that only planes can be read for."""
@@ -261,8 +269,8 @@ class SamplingParams:
         _at_least_one("max_tokens", self.max_tokens)
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) and not (value is None and name != "temperature"):
-                raise ValueError(f"{name} must be a number, got {value!r}")
+            if type(value) not in (int, float) and not (value is None and name != "temperature"):
+                raise ValueError(f"{name} must be a number, got {value!r:.80}")
         if not 0.0 <= self.temperature <= 3.4e38:  # fp32 holds no more
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if self.top_k is not None:
@@ -273,7 +281,9 @@ class SamplingParams:
             raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**63):
             raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}")
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r:.80}")
+        stops = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         stops = tuple(stops) if isinstance(stops, Sequence) else (stops,)
         if not all(isinstance(s, str) and s for s in stops):
             raise ValueError(f"stop must be a non-empty string or several, got {self.stop!r}")

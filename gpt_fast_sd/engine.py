@@ -7,7 +7,7 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary, gamm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from gpt_fast_sd.model import SPLIT, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
-from .access import Access
+from .access import Access, own_settings
 from .batch_state import BatchState
 from .calibration import warm_up
 from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
@@ -48,6 +48,7 @@ class Engine:
     the time that this takes does not count in decode_seconds.
     """
 
+    @own_settings()
     def __init__(
         self,
         model: Transformer,
@@ -122,6 +123,7 @@ class Engine:
                 if self._capture:
                     self._capture.close()
 
+    @own_settings()
     def redraft(self, draft: DraftConfig, draft_model: Transformer | None = None) -> None:
         """Switch to another draft policy; ValueError if it does not fit, and then nothing changes.
 
@@ -155,6 +157,7 @@ class Engine:
         return Rounds(self.target, self.state, policy, draft, width=width, capture=self._capture, wait=wait)
 
     @classmethod
+    @own_settings()
     def from_pretrained(
         cls,
         model: str | Path,
@@ -172,7 +175,7 @@ class Engine:
         config, draft = config or EngineConfig(), draft or DraftConfig()
         loaded = load(model, config, draft, parallel)
         return cls(
-            loaded.model, loaded.tokenizer, config, draft, loaded.draft_model, loaded.parallel, loaded.plan
+            loaded.model, loaded.tokenizer, loaded.config, draft, loaded.draft_model, loaded.parallel, loaded.plan
         )  # fmt: skip
 
     @property
@@ -303,6 +306,7 @@ class Engine:
         self._access.require_open()
         return self._run(self._intake.queue(prompts, params), speculate)
 
+    @own_settings()
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], *, last: int | None = None) -> Tensor:
         """The target's logits after each token, from the step that decoding runs: T ids -> fp32 [T, V] on the CPU.
@@ -322,6 +326,7 @@ class Engine:
             self.schedule.release(0)
         return torch.stack(rows)
 
+    @own_settings()
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile all steps on the empty cache, once; later calls return at once."""
@@ -332,9 +337,24 @@ class Engine:
 
     # ---------------------------------------------------------------- the path
 
-    @torch.inference_mode()
     def _run(self, waiting: Waiting, speculate: bool) -> Iterator[TokenEvent]:
-        """Keep the slots filled from the queue, and run rounds until every request is finished."""
+        """Keep the slots filled from the queue, and run rounds until every request is finished.
+
+        The caller's settings are the caller's own again whenever it has an event.
+        """
+        rounds = self._rounds(waiting, speculate)
+        try:
+            while True:
+                with own_settings():
+                    event = next(rounds, None)
+                if event is None:
+                    return
+                yield event
+        finally:
+            rounds.close()
+
+    @torch.inference_mode()
+    def _rounds(self, waiting: Waiting, speculate: bool) -> Generator[TokenEvent, None, None]:
         with self._access.at_work(self.schedule):
             compile_seconds = self._warm_up()
             if self.rounds.capture:  # nothing may be built in a capture, so all that may run is called once before

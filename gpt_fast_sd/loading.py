@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,24 +18,20 @@ from gpt_fast_sd.model import (
     load_tokenizer,
     read_config,
     read_stored_dtype,
+    read_stored_float8,
     resolve_model,
 )
 from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
 
+from . import registry
 from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
 from .kernels import begin_building, cpu_kernels
-from .memory import MemoryPlan, bytes_of_layers
+from .memory import MemoryPlan, bytes_of_weights
 from .packing import pack_linears
-from .quantize import (
-    FLOAT8_CAPABILITY,
-    equalize_keys,
-    is_quantized,
-    quantize,
-    quantize_as_read,
-    require_draft_precision,
-)
+from .precisions import FLOAT8_CAPABILITY, require_precision, require_sizes
+from .quantize import equalize_keys, is_quantized, keep_float8, quantize, quantize_as_read
 from .runner import Runner
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,6 +49,7 @@ class Loaded:
     draft_model: Transformer | None
     parallel: Parallel
     plan: MemoryPlan
+    config: EngineConfig  # where weights stay as they are stored, its quantize says so
 
 
 def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: Parallel | None) -> Loaded:
@@ -70,27 +69,65 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
     check_kv_dtype(config, dtype, device)
     check_planes(config, draft, model_config)
-    require_draft_precision(draft.quantize, device, dtype)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
     if draft.draft_model is not None:
         draft_folder = locate(draft.draft_model)
         _check_same_vocabulary(tokenizer, model_config, draft_folder)
         draft_config = read_config(draft_folder)
-    settle = quantize_as_read if config.quantize and device.type == "cpu" else None
-    n_params = model_config.n_params // group.size + (draft_config.n_params // theirs.size if draft_config else 0)
-    weights = n_params * dtype.itemsize
-    if settle:
-        own = local_config(model_config, group.size)
-        weights += bytes_of_layers(own, group.size, 1, 4) - bytes_of_layers(own, group.size, dtype.itemsize)
+        if read_stored_float8(draft_folder):
+            _say_dequantized(draft_folder)
+    config = as_stored(folder, config, dtype, device, group.size)
+    settle = functools.partial(quantize_as_read, precision_name=config.quantize) if config.quantize else None
+    require_precision(config.quantize, device, dtype)
+    weights = bytes_of_weights(model_config, group.size, dtype.itemsize, config.quantize, device)
+    if draft_config:
+        weights += bytes_of_weights(draft_config, theirs.size, dtype.itemsize, None, device)
     plan = plan_for(config, draft, model_config, draft_config, dtype, parallel, device, weights=weights)
     plan.check(free_memory(device), device, config)
     if config.compile and device.type == "cpu":
         # while the weights are being read
         begin_building(*cpu_kernels(model_config.head_dim, model_config.vocab_size))
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
-    target = group.load(folder, device=device, dtype=dtype, settle=settle)
-    return Loaded(model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan)
+    keep = keep_float8 if config.quantize == "float8" else None
+    target = group.load(folder, device=device, dtype=dtype, settle=settle, keep=keep)
+    return Loaded(
+        model=target, tokenizer=tokenizer, draft_model=draft_model, parallel=parallel, plan=plan, config=config
+    )
+
+
+def as_stored(folder: Path, config: EngineConfig, dtype: torch.dtype, device: torch.device, ranks: int) -> EngineConfig:
+    """The configuration for a folder: weights that it stores in float8 stay so where they run, else a warning says why.
+
+    What it says of a cache is only for the user to read.
+    """
+    stored = read_stored_float8(folder)
+    if stored is None:
+        return config
+    if stored.cache and config.kv_dtype is None:
+        warnings.warn(
+            f"{folder}: its kv_cache_scheme is ignored, and keys and values are kept as --dtype says; for a cache of a "
+            "byte a number pass --kv-dtype fp8, or int8, whose errors are smaller",
+            stacklevel=4,
+        )
+    why = f": --quantize {config.quantize}" if config.quantize else ""
+    if config.quantize == "float8":  # whatever is not is quantized
+        return config
+    if config.quantize is None and stored.other:
+        why = f": {stored.other} is not, and all layers run at one precision (--quantize float8 makes it so)"
+    elif config.quantize is None:
+        try:
+            require_precision("float8", device, dtype)
+            require_sizes("float8", device, local_config(read_config(folder), ranks), ranks)
+            return replace(config, quantize="float8")
+        except ValueError as error:
+            why = f": {error}"
+    _say_dequantized(folder, why)
+    return config
+
+
+def _say_dequantized(folder: Path, why: str = "") -> None:
+    warnings.warn(f"{folder}: weights that are stored in float8 are dequantized as they are read{why}", stacklevel=5)
 
 
 def check_positions(config: EngineConfig, model: ModelConfig) -> None:
@@ -140,9 +177,10 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
     check_positions(config, model.config)
     check_kv_dtype(config, dtype, device)
     check_planes(config, draft, model.config)
-    require_draft_precision(draft.quantize, device, dtype)
     if config.quantize is None and is_quantized(model):
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
+    if config.quantize and getattr(model, "unquantized_in", None) == id(model):
+        raise ValueError("an engine runs this model's weights as they are: pass no quantize, or load the model again")
 
 
 def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes: bool = False) -> Runner:
@@ -158,6 +196,8 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes:
     equalize_keys(model)
     if config.quantize:
         quantize(model, config.quantize)
+    else:  # a mark of this model, and of no copy: quantized in place, it would be another model to this engine, too
+        model.unquantized_in = id(model)  # type: ignore[assignment]
     own = local_config(model.config, group.size)
     kv_dtype = kv_dtype_of(config, dtype)
     cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype, device=device, planes=planes)
@@ -202,14 +242,28 @@ def plan_for(
 ) -> MemoryPlan:
     """The memory plan of a rank that holds its part of these models, whose weights have this dtype.
 
-    weights: bytes of weights that are still to be loaded.
+    ValueError for a precision that these weights or this device do not run. weights: bytes of weights that are still to
+    be loaded.
     """
     group, theirs = parallel.group, draft_group(draft, parallel)
+    own, own_draft = local_config(model, group.size), local_config(draft_model, theirs.size) if draft_model else None
+    require_precision(config.quantize, device, dtype)
+    require_sizes(config.quantize, device, own, group.size)
+    require_precision(draft.quantize, device, dtype, of_draft=True)
+    if draft.quantize:
+        for step in registry.policy_class(draft.policy).model_steps(draft, own, own_draft, 1):
+            if step.model is not own_draft and config.quantize not in (None, draft.quantize):
+                raise ValueError(
+                    f"quantize {draft.quantize!r} of a draft needs a target with plain weights, or of that precision, "
+                    f"and this one's are {config.quantize}"
+                )
+            ranks = theirs.size if step.model is own_draft else group.size
+            require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
     return MemoryPlan.of(
         config,
         draft,
-        local_config(model, group.size),
-        local_config(draft_model, theirs.size) if draft_model else None,
+        own,
+        own_draft,
         kv_dtype_of(config, dtype),
         device=device,
         weights=weights,

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
+from gpt_fast_sd.tp import local_config
 
 from . import registry
 from .config import DraftConfig, EngineConfig
 from .devices import traits_of
 from .graphs import steps_held
 from .kernels import QUERY_BLOCK, ROWS_AT_ONCE, prefill_splits, split_for, triton_serves
+from .precisions import matrices_of, precision
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -84,25 +86,28 @@ class MemoryPlan:
             )  # fmt: skip
 
         b, capacity = config.batch_size, KVCache.splits(config.max_seq_len) * SPLIT
-        entries = b * (capacity + SPLIT)
+        draft, entries = draft.within(capacity), b * (capacity + SPLIT)
         n_lists = model.n_layers * b * model.n_kv_heads
         wide = entries * model.kv_bytes_per_token(max(kv_dtype.itemsize, 2))
         policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, wide) if draft.view_name else 0
         work = _Work(config, draft, model, capacity, device, ranks, quantized=kv_dtype.itemsize == 1)
         packing = max(_largest_weight(m) for m in (model, draft_model) if m) * 2 if packs else 0  # a copy, in bf16
-        quantizes = config.quantize if device.type == "cpu" else None
-        if quantizes or draft.quantize:  # beside the copy some rows of it in fp32
-            packing = max(_quantizing(m) for m in (model, draft_model) if m)
+        quantizing, widened = 0, 0
+        for name in filter(None, (config.quantize, draft.quantize)):
+            entry = precision(name, device)
+            parts = [(model, ranks), *([(draft_model, 1)] if draft_model else [])]
+            quantizing = max(quantizing, *(_quantizing(m, entry.beside) for m, _ in parts))
+            widened = max(widened, *(entry.widened * _largest_of_layers(*part) for part in parts))
         captured = traits_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,
             kv=entries * _bytes_per_token(model, kv_dtype),
             draft_kv=entries * _bytes_per_token(draft_model, kv_dtype) if draft_model else 0,
-            draft_weights=_copied(draft, model, draft_model, ranks) if draft.quantize else 0,
+            draft_weights=_copied(config, draft, model, draft_model, device, ranks),
             text=8 * entries,
             policy=policy,
-            workspace=max(work.prefilling, work.round, work.observing, packing),
-            captured=max(work.round, work.observing) if captured else 0,
+            workspace=max(max(work.prefilling, work.round, work.observing) + widened, packing, quantizing),
+            captured=max(work.round, work.observing) + widened if captured else 0,
             graphs=_nodes(config, draft, model, draft_model) * NODE if captured else 0,
             reserve=RESERVE + int(SHARE * whole) + COMMUNICATOR * groups if device.type == "cuda" else 0,
             of_config=of_config,
@@ -296,31 +301,51 @@ def _largest_weight(model: ModelConfig) -> int:
     return model.dim * max(model.vocab_size, 2 * model.ffn_dim, heads)
 
 
-def _quantizing(model: ModelConfig) -> int:
+def _largest_of_layers(model: ModelConfig, ranks: int) -> int:
+    """Elements of the largest matrix that is quantized."""
+    return max(rows * columns for rows, columns in matrices_of(model, ranks).values())
+
+
+def _quantizing(model: ModelConfig, beside: int) -> int:
     """Bytes of what is there at a time while a matrix is quantized: itself in bf16, and some rows of it in fp32."""
     widest = max(model.dim, model.ffn_dim, model.n_heads * model.head_dim)
-    return 2 * _largest_weight(model) + 4 * 4 * ROWS_AT_ONCE * widest
+    return 2 * _largest_weight(model) + 4 * beside * ROWS_AT_ONCE * widest
 
 
-def _copied(draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None, ranks: int) -> int:
-    """Bytes of int8 copies of all models that draft: their layers and heads, a scale for each row."""
-    total = 0
+def _copied(
+    config: EngineConfig, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None, device: torch.device,
+    ranks: int,
+) -> int:  # fmt: skip
+    """Bytes of quantized copies of all models that draft: their heads, and their layers if they have other ones."""
+    if draft.quantize is None:
+        return 0
+    layers, total = precision(draft.quantize, device, of_draft=True), 0
+    head = precision(layers.head, device)
     for step in registry.policy_class(draft.policy).model_steps(draft, model, draft_model, 1):
         shape, n = step.model, 1 if step.model is draft_model else ranks
-        total += bytes_of_layers(shape, n, 1, 4) + -(-shape.vocab_size // n) * (shape.dim + 4)
+        if step.model is draft_model or config.quantize != draft.quantize:
+            total += bytes_of_layers(shape, n, layers.bytes_of)
+        total += head.bytes_of(-(-shape.vocab_size // n), shape.dim)
     return total
 
 
-def bytes_of_layers(shape: ModelConfig, ranks: int, itemsize: int, of_row: int = 0) -> int:
-    """Bytes of what quantizing changes, the matrices of all layers, where each row has a few more.
+def bytes_of_weights(model: ModelConfig, ranks: int, itemsize: int, quantize: str | None, device: torch.device) -> int:
+    """Bytes of a rank's part of a whole model, whose layers are quantized."""
+    total = model.n_params // ranks * itemsize
+    if quantize is None:
+        return total
+    entry = precision(quantize, device)
+    return total + bytes_of_layers(
+        local_config(model, ranks), ranks, lambda o, i: entry.bytes_of(o, i) - o * i * itemsize
+    )
+
+
+def bytes_of_layers(shape: ModelConfig, ranks: int, of_matrix: Callable[[int, int], int]) -> int:
+    """Bytes of what quantizing changes, the matrices of all layers: of_matrix(rows, columns) each.
 
     shape: of one of so many ranks, see local_config.
     """
-    heads, kv_heads = shape.n_heads * shape.head_dim, 2 * shape.n_kv_heads * shape.head_dim
-    ffn = shape.ffn_dim // ranks
-    # rows and columns of wqkv, wo, w_in, w_out
-    matrices = [(heads + kv_heads, shape.dim), (shape.dim, heads), (2 * ffn, shape.dim), (shape.dim, ffn)]
-    return shape.n_layers * sum(rows * (columns * itemsize + of_row) for rows, columns in matrices)
+    return shape.n_layers * sum(of_matrix(*sizes) for sizes in matrices_of(shape, ranks).values())
 
 
 def _nodes(config: EngineConfig, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None) -> int:

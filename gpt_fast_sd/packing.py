@@ -9,8 +9,20 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import FeedForward, Linear
 
+from .int4 import Int4Linear
 from .int8 import Int8Linear
-from .kernels import pack, packable, packed_linear, packed_rows, packed_swiglu, unpack
+from .kernels import (
+    LINE,
+    Int4,
+    pack,
+    pack_int4,
+    packable,
+    packed_linear,
+    packed_rows,
+    packed_swiglu,
+    unpack,
+    unpack_int4,
+)
 
 
 class _Packed(nn.Module):
@@ -61,6 +73,46 @@ class PackedInt8Linear(Int8Linear):
         return pack(weight)
 
 
+class PackedInt4Linear(Int4Linear):
+    """An Int4Linear that keeps its weight in the order that `pack_int4` gives it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias, self.scale, self.blocks)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight, self.scale, self.blocks)
+
+    def in_order(self) -> Int4:
+        """The weight as its outputs and inputs are numbered."""
+        return unpack_int4(super().in_order())
+
+    def arranged(self, held: Int4) -> Int4:
+        """Such a weight, packed."""
+        return pack_int4(held)
+
+
+class SummedInt4Linear(PackedInt4Linear):
+    """The same for few rows: faster for one, with activations of 15 bits, and slower from 16 rows on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias, self.scale, self.blocks, by_sums=True)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight, self.scale, self.blocks, by_sums=True)
+
+    def in_order(self) -> Int4:
+        """The weight as its outputs and inputs are numbered."""
+        return unpack_int4(Int4Linear.in_order(self), by_sums=True)
+
+    def arranged(self, held: Int4) -> Int4:
+        """Such a weight, packed."""
+        return pack_int4(held, by_sums=True)
+
+
 class PackedEmbedding(_Packed, nn.Embedding):
     """An Embedding that shares the packed weight of an output head."""
 
@@ -72,7 +124,7 @@ class PackedEmbedding(_Packed, nn.Embedding):
 class PackedFeedForward(FeedForward):
     """A FeedForward that applies SwiGLU to the results of its packed w_in inside the kernel."""
 
-    w_in: PackedLinear | PackedInt8Linear
+    w_in: PackedLinear | PackedInt8Linear | PackedInt4Linear
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]"""
@@ -80,17 +132,28 @@ class PackedFeedForward(FeedForward):
         return out
 
 
-PACKED: dict[type[nn.Linear], type[nn.Linear]] = {Linear: PackedLinear, Int8Linear: PackedInt8Linear}
+PACKED: dict[type[nn.Linear], type[nn.Linear]] = {
+    Linear: PackedLinear,
+    Int8Linear: PackedInt8Linear,
+    Int4Linear: PackedInt4Linear,
+}
+FEW_ROWS = 8  # up to which SummedInt4Linear is not slower
+FOR_FEW_ROWS = PACKED | {Int4Linear: SummedInt4Linear}
 
 
 def all_packed(model: nn.Module) -> bool:
     """Whether every product with the model's weights runs through the kernel."""
-    return all(type(module) in PACKED.values() for module in model.modules() if isinstance(module, nn.Linear))
+    return all(_is_packed(module) for module in model.modules() if isinstance(module, nn.Linear))
 
 
-def pack_linears(model: nn.Module) -> int:
+def _is_packed(module: nn.Module) -> bool:
+    return type(module) in (*PACKED.values(), *FOR_FEW_ROWS.values())
+
+
+def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
     """Pack in place the weights that the kernel serves, if they multiply bf16, one after another -> their number.
 
+    few_rows: for products of no more than FEW_ROWS rows.
     Modules keep their names and shapes; their weights are read only through them. A head that shares its weight with
     the embedding packs both. Nothing is packed if this CPU or its compiler lacks the instructions.
     """
@@ -100,20 +163,25 @@ def pack_linears(model: nn.Module) -> int:
         if not isinstance(module, nn.Linear) or type(module) not in PACKED:
             continue
         plain = type(module.weight) is nn.Parameter and type(module.weight.data) is Tensor
-        dtype = module.made_from if isinstance(module, Int8Linear) else module.weight.dtype
+        dtype = module.made_from if isinstance(module, (Int8Linear, Int4Linear)) else module.weight.dtype
         if not plain or dtype != torch.bfloat16 or not packable(module.weight):
             continue
-        tied = embeddings.get(id(module.weight))
+        kind, tied = PACKED[type(module)], embeddings.get(id(module.weight))
         if type(tied) not in (type(None), nn.Embedding, PackedEmbedding):
             continue  # one rank's rows of a vocabulary, which have their own look-up
         if not hasattr(module.weight, "is_packed"):  # another model may share it
-            module.weight.data = pack(module.weight.data)
+            if isinstance(module, Int4Linear):
+                by_sums = few_rows and not module.in_features % LINE
+                kind = (FOR_FEW_ROWS if by_sums else PACKED)[Int4Linear]
+                module.weight.data, module.blocks.data, _ = pack_int4(module.in_order(), by_sums)
+            else:
+                module.weight.data = pack(module.weight.data)
             module.weight.is_packed = True  # type: ignore[attr-defined]
-        module.__class__ = PACKED[type(module)]
+        module.__class__ = kind
         if tied is not None:
             tied.__class__ = PackedEmbedding
         n_packed += 1
     for module in model.modules():
-        if type(module) is FeedForward and type(module.w_in) in PACKED.values() and module.w_in.bias is None:
+        if type(module) is FeedForward and _is_packed(module.w_in) and module.w_in.bias is None:
             module.__class__ = PackedFeedForward
     return n_packed

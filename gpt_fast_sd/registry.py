@@ -50,7 +50,8 @@ def heeds(name: str) -> set[str]:
 def register(name: str, made: type) -> None:
     """Register a View or a DraftPolicy of your own by name; ValueError if it is neither, or the name is taken."""
     kinds = (("View", VIEWS), ("DraftPolicy", DRAFTERS))
-    places = [place for kind, place in kinds if isinstance(made, type) and issubclass(made, _found(f"base.{kind}"))]
+    bases = [(_found(f"base.{kind}"), place) for kind, place in kinds]
+    places = [place for base, place in bases if isinstance(made, type) and issubclass(made, base) and made is not base]
     if not places:
         raise ValueError(f"a registered policy must be a subclass of View or DraftPolicy, got {made!r:.80}")
     if not (isinstance(name, str) and name.isidentifier()):

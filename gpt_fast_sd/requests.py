@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -199,6 +199,8 @@ class Intake:
             raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
         if params is None or isinstance(params, SamplingParams):
             return [self.one(i, *_apart(prompt, params)) for i, prompt in enumerate(prompts)]
+        if not isinstance(params, Sequence):
+            raise ValueError(f"params must be a SamplingParams, or a list of one for each prompt, got {params!r:.80}")
         if len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need one SamplingParams, or one each, got {len(params)}")
         twice = next((i for i, prompt in enumerate(prompts) if _brings_params(prompt)), None)
@@ -247,9 +249,15 @@ class Intake:
     def checked(self, tokens: Any, name: str) -> list[int]:
         """Token ids of the vocabulary, at least one; the ValueError calls them by this name."""
         try:
-            ids = [operator.index(token) for token in tokens]
+            if isinstance(tokens, bytes | bytearray | Mapping | Set):  # which have whole numbers, but are no text
+                raise TypeError
+            given = list(tokens)
+            ids = [operator.index(token) for token in given]
+            if any(isinstance(token, bool) for token in given):
+                raise TypeError
         except TypeError:
-            raise ValueError(f"{name} must be a text or a list of whole token ids, got {tokens!r:.80}") from None
+            got = " ".join(repr(tokens).split())[:80]
+            raise ValueError(f"{name} must be a text or a list of whole token ids, got {got}") from None
         if not ids:
             raise ValueError(f"{name} is empty: give it at least one token")
         wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
@@ -262,7 +270,7 @@ class Intake:
         ids = self.checked(tokens, "tokens")
         if len(ids) > self.max_seq_len:
             raise ValueError(f"logits of {len(ids):,} tokens do not fit: max_seq_len is {self.max_seq_len:,}")
-        if last is not None and not 1 <= last <= len(ids):
+        if last is not None and not (type(last) is int and 1 <= last <= len(ids)):
             raise ValueError(f"last must be from 1 to the {len(ids):,} tokens given, got {last!r}")
         return ids, 0 if last is None else len(ids) - last
 

@@ -13,11 +13,12 @@ from .checkpoint import (
     name_table,
     read_config,
     read_stored_dtype,
+    read_stored_float8,
     resolve_model,
     save_hugging_face,
 )
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
-from .files import CheckpointError, gguf_parts, read_json
+from .files import CheckpointError, gguf_parts, parse_json, read_json
 from .llama import Attention, Block, FeedForward, Linear, Transformer
 from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
@@ -45,10 +46,12 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "name_table",
+    "parse_json",
     "preset",
     "read_config",
     "read_json",
     "read_stored_dtype",
+    "read_stored_float8",
     "resolve_model",
     "save_hugging_face",
     "stored_dtype",

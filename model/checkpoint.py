@@ -10,9 +10,9 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,8 +21,12 @@ from torch import Tensor, nn
 
 from .config import ModelConfig, stored_dtype, token_ids
 from .files import CheckpointError, first_line, is_gguf, read_json, readable_name, refuse_pointer
+from .float8 import FLOAT8, has_float8_cache, is_packed, is_stored_in_float8, is_unused, scale_shapes
 from .llama import Transformer
 from .rope import rope_frequencies
+
+if TYPE_CHECKING:
+    from .gguf import Header
 
 # ---- folders -------------------------------------------------------------------------------------------------------
 
@@ -96,6 +100,29 @@ def read_stored_dtype(folder: Path) -> str | None:
     return stored_dtype(read_json(folder / "config.json"))
 
 
+@dataclass(frozen=True)
+class StoredFloat8:
+    """What a folder says of the float8 that it holds."""
+
+    cache: bool  # whether it wants a cache of few bits, too
+    other: str | None  # the first weight of a layer that is not float8
+
+
+def read_stored_float8(folder: Path) -> StoredFloat8 | None:
+    """Whether weights of the folder's model are float8, and how many of them; None if none is."""
+    if is_gguf(folder):
+        return None
+    raw = read_json(folder / "config.json")
+    if not is_stored_in_float8(raw):
+        return None
+    weights = Weights(folder)
+    matrices = [
+        name for ours, layout in name_table(read_config(folder)).items() for name, *_ in layout
+        if ours.startswith("layers.") and ours.endswith(MATRICES)
+    ]  # fmt: skip
+    return StoredFloat8(has_float8_cache(raw), next((name for name in matrices if not weights.is_float8(name)), None))
+
+
 # ---- names ---------------------------------------------------------------------------------------------------------
 
 # Our tensor is a run of equal units along its rows; (name, rows, copies) says how many rows of every unit come from a
@@ -140,6 +167,9 @@ def name_table(config: ModelConfig, kv_copies: int = 1) -> dict[str, Layout]:
     return table
 
 
+MATRICES = tuple(f"{name}.weight" for name in ("wqkv", "wo", "w_in", "w_out"))  # ends of our names
+
+
 def _units(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     """Views of our tensor, one per stored tensor: [units, rows, ...] each."""
     rows = [rows for _, rows, _ in layout]
@@ -169,7 +199,7 @@ class StoredTensors(Protocol):
         ...
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """The rows of a [R] tensor, or the rows and columns of a [R, C] tensor."""
+        """The rows of a [R] tensor, or the rows and columns of a [R, C] tensor; a [] tensor whole."""
         ...
 
 
@@ -188,6 +218,9 @@ class _SafetensorsFile:
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         stored = self.handle.get_slice(name)
+        if not stored.get_shape():
+            number: Tensor = self.handle.get_tensor(name)
+            return number
         part: Tensor = stored[rows] if len(stored.get_shape()) == 1 else stored[rows, columns]
         return part
 
@@ -224,12 +257,16 @@ class Weights:
     def __init__(self, folder: Path) -> None:
         self.folder, self.header = folder, "config.json"
         self.called: Callable[[str], str] = str  # Hugging Face's name -> the file's
+        described = folder / "config.json"
+        # whether there may be float8 with scales: names alone would not say what these multiply
+        self.scaled = described.is_file() and is_stored_in_float8(read_json(described))
+        self._gguf: Header | None = None
         self._file: dict[str, tuple[Path, StoredTensors]] = {}
         if is_gguf(folder):
             from .gguf import read_header
 
             found = read_header(folder)
-            self.header, self.called = "the header", found.name_of
+            self.header, self.called, self._gguf = "the header", found.name_of, found
             self._file = {name: (found.file_of(name), found) for name in found.names()}
             return
         for single, opener in (("model.safetensors", _SafetensorsFile), ("pytorch_model.bin", _PickleFile)):
@@ -249,6 +286,8 @@ class Weights:
             raise CheckpointError(f"{index} must have a weight_map from tensor names to file names")
         opened: dict[str, StoredTensors] = {}
         for shard in sorted(set(where.values())):
+            if Path(shard).name != shard:  # a model reads files of its own folder alone
+                raise CheckpointError(f"{index} names {readable_name(shard)}, which is no file of its own folder")
             if not (self.folder / shard).is_file():
                 raise CheckpointError(f"{self.folder / shard} is missing, but {index.name} names it")
             opened[shard] = _open(self.folder / shard, opener)
@@ -261,12 +300,31 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return self.called(name) in self._file
 
+    def is_float8(self, name: str) -> bool:
+        """Whether a stored tensor is float8 with a scale of its own."""
+        return self._is_float8(self.called(name))
+
+    def _is_float8(self, name: str) -> bool:
+        if not self.scaled or not {name, f"{name}_scale"} <= self._file.keys():
+            return False
+        shape, dtype = self._file[name][1].describe(name)
+        return dtype == FLOAT8 and len(shape) == 2
+
     def file_of(self, name: str) -> Path:
         """The file that holds a stored tensor."""
         return self._file[self.called(name)][0]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise unless exactly these tensors are stored, with these shapes, as floats; old rotary tables may stay."""
+        """Raise unless exactly these tensors are stored, with these shapes, as floats; old rotary tables may stay.
+
+        Tensors that are float8 have their scales beside them; what concerns activations or a cache is not read.
+        """
+        packed = next((name for name in self._file if is_packed(name)), None)
+        if packed is not None and not is_gguf(self.folder):
+            raise CheckpointError(
+                f"{self._file[packed][0]}: {readable_name(packed)} is a part of a quantized weight, of a kind that is "
+                "not read; load the unquantized checkpoint and pass quantize"
+            )
         asked = {self.called(name): shape for name, shape in shapes.items()}
         for name, shape in asked.items():
             if name not in self._file:
@@ -279,15 +337,38 @@ class Weights:
                 raise CheckpointError(
                     f"{path}: {name} has shape {list(stored)}, but {self.header} asks for {list(shape)}"
                 )
-            if dtype not in file.readable:
+            if self._is_float8(name):
+                self._check_scale(f"{name}_scale", shape[0])
+            elif dtype not in file.readable:
                 raise CheckpointError(
                     f"{path}: {name} is stored as {dtype}, but only {', '.join(file.readable)} can be read"
                 )
-        extra = [n for n in self._file if n not in asked and not n.endswith("rotary_emb.inv_freq")]
+        scales = {f"{name}_scale" for name in asked if self._is_float8(name)}
+        extra = [
+            n for n in self._file
+            if n not in asked and n not in scales and not n.endswith("rotary_emb.inv_freq")
+            and not (scales and is_unused(n))
+        ]  # fmt: skip
         if extra:
             more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
             first = readable_name(extra[0])
             raise CheckpointError(f"{self._file[extra[0]][0]}: {self.header}'s model has no place for {first}{more}")
+
+    def _check_scale(self, name: str, n_out: int) -> None:
+        path, file = self._file[name]
+        shape, dtype = file.describe(name)
+        if shape not in scale_shapes(n_out) or dtype not in file.readable:
+            raise CheckpointError(
+                f"{path}: {name} is {dtype} of shape {list(shape)}, but the scales of {n_out} outputs are floats of "
+                f"shape {[n_out, 1]} or [1]"
+            )
+
+    def scales(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """What the numbers of rows of a float8 tensor stand for: fp32 [R]."""
+        n_rows, scale = len(range(*rows.indices(self._file[name][1].describe(name)[0][0]))), f"{name}_scale"
+        alone = all(size == 1 for size in self._file[scale][1].describe(scale)[0])
+        stored = self._read(scale, slice(None) if alone else rows, slice(None))
+        return stored.float().flatten().expand(n_rows)
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in; for blocks, bfloat16, in which most models were trained."""
@@ -297,26 +378,71 @@ class Weights:
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """Rows and columns of a stored [R, C] tensor, or rows of a stored [R], on the CPU in the stored dtype.
 
-        Tensors that are stored in blocks are returned as fp32.
+        Tensors that are stored in blocks, or in float8 with scales, are returned as fp32.
         """
-        name = self.called(name)
+        stored = self._read(self.called(name), rows, columns)
+        return stored.float().mul_(self.scales(name, rows)[:, None]) if self.is_float8(name) else stored
+
+    def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
         path, file = self._file[name]
         try:
             return file.read(name, rows, columns)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {first_line(error)}") from None
 
-    def read_into(self, ours: Tensor, layout: Layout, first_row: int = 0, first_column: int = 0) -> None:
-        """Fill ours, [R] or [R, C] in whole units: the part of a parameter that starts at (first_row, first_column)."""
+    def read_into(
+        self,
+        ours: Tensor,
+        layout: Layout,
+        first_row: int = 0,
+        first_column: int = 0,
+        read: Callable[[str, slice, slice], Tensor] | None = None,
+    ) -> None:
+        """Fill ours, [R] or [R, C] in whole units: the part of a parameter that starts at (first_row, first_column).
+
+        read: what of each stored tensor is put there; None: the tensor itself.
+        """
+        read = read or self.read
         unit = sum(rows for _, rows, _ in layout)
         assert first_row % unit == 0 and ours.shape[0] % unit == 0
         first, last = first_row // unit, (first_row + ours.shape[0]) // unit
         columns = slice(first_column, first_column + ours.shape[1]) if ours.dim() == 2 else slice(None)
         for (name, rows, copies), place in zip(layout, _units(ours, layout), strict=True):
             begin, end = first // copies, -(-last // copies)  # stored units, each for `copies` of ours
-            stored = self.read(name, slice(begin * rows, end * rows), columns).unflatten(0, (-1, rows))
+            stored = read(name, slice(begin * rows, end * rows), columns).unflatten(0, (-1, rows))
             own = torch.arange(first, last) // copies - begin
             place.copy_(stored if copies == 1 else stored[own])  # [units, rows, ...]
+
+    def in_blocks(
+        self, layout: Layout, shape: tuple[int, ...], first_row: int = 0, first_column: int = 0
+    ) -> Callable[[], tuple[Tensor, Tensor] | None] | None:
+        """What reads a part of a parameter (see read_into) as the file has it, if it has all of it in blocks of 4 bits.
+
+        It needs nothing but the file: see Blocks.read; None if that has changed.
+        """
+        found = [self._gguf.blocks(self.called(name)) for name, *_ in layout] if self._gguf else [None]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found) or len(shape) != 2 or (first_column | shape[1]) % 32:
+            return None
+        unit = sum(rows for _, rows, _ in layout)
+        first, last = first_row // unit, (first_row + shape[0]) // unit
+        columns = slice(first_column, first_column + shape[1])
+
+        def read() -> tuple[Tensor, Tensor] | None:
+            numbers = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8)
+            scales = torch.empty(shape[0], shape[1] // 32, 2, dtype=torch.float16)
+            for i, (part, (_, rows, copies)) in enumerate(zip(parts, layout, strict=True)):
+                begin, end = first // copies, -(-last // copies)
+                own = torch.arange(first, last) // copies - begin
+                try:
+                    stored = part.read(slice(begin * rows, end * rows), columns)
+                except (OSError, ValueError):
+                    return None
+                for whole, piece in zip((numbers, scales), stored, strict=True):
+                    _units(whole, layout)[i].copy_(piece.unflatten(0, (-1, rows))[own])
+            return numbers, scales
+
+        return read
 
 
 def _open(path: Path, opener: type[_SafetensorsFile] | type[_PickleFile]) -> StoredTensors:
@@ -360,12 +486,15 @@ def load_model(
     dtype: torch.dtype | None = None,
     part: Part | None = None,
     settle: Callable[[Transformer, str], None] | None = None,
+    keep: Callable[[Transformer, str, Tensor, Tensor], None] | None = None,
 ) -> Transformer:
     """The folder's model in evaluation mode, without gradients; dtype None keeps the stored one.
 
     With a part, nothing else is read. Its config is the whole model's.
     settle: called with the model and the name of each parameter as soon as it is read; it may replace the parameter's
-    module.
+    module. keep: called instead for each weight of a layer that is stored in float8, with the model, its name, the
+    weight as it is, float8 [O, I], and what its rows stand for, fp32 [O]; it replaces the parameter's module. Without
+    it such weights are dequantized.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype must be a float type, got {dtype}")
@@ -386,14 +515,26 @@ def load_model(
     begins = part.cut(model) if part else {}
     for name, layout in name_table(laid_out, kv_copies).items():
         first_row, first_column = begins.get(name, (0, 0))
+        place, _, kind = name.rpartition(".")
+        if keep and name.endswith(MATRICES) and all(weights.is_float8(stored) for stored, *_ in layout):
+            shape = model.get_parameter(name).shape
+            numbers = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+            scales = torch.empty(shape[0], dtype=torch.float32, device=device)
+            weights.read_into(numbers, layout, first_row, first_column, weights._read)
+            weights.read_into(scales, layout, first_row, 0, lambda name, rows, _: weights.scales(name, rows))
+            keep(model, name, numbers, scales)
+            continue
         tensor = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
         stored, padding = tensor.tensor_split([max(0, n_rows[name] - first_row)])
         padding.zero_()
         if len(stored):
             weights.read_into(stored, layout, first_row, first_column)
-        place, _, kind = name.rpartition(".")
-        setattr(model.get_submodule(place), kind, nn.Parameter(tensor, requires_grad=False))
-        del tensor, stored, padding
+            require_finite(stored, layout, weights)
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        if not len(padding) and (blocks := weights.in_blocks(layout, tuple(tensor.shape), first_row, first_column)):
+            parameter.in_blocks = blocks  # type: ignore[attr-defined]
+        setattr(model.get_submodule(place), kind, parameter)
+        del tensor, stored, padding, parameter
         if settle:
             settle(model, name)
     if tied_twice:
@@ -410,6 +551,19 @@ def load_model(
     model.rope_freqs = rope_frequencies(config).to(device)  # not stored, and the meta device computed nothing
     model.config = config
     return model.eval().requires_grad_(False)
+
+
+def require_finite(ours: Tensor, layout: Layout, weights: Weights) -> None:
+    """CheckpointError by the stored tensor's name if what was read holds NaN or infinity; ours [R] or [R, C]."""
+    if ours.sum(dtype=torch.float32).isfinite():  # of finite numbers it may be infinite, and then all are looked at
+        return
+    for (name, *_), place in zip(layout, _units(ours, layout), strict=True):
+        wrong = place[~place.isfinite()]
+        if len(wrong):
+            spelled = str(ours.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{weights.file_of(name)}: {readable_name(name)} holds {wrong[0].item()} as {spelled}"
+            )
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

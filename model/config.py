@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard
 
+from .float8 import is_stored_in_float8
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -180,8 +182,8 @@ class ModelConfig:
         if not fields.windowless():
             fields.only("use_sliding_window", False)
         fields.only("partial_rotary_factor", 1.0)
-        for name in ("quantization_config", "quantization"):  # the second is what MLX writes
-            fields.only(name, None)
+        fields.only("quantization", None)  # what MLX writes
+        is_stored_in_float8(raw)  # refuses all else
         kinds = raw.get("layer_types") or []
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             fields.refuse("layer_types", "only 'full_attention'")

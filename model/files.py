@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+MOST_DIGITS = 400  # of a number, more than any float has
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
 
@@ -36,10 +37,41 @@ def gguf_parts(path: Path) -> list[Path]:
     return parts
 
 
+def parse_json(text: str, *, constants: bool = True) -> Any:
+    """What JSON says; ValueError in one line, also for keys that come twice, depth and digits without end.
+
+    constants: NaN and Infinity, which Python reads although JSON has none such, are read.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"not JSON: the key {name!r:.80} comes twice")
+            found[name] = value
+        return found
+
+    def whole(digits: str) -> int:
+        if len(digits) > MOST_DIGITS:
+            raise ValueError(f"not JSON: a number of {len(digits):,} digits")
+        return int(digits)
+
+    def refuse(name: str) -> NoReturn:
+        raise ValueError(f"not JSON: {name}")
+
+    try:
+        return json.loads(text, object_pairs_hook=once, parse_int=whole, parse_constant=None if constants else refuse)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in text.rstrip() else ""
+        raise ValueError(f"not JSON: {error.msg} at {line}column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object a JSON file holds."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         refuse_pointer(path)
         raise CheckpointError(f"{path} cannot be read as JSON: {first_line(error)}") from None

@@ -16,6 +16,7 @@ import re
 import struct
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -196,6 +197,42 @@ def _value(field: ReaderField) -> Any:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return raw
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where a file has a matrix [R, C] in blocks of 32 numbers of 4 bits with a scale, and in Q4_1 with a minimum."""
+
+    path: Path
+    offset: int  # bytes before it
+    n_columns: int
+    kind: str
+    pairs: int  # of rotary halves in a head whose rows are stored adjacently, see Header.read; 0: rows are in order
+
+    def read(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """uint8 [R, C / 2], numbers i and i + 16 of a block in a byte, and fp16 [R, C / 32, 2], scales and minima.
+
+        A number is minimum + scale * (0 to 15). Whole blocks, and whole heads where rows are paired. OSError if the
+        file cannot be read, ValueError if a scale or a minimum is not finite in fp16.
+        """
+        n_scales = 2 if self.kind == "Q4_1" else 1
+        block_bytes = 16 + 2 * n_scales
+        row_bytes = self.n_columns // 32 * block_bytes
+        begin, end = columns.start // 32, columns.stop // 32
+        raw = np.empty((rows.stop - rows.start, end - begin, block_bytes), np.uint8)
+        runs = raw[None] if end - begin == self.n_columns // 32 else raw  # whole rows are read at once
+        with self.path.open("rb", buffering=0) as file:
+            for row, into in enumerate(runs, rows.start):
+                file.seek(self.offset + row * row_bytes + begin * block_bytes)
+                if file.readinto(into) != into.nbytes:
+                    raise OSError(f"{self.path} has become shorter")
+        scales = torch.from_numpy(np.ascontiguousarray(raw[..., : 2 * n_scales])).view(torch.float16)  # [R, C / 32, n]
+        if n_scales == 1:
+            scales = torch.cat([scales, -8 * scales], -1)
+        if not scales.isfinite().all():
+            raise ValueError(f"{self.path}: scales that are not finite")
+        numbers = torch.from_numpy(np.ascontiguousarray(raw[..., 2 * n_scales :])).flatten(1)
+        return _halves(numbers, self.pairs), _halves(scales, self.pairs)
 
 
 class Header(Fields):
@@ -480,9 +517,14 @@ class Header(Fields):
         out = self._read(name, rows, columns)
         if not torch.isfinite(out.sum()) and not torch.isfinite(out).all():
             raise CheckpointError(f"{self.file_of(name)} is damaged: {readable_name(name)} holds NaN or infinity")
-        if self.architecture == "llama" and re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
-            return self._halves(out)
-        return out
+        return _halves(out, self._pairs(name))
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Where a matrix is stored in blocks of 4 bits, None if it is stored otherwise."""
+        (path, stored), shape = self._tensors[name], self.shape(name)
+        if len(shape) != 2 or stored.tensor_type.name not in ("Q4_0", "Q4_1"):
+            return None
+        return Blocks(path, int(stored.data_offset), shape[1], stored.tensor_type.name, self._pairs(name))
 
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """The same as `read`, with rows in the order of the file and numbers unchecked."""
@@ -509,12 +551,21 @@ class Header(Fields):
             out[row : row + step].numpy()[:] = whole[:, first - begin * block : last - begin * block]
         return out if len(shape) == 2 else out[0]
 
-    def _halves(self, rows: Tensor) -> Tensor:
-        """Whole heads with their rows back in rotary halves, (i, i + H/2): llama.cpp stores such pairs adjacently."""
+    def _pairs(self, name: str) -> int:
+        """H/2 if the rows of a tensor's heads are stored as adjacent pairs, 0 if they are in order."""
+        if self.architecture != "llama" or not re.fullmatch(r"blk\.\d+\.attn_[qk]\.weight", name):
+            return 0
         fields = self.arch_fields.raw
         head_dim = fields.get("attention.key_length") or fields["embedding_length"] // fields["attention.head_count"]
-        pairs: Tensor = rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2)  # [heads, 2, H/2, C]
-        return pairs.flatten(0, 2)
+        return int(head_dim) // 2
+
+
+def _halves(rows: Tensor, pairs: int) -> Tensor:
+    """Whole heads with their rows back in rotary halves, (i, i + H/2): llama.cpp stores such pairs adjacently."""
+    if not pairs:
+        return rows
+    whole: Tensor = rows.unflatten(0, (-1, pairs, 2)).transpose(1, 2)  # [heads, 2, H/2, ...]
+    return whole.flatten(0, 2)
 
 
 @cache

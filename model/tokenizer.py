@@ -217,11 +217,35 @@ def _render(notes: _Notes, template: Template | None, messages: Sequence[Mapping
             f"the chat template of {notes.folder} has {len(notes.template):,} characters, over {MOST_OF_A_TEMPLATE:,}"
         )
     try:
-        return template.render(messages)
+        return template.render(_conversation(messages))
     except TemplateError as error:
         raise CheckpointError(
             f"the chat template of {notes.folder} refuses these messages: {first_line(error)}"
         ) from None
+
+
+def _conversation(messages: Any) -> list[dict[str, str]]:
+    """Messages as every template takes them, parts of text joined; ValueError for anything but {role, content} each."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(
+            f"messages must be a list of objects with role and content, at least one, got {messages!r:.80}"
+        )
+    found = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise ValueError(f"message {i} must have a role and a content, and nothing else, got {message!r:.80}")
+        role, content = message["role"], message["content"]
+        if isinstance(content, list | tuple):
+            parts = [dict(part) if isinstance(part, Mapping) else part for part in content]
+            for part in parts:
+                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                    raise ValueError(f"message {i}: this model reads text alone, got the part {part!r:.80}")
+            content = "".join(part["text"] for part in parts)
+        for name, value in (("role", role), ("content", content)):
+            if not isinstance(value, str):
+                raise ValueError(f"message {i}: {name} must be a text, got {value!r:.80}")
+        found.append({"role": role, "content": content})
+    return found
 
 
 # ---- sentencepiece -------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import json
 import sys
 import time
 from collections import deque
@@ -45,15 +44,16 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from common import ProgressLine, refuse, refusing, sentence
-from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
+from common import ProgressLine, refuse, refusing, sentence, started
+from files import check_files
+from flags import CHAT, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.measuring.document import as_record
-from gpt_fast_sd.measuring.ledger import as_json, check_writable
-from gpt_fast_sd.model import gguf_parts, load_tokenizer, read_config
+from gpt_fast_sd.measuring.ledger import as_json
+from gpt_fast_sd.model import gguf_parts, load_tokenizer, parse_json, read_config
 from gpt_fast_sd.tp import Parallel
-from journal import Files, Log, beside, indices
+from journal import Files, Log, beside, indices, lock_of
 from records import Encoder, Record, own
 
 PROGRAM = "batch.py"
@@ -76,11 +76,6 @@ class Task:
     params: SamplingParams
 
 
-def no_number(name: str) -> NoReturn:
-    """Refuse numbers that Python would parse although JSON has none such."""
-    raise ValueError(f"not JSON: {name}")
-
-
 @dataclass(frozen=True)
 class Reader:
     """Turns lines into tasks."""
@@ -93,12 +88,10 @@ class Reader:
     def task(self, index: int, raw: bytes) -> Task:
         """The line as a task; ValueError, or whatever else its content causes."""
         try:
-            record = json.loads(raw.decode("utf-8-sig" if index == 0 else "utf-8"), parse_constant=no_number)
+            text = raw.decode("utf-8-sig" if index == 0 else "utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-        name = None
+        record, name = parse_json(text, constants=False), None
         if isinstance(record, dict):
             name = record.pop("id", None)
             if isinstance(record.get("prompt"), list) and "tokens" not in record:
@@ -154,9 +147,9 @@ def fingerprint_of_file(path: Path, *, whole: bool = True) -> str:
 
 
 def fingerprint_of_model(folder: Path) -> Record:
-    """What tells a model from another without reading its weights: config.json, and the sizes of the weight files.
+    """What tells a model from another without reading all of it: config.json, and size and pages of the weight files.
 
-    Of a GGUF file, which begins with its config: pages and size of it and of the other parts it is split into.
+    A GGUF file begins with its config; it may be split into several.
     """
     if folder.is_file():
         weights = gguf_parts(folder)
@@ -164,7 +157,8 @@ def fingerprint_of_model(folder: Path) -> Record:
     else:
         weights = sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
         config = fingerprint_of_file(folder / "config.json")
-    return {"config": config, "weights": {path.name: path.stat().st_size for path in weights}}
+    found = {path.name: [path.stat().st_size, fingerprint_of_file(path, whole=False)] for path in weights}
+    return {"config": config, "weights": found}
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -309,12 +303,16 @@ class Job:
 def prepare(args: argparse.Namespace) -> Job:
     """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
     rejects = args.rejects or beside(args.output, "rejects.jsonl")
-    check_writable(args.output, rejects)
-    if len({path.resolve() for path in (args.input, args.output, rejects)}) < 3:
-        raise ValueError(f"input, output and rejects must be three files, got {args.input}, {args.output}, {rejects}")
     if not args.input.is_file():
         raise ValueError(f"there is no file {args.input}")
-    common, draft = config_of(SamplingParams, args), config_of(DraftConfig, args)
+    check_files(
+        {
+            "the output": args.output, "its lock": lock_of(args.output), "its state": beside(args.output, "state.json"),
+            "--rejects": rejects,
+        },
+        {"the input": args.input, "--model": args.model, "--draft-model": args.draft_model},
+    )  # fmt: skip
+    common, draft = config_of(SamplingParams, args), draft_of(args)
     folder = locate(args.model)
     config = read_config(folder)
     room = room_of(args, config, ROOM)
@@ -416,8 +414,4 @@ def stop(error: OSError) -> NoReturn:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
+    started(main, "\nstopped; the same command goes on from here")

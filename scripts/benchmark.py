@@ -5,6 +5,7 @@
         --gamma 6,auto --text books/*.txt --json sweep.json --plots sweep/
     python scripts/benchmark.py --sweep budget --text book.txt --plots .      every policy over the draft budget
     python scripts/benchmark.py --sweep budget --pairs 0 --json 4k.json       acceptance alone, nothing is timed
+    python scripts/benchmark.py --sweep precision --precisions none,none/int8,int8,int8/int8 --gamma 4 --text book.txt
     python scripts/benchmark.py --lossless --text books/*.txt --json lossless.json
     python scripts/benchmark.py --draw 2k.json 4k.json --plots .              pictures of files that are there
     torchrun --nproc_per_node=8 scripts/benchmark.py --model meta-llama/Llama-3.1-8B --tp 8 --batch 32,64,128 ...
@@ -21,6 +22,10 @@ point.
 
 --sweep budget takes one batch, context, gamma and temperature, and prompts that share no text. --no-compile starts at
 once and gives the same acceptance, but no speed that means anything.
+
+--sweep precision measures every point at each of --precisions: what the KV cache, the draft's weights and the target's
+weights are quantized to. Two ratios are told: over plain decoding of the same target, which is what a lossless
+policy reproduces, and over plain decoding of the model of which nothing is quantized. Each target has an engine.
 
 --lossless decodes --prompts prompts of ragged length through all slots, in fp32 and with every policy, and compares
 them with plain decoding, token for token: exit code 1 where one differs. So does the sweep in fp32, and with --exact.
@@ -43,16 +48,17 @@ from typing import Any
 from tqdm import tqdm
 
 from common import refuse, refusing, sentence, started
+from files import check_files
 from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, given_beside, join, positive, sizes
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.devices import natural_dtype
 from gpt_fast_sd.loading import BUNDLED, TORCH_DTYPES, locate
-from gpt_fast_sd.measuring import grid, lossless, machine, plots, prompts
+from gpt_fast_sd.measuring import grid, lossless, machine, plots, precisions, prompts
 from gpt_fast_sd.measuring.chips import Chip, Ranks, chip_of
 from gpt_fast_sd.measuring.forecast import System
 from gpt_fast_sd.measuring.grid import Point, Setting, Sweep, draft_fields, draft_label, has_a_model, known_drafters
-from gpt_fast_sd.measuring.ledger import Ledger, check_writable, complete, digest, fingerprint, read_document
+from gpt_fast_sd.measuring.ledger import Ledger, complete, digest, fingerprint, read_document
 from gpt_fast_sd.measuring.lengths import lengths_of, lines_of
 from gpt_fast_sd.measuring.points import (
     BUDGETS,
@@ -64,6 +70,7 @@ from gpt_fast_sd.measuring.points import (
     ratio_text,
     summarize,
 )
+from gpt_fast_sd.measuring.precisions import PRECISIONS, Precision
 from gpt_fast_sd.measuring.tables import Table
 from gpt_fast_sd.measuring.turns import Run, Turns, round_ms, run, spread, take_turns, totals
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, load_tokenizer, read_config, read_stored_dtype
@@ -81,13 +88,21 @@ DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is meas
         "batch": [4], "context": None, "draft": None, "budget": [64, 128, 256, 512], "gamma": [4],
         "max_new_tokens": 64, "pairs": 3, "seconds": 0.0, "seed": 0, "dtype": "auto", "plots": None,
     },
+    "precision": {
+        "batch": [4], "context": [4000], "draft": ["streaming"], "budget": [256], "gamma": [4],
+        "max_new_tokens": 64, "pairs": 3, "seed": 0, "dtype": "auto", "plots": None,
+        "precisions": ["none", "none/int8", "int8", "int8/int8"],
+    },
     "lossless": {
         "batch": [8], "draft": list(known_drafters()), "budget": [64], "gamma": [4], "max_new_tokens": 32, "seed": 1,
         "dtype": "fp32", "prompts": 200, "shortest": 20, "longest": 1500,
     },
     "draw": {"plots": None},
 }  # fmt: skip
-MODES = {"size": "--sweep size", "budget": "--sweep budget", "lossless": "--lossless", "draw": "--draw"}
+MODES = {
+    "size": "--sweep size", "budget": "--sweep budget", "precision": "--sweep precision", "lossless": "--lossless",
+    "draw": "--draw",
+}  # fmt: skip
 
 # ---- what every measurement needs ------------------------------------------------------------------------------------
 
@@ -165,10 +180,13 @@ def params_of(args: argparse.Namespace, temperature: float, row: int) -> Samplin
 
 def prepare(args: argparse.Namespace) -> Job:
     """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
-    check_writable(args.json)
+    check_files(
+        {"--json": args.json},
+        {"--text": args.text, "--model": args.model, "--draft-model": args.draft_model},
+    )
     if args.text and args.synthetic:
         raise ValueError("--text and --synthetic exclude each other: prompts are read or made up")
-    if args.mode != "size":
+    if args.mode in ("budget", "lossless"):
         for name in ("batch", "gamma", "temperature", *(("budget",) if args.mode == "lossless" else ())):
             if len(getattr(args, name)) > 1:
                 raise ValueError(f"{MODES[args.mode]} measures with one --{name}, got {len(getattr(args, name))}")
@@ -305,7 +323,9 @@ def describe(document: Record) -> str:
 class BySize(Mode):
     """A sweep over batch, context, draft, budget, gamma and temperature."""
 
-    def __init__(self, job: Job) -> None:
+    benchmark, rows_of = "batch", SIZES
+
+    def __init__(self, job: Job, **settings: object) -> None:
         args = job.args
         if args.context[0] < 2:
             raise ValueError(f"a context has at least 2 tokens, got {args.context[0]}")
@@ -322,9 +342,10 @@ class BySize(Mode):
         settings = job.in_common(
             transformer=asdict(job.config), text=text, compiled=not args.no_compile,
             draft_transformer=asdict(draft_config) if draft_config else None,
-            **{name: getattr(args, name) for name in names}, **job.timed,
+            **{name: getattr(args, name) for name in names}, **job.timed, **settings,
         )  # fmt: skip
-        super().__init__(job, job.points(args.context), job.ledger("batch", settings, "points"), SIZES)
+        ledger = job.ledger(self.benchmark, settings, "points")
+        super().__init__(job, job.points(args.context), ledger, self.rows_of)
         self.draft_config, self.chip = draft_config, None
 
     chip: Chip | None  # the machine's rates, once they are measured
@@ -414,6 +435,88 @@ class BySize(Mode):
         must = args.exact or (measured[-1]["dtype"], measured[-1]["kv_dtype"]) == ("fp32", "fp32")
         if equal < rows and must:
             refuse(ValueError(f"{rows - equal} rows differ where they must not; please report it"), PROGRAM, code=1)
+
+
+# ---- over precisions -------------------------------------------------------------------------------------------------
+
+
+class ByPrecision(BySize):
+    """The points of a sweep, each at several precisions of cache and weights."""
+
+    benchmark, rows_of = "precision", PRECISIONS
+
+    def __init__(self, job: Job) -> None:
+        args = job.args
+        for name in ("kv_dtype", "quantize", "draft_quantize"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is what --precisions varies: name it there")
+        if any(has_a_model(setting.policy) for setting in job.settings):
+            raise ValueError("--sweep precision is about targets that draft for themselves: leave the draft model out")
+        self.precisions = [Precision.parse(text) for text in args.precisions]
+        for one in self.precisions:  # refused before any work
+            one.engine(config_of(EngineConfig, args, batch_size=1, max_seq_len=1))
+            for setting in job.settings:
+                one.draft(setting.draft(args.gamma[0], draft_fields(vars(args))))
+        super().__init__(job, precisions=[one.text for one in self.precisions])
+        self.engines: dict[Precision, Engine] = {}  # beside the one that is measured, and for the same rows
+
+    def engine(self, base: Engine, precision: Precision) -> Engine:
+        """The engine of a target of this precision; those of an earlier base are dropped."""
+        if self.engines.get(Precision()) is not base:
+            self.engines = {Precision(): base}
+            machine.release_memory(base.device)
+        if precision not in self.engines:
+            self.step(f"{precision.text}: loading and compiling")
+            config, parallel = precision.engine(base.config), base.parallel
+            if precision.weights is None:  # the weights are the same
+                found = Engine(base.model, base.tokenizer, config, parallel=parallel)
+            else:
+                found = Engine.from_pretrained(self.job.args.model, config, parallel=parallel)
+            self.engines[precision] = found
+        return self.engines[precision]
+
+    def measure(self, point: Point, engine: Engine) -> Record:
+        """One point's figures at every precision."""
+        rows, note = self.rows(point.batch, point.context)
+        name = f"{point.batch} x {point.context:,}, {draft_label(point.key)}"
+        found = precisions.take_turns(
+            lambda one: self.engine(engine, one), self.precisions, self.job.draft(point), rows,
+            self.job.params(point.batch, point.temperature), self.job.args.pairs,
+            progress=lambda what: self.step(f"{name}, {what}"),
+        )  # fmt: skip
+        rates = self.system(engine).chip
+        return {
+            "status": "measured", "dtype": engine.dtype_name, "precisions": found, "note": note,
+            "machine": {"bandwidth": rates.bandwidth, "peak": rates.peak}, "load_average": machine.load_average(),
+        }  # fmt: skip
+
+    def done(self, point: Point, found: Record | Exception) -> None:
+        """Store and print the figures, or why there are none; they replace older ones."""
+        if isinstance(found, Exception):
+            found = {"status": "failed", "reason": sentence(found)}
+        self.ledger.put(point.key, point.key | found)
+        self.ledger.write()
+        self.bar.write(self.line(self.ledger.find(point.key) or {}))
+
+    def line(self, record: Record) -> str:
+        """The rows of the table, or why there are none."""
+        if record["status"] == "measured":
+            return "\n".join(self.table.line(row) for row in precisions.flat(record))
+        return super().line(record)
+
+    def report(self, found: list[Record]) -> None:
+        """All points in one table, and a picture."""
+        args = self.job.args
+        print("", self.table.head, *map(self.line, found), sep="\n")
+        measured = [r for r in found if r["status"] == "measured"]
+        if not measured:
+            refuse(ValueError("nothing could be measured; the reasons are above"), PROGRAM)
+        if args.no_compile:
+            print("not compiled: acceptance and tokens per round hold, the speeds mean little")
+        if args.plots:
+            args.plots.mkdir(parents=True, exist_ok=True)
+            plots.draw_precisions(measured, describe(self.ledger.document), args.plots / "precisions.png")
+            print(f"drawn: {args.plots / 'precisions.png'}")
 
 
 # ---- over the draft budget -------------------------------------------------------------------------------------------
@@ -678,8 +781,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--sweep", choices=("size", "budget"), default="size",
-        help="over batch, context and drafts, or over the draft budget at one batch and context (default: size)",
+        "--sweep", choices=("size", "budget", "precision"), default="size",
+        help="over batch, context and drafts; over the draft budget at one batch and context; or the first, each point "
+        "at several precisions (default: size)",
     )  # fmt: skip
     what.add_argument("--lossless", action="store_true", help="compare every policy with plain decoding, in fp32")
     what.add_argument("--draw", metavar="FILE.json", type=Path, nargs="+", help="measure nothing: draw what is there")
@@ -688,6 +792,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pairs", metavar="N", type=count, help=f"pairs of timed runs for each point (default: {defaults('pairs')})")
     add("--seconds", metavar="S", type=seconds, help="go on with pairs until they took so long: short runs need many "
         "(default: as many as --pairs says)")  # fmt: skip
+    add("--precisions", metavar="P,P", type=lambda text: text.split(","), help="what is quantized, each CACHE, "
+        f"CACHE/DRAFTS or CACHE/DRAFTS/WEIGHTS (default: {defaults('precisions')})")  # fmt: skip
     add("--prompts", metavar="N", type=positive, help="with --lossless (default: 200)")
     add("--shortest", metavar="N", type=positive, help="tokens of its shortest prompt (default: 20)")
     add("--longest", metavar="N", type=positive, help="tokens of its longest prompt (default: 1500)")
@@ -738,7 +844,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
             raise ValueError(f"--plots needs a folder, and {args.plots} is a file")
         job = prepare(args)
-        mode: Mode = {"size": BySize, "budget": ByBudget, "lossless": Lossless}[args.mode](job)
+        mode: Mode = {"size": BySize, "budget": ByBudget, "precision": ByPrecision, "lossless": Lossless}[args.mode](
+            job
+        )
     with job.parallel.guard():
         found = mode.run()
     job.parallel.close()

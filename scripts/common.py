@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,21 +69,6 @@ def alone_prints(parallel: Parallel) -> Iterator[None]:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def check_apart(report: Path | None, others: Mapping[str, Any]) -> None:
-    """Refuse a --report that would overwrite another file of the same run; others: by their names in args."""
-    if report is None:
-        return
-    if report.exists() and not (report.is_file() or report.is_dir()):
-        raise ValueError(f"cannot write {report}: it is no file that can be replaced")
-    for name, value in others.items():
-        for path in map(Path, value if isinstance(value, list) else [] if value in (None, "-") else [value]):
-            named = f"--{name.replace('_', '-')} {path}"
-            if path.resolve() == report.resolve() or (path.exists() and report.exists() and path.samefile(report)):
-                raise ValueError(f"--report {report} and {named} are the same file")
-            if path.is_dir() and report.exists() and report.resolve().parent == path.resolve():
-                raise ValueError(f"--report {report} would take the place of a file of {named}")
-
-
 def sentence(error: Exception) -> str:
     """What was wrong, in one line."""
     if isinstance(error, OSError) and error.filename:
@@ -101,12 +86,69 @@ def refusing(program: str) -> Iterator[None]:
         refuse(error, program)
 
 
-def started(main: Callable[[], int | None]) -> NoReturn:
-    """Run a program and exit with its code, with 130 as shells do if it is interrupted."""
+class Stdout:
+    """A stdout that outlives its reader: what cannot be written any more is dropped, and the program ends in order.
+
+    It stands in for sys.stdout in programs that `started` runs. Characters that its encoding lacks become "?".
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.lost = stream, None
+        with contextlib.suppress(AttributeError):  # not every stream can
+            stream.reconfigure(errors="replace")
+
+    lost: OSError | None  # why nothing is written any more
+
+    def write(self, text: str) -> int:
+        """Write the text, or nothing if that fails once."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand on what was written."""
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the stream's."""
+        return getattr(self._stream, name)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        if self.lost is not None:
+            return
+        try:
+            act()
+        except OSError as error:
+            self.lost = error
+            with open(os.devnull, "w") as nowhere:  # for what is buffered still, and is written when Python ends
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+
+def nobody_reads() -> bool:
+    """Whether stdout was closed by whom it was for."""
+    return getattr(sys.stdout, "lost", None) is not None
+
+
+def started(main: Callable[[], int | None], interrupted: str = "") -> NoReturn:
+    """Run a program and exit with its code; with 130 as shells do if it is interrupted, after saying this on stderr.
+
+    Where stdout could not be written to the end the code is 141, as shells have it, if its reader left, and else 1.
+    """
+    out = sys.stdout = Stdout(sys.stdout)
+    code: Any = 0
     try:
-        raise SystemExit(main())
+        code = main()
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        code = 130
+        if interrupted:
+            print(interrupted, file=sys.stderr)
+    except SystemExit as stopped:
+        code = stopped.code
+    out.flush()
+    if out.lost is not None and not code:
+        code = 141 if isinstance(out.lost, BrokenPipeError) else 1
+        if code == 1:
+            print(f"stdout: {out.lost.strerror}", file=sys.stderr)
+    raise SystemExit(code)
 
 
 def refuse(error: Exception, program: str, *, code: int = 2) -> NoReturn:

@@ -33,14 +33,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from common import refusing
+from common import refusing, started
 from bundled_card import END, LOOKUPS, PERPLEXITY, card, needle_table, read_training
 from bundled_data import book_paths
+from files import check_files, save
 from flags import add_engine_flags, config_of, count, join, positive
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.measuring import machine, plots, prompts
-from gpt_fast_sd.measuring.ledger import check_writable, write_whole
 from gpt_fast_sd.measuring.needles import DIGITS, Probe, made_up, needle, question, register
 from gpt_fast_sd.measuring.tables import Column, Table
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_tokenizer, read_config
@@ -293,7 +293,10 @@ def probes_of(
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print, write."""
-    check_writable(args.json, args.plot, args.card)
+    check_files(
+        {"--json": args.json, "--plot": args.plot, "--card": args.card},
+        {"--text": args.text, "--books": args.books, "--log": args.log, "--model": args.model},
+    )
     plots.check_drawable("--plot", args.plot)
     training = read_training(args.log) if args.log else {}
     paths = book_paths(args.books) if args.books else args.text
@@ -330,8 +333,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{PROGRAM} runs in one process")
     engine = Engine.from_pretrained(args.model, how, parallel=parallel)
     result: Record = {
-        "model": str(args.model), "dtype": engine.dtype_name, "quantize": how.quantize, "kv_dtype": how.kv_dtype,
-        "seed": args.seed,
+        "model": str(args.model), "dtype": engine.dtype_name, "quantize": engine.config.quantize,
+        "kv_dtype": how.kv_dtype, "seed": args.seed,
         "shape": {
             "parameters": config.n_params, "layers": config.n_layers, "dim": config.dim, "heads": config.n_heads,
             "kv_heads": config.n_kv_heads, "vocab": config.vocab_size, "positions": config.max_seq_len,
@@ -354,12 +357,14 @@ def run(args: argparse.Namespace) -> None:
             ],
         }  # fmt: skip
     print(report(result))
+    texts = {}
     if args.json:
-        write_whole(args.json, json.dumps(result, indent=1) + "\n")
+        texts[args.json] = json.dumps(result, indent=1) + "\n"
     if args.plot and result["needle"]:
         draw_needles(result["needle"], args.plot)
     if args.card:
-        args.card.write_text(card(result, training, args.note), encoding="utf-8")
+        texts[args.card] = card(result, training, args.note)
+    save(texts, PROGRAM)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -370,4 +375,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -4,7 +4,7 @@
     add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy={"default": "streaming"})
     add_engine_flags(parser)
     args = parser.parse_args()
-    draft, engine = config_of(DraftConfig, args), config_of(EngineConfig, args, max_seq_len=4096)
+    draft, engine = draft_of(args), config_of(EngineConfig, args, max_seq_len=4096)
 
 Help, allowed values and the flag's name are the field's metadata (gpt_fast_sd/config.py); which policies heed a field
 of DraftConfig is said by their classes. A value that makes no sense is refused by the configuration, in its own words.
@@ -34,6 +34,8 @@ Change = Mapping[str, Any] | None  # arguments of argparse's add_argument that a
 MODELS = "'smollm2', 'bundled', a model folder, a GGUF file or a hub id"
 CHAT = "wrap each text in the model's chat template as a user message"
 
+MOST_THREADS = 1024
+
 # ---- parsers of values -----------------------------------------------------------------------------------------------
 
 
@@ -47,6 +49,13 @@ def positive(text: str) -> int:
 def count(text: str) -> int:
     """A whole number, or 0."""
     return 0 if text.strip() == "0" else positive(text)
+
+
+def threads(text: str) -> int:
+    """A number of threads, of which libraries take any and then run out of memory."""
+    if (found := positive(text)) > MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_THREADS:,} threads, got {text!r}")
+    return found
 
 
 def number_or_auto(text: str) -> int | str:
@@ -176,6 +185,19 @@ def config_of(config: type[Config], args: argparse.Namespace, **values: Any) -> 
     return config(**values)
 
 
+def draft_of(args: argparse.Namespace) -> DraftConfig:
+    """Who drafts; ValueError where the flags make no sense, or where one does nothing for this policy.
+
+    "off" may stand beside all of them: so a command is repeated without drafts.
+    """
+    made = config_of(DraftConfig, args)
+    used = {"policy", "gamma"} | heeds(made.policy) | (heeds(made.view_name) if made.view_name else set())
+    for field in public(DraftConfig):
+        if made.policy != "off" and field.name not in used and getattr(made, field.name) != field.default:
+            raise ValueError(f"{flag_of(field)} does nothing for --draft {made.policy}: leave it out")
+    return made
+
+
 # ---- the model and its processes -------------------------------------------------------------------------------------
 
 
@@ -196,7 +218,7 @@ def add_engine_flags(
         text = "under torchrun: processes that hold one model together (default: all)"
         group.add_argument("--tp", metavar="N", type=positive, help=text)
     group.add_argument(
-        "--threads", metavar="N", type=positive, default=n, help=f"on a CPU (default: {n}, see OMP_NUM_THREADS)"
+        "--threads", metavar="N", type=threads, default=n, help=f"on a CPU (default: {n}, see OMP_NUM_THREADS)"
     )
 
 

@@ -38,21 +38,22 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from common import ProgressLine, alone_prints, check_apart, refuse, refusing, started
-from flags import CHAT, add_engine_flags, add_flags, config_of, join, positive, room_of
+from common import ProgressLine, alone_prints, nobody_reads, refusing, started
+from files import check_files, save
+from flags import CHAT, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.measuring import Recorder
 from gpt_fast_sd.measuring.card import card, report
 from gpt_fast_sd.measuring.comparing import compare
 from gpt_fast_sd.measuring.document import as_record, document
-from gpt_fast_sd.measuring.ledger import check_writable, write_whole
 from gpt_fast_sd.measuring.prompts import read_text
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
@@ -110,10 +111,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, build, generate, print."""
     args = parse(argv)
     with refusing(PROGRAM):
-        to_json = Path(args.json) if args.json not in (None, "-") else None
-        check_writable(args.output, args.profile, to_json, args.report)
-        others = "output", "json", "profile", "prompts", "document", "model", "draft_model", "prompt_file"
-        check_apart(args.report, {name: getattr(args, name) for name in others})
+        check_files(
+            writes={
+                "--output": args.output, "--profile": args.profile,
+                "--json": Path(args.json) if args.json not in (None, "-") else None, "--report": args.report,
+            },
+            reads={
+                "--prompts": args.prompts, "--prompt-file": args.prompt_file, "--document": args.document,
+                "--model": args.model or ["smollm2", "bundled"], "--draft-model": args.draft_model,
+            },
+        )  # fmt: skip
         draft_config(args)  # refused before any file is read
         parallel = join(args)
     with parallel.guard(), alone_prints(parallel):
@@ -140,13 +147,12 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     profiler = torch.profiler.profile() if args.profile and parallel.is_main else None
     with profiler or contextlib.nullcontext():
         own = run(engine, mine, prompts, params, screen)
-    if profiler:
-        profiler.export_chrome_trace(str(args.profile))
+    texts: dict[Path, str] = {args.profile: trace_of(profiler)} if profiler else {}
     engine.on_round = None
     stats, comparison = engine.stats, None
     if args.compare:
         say(parallel, "\ndecoding the same plainly ...")
-        comparison = compare(engine, prompts, params, own)
+        comparison = compare(engine, prompts, params, own, args.model)
         stats = comparison.ways["speculative"].stats
     completions = parallel.gather([(completion.index, completion) for completion in own])
     if completions is None:
@@ -156,19 +162,16 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
             print(f"--- {completion.index}: {completion.finish_reason}\n{completion.text}", flush=True)
     print(f"\n{card(engine, prompts, stats, comparison)}")
     if args.output:
-        args.output.write_text("".join(json.dumps(as_record(c)) + "\n" for c in completions), encoding="utf-8")
+        texts[args.output] = "".join(json.dumps(as_record(c)) + "\n" for c in completions)
     if args.json:
         text = json.dumps(document(engine, args.model, completions, stats, comparison))
         if args.json == "-":
             print(text)
         else:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
+            texts[Path(args.json)] = text + "\n"
     if recorder:
-        text = report(engine, args.model, recorder, prompts, mine, len(completions), stats, comparison)
-        try:
-            write_whole(args.report, text)
-        except OSError as error:
-            refuse(error, PROGRAM, code=1)
+        texts[args.report] = report(engine, args.model, recorder, prompts, mine, len(completions), stats, comparison)
+    save(texts, PROGRAM)
 
 
 # ---- the engine and its prompts --------------------------------------------------------------------------------------
@@ -242,7 +245,7 @@ def draft_config(args: argparse.Namespace) -> DraftConfig:
     """Who drafts; ValueError where the flags do not fit each other."""
     if args.compare and args.draft == "off":
         raise ValueError("--compare needs a draft policy: with --draft off both sides would be plain decoding")
-    return config_of(DraftConfig, args)
+    return draft_of(args)
 
 
 def build(
@@ -290,12 +293,21 @@ def painted(event: TokenEvent, colors: dict[str, str]) -> str:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
+def trace_of(profiler: torch.profiler.profile) -> str:
+    """The Chrome trace of what was recorded."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return path.read_text(encoding="utf-8")
+
+
 class Screen:
     """Texts as they are printed: a single one as it is committed, several each when it is finished."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
         self.progress, self.colors = ProgressLine(), colors_of(engine, args.color)
         self.live = len(prompts) == 1 and not args.no_stream
+        self.alone = not (args.output or args.json or args.report or args.profile)  # nothing else is written
         self.asked = requests_of(args.prompts) if args.document and args.prompts else []  # before each text
         self.opening = ""  # before the first one
         if self.live and args.prompt is None:
@@ -325,6 +337,8 @@ def run(
     done = {}
     for event in engine.stream(prompts, params):
         screen.show(event, mine[event.index])
+        if screen.alone and nobody_reads():
+            raise SystemExit(None)
         if event.completion:
             done[event.index] = dataclasses.replace(event.completion, index=mine[event.index])
     return [done[index] for index in range(len(prompts))]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from common import refusing
+from common import refusing, started
+from files import check_files
 from gpt_fast_sd.measuring.gguf_export import DTYPES, export_gguf
 
 
@@ -22,9 +23,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="f16", help="dtype of the matrices (default f16)")
     args = parser.parse_args()
     with refusing("gguf_export.py"):
+        check_files({"the output": args.out}, {"the folder": args.folder})
         export_gguf(args.folder, args.out, args.dtype)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {args.dtype}")
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -11,7 +11,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import refusing
+from common import refusing, started
+from files import check_files, save
 from gpt_fast_sd.measuring.grid import draft_label, up_to_date
 from gpt_fast_sd.measuring.hero import COLORS, Record, hero
 from gpt_fast_sd.measuring.ledger import complete, read_document
@@ -48,8 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="(default: 0, greedy)")
     args = parser.parse_args(argv)
     with refusing("hero.py"), complete(args.sweep):
-        args.svg.write_text(hero(points_of(args.sweep, args.draft, args.temperature)), encoding="utf-8")
+        check_files({"the picture": args.svg}, {"the sweep": args.sweep})
+        drawn = hero(points_of(args.sweep, args.draft, args.temperature))
+    save({args.svg: drawn}, "hero.py")
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

@@ -6,7 +6,6 @@ import glob
 import heapq
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from gpt_fast_sd.measuring.ledger import write_whole
 from records import Record
 
 SYNC = 5.0  # seconds after which what was written is forced to the disk
-OURS = re.compile(rb'\{"index": (\d+), .*\}')
 LATER = ("ngram", "n_sink", "refresh", "page")  # flags that there were not always: older states have their defaults
 ADVICE = "name another output, or begin anew with --fresh"
 
@@ -32,15 +30,32 @@ ADVICE = "name another output, or begin anew with --fresh"
 
 
 def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Every line of an output with its index; none of a missing file. ValueError for another program's file."""
+    """Every line of an output with its index; none of a missing file.
+
+    ValueError for another program's file, a damaged line, and an index that comes twice.
+    """
     if not path.exists():
         return
+    seen = set[int]()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            match = OURS.fullmatch(line.rstrip(b"\n"))
-            if match is None:
-                raise ValueError(f"{path} line {number} was not written by this program: {ADVICE}")
-            yield int(match[1]), line
+            index = index_of(line)
+            if index is None:
+                raise ValueError(f"{path} line {number} was not written by this program, or is damaged: {ADVICE}")
+            if index in seen:
+                raise ValueError(f"{path} line {number} has index {index}, which an earlier line has: {ADVICE}")
+            seen.add(index)
+            yield index, line
+
+
+def index_of(line: bytes) -> int | None:
+    """The index of a line of ours; None of any other, such as one that was torn and goes on as the next one."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    index = record.get("index") if isinstance(record, dict) else None
+    return index if type(index) is int and index >= 0 else None
 
 
 def indices(path: Path) -> Iterator[int]:
@@ -173,7 +188,9 @@ class Files:
         for path in mine:
             cut_torn_line(path)
         for index in chain.from_iterable(map(indices, sorted({*mine, self.output, self.rejects}))):
-            if index < n_lines and index % self.of == self.rank:
+            if index >= n_lines:
+                raise ValueError(f"{self.output} has index {index}, and the input {n_lines} lines: {ADVICE}")
+            if index % self.of == self.rank:
                 done[index] = True
         return done
 

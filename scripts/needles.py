@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from common import refusing, started
+from files import check_files
 from flags import add_engine_flags, add_flags, config_of, drafters, join, names_of, positive, sizes
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.measuring import grid, machine, plots, prompts
 from gpt_fast_sd.measuring.grid import Setting, has_a_model, known_drafters
-from gpt_fast_sd.measuring.ledger import Ledger, check_writable, digest, fingerprint
+from gpt_fast_sd.measuring.ledger import Ledger, digest, fingerprint
 from gpt_fast_sd.measuring.needles import DIGITS, made_up, needle, question, register
 from gpt_fast_sd.measuring.tables import Column, Table, shown
 from gpt_fast_sd.model import Tokenizer, load_tokenizer, read_config
@@ -311,7 +312,7 @@ def prepare(args: argparse.Namespace) -> Job:
     """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
     if args.fresh and not args.json:
         raise ValueError("--fresh forgets what --json holds, and there is no --json")
-    check_writable(args.json, args.plot)
+    check_files({"--json": args.json, "--plot": args.plot}, {"--text": args.text, "--model": args.model})
     plots.check_drawable("--plot", args.plot)
     common = grid.draft_fields(vars(args))
     settings, skipped = grid.buildable(grid.settings_of(args.draft, args.budget), [args.gamma], common)

@@ -43,13 +43,14 @@ from typing import Any
 
 import torch
 
-from common import refuse, refusing
-from flags import MODELS, count, names_of, positive, sizes
+from common import refuse, refusing, started
+from files import check_files
+from flags import MODELS, count, names_of, positive, sizes, threads
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.measuring import plots, prompts
 from gpt_fast_sd.measuring.chips import measure
 from gpt_fast_sd.measuring.gguf_export import export_gguf
-from gpt_fast_sd.measuring.ledger import Ledger, check_writable
+from gpt_fast_sd.measuring.ledger import Ledger
 from gpt_fast_sd.measuring.lossless import first_difference
 from gpt_fast_sd.measuring.machine import environment
 from gpt_fast_sd.measuring.peers import AS_IT_COMES, Entry, PeerFailed, PeerMissing, Setup, Worker, entries, one_line
@@ -341,7 +342,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--without", metavar="MODE", nargs="+", default=[], help="not timed, as the table names them")
     add("--steps", type=positive, default=16, help="timed steps of a block (default: 16)")
     add("--repeats", type=positive, default=5, help="blocks each peer gets, in turns (default: 5)")
-    add("--threads", type=positive, default=torch.get_num_threads(), help="of every peer (default: %(default)s)")
+    add("--threads", type=threads, default=torch.get_num_threads(), help="of every peer (default: %(default)s)")
     add("--agree", type=count, default=16, help="greedy tokens compared with fp32 (default: 16; 0: none)")
     add("--json", metavar="FILE", help="keep one JSON document here, go on from it; - prints it as the last line")
     add("--fresh", action="store_true", help="forget what --json holds")
@@ -464,7 +465,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes, as the next one
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with refusing(PROGRAM):
-        check_writable(Path(args.json) if args.json and args.json != "-" else None, args.plot)
+        json_file = Path(args.json) if args.json and args.json != "-" else None
+        check_files({"--json": json_file, "--plot": args.plot}, {"--text": args.text, "--model": args.model})
         plots.check_drawable("--plot", args.plot)
         with tempfile.TemporaryDirectory() as ggufs:
             report = benchmark(args, Path(ggufs))
@@ -478,4 +480,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    started(main)

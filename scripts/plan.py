@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import refusing
+from common import refusing, started
+from files import check_files, save
 from flags import given_beside, positive, sizes
-from gpt_fast_sd.config import KV_DTYPES
+from gpt_fast_sd.config import KV_DTYPES, QUANTIZATIONS
 from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.measuring import forecast, planning
 from gpt_fast_sd.measuring.chips import CHIPS
-from gpt_fast_sd.measuring.ledger import check_writable, write_whole
 from gpt_fast_sd.measuring.plots import check_drawable
 
 
@@ -54,7 +54,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add("--dtype", default="bf16", choices=list(TORCH_DTYPES), help="of weights (default: bf16)")
     add("--kv-dtype", choices=KV_DTYPES, help="of the KV cache (default: as --dtype)")
-    add("--quantize", metavar="NAME", help="weights: int8")
+    add("--quantize", choices=QUANTIZATIONS, help="of the layers' weights (default: none)")
+    add("--draft-quantize", choices=QUANTIZATIONS, help="of a copy that drafts, or of a draft model (default: none)")
     add(
         "--estimate", choices=list(forecast.ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
         "public ones; expected, as ours were estimated to (default: that, but for measured or given rates roofline)",
@@ -91,13 +92,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Forecast, print and write."""
     args = parse(argv)
     with refusing("plan.py"):
-        check_writable(args.json, args.plot)
+        given = [part.partition("=")[2] or part for part in args.acceptance]
+        check_files(
+            {"--json": args.json, "--plot": args.plot},
+            {"--measured": args.measured, "--acceptance": given, "--model": args.model},
+        )
         check_drawable("--plot", args.plot)
         document: dict[str, Any] = {"benchmark": "plan"}
         if args.model:
             system, kept = system_of(args), forecast.Kept.of(args.acceptance)
             policies = [name.strip() for name in args.policy.split(",")] if args.policy else None
-            drafts = planning.drafts_of(system, policies, args.budget, args.gamma, args.draft_model, kept.measured)
+            drafts = planning.drafts_of(
+                system, policies, args.budget, args.gamma, args.draft_model, kept.measured, args.draft_quantize
+            )
             contexts = args.context or [max(1, min(8000, system.model.n_positions - system.room))]
             estimate = args.estimate or ("roofline" if args.device in (None, "this") else "expected")
             document = planning.plan(system, drafts, kept, args.batch, contexts, estimate)
@@ -109,9 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.plot and args.model:
             planning.draw(document, args.model, args.plot)
         if args.json:
-            write_whole(args.json, json.dumps(document, indent=1) + "\n")
+            save({args.json: json.dumps(document, indent=1) + "\n"}, "plan.py")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    started(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.measuring.prompts import read_text
-from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer
+from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer, parse_json
 
 Record = dict[str, Any]
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
@@ -104,14 +103,14 @@ def read_document(path: Path | None) -> str:
 def records_of(path: Path) -> list[tuple[str, Any]]:
     """Every line of a JSONL file that is not blank: which one, and what it holds; ValueError where there is none."""
     found = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):  # texts may hold what else ends lines
         where = f"{path} line {number}"
         if not line.strip():
             continue
         try:
-            found.append((where, json.loads(line)))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+            found.append((where, parse_json(line, constants=False)))
+        except ValueError as error:
+            raise ValueError(f"{where} is {error}") from None
     if not found:
         raise ValueError(f"{path} holds no prompt")
     return found

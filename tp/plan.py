@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gpt_fast_sd.model import Attention, ModelConfig, Transformer, load_model
@@ -44,10 +44,11 @@ class Group:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         settle: Callable[[Transformer, str], None] | None = None,
+        keep: Callable[[Transformer, str, Tensor, Tensor], None] | None = None,
     ) -> Transformer:
         """The part of the folder's model for this rank; no other weights are read. See load_model."""
         part = None if self.mesh is None else Part(self)
-        return load_model(folder, device=device, dtype=dtype, part=part, settle=settle)
+        return load_model(folder, device=device, dtype=dtype, part=part, settle=settle, keep=keep)
 
     def check_part(self, model: Transformer) -> None:
         """ValueError unless the model has been cut down to this rank's part."""

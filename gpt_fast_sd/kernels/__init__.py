@@ -4,8 +4,9 @@ Attention: `decode_attention` (and with the mass of each page), `prefill_attenti
 Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages` and, for tokens, `likeliest`. If `triton_serves`,
 these are operators in Triton: `prepare_launches` does beforehand what Triton needs for launching any of them, and
 `launches` says how many kernels one call launches. On a CPU they are C++ if `cpu_attention_fits`, else PyTorch.
-For CPUs with AVX-512 bf16 dot products there are also `packed_linear` and `packed_swiglu`, products with bf16 or int8
-weights that `pack` has packed (`int8_linear` in PyTorch, with weights from `quantize_rows`), and for large vocabularies
+For CPUs with AVX-512 bf16 dot products there are also `packed_linear` and `packed_swiglu`, products with bf16, int8 or
+int4 weights that `pack` or `pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with
+weights from `quantize_rows` and `quantize_blocks`), and for large vocabularies
 `cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` in the background, with `known_isa` among
 Inductor's options.
 """
@@ -13,10 +14,22 @@ Inductor's options.
 from .choice import triton_serves
 from .cpu import cpu_attention_fits
 from .cpu_build import begin_building, known_isa
-from .cpu_linear import cpu_kernels, pack, packable, packed_linear, packed_rows, packed_swiglu, unpack
+from .cpu_linear import (
+    LINE,
+    cpu_kernels,
+    pack,
+    pack_int4,
+    packable,
+    packed_linear,
+    packed_rows,
+    packed_swiglu,
+    unpack,
+    unpack_int4,
+)
 from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
+from .int4 import BLOCK, Int4, dequantize_blocks, int4_by_sums, int4_linear, power_between, quantize_blocks
 from .int8 import ROWS_AT_ONCE, int8_linear, quantize_rows
 from .launch_counts import launches
 from .launching import prepare_launches
@@ -32,8 +45,11 @@ from .select import entries_of, guided_select, page_bounds, quest_pages, top_pag
 from .sparse import sparse_attention
 
 __all__ = [
+    "BLOCK",
+    "LINE",
     "QUERY_BLOCK",
     "ROWS_AT_ONCE",
+    "Int4",
     "begin_building",
     "cpu_attention_fits",
     "cpu_distributions",
@@ -42,24 +58,30 @@ __all__ = [
     "cpu_sampling_fits",
     "decode_attention",
     "decode_attention_with_mass",
+    "dequantize_blocks",
     "entries_of",
     "guided_select",
+    "int4_by_sums",
+    "int4_linear",
     "int8_linear",
     "key_mass",
     "known_isa",
     "launches",
     "likeliest",
     "pack",
+    "pack_int4",
     "packable",
     "packed_linear",
     "packed_rows",
     "packed_swiglu",
     "page_bounds",
+    "power_between",
     "prefill_attention",
     "prefill_attention_of_slots",
     "prefill_attention_with_lse",
     "prefill_splits",
     "prepare_launches",
+    "quantize_blocks",
     "quantize_rows",
     "quest_pages",
     "sparse_attention",
@@ -67,4 +89,5 @@ __all__ = [
     "top_pages",
     "triton_serves",
     "unpack",
+    "unpack_int4",
 ]

@@ -18,14 +18,16 @@ from torch import Tensor
 from . import cpu as attention
 from . import cpu_sampling as sampling
 from .cpu_build import builds, library
+from .int4 import BLOCK, Int4
 
 SOURCE = Path(__file__).with_name("cpu_linear.cpp")
-BF16, INT8 = torch.bfloat16, torch.int8
+BF16, INT8, INT4 = torch.bfloat16, torch.int8, torch.uint8  # of what is packed; a byte holds two of int4
 LANES, LINE = 32, 64  # outputs of a block, and bytes of inputs: a packed weight is whole blocks
 
 _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
-_library.define("cpu_linear(Tensor x, Tensor packed, Tensor? bias, Tensor? scale=None) -> Tensor")
-_library.define("cpu_swiglu(Tensor x, Tensor packed, Tensor? scale=None) -> Tensor")
+_INT4 = "Tensor? scale=None, Tensor? blocks=None, bool by_sums=False"
+_library.define(f"cpu_linear(Tensor x, Tensor packed, Tensor? bias, {_INT4}) -> Tensor")
+_library.define(f"cpu_swiglu(Tensor x, Tensor packed, {_INT4}) -> Tensor")
 
 
 def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], ...]:
@@ -36,27 +38,42 @@ def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], .
 
 
 def packable(weight: Tensor) -> bool:
-    """Whether the kernel serves a weight [O, I] of this dtype, device and shape, and can be built here."""
-    if weight.dtype not in (BF16, INT8) or weight.device.type != "cpu" or weight.dim() != 2:
+    """Whether the kernel serves a weight [O, I] of this dtype, device and shape, and can be built here.
+
+    int4: [O, I / 2].
+    """
+    if weight.dtype not in (BF16, INT8, INT4) or weight.device.type != "cpu" or weight.dim() != 2:
         return False
-    return not weight.shape[0] % LANES and not weight.shape[1] * weight.itemsize % LINE and builds(SOURCE)
+    row = BLOCK // 2 if weight.dtype == INT4 else LINE // weight.itemsize
+    return not weight.shape[0] % LANES and not weight.shape[1] % row and builds(SOURCE)
 
 
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+def packed_linear(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    blocks: Tensor | None = None,
+    by_sums: bool = False,
+) -> Tensor:
     """x W' + bias: bf16 x [..., I], packed [O, I], bias [O] -> bf16 [..., O]; TypeError for other dtypes.
 
-    With a scale, fp32 [O], packed is int8, and the result is that of `int8_linear`, bit for bit.
+    With a scale, fp32 [O], packed is int8, and the result is that of `int8_linear`, bit for bit. With blocks, too, the
+    three are an Int4, packed, and the result is that of the packed bf16 weight that they stand for, bit for bit; by
+    sums, and packed so, it is that of `int4_by_sums`.
     """
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias, scale)
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_linear(x, packed, bias, scale, blocks, by_sums)
     return out
 
 
-def packed_swiglu(x: Tensor, packed: Tensor, scale: Tensor | None = None) -> Tensor:
+def packed_swiglu(
+    x: Tensor, packed: Tensor, scale: Tensor | None = None, blocks: Tensor | None = None, by_sums: bool = False
+) -> Tensor:
     """silu(gate) * up, whose rows alternate in packed [2 * F, I]: bf16 x [..., I] -> bf16 [..., F].
 
     Computed from fp32 values, before they are rounded; TypeError for other dtypes.
     """
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_swiglu(x, packed, scale)
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_swiglu(x, packed, scale, blocks, by_sums)
     return out
 
 
@@ -80,17 +97,57 @@ def unpack(packed: Tensor) -> Tensor:
     return words.permute(0, 2, 4, 1, 3).contiguous().view(packed.dtype).view(packed.shape)
 
 
+def pack_int4(held: Int4, by_sums: bool = False) -> Int4:
+    """The same shapes; numbers as [O / 32, n, 2, 4, 32, 4 of 4 bits]: four outputs' numbers of an input in 16 bits.
+
+    n blocks of inputs, each of two times 16 outputs. Blocks as [O / 32, n, 2, 2, 16]: scales, then minima. by_sums:
+    numbers as [O / 16, n, 4, 16, 4 bytes], an output in every lane, and blocks as [O / 16, n, 2, 16].
+    """
+    if by_sums:
+        lanes = held.numbers.view(torch.int32).view(len(held.numbers) // 16, 16, -1, 4).permute(0, 2, 3, 1)
+        numbers = lanes.contiguous().view(torch.uint8).view(held.numbers.shape)
+        blocks = held.blocks.view(len(held.blocks) // 16, 16, -1, 2).permute(0, 2, 3, 1)
+    else:
+        pairs = held.numbers.view(len(held.numbers) // LANES, 2, 4, 4, -1, BLOCK // 2)  # [O / 32, 2, 4, 4, n, 16]
+        whole = torch.cat([pairs & 15, pairs >> 4], -1).permute(0, 4, 1, 2, 5, 3)  # [O / 32, n, 2, 4, 32, 4]
+        numbers = (whole[..., ::2] | whole[..., 1::2] << 4).reshape(held.numbers.shape)
+        blocks = held.blocks.view(len(held.blocks) // LANES, 2, 16, -1, 2).permute(0, 3, 1, 4, 2)
+    return Int4(numbers, blocks.reshape(held.blocks.shape), held.power)
+
+
+def unpack_int4(packed: Int4, by_sums: bool = False) -> Int4:
+    """The inverse of `pack_int4`."""
+    if by_sums:
+        lanes = packed.numbers.view(torch.int32).view(len(packed.numbers) // 16, -1, 4, 16).permute(0, 3, 1, 2)
+        numbers = lanes.contiguous().view(torch.uint8).view(packed.numbers.shape)
+        blocks = packed.blocks.view(len(packed.blocks) // 16, -1, 2, 16).permute(0, 3, 1, 2)
+    else:
+        pairs = packed.numbers.view(len(packed.numbers) // LANES, -1, 2, 4, BLOCK, 2)
+        whole = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).permute(0, 2, 3, 5, 1, 4)
+        numbers = (whole[..., : BLOCK // 2] | whole[..., BLOCK // 2 :] << 4).reshape(packed.numbers.shape)
+        blocks = packed.blocks.view(len(packed.blocks) // LANES, -1, 2, 2, 16).permute(0, 2, 4, 1, 3)
+    return Int4(numbers, blocks.reshape(packed.blocks.shape), packed.power)
+
+
 @functools.cache
 def _kernel() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     kernel = library(SOURCE)().linear_cpu
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes, kernel.restype = [pointer] * 5 + [size] * 4 + [ctypes.c_int] * 2, None
+    kernel.argtypes, kernel.restype = [pointer] * 6 + [size] * 4 + [ctypes.c_int] * 3, None
     return kernel
 
 
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None, gated: bool) -> Tensor:
+def _product(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    blocks: Tensor | None,
+    by_sums: bool,
+    gated: bool,
+) -> Tensor:
     # in a step with a single row, this Python code takes longer than the product of a small weight
-    kind = BF16 if scale is None else INT8
+    kind = BF16 if scale is None else INT8 if blocks is None else INT4
     if x.dtype is not BF16 or packed.dtype is not kind or not packed.is_contiguous():
         raise TypeError(f"packed weights are contiguous {kind} and multiply bf16, got {packed.dtype} and {x.dtype}")
     if scale is not None and (scale.dtype is not torch.float32 or scale.shape != packed.shape[:1]):
@@ -98,6 +155,10 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | Non
     if bias is not None and bias.dtype is not BF16:
         raise TypeError(f"the bias of packed weights is bf16, got {bias.dtype}")
     n_out, n_in = packed.shape
+    if blocks is not None:
+        n_in *= 2
+        if blocks.dtype is not torch.float16 or blocks.shape != (n_out, n_in // BLOCK, 2) or not blocks.is_contiguous():
+            raise TypeError(f"packed int4 weights have fp16 blocks, got {blocks.dtype} {tuple(blocks.shape)}")
     if x.shape[-1] != n_in:
         raise ValueError(f"packed weights of {n_in} inputs need rows of {n_in} numbers, got {tuple(x.shape)}")
     rows, apart = x, n_in  # [M, I], from one row to the next
@@ -107,28 +168,46 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | Non
         apart = rows.stride(0)
     out = torch.empty((*x.shape[:-1], n_out // 2 if gated else n_out), dtype=BF16)
     _kernel()(
-        rows.data_ptr(), packed.data_ptr(), None if scale is None else scale.data_ptr(),
-        None if bias is None else bias.data_ptr(), out.data_ptr(),
-        rows.numel() // n_in, n_in, n_out, apart, gated, torch.get_num_threads(),
+        rows.data_ptr(), packed.data_ptr(), None if blocks is None else blocks.data_ptr(),
+        None if scale is None else scale.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+        rows.numel() // n_in, n_in, n_out, apart, gated, by_sums, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
 @torch.library.impl(_library, "cpu_linear", "CPU")
-def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
-    return _product(x, packed, bias, scale, False)
+def _linear(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    blocks: Tensor | None = None,
+    by_sums: bool = False,
+) -> Tensor:
+    return _product(x, packed, bias, scale, blocks, by_sums, False)
 
 
 @torch.library.impl(_library, "cpu_swiglu", "CPU")
-def _swiglu(x: Tensor, packed: Tensor, scale: Tensor | None = None) -> Tensor:
-    return _product(x, packed, None, scale, True)
+def _swiglu(
+    x: Tensor, packed: Tensor, scale: Tensor | None = None, blocks: Tensor | None = None, by_sums: bool = False
+) -> Tensor:
+    return _product(x, packed, None, scale, blocks, by_sums, True)
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_linear", lib=_library)  # type: ignore[untyped-decorator]
-def _linear_fake(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+def _linear_fake(
+    x: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    blocks: Tensor | None = None,
+    by_sums: bool = False,
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_swiglu", lib=_library)  # type: ignore[untyped-decorator]
-def _swiglu_fake(x: Tensor, packed: Tensor, scale: Tensor | None = None) -> Tensor:
+def _swiglu_fake(
+    x: Tensor, packed: Tensor, scale: Tensor | None = None, blocks: Tensor | None = None, by_sums: bool = False
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[0] // 2)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..config import DraftConfig
 from ..engine import Engine
+from ..precisions import bytes_held
 from ..registry import VIEWS
 from ..stats import EngineStats
 from .comparing import Comparison
@@ -28,6 +29,7 @@ def card(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, c
         rows.append(("rounds", ", ".join(f"{n:,} of gamma {gamma}" for gamma, n in by_gamma)))
     if comparison:
         n = len(comparison.plain)
+        rows += unquantized(comparison)
         rows += [("outputs", line) for line in verdict(engine, comparison)]
         rows.append(("measured", f"{n} runs each, in turns; the medians are shown" if n > 1 else "one run each"))
     width = max(len(name) for name, _ in rows)
@@ -86,7 +88,7 @@ def alone(engine: Engine, stats: EngineStats) -> Rows:
     if engine.policy:
         spent = ", ".join(f"{part} {share}" for part, share in time_split(stats).items())
         return [*rows, ("a round", f"{stats.tokens_per_round:.2f} tokens"), ("time", spent)]
-    weights = sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    weights = bytes_held(engine.model)
     step, moved = over(stats.decode_seconds, stats.rounds), weights + over(stats.kv_bytes, stats.rounds)
     reading = f"{step * 1e3:.2f} ms for {moved / 1e6:.1f} MB of weights and keys, {over(moved, step) / 1e9:.1f} GB/s"
     return [*rows, ("a step", reading)]
@@ -105,6 +107,19 @@ def side_by_side(comparison: Comparison) -> Rows:
         *((f"{part} time", *(shares[part] for shares in split), "") for part in split[0]),
     ]
     return [("", ""), *((name, f"{plain:>9}  {spec:>11}  {ratio}") for name, plain, spec, ratio in rows), ("", "")]
+
+
+def unquantized(comparison: Comparison) -> Rows:
+    """The speed over plain decoding with nothing quantized, which the ratio above is not; or why it is not known."""
+    if comparison.unquantized is None:
+        return []
+    if isinstance(comparison.unquantized, str):
+        return [("unquantized", f"not decoded: {comparison.unquantized}")]
+    speed, ratio = Way.of(comparison.unquantized).stats.decode_tokens_per_second, comparison.over_unquantized or 0.0
+    text = (
+        f"decoded plainly with nothing quantized, afterwards: {speed:,.1f} tokens/s; speculative {ratio:.2f} x of that"
+    )
+    return [("unquantized", text)]
 
 
 def verdict(engine: Engine, comparison: Comparison) -> list[str]:

@@ -86,6 +86,7 @@ class Chip:
     memory: float = math.inf  # usable bytes
     fp32: float | None = None  # dense operations per second in fp32; None: the same as peak
     link: Link = PCIE_4  # to other devices in its machine
+    float8: bool = True  # whether it multiplies such numbers
 
     def __post_init__(self) -> None:
         _check_rates(self, "bandwidth", "peak")
@@ -103,9 +104,11 @@ class Chip:
 CHIPS = {
     "a100": Chip(  # A100 80GB data sheet, SXM
         name="A100-80G SXM", bandwidth=2.039e12, peak=312e12, fp32=19.5e12, memory=79 * GIB, link=nvlink(600e9),
+        float8=False,
     ),
     "a100 40gb": Chip(  # A100 40GB data sheet, SXM
         name="A100-40G SXM", bandwidth=1.555e12, peak=312e12, fp32=19.5e12, memory=39 * GIB, link=nvlink(600e9),
+        float8=False,
     ),
     "h100": Chip(  # H100 data sheet, SXM: 1,979 TFLOP/s with sparsity
         name="H100 SXM", bandwidth=3.352e12, peak=989e12, fp32=67e12, memory=79 * GIB, link=nvlink(900e9),
@@ -129,10 +132,10 @@ CHIPS = {
         name="L40S", bandwidth=0.864e12, peak=362e12, fp32=91.6e12, memory=44 * GIB,
     ),
     "a10": Chip(  # A10 data sheet: 250 with sparsity
-        name="A10", bandwidth=0.6e12, peak=125e12, fp32=31.2e12, memory=22 * GIB,
+        name="A10", bandwidth=0.6e12, peak=125e12, fp32=31.2e12, memory=22 * GIB, float8=False,
     ),
     "rtx 3090": Chip(  # GA102 white paper; NVLink joins two of them
-        name="RTX 3090", bandwidth=0.936e12, peak=71e12, fp32=35.6e12, memory=23.5 * GIB,
+        name="RTX 3090", bandwidth=0.936e12, peak=71e12, fp32=35.6e12, memory=23.5 * GIB, float8=False,
     ),
     "rtx 4090": Chip(  # Ada white paper
         name="RTX 4090", bandwidth=1.008e12, peak=165.2e12, fp32=82.6e12, memory=23.5 * GIB,

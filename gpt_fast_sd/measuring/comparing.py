@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..config import SamplingParams
+from ..config import DraftConfig, SamplingParams
 from ..engine import Engine
 from ..requests import Completion
 from ..stats import EngineStats
 from .lossless import NEAR_TIE, Difference, differences, is_near_tie
 from .report import Way
 
+QUANTIZED_CACHES = ("int8", "fp8")
 RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, if a run takes fewer seconds than this
 
 
@@ -25,6 +26,7 @@ class Comparison:
     speculative: list[EngineStats]
     n_greedy: int  # outputs that can be compared: samples differ by design
     differences: list[Difference]
+    unquantized: list[EngineStats] | str | None = None  # see plainly_unquantized; None: nothing is quantized
 
     @property
     def ways(self) -> dict[str, Way]:
@@ -37,6 +39,14 @@ class Comparison:
         plain, speculative = (way.stats.decode_tokens_per_second for way in self.ways.values())
         return speculative / plain if plain else 0.0
 
+    @property
+    def over_unquantized(self) -> float | None:
+        """Speculative tokens/s over those of plain decoding with nothing quantized; None if that was not measured."""
+        if not isinstance(self.unquantized, list):
+            return None
+        base = Way.of(self.unquantized).stats.decode_tokens_per_second
+        return self.ways["speculative"].stats.decode_tokens_per_second / base if base else None
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; outputs_equal is null if all outputs were sampled."""
         plain, speculative = self.ways.values()
@@ -48,7 +58,11 @@ class Comparison:
             "differences": [asdict(difference) for difference in self.differences],
             "plain_tokens_per_second": plain.speeds,
             "speculative_tokens_per_second": speculative.speeds,
-        }
+            "unquantized": self.unquantized if isinstance(self.unquantized, str | None) else {
+                "stats": Way.of(self.unquantized).stats.as_dict(), "ratio": self.over_unquantized,
+                "tokens_per_second": Way.of(self.unquantized).speeds,
+            },
+        }  # fmt: skip
 
     def verdict(self, *dtypes: str) -> list[str]:
         """Whether both ways gave the same outputs; if not, whether rounding in one of these dtypes explains it."""
@@ -78,10 +92,12 @@ def compare(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     shown: Sequence[Completion],
+    model: str,
 ) -> Comparison:
     """Decode the prompts of `shown` plainly as well; if that is quick, continue in turns up to RUNS of each kind.
 
-    Later runs find the first one's keys in their slots; its prefill is in the stats of all.
+    Later runs find the first one's keys in their slots; its prefill is in the stats of all. model: the engine's, by its
+    name as given: where the target is quantized, it is decoded plainly without that, too.
     """
     first = engine.stats
     plain, speculative = [], [first]
@@ -99,4 +115,31 @@ def compare(
     greedy = [index for index, p in enumerate(params) if p.temperature == 0]
     outputs = [(index, prompts[index], plainly[index].tokens, shown[index].tokens) for index in greedy]
     found = differences(outputs, lambda ids: engine.logits(ids, last=1)[0])
-    return Comparison(plain, speculative, len(greedy), found)
+    is_quantized = engine.config.quantize is not None or engine.config.kv_dtype in QUANTIZED_CACHES
+    unquantized = plainly_unquantized(engine, model, prompts, params, len(plain)) if is_quantized else None
+    return Comparison(plain, speculative, len(greedy), found, unquantized)
+
+
+def plainly_unquantized(
+    engine: Engine, model: str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], runs: int
+) -> list[EngineStats] | str:
+    """Runs of plain decoding by an engine of the same model of which nothing is quantized; or why there are none.
+
+    Its cache, and its weights if the others are quantized, take their memory beside what is there.
+    """
+    config = replace(engine.config, quantize=None, kv_dtype=None)
+    try:
+        if engine.config.quantize is None:
+            other = Engine(engine.model, engine.tokenizer, config, DraftConfig(), parallel=engine.parallel)
+        else:
+            other = Engine.from_pretrained(model, config, DraftConfig(), parallel=engine.parallel)
+    except ValueError as error:
+        return str(error)
+    with other:
+        other.on_progress = engine.on_progress
+        other.warm_up()
+        found = []
+        for _ in range(runs):
+            other.generate(prompts, params)
+            found.append(other.stats)
+    return found

@@ -20,9 +20,10 @@ from .. import registry
 from ..config import DraftConfig, EngineConfig, gamma_tiers
 from ..devices import free_memory, traits_of
 from ..kernels import triton_serves
-from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_positions, locate
-from ..memory import MemoryPlan
+from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_kv_dtype, check_positions, locate
+from ..memory import MemoryPlan, bytes_of_layers, bytes_of_weights
 from ..policies.standalone import check_draft_model
+from ..precisions import precision, require_sizes
 from ..quantize import TAIL
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
 from .grid import Setting, draft_fields, up_to_date
@@ -109,6 +110,7 @@ class System:
 
     def __post_init__(self) -> None:
         local_config(self.model, self.tp)  # refuses a model that ranks cannot share
+        self._require(self.quantize, self.model, self.tp)
 
     @property
     def tp(self) -> int:
@@ -127,7 +129,23 @@ class System:
     def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
         """Of every step of the target: quantizing leaves the output's weights as they are."""
         own = self._unquantized(self.ranks, efficiency)
-        return replace(own, weight_bytes=1.0) if self.quantize else own
+        weight = self._weight_bytes(self.quantize, self.model, self.tp) if self.quantize else own.weight_bytes
+        return replace(own, weight_bytes=weight)
+
+    def _require(self, name: str | None, model: ModelConfig, ranks: int, *, of_draft: bool = False) -> None:
+        """ValueError where the chips do not run weights of that precision, or not of these sizes."""
+        if name is None:
+            return
+        device = torch.device(self.device)
+        entry = precision(name, device, of_draft=of_draft)
+        if entry.capability and not self.chip.float8:
+            raise ValueError(f"quantize {name!r} needs a GPU that multiplies float8, and {self.chip.name} does not")
+        require_sizes(name, device, local_config(model, ranks), ranks, of_draft=of_draft)
+
+    def _weight_bytes(self, name: str, model: ModelConfig, ranks: int) -> float:
+        """Bytes of one weight of the layers, scales and padding included."""
+        own, entry = local_config(model, ranks), precision(name, torch.device(self.device))
+        return bytes_of_layers(own, ranks, entry.bytes_of) / bytes_of_layers(own, ranks, lambda o, i: o * i)
 
     def _unquantized(self, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
         """The same for any model that these ranks hold unquantized."""
@@ -144,6 +162,8 @@ class System:
             kv_dtype=self.kv_dtype, quantize=self.quantize,
         )  # fmt: skip
         check_positions(config, self.model)
+        dtype, cpu = TORCH_DTYPES[self.dtype], torch.device("cpu")
+        check_kv_dtype(config, dtype, cpu)  # what a GPU cannot multiply is not known here
         if self.draft_model:
             check_draft_model(self.draft_model, self.model, config.max_seq_len)
         return config
@@ -167,7 +187,13 @@ class System:
             view = registry.view_class(step.view)
             of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
             if draft.quantize:
-                of_step = replace(of_step, weight_bytes=1.0, head_bytes=1.0)
+                self._require(draft.quantize, step.model, of_step.tp, of_draft=True)
+                device, rows = torch.device(self.device), -(-step.model.vocab_size // of_step.tp)
+                head = precision(precision(draft.quantize, device).head, device)
+                of_step = replace(
+                    of_step, weight_bytes=self._weight_bytes(draft.quantize, step.model, of_step.tp),
+                    head_bytes=head.bytes_of(rows, step.model.dim) / (rows * step.model.dim),
+                )  # fmt: skip
             head_dim, upper = step.model.head_dim, draft.needs_planes and step.model is not theirs
             if upper:
                 of_step = replace(of_step, kv_bytes=KVCache.element_bytes(self._kv_dtype, head_dim, upper=True))
@@ -217,7 +243,10 @@ class System:
         assert target
         plan = MemoryPlan.of(
             config, draft, target, theirs, self._kv_dtype, device=device,
-            weights=sum(model.n_params // n * size for model, n in parts), groups=int(self.tp > 1),
+            weights=sum(
+                bytes_of_weights(model, n, size, self.quantize if model is self.model else None, device)
+                for model, n in parts
+            ), groups=int(self.tp > 1),
             whole=have or 0, ranks=self.tp, packs=not on_cuda and self.dtype == "bf16",
         )  # fmt: skip
         try:
@@ -311,7 +340,8 @@ class Kept:
                 f"no acceptance of {label({'policy': policy, 'budget': budget})} was measured there, only of {there}"
             )
         if policy in PROFILES:
-            return PROFILES[policy].chances, f"assumed: {PROFILES[policy].source}"
+            profile = PROFILES[policy].with_weights(draft.quantize)
+            return profile.chances, f"assumed: {profile.source}"
         raise ValueError(f"no published acceptance of {policy} is known: give one, as in {policy}=0.5")
 
 

@@ -38,15 +38,6 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def check_writable(*paths: Path | None) -> None:
-    """ValueError, before any work is done, for an output that could not be written afterwards."""
-    for path in paths:
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ValueError(f"cannot write {path}: there is no folder {path.resolve().parent}")
-        if path is not None and path.is_dir():
-            raise ValueError(f"cannot write {path}: it is a folder")
-
-
 def as_json(value: object) -> Any:
     """The value as a JSON file returns it: tuples are lists, keys are texts."""
     return json.loads(json.dumps(value))

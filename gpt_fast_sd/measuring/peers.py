@@ -388,7 +388,10 @@ class Worker:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """The result of a peer's method (or of timed_steps, as "steps"); PeerFailed with the reason."""
-        self._pipe.send((name, arguments))
+        try:
+            self._pipe.send((name, arguments))
+        except OSError:  # it ended since it answered
+            raise self._ended() from None
         return self._answer()
 
     def close(self) -> None:
@@ -400,13 +403,16 @@ class Worker:
     def _answer(self) -> Any:
         try:
             state, value = self._pipe.recv()
-        except EOFError:
-            self._process.join()
-            raise PeerFailed(f"its process ended with code {self._process.exitcode}") from None
+        except (EOFError, OSError):
+            raise self._ended() from None
         if state == "ok":
             return value
         self.close()
         raise (PeerMissing if state == "missing" else PeerFailed)(value)
+
+    def _ended(self) -> PeerFailed:
+        self._process.join()
+        return PeerFailed(f"its process ended with code {self._process.exitcode}")
 
 
 def one_line(error: BaseException) -> str:

@@ -289,3 +289,16 @@ def draw_bars(
         [[panel_of(*cell) for cell in row] for row in cells], path, title=title, xlabel=xlabel, share="y",
         size=(4.2, 0.7 + 0.4 * len(labels)),
     )  # fmt: skip
+
+
+def draw_precisions(points: Sequence[Record], title: str, path: Path) -> None:
+    """Speeds at each precision, plain and with drafts, over plain decoding with nothing quantized; a panel a point."""
+    cells = []
+    for r in points:
+        speeds: dict[str, Record] = {}
+        for one in r["precisions"]:
+            speeds[f"{one['target']}, plain"] = one["plain_over_unquantized"]
+            speeds[f"{one['precision']}, drafts"] = one["speedup"]["unquantized"]
+        bars = {label: (found["median"], f" {found['median']:.2f}x") for label, found in speeds.items()}
+        cells.append([(f"{r['batch']} x {r['context']:,}, {draft_label(r)}", bars, 1.0)])
+    draw_bars(cells, path, title=title, xlabel="speed, times plain decoding with nothing quantized", first="")

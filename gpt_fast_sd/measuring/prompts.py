@@ -14,9 +14,9 @@ CONTEXT = 4096  # tokens of a prompt if no length is given
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file as text; ValueError or OSError in one sentence."""
+    """A UTF-8 file as text, without a byte order mark; ValueError or OSError in one sentence."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
 

@@ -8,7 +8,7 @@ Shapes: B slots, gamma tokens drafted per round, R rounds of a table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from .roofline import omega
 
 ROW_STD = 0.05  # of a row's acceptance: spread between requests in SpecDecode-Bench's Llama-3.1-8B data
 LEAST, MOST = 0.02, 0.999  # limits of the chances of an unusual row
+LESS_KEPT = {"float8": 0.99, "int4": 0.97}  # what weights of few bits leave of a draft's chances: of the bundled model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,12 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.chances or not all(0.0 <= chance <= 1.0 for chance in self.chances):
             raise ValueError(f"chances of profile {self.name} must be from 0 to 1, got {self.chances}")
+
+    def with_weights(self, quantize: str | None) -> Profile:
+        """The same for a draft with weights of that precision."""
+        less = LESS_KEPT.get(quantize or "", 1.0)
+        source = f"{self.source}, times {less:g} for {quantize} weights" if less < 1 else self.source
+        return replace(self, chances=tuple(chance * less for chance in self.chances), source=source)
 
     def rows(self, deviates: Tensor, gamma: int) -> Tensor:
         """The chances of rows this many standard deviations off the mean: [B] -> fp64 [B, gamma]."""

@@ -23,5 +23,6 @@ def build_policy(
     if config.policy == "off":
         return None
     found = registry.policy_class(config.policy)
+    config = config.within(target.cache.capacity)
     policy: DraftPolicy = found.build(config, target, draft_model, draft_group or target.group)
     return policy

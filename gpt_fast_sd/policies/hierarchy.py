@@ -96,11 +96,11 @@ class HierarchyDraft(DraftPolicy):
     ) -> HierarchyDraft:
         """Build the target through a view, over lookup or a draft model with a sliding window."""
         name, *cheap_view = cls.views(config)
-        middle = drafter(target, config.quantize, on_planes=config.needs_planes)
+        middle = drafter(target, config.quantize, tokens=1 + CHEAP_GAMMA, on_planes=config.needs_planes)
         view = build_view(config, name, middle)
         cheap: LookupDraft | StandaloneDraft = LookupDraft(target, config.ngram)
         if cheap_view:
-            runner = drafter(beside(target, draft_model, draft_group), config.quantize)
+            runner = drafter(beside(target, draft_model, draft_group), config.quantize, tokens=None)
             # the middle level's own token comes between the cheap drafts and the target's: one more may be unfed
             cheap = StandaloneDraft(runner, build_view(config, cheap_view[0], runner), target.group, unfed=3)
             cheap.stream = CHEAP_STREAM
@@ -191,7 +191,10 @@ class HierarchyDraft(DraftPolicy):
             if q is not None and p is not None:
                 q[row, place] = p
             filled = torch.where(i < n_steps, (filled + result.n_accepted + 1).clamp(max=gamma), filled)
-        drafted = state.history.gather(1, state.seq_len[:, None] + 1 + torch.arange(gamma, device=device))
+        place = torch.arange(gamma, device=device)
+        drafted = state.history.gather(1, state.seq_len[:, None] + 1 + place)
+        # what follows is of an earlier round, or of another row: nothing that is selected may depend on it
+        drafted = torch.where(place < filled[:, None], drafted, 0)
         return Draft(drafted, None if q is None else q[:, :gamma], filled, who[:, :gamma])
 
     def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:

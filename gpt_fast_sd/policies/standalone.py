@@ -69,7 +69,7 @@ class StandaloneDraft(ModelDraft):
         cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
     ) -> StandaloneDraft:
         """Build a draft from the draft model, through a view of its own cache."""
-        runner = drafter(beside(target, draft_model, draft_group), config.quantize)
+        runner = drafter(beside(target, draft_model, draft_group), config.quantize, tokens=None)
         (name,) = cls.views(config)
         return cls(runner, build_view(config, name, runner), target.group)
 

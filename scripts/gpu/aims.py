@@ -5,14 +5,14 @@ Shapes: B batch rows, gamma tokens drafted per round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from gpt_fast_sd import DraftConfig
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.measuring.chips import CHIPS, GIB, Chip
 from gpt_fast_sd.measuring.forecast import System
-from gpt_fast_sd.measuring.replay import PROFILES
+from gpt_fast_sd.measuring.replay import PROFILES, Profile
 from gpt_fast_sd.measuring.roofline import IDEAL, PRACTICAL, Efficiency, Forecast, best_gamma
 from gpt_fast_sd.model import preset
 
@@ -30,10 +30,15 @@ class Arm:
     budget: int
     profiles: tuple[str, ...]
     also_timed: tuple[int, ...] = ()  # gammas whose steps are timed, whatever the cost model chooses
+    quantize: str | None = None  # of the draft's weights
 
     def draft(self, gamma: int) -> DraftConfig:
         """Its configuration."""
-        return DraftConfig(policy=self.policy, budget=self.budget, gamma=gamma)
+        return DraftConfig(policy=self.policy, budget=self.budget, gamma=gamma, quantize=self.quantize)
+
+    def profile(self, name: str) -> Profile:
+        """The acceptance that is replayed under this name."""
+        return PROFILES[name].with_weights(self.quantize)
 
 
 ARMS = {  # of profiles of one arm the steps are compiled once, where the cost model chooses the same gamma
@@ -61,15 +66,25 @@ class Cell:
 
 
 FULL = {57344: 16, 28672: 32, 100_000: 8}  # context -> rows that fill 139 GiB beside 15 GiB of weights
+ALONE = {4096: 1, 32768: 1}  # where a draft's weights are most of what it reads
+# The same draft by the precision of its weights, None: the target's own, which arms time where rows fill the memory.
+PRECISIONS = {
+    str(name): replace(ARMS["guided"], name=f"guided-{name}", profiles=("guided",), quantize=name)
+    for name in (None, "int8", "float8", "int4")
+}
+BY_PRECISION = (
+    *((context, name) for context in ALONE for name in PRECISIONS),
+    *((context, name) for context in (57344, 28672) for name in PRECISIONS if name != "None"),
+)
 
 
-def cell_for(context: int, memory: float) -> Cell:
+def cell_for(context: int, memory: float, arms: Collection[Arm] = tuple(ARMS.values())) -> Cell:
     """The cell of that context for a chip with so many free bytes: rows are halved until every arm's plan fits.
 
     ValueError where not even one row does.
     """
-    batch, system = FULL[context], _system(replace(CHIPS["h200"], memory=memory))
-    while any(system.memory(arm.draft(MOST_DRAFTED), batch, context)[1] for arm in ARMS.values()):
+    batch, system = (FULL | ALONE)[context], _system(replace(CHIPS["h200"], memory=memory))
+    while any(system.memory(arm.draft(MOST_DRAFTED), batch, context)[1] for arm in arms):
         if batch == 1:
             raise ValueError(f"not even one row of {context:,} tokens fits into {memory / GIB:.0f} GiB")
         batch //= 2
@@ -85,7 +100,7 @@ def _system(chip: Chip) -> System:
 
 def predict(chip: Chip, cell: Cell, arm: Arm, profile: str, gamma: int, efficiency: Efficiency) -> Forecast:
     """The cost model's rounds of gamma drafts in a cell, whose rows are as unlike as those of a replay's table."""
-    acceptance = PROFILES[profile]
+    acceptance = arm.profile(profile)
     one = _system(chip).forecast(
         arm.draft(gamma), acceptance.chances, cell.batch, cell.context, gamma, efficiency=efficiency
     )

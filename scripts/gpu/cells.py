@@ -19,10 +19,11 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.config import gamma_tiers
 from gpt_fast_sd.measuring.machine import clocks
-from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
+from gpt_fast_sd.measuring.replay import Replay, replay_table
 from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, step_seconds
 from gpt_fast_sd.measuring.turns import spread
 from gpt_fast_sd.planner import GammaPlanner
+from gpt_fast_sd.precisions import precision, require_precision
 from gpt_fast_sd.sampling import GREEDY
 
 from .aims import LLAMA, ROOM, Arm, Cell, planned, predict
@@ -54,6 +55,7 @@ class Bench:
         config = replace(SMALL, max_seq_len=1024) if setup.tiny else LLAMA
         budget = min(arm.budget, 128) if setup.tiny else arm.budget
         self.setup, self.gammas, self.context, self.batch, self.config = setup, gammas, context, batch, config
+        self.arm = arm
         self.timed = sorted({*gammas.values(), *arm.also_timed})
         self.rounds = 3 if setup.tiny else ROUNDS
         dtype = "bf16" if setup.on_cuda else "fp32"
@@ -66,7 +68,7 @@ class Bench:
                 batch_size=batch, max_seq_len=context + room, device=setup.device.type, dtype=dtype,
                 compile=setup.on_cuda, cuda_graphs="round", max_autotune=setup.max_autotune,
             ),
-            DraftConfig(policy=arm.policy, budget=budget, gamma=max(self.timed)),
+            DraftConfig(policy=arm.policy, budget=budget, gamma=max(self.timed), quantize=arm.quantize),
         )  # fmt: skip
         self.budget = budget
         self.params = SamplingParams(max_tokens=room - 1, ignore_eos=True)
@@ -88,7 +90,7 @@ class Bench:
     def replay(self, profile: str) -> float:
         """Replay this profile from now on -> tokens per round of its table."""
         gamma, table = self.gammas[profile], self.kept.table
-        table.copy_(replay_table(PROFILES[profile], len(table), self.batch, gamma, 0, self.setup.device))
+        table.copy_(replay_table(self.arm.profile(profile), len(table), self.batch, gamma, 0, self.setup.device))
         self.engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
         return float(table.double().mean()) + 1
 
@@ -235,10 +237,19 @@ class Bench:
 
 
 def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
-    """The stage that measures one policy over rows of one length: steps, then rounds with replayed acceptance."""
+    """The stage that measures one policy over rows of one length: steps, then rounds with replayed acceptance.
+
+    Of a precision that the device does not run it finds the sentence that says so.
+    """
 
     def run(setup: Setup) -> Record:
-        cell = setup.cell(context)
+        try:
+            dtype = torch.bfloat16 if setup.on_cuda else torch.float32
+            require_precision(arm.quantize, setup.device, dtype, of_draft=True)
+        except ValueError as error:
+            print(f"not run: {error}")
+            return {"arm": arm.name, "skipped": str(error)}
+        cell = setup.cell(context, *([arm] if arm.quantize else []))
         gammas = {profile: planned(setup.chip, cell, arm, profile).gamma for profile in arm.profiles}
         if setup.tiny:
             gammas = {profile: min(gamma, 2) for profile, gamma in gammas.items()}
@@ -255,7 +266,8 @@ def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
             print(f"replay of {row['profile']}, gamma {row['gamma']}: {said}")
         return {
             "cell": cell.name, "planned_batch": cell.batch, "arm": arm.name,
-            "policy": arm.policy, "budget": bench.budget, "batch": bench.batch, "context": bench.context,
+            "policy": arm.policy, "budget": bench.budget, "quantize": arm.quantize,
+            "batch": bench.batch, "context": bench.context,
             "chip": asdict(setup.chip), "build_seconds": built, "steps": steps, "roofline": ceilings,
             "replay": replayed, "just_after": clocks() if setup.on_cuda else {},
         }  # fmt: skip
@@ -266,13 +278,18 @@ def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
 def ceilings_of(setup: Setup, bench: Bench) -> Record:
     """Seconds of the steps that the roofline allows, on the shape that was run."""
     under = Conditions(weight_bytes=bench.itemsize, kv_bytes=bench.itemsize)
+    drafts = under
+    if bench.arm.quantize:
+        entry = precision(bench.arm.quantize, setup.device)
+        head = precision(entry.head, setup.device)
+        drafts = replace(under, weight_bytes=entry.per_weight, head_bytes=head.per_weight)
 
-    def floor(n_tokens: int, context: int) -> float:
+    def floor(n_tokens: int, context: int, under: Conditions = under) -> float:
         return step_seconds(bench.config, setup.chip, bench.batch, n_tokens, context, under)
 
     return {
         "target": floor(1, bench.context),
-        "draft": {str(gamma): floor(1, bench.budget) for gamma in bench.timed},
+        "draft": {str(gamma): floor(1, bench.budget, drafts) for gamma in bench.timed},
         "verify": {str(gamma): floor(gamma + 1, bench.context) for gamma in bench.timed},
     }
 

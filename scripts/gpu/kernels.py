@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from gpt_fast_sd import kernels
-from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.model import SPLIT, Linear
+from gpt_fast_sd.precisions import FLOAT8_CAPABILITY, TABLE, precision, require_precision
 
 from .aims import FULL
 from .setup import Record, Setup, Stopwatch, difference
@@ -185,25 +186,84 @@ def timed_dense(setup: Setup, shapes: Sequence[Heads], widths: Sequence[int]) ->
 
 
 def timed_formats(setup: Setup) -> Record:
-    """Dense attention of one query and of five by what the cache holds: bf16, int8 with scales, or float8."""
+    """Attention by what the cache holds, bf16, int8 with scales, or float8: of steps, of a draft, of a chunk."""
     timings = Timings(setup)
     heads = dense_heads(setup, 28672)[0]
     wide = buffers(setup, heads)
-    has_float8 = not setup.on_cuda or torch.cuda.get_device_capability(setup.device) >= (8, 9)
+    has_float8 = not setup.on_cuda or torch.cuda.get_device_capability(setup.device) >= FLOAT8_CAPABILITY
     for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)[: 3 if has_float8 else 2]:
         k, v = (((x * 32).clamp(-127, 127) if dtype == torch.int8 else x).to(dtype) for x in wide)
         scale = torch.full(k.shape[:3], 1 / 32, dtype=torch.float16, device=k.device) if dtype == torch.int8 else None
+        held = str(dtype).removeprefix("torch.")
         for n_tokens in (1, 5):
             q, pos = queries(setup, heads, n_tokens)
             pairs = n_tokens * (heads.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
             flops = 4 * heads.batch * pairs * heads.n_kv * heads.group * heads.head_dim
             args = (q, k, v, pos, heads.context, kernels.split_for(k.shape[2] - SPLIT), scale, scale)
             timings.time(
-                "decode_attention", f"{heads.label(n_tokens)}, {str(dtype).removeprefix('torch.')}",
+                "decode_attention", f"{heads.label(n_tokens)}, {held}",
                 partial(kernels.decode_attention, *args), heads.held_bytes(dtype), flops,
                 does=dense(pos, heads.context),
             )  # fmt: skip
+        q, pos = queries(setup, heads, 1)
+        budget = 128 if setup.tiny else 1024
+        start = torch.full((heads.batch,), heads.context - budget // 2, device=setup.device)
+        listed = torch.arange(budget // 2, device=setup.device).expand(heads.batch, heads.n_kv, -1).contiguous()
+        timings.time(
+            "sparse_attention", f"{heads.batch} rows, budget {budget:,}, {held}",
+            partial(
+                kernels.sparse_attention, q, k, v, listed, start, budget // 2, pos, heads.context, 16, scale, scale
+            ),
+            heads.held_bytes(dtype) / heads.context * budget + listed.numel() * listed.element_size(),
+            does=sparse(listed, start, budget // 2, pos, heads.context),
+        )  # fmt: skip
+        one, n_tokens = replace(heads, batch=1), 32 if setup.tiny else 2048
+        q, pos = queries(setup, one, n_tokens)
+        pairs, scales = n_tokens * (one.context - (n_tokens - 1) / 2), None if scale is None else scale[:1]
+        timings.time(
+            "prefill_attention", f"{one.label(n_tokens)}, {held}",
+            partial(kernels.prefill_attention, q, k[:1], v[:1], pos, one.context, scales, scales),
+            one.held_bytes(dtype), 4 * pairs * one.n_kv * one.group * one.head_dim, does=dense(pos, one.context),
+        )  # fmt: skip
     return timings.record()
+
+
+def timed_linears(setup: Setup) -> Record:
+    """Products with weights of a Llama-3.1-8B's layer by precision, of few rows and of a chunk's; bf16 is torch's."""
+    timings, dtype = Timings(setup), torch.bfloat16
+    sizes = {"wo": (64, 128)} if setup.tiny else {"wo": (4096, 4096), "w_in": (28672, 4096), "w_out": (4096, 14336)}
+    for place, (n_out, n_in) in sizes.items():
+        plain = Linear(n_in, n_out, bias=False, device=setup.device, dtype=dtype).requires_grad_(False)
+        for name in (None, *TABLE):
+            linear: torch.nn.Linear = plain
+            n_bytes = float(n_out * n_in * dtype.itemsize)
+            if name is not None:
+                try:
+                    require_precision(name, setup.device, dtype)
+                except ValueError as error:
+                    print(f"{name} is not timed: {error}")
+                    continue
+                entry = precision(name, setup.device)
+                linear, n_bytes = entry.of(plain), float(entry.bytes_of(n_out, n_in))
+            for n_rows in (1, 5) if setup.tiny else (1, 16, 64, 96, 256, 2048):
+                x = torch.randn(n_rows, n_in, device=setup.device).to(dtype)
+                timings.time(
+                    f"linear, {name or 'bf16'}", f"{place} {n_out:,} x {n_in:,}, {n_rows:,} rows",
+                    multiplied(linear, x), n_bytes + (x.numel() + n_rows * n_out) * dtype.itemsize,
+                    2.0 * n_rows * n_in * n_out, does={"rows_active": n_rows, "chosen": n_rows},
+                )  # fmt: skip
+    return timings.record()
+
+
+def multiplied(linear: torch.nn.Module, x: Tensor) -> Callable[[], object]:
+    """A product as steps compile it: what quantizes the rows of float8 is a part of it."""
+    step = torch.compile(linear, dynamic=False) if x.is_cuda else linear
+
+    @torch.inference_mode()
+    def call() -> object:
+        return step(x)
+
+    return call
 
 
 def peers(setup: Setup, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:

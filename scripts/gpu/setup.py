@@ -21,7 +21,7 @@ from gpt_fast_sd.measuring.ledger import short_name
 from gpt_fast_sd.measuring.machine import clocks, environment
 from gpt_fast_sd.model import ModelConfig, Transformer
 
-from .aims import Cell, cell_for
+from .aims import ARMS, Arm, Cell, cell_for
 
 Record = dict[str, Any]
 GIB = 2**30
@@ -74,10 +74,13 @@ class Setup:
             return replace(self.measured, name=f"{name}, measured")
         return sheet or replace(CHIPS["h200"], name=f"an {CHIPS['h200'].name}, which is not at hand")
 
-    def cell(self, context: int) -> Cell:
-        """The rows of that context that the device has memory for: free now, else when first looked, else as sold."""
+    def cell(self, context: int, *arms: Arm) -> Cell:
+        """The rows of that context that the device has memory for: free now, else when first looked, else as sold.
+
+        arms: for which there has to be; none: the usual ones.
+        """
         found = self.known.get("machine", {}).get("environment", {}).get("free_bytes")
-        return cell_for(context, self.free or found or self.chip.memory)
+        return cell_for(context, self.free or found or self.chip.memory, arms or tuple(ARMS.values()))
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------

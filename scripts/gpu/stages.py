@@ -11,9 +11,17 @@ from dataclasses import dataclass, field
 from gpt_fast_sd.measuring.grid import draft_label
 from gpt_fast_sd.measuring.ledger import Ledger
 
-from .aims import ARMS, FULL
+from .aims import ALONE, ARMS, BY_PRECISION, FULL, PRECISIONS
 from .cells import cell_stage
-from .kernels import timed_decode, timed_formats, timed_headline, timed_prefill, timed_select, timed_sparse
+from .kernels import (
+    timed_decode,
+    timed_formats,
+    timed_headline,
+    timed_linears,
+    timed_prefill,
+    timed_select,
+    timed_sparse,
+)
 from .setup import ROOT, Record, Setup, machine, tree_of
 
 DONE, FAILED, LEFT = "done", "failed", "left"
@@ -60,6 +68,13 @@ def _cell(context: int, name: str) -> Stage:
     return Stage(name=f"cell-{context}-{name}", run=cell_stage(context, arm), seconds=seconds, about=about)
 
 
+def _precision(context: int, name: str) -> Stage:
+    arm = PRECISIONS[name]
+    weights = "its own weights" if arm.quantize is None else f"{arm.quantize} weights"
+    about = f"{arm.policy} with {weights}, {(FULL | ALONE)[context]} rows of {context:,} at most: as the cells"
+    return Stage(name=f"precision-{context}-{name}", run=cell_stage(context, arm), seconds=240, about=about)
+
+
 def bundled(setup: Setup) -> Record:
     """The points of a sweep by benchmark.py, which goes on where an earlier call was stopped.
 
@@ -98,11 +113,14 @@ STAGES = {
         *(_cell(*headline) for headline in HEADLINES),
         _tests("rounds", 400, "captured rounds beside others, each token; no host wait in a round, and no idle row"),
         Stage(name="time-decode", run=timed_decode, seconds=120, about="dense attention beside torch's and others'"),
-        Stage(name="time-formats", run=timed_formats, seconds=40, about="dense attention by what the cache holds"),
+        Stage(name="time-formats", run=timed_formats, seconds=90, about="attention by what the cache holds"),
+        _tests("weights", 60, "products with quantized weights against fp64"),
+        Stage(name="time-linears", run=timed_linears, seconds=90, about="products by the precision of their weights"),
         Stage(name="time-sparse", run=timed_sparse, seconds=45, about="sparse attention by budget"),
         Stage(name="time-select", run=timed_select, seconds=30, about="what selecting costs per round"),
         Stage(name="time-prefill", run=timed_prefill, seconds=45, about="attention of chunks beside torch's"),
         Stage(name="bundled", run=bundled, seconds=360, about="the bundled model end to end, acceptance of its own"),
+        *(_precision(*one) for one in BY_PRECISION),
         *(_cell(context, arm) for context in FULL for arm in ARMS if (context, arm) not in HEADLINES),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -14,7 +15,7 @@ from gpt_fast_sd.measuring.points import SIZES, ratio_text
 from gpt_fast_sd.measuring.roofline import EXPECTED, PRACTICAL
 from gpt_fast_sd.measuring.tables import Column, Table
 
-from .aims import AIMS, Cell, show
+from .aims import AIMS, ALONE, BY_PRECISION, FULL, PRECISIONS, Cell, planned, predict, show
 from .setup import Record, Setup
 from .stages import Stage, results_of
 
@@ -78,6 +79,33 @@ def likely_cell(setup: Setup, context: int) -> Cell:
         return Cell(batch=1, context=context)
 
 
+def by_precision(results: Mapping[str, Record], setup: Setup) -> list[Row]:
+    """Drafts by the precision of their weights: the cost model's rounds beside what was measured of them.
+
+    Of a dry run nothing counts as measured.
+    """
+    rows = []
+    contexts = dict.fromkeys(context for context, _ in BY_PRECISION)
+    for context, (name, arm) in itertools.product(contexts, PRECISIONS.items()):
+        stage = f"precision-{context}-{name}" if (context, name) in BY_PRECISION else f"cell-{context}-guided"
+        ran = results.get(stage, {})
+        cell = Cell(batch=(FULL | ALONE)[context], context=context)
+        if "planned_batch" in ran:
+            cell = Cell(batch=ran["planned_batch"], context=context)
+        chosen = planned(setup.chip, cell, arm, "guided")
+        ratios = [predict(setup.chip, cell, arm, "guided", chosen.gamma, e).ratio for e in (PRACTICAL, EXPECTED)]
+        measured = next((row["ratio"]["median"] for row in ran.get("replay", []) if row["profile"] == "guided"), None)
+        shown = "not measured" if setup.tiny or measured is None else f"{measured:.2f}x"
+        rows.append({
+            "cell": cell.name, "draft's weights": arm.quantize or "bf16, the target's own",
+            "gamma": str(chosen.gamma),
+            "T_D / T_T, good public kernels": f"{chosen.draft_seconds / chosen.target_seconds:.3f}",
+            "forecast: good public kernels": f"{ratios[0]:.2f}x", "forecast: expected": f"{ratios[1]:.2f}x",
+            "measured, replay": f"not run: {ran['skipped']}" if "skipped" in ran else shown,
+        })  # fmt: skip
+    return rows
+
+
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +142,7 @@ def summary(ledger: Ledger, setup: Setup, stages: Sequence[Stage], plots: Sequen
         "Targets": table(targets(results, setup)),
         "Is it right?": test_lines(results),
         "Rounds of the 8 B shape, acceptance replayed": replay_lines(results),
+        "Drafts by the precision of their weights, acceptance replayed": table(by_precision(results, setup)),
         "The bundled model, its own acceptance (no replay)": bundled_lines(results),
         "Kernels": table(kernels(results, rates)),
         "Longer than estimated": [
@@ -177,7 +206,7 @@ def replay_lines(results: Mapping[str, Record]) -> list[str]:
     """Rounds with replayed acceptance, all profiles; then the steps that they are made of."""
     rounds = [
         {
-            "cell": result["cell"], "draft": f"{result['policy']} {result['budget']:,}",
+            "cell": result["cell"], "draft": drafted_by(result),
             "profile": f"replay of {row['profile']}", "gamma": str(row["gamma"]),
             "tokens/round": f"{row['tokens_per_round']:.2f}", "plain tok/s": f"{row['plain_tokens_per_second']:,.0f}",
             "replay tok/s": f"{row['replayed_tokens_per_second']:,.0f}", "replay speed": ratio_text(row["ratio"]),
@@ -199,6 +228,12 @@ def replay_lines(results: Mapping[str, Record]) -> list[str]:
     ]  # fmt: skip
 
 
+def drafted_by(result: Record) -> str:
+    """Who drafted in a cell, as "guided 1,024, int8 weights"."""
+    weights = f", {result['quantize']} weights" if result.get("quantize") else ""
+    return f"{result['policy']} {result['budget']:,}{weights}"
+
+
 def steps_of(result: Record) -> list[Row]:
     """The steps of a cell, each beside the seconds that the roofline allows."""
     rows = []
@@ -207,7 +242,7 @@ def steps_of(result: Record) -> list[Row]:
         for gamma, one in {"-": found}.items() if "seconds" in found else found.items():
             allowed = floor[gamma] if isinstance(floor, dict) else floor
             rows.append({
-                "cell": result["cell"], "draft": f"{result['policy']} {result['budget']:,}", "step": name,
+                "cell": result["cell"], "draft": drafted_by(result), "step": name,
                 "gamma": gamma, "ms": f"{one['seconds'] * 1e3:.3f}",
                 "roofline ms": "-" if allowed is None else f"{allowed * 1e3:.3f}",
                 "rows": str(one["rows_active"]), "keys read per row": keys_of(one),

@@ -32,12 +32,16 @@ REFUSED: list[tuple[type, dict[str, Any]]] = [
     *((DraftConfig, {"refresh": value}) for value in (0, -1, 2.0, "64", 2**63)),
     *((DraftConfig, {"cheap": value}) for value in ("streaming", "Lookup", None)),
     *((SamplingParams, {"max_tokens": value}) for value in (0, -1, 1.0, None)),
-    *((SamplingParams, {"temperature": value}) for value in (-0.1, -1, math.inf, math.nan)),
+    *(
+        (SamplingParams, {"temperature": value})
+        for value in (-0.1, -1, math.inf, math.nan, True, "1", 1e39, 10**30 * 10**30)
+    ),
     *((SamplingParams, {"top_k": value}) for value in (0, -1, 2.0)),
-    *((SamplingParams, {"top_p": value}) for value in (0, 0.0, -0.5, 1.01, math.nan)),
-    *((SamplingParams, {"min_p": value}) for value in (-0.01, 1.5, math.nan)),
+    *((SamplingParams, {"top_p": value}) for value in (0, 0.0, -0.5, 1.01, math.nan, True)),
+    *((SamplingParams, {"min_p": value}) for value in (-0.01, 1.5, math.nan, False)),
     *((SamplingParams, {"seed": value}) for value in (-1, 2**63, 1.0, "7")),
-    *((SamplingParams, {"stop": value}) for value in ("", ["a", ""], [3], ("x", None))),
+    *((SamplingParams, {"stop": value}) for value in ("", ["a", ""], [3], ("x", None), 0, False, 7)),
+    *((SamplingParams, {"ignore_eos": value}) for value in ("false", "yes", 1, None, [])),
 ]
 
 

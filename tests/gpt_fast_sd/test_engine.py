@@ -5,12 +5,14 @@ Shapes: B slots, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +52,94 @@ def slow_greedy(prompt: list[int], n: int) -> list[int]:
 
 def text_engine(**changes: Any) -> Engine:
     return engine(tokenizer=ByteTokenizer(), **changes)
+
+
+# ---- what is no prompt -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt", [[True, 2], b"ab", bytearray(b"ab"), {1: 2}, {1, 2}, [1.0], [None], 7, None, torch.ones(2, 3).long()]
+)
+def test_what_is_no_list_of_ids_is_refused_in_one_line(prompt: Any) -> None:
+    with pytest.raises(ValueError, match="prompt 0 must be a text or a list of whole token ids, got ") as caught:
+        engine().generate([prompt])
+    assert "\n" not in str(caught.value)
+
+
+def test_ids_may_come_in_anything_that_has_them_in_order() -> None:
+    one, ids = engine(), [3, 1, 4]
+    params = SamplingParams(max_tokens=2)
+    expected = tokens_of(one.generate([ids], params))
+    for given in (tuple(ids), torch.tensor(ids), np.array(ids), range(3, 4)):
+        got = tokens_of(one.generate([given], params))
+        assert got == expected or list(given) == [3]
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"max_tokens": 3}, [5]])
+def test_what_are_no_sampling_parameters_are_refused(params: Any) -> None:
+    with pytest.raises(ValueError, match="SamplingParams"):
+        engine().generate([[1, 2]], params)
+
+
+@pytest.mark.parametrize("last", ["x", 1.5, True, 0, 4])
+def test_how_many_logits_is_a_whole_number_of_them(last: Any) -> None:
+    with pytest.raises(ValueError, match="last must be from 1 to the 3 tokens given, got"):
+        engine().logits([1, 2, 3], last=last)
+
+
+# ---- what the caller sets --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unusual_settings() -> Iterator[None]:
+    """All that a caller may have set for work of its own."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def are_unusual() -> bool:
+    return (torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu")) == (
+        torch.float64, torch.device("meta"), True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_the_caller_sets_for_other_work_changes_no_token_and_stays_the_callers(compiled: bool) -> None:
+    draft, other = DraftConfig(policy="guided", budget=64, gamma=3), DraftConfig(policy="snapkv", budget=96, gamma=2)
+    params = [SamplingParams(max_tokens=6, seed=3, **how) for how in SAMPLED]
+    prompts, model = PROMPTS[2:7], tiny_model()
+
+    def outputs() -> list[Any]:
+        one = Engine(model, None, EngineConfig(batch_size=4, max_seq_len=768, device="cpu", compile=compiled), draft)
+        one.warm_up()
+        found: list[Any] = [tokens_of(one.generate(prompts, params))]
+        one.redraft(other)
+        for event in one.stream(prompts, params):
+            found.append(event.tokens)
+            assert are_unusual() == unusual
+        return [*found, one.logits(prompts[1])]
+
+    unusual = False
+    expected = outputs()
+    unusual = True
+    with unusual_settings():
+        assert are_unusual()
+        got = outputs()
+        assert are_unusual()
+    assert got[:-1] == expected[:-1] and torch.equal(got[-1], expected[-1])
+
+
+def test_a_folder_is_read_as_ever_whatever_the_caller_has_set(tmp_path: Path) -> None:
+    save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
+    config = EngineConfig(batch_size=2, max_seq_len=256, device="cpu", compile=False)
+    params = SamplingParams(max_tokens=5)
+    expected = tokens_of(Engine.from_pretrained(tmp_path, config).generate(PROMPTS[:2], params))
+    with unusual_settings():
+        assert tokens_of(Engine.from_pretrained(tmp_path, config).generate(PROMPTS[:2], params)) == expected
 
 
 # ---- what shares the batch -----------------------------------------------------------------------------------------

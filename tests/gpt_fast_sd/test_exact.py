@@ -142,12 +142,12 @@ WIDE = tiny_config(dim=128, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=192)  
 PACKED = replace(WIDE, vocab_size=288)  # and products that it serves, too
 
 
-def compiled_bits_are_the_same(name: str, dtype: str, config: ModelConfig) -> None:
-    one = Watched(name, 3, dtype=dtype, config=config, compile=True)
+def compiled_bits_are_the_same(name: str, dtype: str, config: ModelConfig, **changes: Any) -> None:
+    one = Watched(name, 3, dtype=dtype, config=config, compile=True, **changes)
     plain = one.run(PROMPTS, PARAMS, speculate=False)
     assert covers(one.run(PROMPTS, PARAMS), plain)
     assert one.engine.stats.recompiles == 0
-    assert covers(Watched("off", 3, dtype=dtype, config=config, compile=True).run(PROMPTS, PARAMS), plain)
+    assert covers(Watched("off", 3, dtype=dtype, config=config, compile=True, **changes).run(PROMPTS, PARAMS), plain)
     for i in (0, 2):
         alone = one.run([PROMPTS[i]], PARAMS[i])
         assert all(map(torch.equal, bits_of(alone, 0, PROMPTS[i]), bits_of(plain, i, PROMPTS[i])))
@@ -167,6 +167,11 @@ def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: p
     q, k = torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16)
     # once in what runs for each layer, and not before or after them
     assert (set(kernels) == {0, 1}) is cpu_attention_fits(q, k)
+
+
+def test_so_they_are_with_a_target_in_int4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph)
+    compiled_bits_are_the_same("streaming", "bf16", PACKED, quantize="int4")
 
 
 @pytest.mark.slow

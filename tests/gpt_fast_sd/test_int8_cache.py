@@ -24,7 +24,15 @@ from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.loading import BUNDLED
-from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, read_config
+from gpt_fast_sd.model import (
+    SPLIT,
+    KVCache,
+    ModelConfig,
+    Transformer,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.test_exact import Watched, covers
 from tests.gpuless.pools import RULES, stand_in
@@ -298,6 +306,19 @@ def test_keys_with_a_large_bias_are_stored_as_well_as_others_once_they_are_equal
             errors[bias, equalized] = float(off.norm() / (truth - truth.mean(-1, keepdim=True)).norm())
     assert errors[300.0, False] > 0.3
     assert errors[300.0, True] < 0.05 and errors[300.0, True] < 2 * errors[0.0, True]
+
+
+@pytest.mark.parametrize(("kv_dtype", "error"), [("int8", 0.05), ("fp8", 0.3), ("fp16", 0.01)])
+def test_keys_that_leave_most_dimensions_unused_are_stored_as_well_as_others(kv_dtype: str, error: float) -> None:
+    """Once the others were divided by 2 ** 24: no cache held anything of them, and queries overflowed in fp16."""
+    model, ids = qwen2(), random_ids(200)
+    group, used = model.config.group_size, 20
+    for layer in model.layers:
+        for x in (layer.attention.wqkv.weight, layer.attention.wqkv.bias):  # type: ignore[union-attr]
+            x.data.unflatten(0, (-1, group + 2, 2, 32))[:, group, :, used // 2 :] = 0  # type: ignore[operator]
+    truth = cached_logits(model, ids, torch.float32)[-20:]
+    off = engine(model=model, kv_dtype=kv_dtype).logits(ids, last=20) - truth
+    assert off.norm() < error * truth.norm()
 
 
 def test_an_engine_equalizes_its_models_and_says_what_they_said_before() -> None:

@@ -17,6 +17,7 @@ from gpt_fast_sd.measuring import grid
 from gpt_fast_sd.memory import MemoryPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
+from gpt_fast_sd.policies.base import View
 from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.tp import Group
 from scripts import generate
@@ -62,7 +63,8 @@ def test_a_name_is_registered_once(toy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "made", "said"),
     [("", Toy, "one word"), (3, Toy, "one word"), ("a b", Toy, "one word"), ("mine", object, "class of View"),
-     ("mine", Toy(), "class of View"), ("mine", "lookup.LookupDraft", "class of View")],
+     ("mine", Toy(), "class of View"), ("mine", "lookup.LookupDraft", "class of View"),
+     ("mine", DraftPolicy, "class of View"), ("mine", View, "class of View")],
 )  # fmt: skip
 def test_what_is_not_a_policy_is_not_registered(name: Any, made: Any, said: str) -> None:
     before = registry.policies()

@@ -28,7 +28,7 @@ from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.requests import Completion, TokenEvent
 from gpt_fast_sd.runner import Runner
-from tests.drafts import POLICIES, draft_of
+from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
 
@@ -395,7 +395,7 @@ def test_eos_that_a_draft_brings_ends_its_own_row_only(name: str) -> None:
     assert seen >= 2 or name in ("lookup", "early_exit")
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*POLICIES, *MIXTURES])
 def test_a_seed_fixes_a_rows_tokens_with_any_gamma_alone_and_in_a_batch(name: str) -> None:
     kinds = [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 20}, {}, {"temperature": 1.2, "top_p": 0.8}]
     params = [SamplingParams(max_tokens=5 + 7 * i % 11, seed=i, **kinds[i % 4]) for i in range(len(PROMPTS))]

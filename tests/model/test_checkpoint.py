@@ -191,6 +191,33 @@ def test_a_shard_without_the_tensor_its_index_promises_is_named(tmp_path: Path) 
     assert refusal(tmp_path) == f"{second} has no tensor {K}, but model.safetensors.index.json says it has"
 
 
+@pytest.mark.parametrize("outside", ["../model.safetensors", "{}/model.safetensors", "a/b.safetensors", "a/.."])
+def test_a_file_outside_the_folder_is_not_read_whoever_names_it(outside: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    save(tmp_path / "model")
+    shard(tmp_path / "model")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {**files, K: outside.format(tmp_path)}}))
+    assert "which is no file of its own folder" in refusal(tmp_path / "model")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", [Q, K, "model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_weight_that_is_no_finite_number_is_refused_by_its_name(name: str, bad: float, tmp_path: Path) -> None:
+    save(tmp_path)
+    change(tmp_path, lambda tensors: tensors[name].view(-1)[-1:].fill_(bad))
+    assert refusal(tmp_path) == f"{tmp_path / 'model.safetensors'}: {name} holds {bad} as float32"
+
+
+def test_a_weight_that_overflows_the_dtype_is_refused_and_large_ones_are_read(tmp_path: Path) -> None:
+    save(tmp_path)
+    change(tmp_path, lambda tensors: tensors[Q].fill_(3e38))  # their sum is infinite
+    assert load_model(tmp_path).layers[0].attention.wqkv.weight.max() == 3e38
+    with pytest.raises(CheckpointError, match=f"{Q} holds inf as float16"):
+        load_model(tmp_path, dtype=torch.float16)
+
+
 def test_an_index_without_a_weight_map_is_named(tmp_path: Path) -> None:
     save(tmp_path)
     shard(tmp_path)

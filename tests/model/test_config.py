@@ -175,7 +175,10 @@ def test_left_out_fields_mean_what_each_format_says() -> None:
         (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is"),
         (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling: low_freq_factor is missing"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
-        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, but it must be absent"),
+        (
+            LLAMA | {"quantization_config": {"bits": 4}},
+            "quantization_config is of no known kind, 4 bits, which is not read",
+        ),
         (LLAMA | {"hidden_size": "64"}, "hidden_size is '64', but it must be a whole number"),
         (LLAMA | {"num_hidden_layers": None}, "num_hidden_layers is None"),
         (LLAMA | {"hidden_size": 66}, "hidden_size is 66, but it must be a multiple of num_attention_heads (4)"),

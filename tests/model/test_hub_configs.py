@@ -184,8 +184,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any] | None, ModelConfig, str | 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "AWQ": (
         QWEN_2_5 | {"quantization_config": {"bits": 4, "group_size": 128, "quant_method": "awq", "zero_point": True}},
-        "quantization_config is {'bits': 4, 'group_size': 128, 'quant_method': 'awq', 'zero_point': True}, but it must "
-        "be absent: only float weights can be read",
+        "quantization_config is awq, 4 bits, which is not read (only compressed-tensors float-quantized with a scale "
+        "for each channel or tensor, and fbgemm_fp8); load the unquantized checkpoint and use quantize='int4'",
     ),
     "MLX": (
         QWEN_3 | {"quantization": {"group_size": 64, "bits": 4}},

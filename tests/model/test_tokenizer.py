@@ -476,13 +476,36 @@ def test_a_template_that_takes_all_time_or_memory_is_ended_with_one_sentence(
     assert ours.chat(MESSAGES[:1]) == ours.encode("fine", bos=False)  # the next conversation is none the worse
 
 
-def test_messages_that_json_cannot_say_are_one_sentence(tmp_path: Path, bpe: Any) -> None:
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        *(
+            (wrong, "messages must be a list of objects")
+            for wrong in ("hello", [], None, 7, {}, {"role": "user"}, b"x")
+        ),
+        *(([wrong], "message 0 must have a role and a content") for wrong in ("hello", None, {}, {"role": "user"})),
+        ([{"content": "x"}], "message 0 must have a role"),
+        ([{"role": "user", "content": "x", "name": "y"}], "message 0 must have a role and a content, and nothing else"),
+        ([{"role": "user", "content": None}], "message 0: content must be a text, got None"),
+        ([{"role": "user", "content": b"x"}], "message 0: content must be a text, got b'x'"),
+        ([{"role": "user", "content": 7}], "message 0: content must be a text, got 7"),
+        ([{"role": ["user"], "content": "x"}], "message 0: role must be a text"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "message 0: this model reads text alone"),
+        ([{"role": "user", "content": ["x"]}], "message 0: this model reads text alone, got the part 'x'"),
+        ([{"role": "user", "content": "x"}, 7], "message 1 must have"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_by_its_place(messages: Any, said: str, tmp_path: Path, bpe: Any) -> None:
+    with pytest.raises(ValueError, match=said):
+        load(llama_3(tmp_path, bpe)).chat(messages)
+
+
+def test_parts_of_a_text_are_joined_and_any_sequence_and_mapping_will_do(tmp_path: Path, bpe: Any) -> None:
     ours = load(llama_3(tmp_path, bpe))
-    with pytest.raises(
-        CheckpointError, match=r"refuses these messages: they cannot be written as JSON: b'x' is not a "
-    ):
-        ours.chat([{"role": "user", "content": b"x"}])  # type: ignore[dict-item]
     assert ours.chat(tuple(map(MappingProxyType, MESSAGES))) == ours.chat(MESSAGES)
+    parts: Any = [{"type": "text", "text": "The quick "}, {"type": "text", "text": "fox"}]
+    whole = [{"role": "user", "content": "The quick fox"}]
+    assert ours.chat([{"role": "user", "content": parts}]) == ours.chat(whole)
 
 
 def test_half_a_character_is_refused_with_its_place(tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,9 @@ def test_lines_that_make_no_sense_are_rejected_by_number_and_the_others_go_on(
     wrong: list[tuple[Record | str, str]] = [
         ("{bad", "not JSON: "),
         ("[1]", "must be a JSON object"),
+        ("[" * 100_000, "JSON that is nested too deep"),
+        ('{"prompt": [1], "prompt": [2]}', "the key 'prompt' comes twice"),
+        ('{"prompt": [1], "ignore_eos": 1}', "ignore_eos must be true or false"),
         ('{"prompt": [1], "top_p": NaN}', "not JSON: NaN"),
         ({"prompt": [1], "temperatur": 1}, "unknown key 'temperatur'"),
         ({"prompt": [1], "tokens": [1]}, "exactly one of"),
@@ -379,6 +382,44 @@ def test_a_file_of_another_program_is_left_alone(
     assert "line 3 was not written by this program" in refusal(capsys, model, source, output)
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda one, two: one[:30] + two,
+            "line 1 was not written by this program, or is damaged",
+        ),  # torn, run together
+        (lambda one, two: one + two[:-3] + b"\n", "line 2 was not written by this program, or is damaged"),
+        (lambda one, two: one + one, "line 2 has index 0, which an earlier line has"),
+        (lambda one, two: one + two.replace(b'"index": 1', b'"index": 7'), "has index 7, and the input 2 lines"),
+        (lambda one, two: one + two.replace(b'"index": 1', b'"index": true'), "line 2 was not written by this"),
+        (lambda one, two: one + two.replace(b'"index": 1', b'"index": -1'), "line 2 was not written by this"),
+        (lambda one, two: one + b"[" * 100_000 + b"\n", "line 2 was not written by this"),
+    ],
+)
+def test_damaged_doubled_and_foreign_lines_are_never_counted_as_done(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[bytes, bytes], bytes], said: str
+) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
+    assert code_of(model, source, output) == 0
+    capsys.readouterr()
+    damaged = damage(*output.read_bytes().splitlines(keepends=True))
+    output.write_bytes(damaged)
+    assert said in refusal(capsys, model, source, output)
+    assert output.read_bytes() == damaged
+
+
+def test_a_job_does_not_go_on_with_other_weights_of_the_same_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output, folder = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl", tmp_path / "model"
+    save_hugging_face(tiny_model(), folder, dtype=torch.float32)
+    assert code_of(folder, source, output) == 0
+    capsys.readouterr()
+    save_hugging_face(tiny_model(seed=1), folder, dtype=torch.float32)
+    assert "was begun with model files" in refusal(capsys, folder, source, output)
+
+
 def test_two_processes_do_not_write_one_output(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out.jsonl"
     log = journal.Log(output)
@@ -417,7 +458,7 @@ def test_an_input_that_is_missing_or_the_output_itself_is_refused(
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", prompts(1))
     assert "there is no file" in refusal(capsys, model, tmp_path / "nowhere.jsonl", tmp_path / "out.jsonl")
-    assert "must be three files" in refusal(capsys, model, source, source)
+    assert "are the same file" in refusal(capsys, model, source, source)
 
 
 # ---- the pieces ------------------------------------------------------------------------------------------------------
@@ -425,14 +466,15 @@ def test_an_input_that_is_missing_or_the_output_itself_is_refused(
 
 def test_done_is_what_its_own_files_and_the_whole_ones_hold(tmp_path: Path) -> None:
     files = journal.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 1, 2)
-    lines = {files.output: [0, 1], files.mine(files.output): [5, 3], files.mine(files.rejects): [7, 99]}
+    lines = {files.output: [0, 1], files.mine(files.output): [5, 3], files.mine(files.rejects): [7, 11]}
     lines |= {files.parts(files.output)[0]: [4, 9]}  # another replica's part, which may be half written
     for path, indices in lines.items():
         write_lines(path, [{"index": i, "id": None} for i in indices])
     with files.mine(files.output).open("ab") as file:
         file.write(b'{"index": 9, "id"')
-    assert np.flatnonzero(files.done(12)).tolist() == [1, 3, 5, 7]
-    assert files.done(0).tolist() == []
+    assert np.flatnonzero(files.done(12)).tolist() == [1, 3, 5, 7, 11]
+    with pytest.raises(ValueError, match="has index 11, and the input 11 lines"):
+        files.done(11)
 
 
 @pytest.mark.parametrize("content", [b"", b"torn", b"one\n", b"one\ntwo\n", b"one\ntwo", b"one\n" + b"x" * 200_000])

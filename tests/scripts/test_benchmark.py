@@ -322,6 +322,57 @@ def test_as_a_program_it_measures_a_text_and_the_machine(tmp_path: Path) -> None
     assert [r["batch"] for r in points] == [1, 2] and all(r["machine"]["bandwidth"] > 1e8 for r in points)
 
 
+# ---- over precisions -------------------------------------------------------------------------------------------------
+
+PRECISION = ["--sweep", "precision", "--precisions", "none,none/int8,int8,int8/int8"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_each_precision_is_measured_over_its_own_plain_decoding_and_over_the_unquantized_one(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    file, sweep = tmp_path / "precision.json", [*PRECISION, "--dtype", "bf16", "--batch", "2", "--context", "40,80"]
+    assert run(model, *sweep, "--json", str(file), "--plots", str(tmp_path)) == 0
+    points = json.loads(file.read_text())["points"]
+    assert [(r["status"], r["context"]) for r in points] == [("measured", 40), ("measured", 80)]
+    for point in points:
+        bf16, draft8, cache8, both = point["precisions"]
+        assert [one["precision"] for one in point["precisions"]] == ["none", "none/int8", "int8", "int8/int8"]
+        assert [one["target"] for one in point["precisions"]] == ["none", "none", "int8", "int8"]
+        for one in (bf16, draft8):  # their target is the unquantized one
+            assert one["speedup"]["own"] == one["speedup"]["unquantized"]
+            assert one["plain_over_unquantized"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+        for one in (cache8, both):
+            assert one["speedup"]["own"] != one["speedup"]["unquantized"]
+            read = one["plain"]["kv_bytes_per_token"] / bf16["plain"]["kv_bytes_per_token"]
+            assert read == pytest.approx((8 + 2) / 16)  # heads of 8 bytes and a scale
+        assert all(len(one["speculative"]["runs"]["completion"]) == 2 for one in point["precisions"])
+        assert draft8["plain"] == bf16["plain"] and both["plain"] == cache8["plain"]
+    out = capsys.readouterr().out
+    assert out.count("int8/int8") >= 4 and "of its own plain" in out and "of unquantized plain" in out
+    assert (tmp_path / "precisions.png").read_bytes().startswith(b"\x89PNG")
+    assert run(model, *sweep, "--json", str(file)) == 0  # nothing is left to do
+    assert "2 of 2 points are in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--precisions", "none"], "--precisions does nothing with --sweep size"),
+        ([*PRECISION, "--kv-dtype", "int8"], "--kv-dtype is what --precisions varies: name it there"),
+        ([*PRECISION, "--precisions", "int8/int8/int8/int8"], "a precision is CACHE, CACHE/DRAFTS or"),
+        ([*PRECISION, "--precisions", "int7"], "kv_dtype"),
+        ([*PRECISION, "--precisions", "none/int7"], "quantize"),
+        ([*PRECISION, "--draft", "lookup"], "quantize"),
+    ],
+)
+def test_a_precision_that_makes_no_sense_is_one_sentence(
+    model: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capsys, model, *flags)
+
+
 # ---- over the draft budget -------------------------------------------------------------------------------------------
 
 

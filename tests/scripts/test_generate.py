@@ -18,6 +18,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import find_smollm2, locate
 from gpt_fast_sd.measuring import comparing
 from gpt_fast_sd.measuring.card import verdict
+from gpt_fast_sd.measuring.ledger import write_whole
 from gpt_fast_sd.measuring.lossless import Difference
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.registry import policies
@@ -123,6 +124,14 @@ def test_a_file_is_continued_and_a_trace_is_written(
         (["--prompt", "a", "--gamma", "0"], "gamma must be from 1 to 16, got 0"),
         (["--prompt", "a", "--gamma", "few"], "'few'"),
         (["--prompt", "a", "--gamma", "17"], "gamma must be from 1 to 16, got 17"),
+        (
+            ["--prompt", "a", "--draft", "lookup", "--budget", "64"],
+            "--budget does nothing for --draft lookup: leave it",
+        ),
+        (
+            ["--prompt", "a", "--draft", "quest", "--n-sink", "9"],
+            "--n-sink does nothing for --draft quest: leave it out",
+        ),
         (["--prompt", "a", "--budget", "0"], "budget must be a whole number of at least 1, got 0"),
         (["--prompt", "a", "--draft", "quest", "--budget", "20"], "budget must be at least 48 for quest, got 20"),
         (["--prompt", "a", "--draft", "standalone"], "needs draft_model"),
@@ -167,10 +176,30 @@ def test_a_mistake_gets_one_sentence_that_names_it(
     assert said in refusal(script, capsys, *argv)
 
 
+def test_a_line_of_prompts_ends_at_a_line_feed_alone_and_a_mark_of_byte_order_is_none_of_it(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    texts = ["a\u2028b", "a\u2029b", "a\x85b"]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"prompt": "{text}"}}\r\n' for text in texts), encoding="utf-8-sig", newline="")
+    args = script.parse(["--model", "bundled", "--prompts", str(path)])
+    tokenizer = script.load_tokenizer(locate("bundled"), script.read_config(locate("bundled")))
+    prompts, _ = script.read_requests(args, tokenizer, script.read_config(locate("bundled")))
+    assert prompts == [tokenizer.encode(text) for text in texts]
+    (plain := tmp_path / "a.txt").write_text("a", encoding="utf-8-sig")
+    args = script.parse(["--model", "bundled", "--prompt-file", str(plain)])
+    assert script.read_requests(args, tokenizer, script.read_config(locate("bundled")))[0] == [tokenizer.encode("a")]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("{bad", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is JSON that is nested too deep"),
+        ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "line 2 is not JSON: a number of 5,000 digits"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2 is not JSON: the key 'prompt' comes twice"),
+        ('{"prompt": "a", "top_p": NaN}', "line 2 is not JSON: NaN"),
+        ('{"prompt": "a", "ignore_eos": "false"}', "line 2: ignore_eos must be true or false, got 'false'"),
         ('{"prompt": "a", "temperatur": 1}', "temperatur"),
         ('{"text": "a"}', "exactly one of"),
         ('{"prompt": "a", "tokens": [1]}', "exactly one of"),
@@ -253,6 +282,35 @@ def test_whoever_drafts_the_output_is_that_of_plain_decoding(
     assert rows(shown)["draft"] == who
     assert rows(shown)["outputs"] == "equal, token for token"
     assert ("exact" in rows(shown)["model"]) == ("--exact" in flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--kv-dtype", "int8"], ", KV cache int8 on cpu"), (["--quantize", "int8"], "int8 weights in bf16")],
+)
+def test_a_quantized_target_is_compared_with_the_unquantized_one_too(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], said: str
+) -> None:
+    file = tmp_path / "run.json"
+    shown = output(script, capsys, *NIGHT, "--dtype", "bf16", "--compare", "--json", str(file), *flags)
+    assert said in rows(shown)["model"]
+    assert "with nothing quantized, afterwards" in rows(shown)["unquantized"]
+    run: dict[str, Any] = json.loads(file.read_text())
+    plain, unquantized = run["plain"], run["plain"]["unquantized"]
+    assert len(unquantized["tokens_per_second"]) == len(plain["plain_tokens_per_second"])
+    least = unquantized["stats"]["kv_bytes_per_token"] / plain["stats"]["kv_bytes_per_token"]
+    assert least == pytest.approx(128 / 66 if "--kv-dtype" in flags else 1.0)
+
+
+def test_what_does_not_fit_beside_a_quantized_target_is_said(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise ValueError("not even one slot fits")
+
+    monkeypatch.setattr(comparing, "Engine", full)
+    shown = output(script, capsys, *NIGHT, "--dtype", "bf16", "--compare", "--kv-dtype", "int8")
+    assert rows(shown)["unquantized"] == "not decoded: not even one slot fits"
 
 
 def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(
@@ -358,7 +416,7 @@ def test_long_runs_are_compared_once(script: ModuleType, tiny: Engine, monkeypat
     monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
     prompts, params = [random_ids(9)], [script.SamplingParams(max_tokens=8)]
     shown = tiny.generate(prompts, params)
-    compared = script.compare(tiny, prompts, params, shown)
+    compared = script.compare(tiny, prompts, params, shown, "tiny")
     assert (len(compared.plain), len(compared.speculative)) == (1, 1)
     assert "one run each" in script.card(tiny, prompts, compared.speculative[0], compared)
 
@@ -366,7 +424,7 @@ def test_long_runs_are_compared_once(script: ModuleType, tiny: Engine, monkeypat
 def test_seconds_of_captures_are_shown_where_there_were_any(script: ModuleType, tiny: Engine) -> None:
     prompts, params = [random_ids(9)], [script.SamplingParams(max_tokens=8)]
     shown = tiny.generate(prompts, params)
-    stats, compared = tiny.stats, script.compare(tiny, prompts, params, shown)
+    stats, compared = tiny.stats, script.compare(tiny, prompts, params, shown, "tiny")
     assert "capturing" not in script.card(tiny, prompts, stats, compared)
     for one in (compared.plain[0], compared.speculative[0]):  # stats is the latter
         one.capture_seconds = 1.2
@@ -397,7 +455,7 @@ def test_a_difference_is_named_with_how_close_a_call_it_was(script: ModuleType, 
     other = [*plain[1][:4], int(second[1]), *plain[1][5:]]
     said = [plain[0], other, plain[2][:8]]
     shown = [dataclasses.replace(c, tokens=tokens) for c, tokens in zip(done, said, strict=True)]
-    one, two = script.compare(tiny, prompts, [script.SamplingParams(max_tokens=9)] * 3, shown).differences
+    one, two = script.compare(tiny, prompts, [script.SamplingParams(max_tokens=9)] * 3, shown, "tiny").differences
     assert (one.index, one.position, one.plain, one.speculative) == (1, 4, plain[1][4], other[4])
     assert one.gap == pytest.approx(float(best[0] - best[1]), abs=1e-5)
     assert (two.index, two.position, two.plain, two.speculative) == (2, 8, plain[2][8], None)
@@ -699,25 +757,27 @@ def test_a_report_that_fails_at_the_end_is_one_sentence_after_the_texts(
         return text
 
     monkeypatch.setattr(script, "card", and_the_folder_goes)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         script.main([*QUICK, *NIGHT, "--report", str(folder / "run.html")])
     out, err = capsys.readouterr()
     assert stopped.value.code == 1 and "tokens/s" in out and len(out) > 200
-    assert err.strip().splitlines()[-1].endswith(".partial: No such file or directory")
+    (kept,) = tmp_path.glob("run.*.html")
+    assert err.strip().splitlines()[-1].endswith(f"No such file or directory; what it was to hold is in {kept}")
     assert "Traceback" not in err
 
 
 def test_a_file_that_cannot_be_moved_into_place_leaves_nothing_behind(tmp_path: Path, script: ModuleType) -> None:
     (tmp_path / "run.html").mkdir()
     with pytest.raises(OSError):
-        script.write_whole(tmp_path / "run.html", "text")
+        write_whole(tmp_path / "run.html", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["run.html"]
 
 
 def test_writing_a_file_whole_leaves_every_other_file_as_it_was(tmp_path: Path, script: ModuleType) -> None:
     for name in ("run.html.partial", ".run.html.partial"):
         (tmp_path / name).write_text("somebody's own")
-    script.write_whole(tmp_path / "run.html", "text")
+    write_whole(tmp_path / "run.html", "text")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         "run.html": "text", "run.html.partial": "somebody's own", ".run.html.partial": "somebody's own",
     }  # fmt: skip
@@ -786,7 +846,7 @@ def test_a_report_never_replaces_anything_but_a_file(
     os.mkfifo(tmp_path / "pipe")
     assert "it is no file that can be replaced" in refusal(script, capsys, *NIGHT, "--report", str(tmp_path / "pipe"))
     with pytest.raises(OSError, match="it is not a file that can be replaced"):
-        script.write_whole(tmp_path / "pipe", "text")
+        write_whole(tmp_path / "pipe", "text")
     assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
 
 

@@ -21,7 +21,7 @@ from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies.sparse import positions_of
 from gpu import cells
-from gpu.aims import ARMS, Cell
+from gpu.aims import ARMS, PRECISIONS, Cell
 from gpu.cells import Bench
 from gpu.setup import SMALL, Stopwatch, random_model
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
@@ -44,6 +44,18 @@ def test_a_cell_gives_steps_and_a_replay_of_every_profile_of_its_policy(stage: s
         assert result["steps"][name].keys() == result["roofline"][name].keys()
     assert bool(result["steps"]["select"]) == (arm.policy == "guided")
     assert ("5" in result["steps"]["verify"]) == (arm.name == "streaming")  # what a target is about
+
+
+def test_a_cell_by_precision_replays_what_few_bits_leave_of_acceptance_or_says_why_not() -> None:
+    result = dry_run("precision-4096-int8")
+    assert (result["arm"], result["quantize"], result["policy"]) == ("guided-int8", "int8", "guided")
+    (row,) = result["replay"]
+    assert row["ratio"]["min"] <= row["ratio"]["median"] <= row["ratio"]["max"]
+    draft, plain = result["roofline"]["draft"], dry_run("precision-4096-None")["roofline"]["draft"]
+    assert all(draft[gamma] < plain[gamma] for gamma in draft.keys() & plain.keys())
+    said = "quantize 'float8' of a draft runs on device 'cuda', and the model is on 'cpu': use 'int8' or 'int4'"
+    assert dry_run("precision-57344-float8") == {"arm": "guided-float8", "skipped": said}
+    assert PRECISIONS["int4"].profile("guided").chances[0] == 0.97 * PROFILES["guided"].chances[0]
 
 
 def a_bench(arm: str, gammas: dict[str, int]) -> Bench:

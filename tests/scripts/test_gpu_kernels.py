@@ -110,11 +110,31 @@ def test_a_cache_of_narrow_entries_is_charged_for_its_own_bytes() -> None:
     heads = timings.dense_heads(dry_setup(), 28672)[0]
     entries = 2 * heads.batch * heads.n_kv * heads.context  # keys and values
     rows = dry_run("time-formats")["rows"]
-    assert [(row["what"].split(", ")[-1], row["bytes"] // entries) for row in rows[::2]] == [
-        ("bfloat16", 2 * heads.head_dim), ("int8", heads.head_dim + 2), ("float8_e4m3fn", heads.head_dim)
-    ]  # fmt: skip
-    assert [row["bytes"] for row in rows[1::2]] == [row["bytes"] for row in rows[::2]]
+    sizes = {"bfloat16": 2 * heads.head_dim, "int8": heads.head_dim + 2, "float8_e4m3fn": heads.head_dim}
+    of_steps = [row for row in rows if row["op"] == "decode_attention"]
+    assert [(row["what"].split(", ")[-1], row["bytes"] // entries) for row in of_steps[::2]] == [*sizes.items()]
+    assert [row["bytes"] for row in of_steps[1::2]] == [row["bytes"] for row in of_steps[::2]]
+    for op, n_entries, beside in (
+        ("sparse_attention", 2 * heads.batch * heads.n_kv * 128, heads.batch * heads.n_kv * 64 * 8),
+        ("prefill_attention", entries // heads.batch, 0),
+    ):
+        found = {row["what"].split(", ")[-1]: (row["bytes"] - beside) / n_entries for row in rows if row["op"] == op}
+        assert found == sizes
+    assert len(rows) == len(of_steps) + 2 * 3
+    rows = of_steps
     assert all(row["keys_in_view"] == [heads.context] * 2 for row in rows)
+
+
+def test_products_are_charged_for_the_bytes_of_their_weights_rows_and_results() -> None:
+    rows = dry_run("time-linears")["rows"]
+    assert [(row["op"], row["what"]) for row in rows] == [
+        (f"linear, {name}", f"wo 64 x 128, {n} rows") for name in ("bf16", "int8") for n in (1, 5)
+    ]
+    weights = {"bf16": 2 * 64 * 128, "int8": 64 * (128 + 4)}
+    assert [row["bytes"] for row in rows] == [
+        weights[name] + 2 * n * (128 + 64) for name in ("bf16", "int8") for n in (1, 5)
+    ]
+    assert all("failed" not in row and row["flops"] == 2 * row["rows_active"] * 64 * 128 for row in rows)
 
 
 def test_a_kernel_that_lets_rows_idle_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

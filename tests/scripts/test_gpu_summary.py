@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from gpt_fast_sd.measuring.chips import CHIPS
 from gpu.aims import AIMS, ARMS, FULL, Cell, cell_for, planned
 from gpu.stages import STAGES, results_of
-from gpu.summary import draw, summary, table, targets
+from gpu.summary import by_precision, draw, summary, table, targets
 from tests.scripts.gpu_rig import Record, a_ledger, dry_run, dry_setup, found
 
 
@@ -106,6 +106,27 @@ MEASURED = {
 def by_target(results: Record, **changes: Any) -> dict[str, dict[str, str]]:
     setup = replace(dry_setup(), **{"tiny": False, **changes})
     return {one["target"]: one for one in targets(results, setup)}
+
+
+def test_drafts_of_every_precision_have_a_forecast_beside_what_was_measured_or_not() -> None:
+    setup = replace(dry_setup(), tiny=False)
+    results = {
+        "precision-4096-int8": cell_result(1, 4096, "guided", 1.3) | {"quantize": "int8"},
+        "cell-57344-guided": cell_result(8, 57344, "guided", 2.9),
+        "precision-57344-float8": {"arm": "guided-float8", "skipped": "it does not run here"},
+    }
+    rows = {(one["cell"], one["draft's weights"]): one for one in by_precision(results, setup)}
+    measured = {where: one["measured, replay"] for where, one in rows.items()}
+    own = "bf16, the target's own"
+    assert len(rows) == 4 * 4 and measured["1x4096", "int8"] == "1.30x" and measured["8x57344", own] == "2.90x"
+    assert measured["16x57344", "float8"] == "not run: it does not run here"
+    assert sorted(set(measured.values())) == ["1.30x", "2.90x", "not measured", "not run: it does not run here"]
+    for cell, least in (("1x4096", 1.4), ("1x32768", 1.5), ("32x28672", 1.15)):  # what few bits bring, by the model
+        ratios = {name: float(rows[cell, name]["forecast: good public kernels"][:-1]) for name in (own, "int8", "int4")}
+        assert ratios["int4"] > ratios["int8"] > ratios[own] and ratios["int4"] > least * ratios[own]
+    assert {one["measured, replay"] for one in by_precision(results, dry_setup())} == {
+        "not measured", "not run: it does not run here"
+    }  # fmt: skip
 
 
 def test_every_target_stands_beside_what_was_measured_and_predicted() -> None:
@@ -215,4 +236,4 @@ def test_the_readme_holds_the_targets_that_the_cost_model_gives_now() -> None:
     """python scripts/gpu_suite.py OUT --device cpu --tiny --stages machine writes them into OUT/summary.md."""
     readme = Path(__file__).resolve().parents[2] / "benchmarks" / "h200" / "README.md"
     written = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    assert written == table(targets({}, dry_setup()))
+    assert written == [*table(targets({}, dry_setup())), *table(by_precision({}, dry_setup()))]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import peers
-from gpt_fast_sd.measuring.peers import Entry, LlamaCpp, entries
+from gpt_fast_sd.measuring.peers import Entry, LlamaCpp, PeerFailed, Worker, entries
 from gpt_fast_sd.model import read_config
 from peers import Reference, Timing, cell_report
 
@@ -100,6 +102,20 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
         with pytest.raises(SystemExit) as stopped:
             peers.main([*argv, *flags])
         assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_peer_that_ends_between_two_calls_is_its_own_failure_and_no_other_peers() -> None:
+    """Two of fourteen were out of memory; the next call to one of them was an OSError that ended the whole run."""
+    context = multiprocessing.get_context("spawn")
+    worker, (pipe, theirs) = object.__new__(Worker), context.Pipe()
+    process = context.Process(target=os._exit, args=(7,))
+    process.start()
+    theirs.close()
+    process.join()
+    worker._pipe, worker._process = pipe, process
+    for _ in range(2):
+        with pytest.raises(PeerFailed, match="its process ended with code 7"):
+            worker.call("steps", 1, 1)
 
 
 def test_help_is_the_same_on_every_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,24 @@ def test_a_named_device_with_its_own_rates_is_the_same_plan(capsys: pytest.Captu
     assert rows[0] == rows[1] != []
 
 
+def test_weights_of_few_bits_cost_their_bytes_and_their_acceptance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for name in ("none", "int8", "int4"):
+        flags = [] if name == "none" else ["--draft-quantize", name, "--quantize", name]
+        argv = [*LLAMA, "--device", "H200", "--batch", "1", "--context", "8k", "--policy", "guided", *flags]
+        assert plan.main([*argv, "--json", str(tmp_path / "plan.json")]) == 0
+        document = json.loads((tmp_path / "plan.json").read_text())
+        assert document["settings"]["draft_quantize"] == document["settings"]["quantize"] == (flags or [None])[-1]
+        (found[name],) = document["cells"]
+    out = capsys.readouterr().out
+    assert "weights int4, KV cache bf16, drafts' weights int4, on" in out and "times 0.97 for int4 weights" in out
+    for key in ("plain_ms", "draft_ms", "memory_bytes"):
+        assert found["none"][key] > found["int8"][key] > found["int4"][key]
+    assert found["int4"]["acceptance"][0] == pytest.approx(0.97 * found["none"]["acceptance"][0])
+
+
 def test_what_was_measured_is_shown_beside_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--measured", str(ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json")]) == 0
     out = capsys.readouterr().out
@@ -89,6 +107,12 @@ def test_without_a_model_one_sentence_says_what_is_missing(
         ("--bandwidth 4", "--device says, or --bandwidth and --flops"),
         ("--device H200 --link 100", "--link does nothing on one device: leave it out, or say --tp"),
         ("--device H200 --network 50", "--network does nothing on one device"),
+        (
+            "--device A100 --quantize float8",
+            "quantize 'float8' needs a GPU that multiplies float8, and A100-80G SXM does",
+        ),
+        ("--device A100 --draft-quantize float8", "quantize 'float8' needs a GPU that multiplies float8"),
+        ("--device H200 --tp 8 --draft-quantize int4", "quantize 'int4' of a draft pads inputs to multiples of 1,024"),
         ("--device H200 --measured README.md", "README.md holds no results"),
         ("--device H200 --measured nowhere.json", "nowhere.json: No such file"),
     ],

@@ -17,6 +17,7 @@ MODEL = [
     "rows_that_pad_a_vocabulary_are_never_chosen",
     "a_rank_reads_its_own_slices_and_nothing_else",
     "a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file",
+    "ranks_read_their_parts_of_a_checkpoint_in_float8",
     "a_step_has_the_collectives_that_the_plan_says",
     "a_step_with_its_collectives_is_one_graph",
     "every_rank_is_given_what_the_first_rank_of_its_group_has",
@@ -57,6 +58,7 @@ MORE = [
     "exact_decoding_stays_exact",
     "the_first_ranks_draws_count_for_all_whatever_drafts",
     "weights_are_quantized_after_they_are_split",
+    "int4_weights_are_on_ranks_what_they_are_on_one",
     "a_folder_is_loaded_and_decoded_by_all_ranks",
 ]
 COMPILED = [

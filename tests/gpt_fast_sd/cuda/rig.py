@@ -36,10 +36,12 @@ class Rig:
         return torch.zeros(slots, n, dtype=torch.int64, device=CUDA)
 
 
-def fake_rig(head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16, *, planes: bool = False) -> Rig:
+def fake_rig(
+    head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16, dim: int = 512, *, planes: bool = False
+) -> Rig:
     config = ModelConfig(
-        vocab_size=4096, dim=512, n_layers=LAYERS, n_heads=512 // head_dim, n_kv_heads=128 // head_dim,
-        head_dim=head_dim, ffn_dim=1024, max_seq_len=CAPACITY,
+        vocab_size=4096, dim=dim, n_layers=LAYERS, n_heads=dim // head_dim, n_kv_heads=dim // 4 // head_dim,
+        head_dim=head_dim, ffn_dim=2 * dim, max_seq_len=CAPACITY,
     )  # fmt: skip
     with CUDA:
         model = Transformer(config).eval().requires_grad_(False)

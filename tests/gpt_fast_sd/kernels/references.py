@@ -1,4 +1,4 @@
-"""The slow, obvious reference of every operator that attends or selects, which serves as its CPU body in tests.
+"""The slow, obvious reference of every operator that attends, selects or multiplies on CUDA: in tests its CPU body.
 
 On a CPU the package never calls the operators themselves. Here each gets its reference as a body, so that torch can
 check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.
@@ -21,14 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-choice, decode, prefill, select, sparse = (
+choice, decode, int8, prefill, select, sparse = (
     importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # not exported by its package
-    for name in ("choice", "decode", "prefill", "select", "sparse")
+    for name in ("choice", "decode", "int8", "prefill", "select", "sparse")
 )
 
 
 def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Steps on a CPU attend and select with CUDA's operators, whose bodies are the references."""
+    """Steps on a CPU attend, select and multiply with CUDA's operators, whose bodies are the references."""
     patch.setattr(choice, "TRITON", choice.TRITON | {"cpu"})
 
 
@@ -201,6 +201,13 @@ def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     return top_pages(short, n_closed[:, None], n)
 
 
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.float(), weight * scale[:, None], None if bias is None else bias.float()).to(x.dtype)
+
+
 OPERATORS: dict[Callable[..., Any], Any] = {
     decode_attention: decode._decode,
     decode_attention_with_mass: decode._decode_with_mass,
@@ -212,6 +219,7 @@ OPERATORS: dict[Callable[..., Any], Any] = {
     guided_select: select._guided_select,
     page_bounds: select._page_bounds,
     quest_pages: select._quest_pages,
+    int8_linear: int8._int8_linear,
 }
 for reference, operator in OPERATORS.items():
     operator.register_kernel("cpu")(reference)

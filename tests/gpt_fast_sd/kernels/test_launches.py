@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt_fast_sd.kernels import launches
 from tests.gpuless.driver import stand_in
 
-decode, prefill, select, sparse = (
-    importlib.import_module(f"gpt_fast_sd.kernels.{room}_triton") for room in ("decode", "prefill", "select", "sparse")
+decode, int8, prefill, select, sparse = (
+    importlib.import_module(f"gpt_fast_sd.kernels.{room}_triton")
+    for room in ("decode", "int8", "prefill", "select", "sparse")
 )
 
 G, H, BF16, FP32 = 4, 128, torch.bfloat16, torch.float32
@@ -142,6 +143,14 @@ def test_selection_is_one_kernel_and_that_of_quest_three() -> None:
     }
     assert {op: counted(call) for op, call in calls.items()} == {op: launches(op) for op in calls}
     assert launches("quest_pages") == 3
+
+
+def test_a_product_with_int8_weights_is_one_kernel() -> None:
+    def call(new: Callable[..., Tensor]) -> None:
+        x, weight = new(64, 4096, dtype=BF16), new(4096, 4096, dtype=torch.int8)
+        int8.linear(x, weight, new(4096, dtype=FP32), new(4096, dtype=BF16), arch=90)
+
+    assert counted(call) == launches("int8_linear") == 1
 
 
 def test_an_unknown_operator_has_no_number() -> None:

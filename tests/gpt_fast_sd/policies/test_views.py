@@ -236,3 +236,18 @@ def test_drafts_do_not_depend_on_who_used_the_slot_before(name: str) -> None:
         alone = engine(name, gamma=3, budget=64).generate([prompt], params)[0]
         for completion in completions:
             assert completion.stats.accepted_by_position == alone.stats.accepted_by_position
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("asked", [{"budget": 10**6}, {"budget": 10**6 + 8, "n_sink": 10**6}], ids=str)
+def test_a_budget_beyond_the_cache_costs_what_all_of_it_does(name: str, asked: dict[str, int]) -> None:
+    """Once a selection had room for what no row can hold: 10^9 asked for more memory than there was, or for 80 GB."""
+    prompts, params = [random_ids(n, seed=n) for n in (300, 9)], SamplingParams(max_tokens=20)
+    config = EngineConfig(batch_size=2, max_seq_len=2 * SPLIT, device="cpu", compile=False)
+    engines = [
+        Engine(tiny_model(), None, config, DraftConfig(policy=name, gamma=3, **fields))
+        for fields in (asked, {"budget": 2 * SPLIT})
+    ]
+    whole, (got, expected) = engines[1], ([c.tokens for c in one.generate(prompts, params)] for one in engines)
+    assert got == expected == [c.tokens for c in whole.generate(prompts, params, speculate=False)]
+    assert engines[0]._plan.policy <= 2 * whole._plan.policy and engines[0].draft.budget == asked["budget"]

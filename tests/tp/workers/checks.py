@@ -25,8 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, batch_state
 from gpt_fast_sd.compiling import CompiledStep
+from gpt_fast_sd.int4 import Int4Linear
+from gpt_fast_sd.kernels import dequantize_blocks
 from gpt_fast_sd.loading import draft_group
-from gpt_fast_sd.model import CausalSelf, ModelConfig, Weights, load_model, save_hugging_face
+from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer, Weights, load_model, save_hugging_face
+from gpt_fast_sd.quantize import draft_copy
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.tp import (
     Agreement,
@@ -38,6 +41,7 @@ from gpt_fast_sd.tp import (
     start,
     sum_in_order,
 )
+from tests.float8_folders import save_float8
 from tests.gguf_files import model_of, write_gguf
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
@@ -541,6 +545,53 @@ def weights_are_quantized_after_they_are_split(parallel: Parallel, folder: Path)
     assert [c.tokens for c in spoken] == [c.tokens for c in spelled]
     # each rank copies its part
     compare(parallel, DraftConfig(policy="streaming", budget=40, gamma=3, quantize="int8"), sampled=False)
+
+
+@check
+def int4_weights_are_on_ranks_what_they_are_on_one(parallel: Parallel, folder: Path) -> None:
+    """Blocks are never split, so each rank has its part of the very blocks that one rank has."""
+    config = wide_config(head_dim=16, ffn_dim=128)  # of which four ranks have whole blocks, too
+    compare(parallel, DraftConfig(policy="full", gamma=3), config=config, quantize="int4")
+    own = DraftConfig(policy="streaming", budget=40, gamma=3, quantize="int4")
+    compare(parallel, own, config=config, sampled=False)
+    place = folder / f"int4.{parallel.rank}"
+    save_hugging_face(tiny_model(config), place, dtype=torch.float32)
+    path = write_gguf(place / "model.gguf", model_of(place), gguf_kind("Q4_1"))
+    loaded = parallel.group.load(path, dtype=torch.float32)
+    for layer, copied in zip(loaded.layers, draft_copy(loaded, "int4").layers, strict=True):
+        for name, linear in layer.named_modules():
+            if isinstance(linear, torch.nn.Linear):
+                held = copied.get_submodule(name)
+                assert isinstance(held, Int4Linear), name
+                assert torch.equal(dequantize_blocks(held.held, torch.float32), linear.weight), name
+
+
+def gguf_kind(name: str) -> Any:
+    import gguf
+
+    return gguf.GGMLQuantizationType[name]
+
+
+@check
+def ranks_read_their_parts_of_a_checkpoint_in_float8(parallel: Parallel, folder: Path) -> None:
+    """Dequantized they hold what cutting the whole model gives, and kept as it is the same numbers and their scales."""
+    for name in ("llama", "two_kv_heads", "one_kv_head"):
+        for kind in ("channel", "tensor"):
+            place = folder / f"float8.{name}.{kind}.{parallel.rank}"
+            save_float8(place, kind, config=dataclasses.replace(FAMILIES[name], qkv_bias=False))
+            held = dict(parallel.group.load(place, dtype=torch.float32).named_parameters())
+            sharded = parallel.group.shard(load_model(place, dtype=torch.float32))
+            for key, parameter in sharded.named_parameters():
+                assert torch.equal(parameter, held[key]), (name, kind, key)
+            kept: dict[str, Tensor] = {}
+
+            def keep(model: Transformer, key: str, numbers: Tensor, scales: Tensor, into: Any = kept) -> None:
+                into[key] = numbers.float() * scales[:, None]
+                where, _, part = key.rpartition(".")
+                setattr(model.get_submodule(where), part, torch.nn.Parameter(into[key], requires_grad=False))
+
+            parallel.group.load(place, dtype=torch.bfloat16, keep=keep)
+            assert len(kept) == 4 * 2 and all(torch.equal(kept[key], held[key]) for key in kept), (name, kind)
 
 
 @check

@@ -1,0 +1,99 @@
+"""Checkpoints whose weights are float8 (e4m3) with scales of their own: which are read, and why others are not.
+
+Two kinds are: compressed-tensors' "float-quantized" with one scale for each output ("channel") or for a whole weight
+("tensor"), and fbgemm_fp8, which has one for each output. Both store a weight [O, I] next to its `weight_scale`. How
+they would quantize activations is not taken over: the scales of inputs are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+FLOAT8 = "F8_E4M3"  # as safetensors spells it
+PRESETS = ("FP8", "FP8_DYNAMIC")  # of compressed-tensors, in place of a description
+READ = "compressed-tensors float-quantized with a scale for each channel or tensor, and fbgemm_fp8"
+# ends of names in which other kinds keep weights: integers that are packed, codes, tables of scales
+PACKED = (
+    "qweight", "qzeros", "g_idx", "weight_packed", "weight_shape", "weight_zero_point", "weight_scale_inv",
+    "absmax", "quant_map", "quant_state", "bitsandbytes__nf4", "bitsandbytes__fp4", "SCB", "weight_format",
+    "weight_global_scale", "codebooks", "codes", "_blocks", "_scales",
+)  # fmt: skip
+UNUSED = ("input_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale")
+
+
+def is_stored_in_float8(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that weights are float8 of a kind that is read; ValueError for any other kind."""
+    found = raw.get("quantization_config")
+    if found is None:
+        return False
+    if not isinstance(found, dict):
+        raise ValueError(f"quantization_config must be an object, got {found!r:.80}")
+    method = found.get("quant_method")
+    if method == "fbgemm_fp8" or (method == "compressed-tensors" and _is_float_quantized(found)):
+        return True
+    bits = _bits(found)
+    name = " ".join(str(word) for word in (method, found.get("format")) if word) or "of no known kind"
+    blocks = f", in blocks of {found['weight_block_size']}" if found.get("weight_block_size") else ""
+    raise ValueError(
+        f"quantization_config is {name}{f', {bits} bits' if bits else ''}{blocks}, which is not read (only {READ}); "
+        f"load the unquantized checkpoint and use quantize={'int4' if bits == 4 else 'int8'!r}"
+    )
+
+
+def has_float8_cache(raw: Mapping[str, Any]) -> bool:
+    """Whether such a config.json also wants a cache of few bits, which is for the user to ask for."""
+    return bool((raw.get("quantization_config") or {}).get("kv_cache_scheme"))
+
+
+def is_packed(name: str) -> bool:
+    """Whether a tensor of that name is a part of a weight that is kept in some kind that is not read."""
+    last = name.rpartition(".")[2]
+    return any(last == end or (end.startswith("_") and last.endswith(end)) for end in PACKED)
+
+
+def is_unused(name: str) -> bool:
+    """Whether a tensor of that name describes activations or a cache."""
+    return name.rpartition(".")[2] in UNUSED
+
+
+def scale_shapes(n_out: int) -> tuple[tuple[int, ...], ...]:
+    """What shapes the scales of a weight with so many outputs may have."""
+    return (n_out, 1), (n_out,), (1,), ()
+
+
+def _is_float_quantized(found: Mapping[str, Any]) -> bool:
+    sparse = (found.get("sparsity_config") or {}).get("format", "dense")
+    rotated = (found.get("transform_config") or {}).get("config_groups")
+    groups = found.get("config_groups")
+    if found.get("format") != "float-quantized" or sparse != "dense" or rotated or not isinstance(groups, dict):
+        return False
+    return bool(groups) and all(_is_read(name, group) for name, group in groups.items())
+
+
+def _is_read(name: str, group: object) -> bool:
+    """Whether a group of layers has weights with a scale for each output or for all."""
+    if isinstance(group, list):  # of names of layers, whose description is the group's own name
+        return name in PRESETS
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        return False
+    kind = weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)
+    return kind == ("float", 8, True) and weights.get("strategy") in ("channel", "tensor")
+
+
+def _bits(found: Mapping[str, Any]) -> int | None:
+    """The bits of a weight, if it is said somewhere."""
+    for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        if found.get(key) is True:
+            return bits
+    return next(_numbers(found), None)
+
+
+def _numbers(found: Mapping[str, Any]) -> Iterator[int]:
+    groups = found.get("config_groups")
+    described = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
+    for one in (found, *(weights for weights in described if isinstance(weights, dict))):
+        for key in ("bits", "num_bits", "nbits", "w_bit"):
+            if isinstance(one.get(key), int):
+                yield one[key]

@@ -1,0 +1,96 @@
+"""The files of a program: what it reads and what it writes is checked together, before any work; nothing is lost after.
+
+Before the work `check_files` is told everything that will be read and written; `save` writes at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import refuse
+from gpt_fast_sd.loading import BUNDLED, find_smollm2
+from gpt_fast_sd.measuring.ledger import write_whole
+
+
+def check_files(writes: Mapping[str, Path | None], reads: Mapping[str, Any] | None = None) -> None:
+    """ValueError for an output that cannot be written, or that is an input or another output by whatever name.
+
+    Both by the flags that name them. What is read may be a path, several, None, or the name of a model; of a folder
+    every file is read.
+    """
+    outputs = [(f"{flag} {path}", path) for flag, path in writes.items() if path is not None]
+    taken = [(f"{flag} {path}", path) for flag, one in (reads or {}).items() for path in paths_of(one)]
+    for named, path in outputs:
+        require_writable(path)
+        for other, there in taken:
+            if same_file(path, there):
+                raise ValueError(f"{named} and {other} are the same file")
+            if there.is_dir() and any(same_file(path, file) for file in there.iterdir()):
+                raise ValueError(f"{named} would take the place of a file of {other}")
+        taken.append((named, path))
+
+
+def paths_of(value: Any) -> Iterator[Path]:
+    """The paths that a flag names."""
+    for one in value if isinstance(value, list | tuple) else [value]:
+        path = {"bundled": BUNDLED, "smollm2": find_smollm2()}.get(str(one), one)
+        if path is not None:
+            yield Path(path)
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two names stand for one file, through links too, there or not."""
+    if one.resolve() == other.resolve():
+        return True
+    with contextlib.suppress(OSError):
+        return one.samefile(other)
+    return False
+
+
+def require_writable(path: Path) -> None:
+    """ValueError unless a file of this name can be replaced by a new one; it is tried, and nothing changes."""
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder")
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.resolve().parent}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"cannot write {path}: it is no file that can be replaced")
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))  # not truncated; one that is write-protected stays as it is
+        beside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.tried")
+        os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        beside.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+
+
+def save(texts: Mapping[Path, str], program: str) -> None:
+    """Replace each file with its text; where one cannot be written, all others are, and the exit code is 1.
+
+    What was meant for it goes into the current folder or that of temporary files, as one sentence says.
+    """
+    failed = []
+    for path, text in texts.items():
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            failed.append(f"{path}: {error.strerror}{elsewhere(path, text)}")
+    if failed:
+        refuse(ValueError("; ".join(failed)), program, code=1)
+
+
+def elsewhere(path: Path, text: str) -> str:
+    """Write the text where that can be done -> a phrase that says where."""
+    name = f"{path.stem[:100]}.{secrets.token_hex(4)}{path.suffix}"
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            write_whole(folder / name, text)
+            return f"; what it was to hold is in {folder / name}"
+    return "; nor can it be written anywhere else"

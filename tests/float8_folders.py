@@ -1,0 +1,132 @@
+"""Tiny folders whose weights are stored in float8, as tools of others write them; and what other kinds say.
+
+Shapes: O x I a weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gpt_fast_sd.model import ModelConfig, save_hugging_face
+from tests.helpers import tiny_config, tiny_model
+
+Scaled = Callable[[Tensor], Tensor]  # of a weight [O, I]: what its numbers stand for, in the shape that is stored
+
+HELD = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "dynamic": False, "actorder": None}
+
+
+def by_channel(weight: Tensor) -> Tensor:
+    """[O, 1]"""
+    return weight.float().abs().amax(1, keepdim=True) / 448
+
+
+def by_tensor(weight: Tensor) -> Tensor:
+    """[1]"""
+    return weight.float().abs().amax().view(1) / 448
+
+
+def by_tensor_without_dims(weight: Tensor) -> Tensor:
+    """[]"""
+    return by_tensor(weight)[0]
+
+
+def in_bf16(weight: Tensor) -> Tensor:
+    """[O, 1], rounded to bf16."""
+    return by_channel(weight).bfloat16()
+
+
+def compressed_tensors(strategy: str = "channel", **changes: Any) -> dict[str, Any]:
+    """What llm-compressor writes into config.json."""
+    activations = {**HELD, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": {**HELD, "strategy": strategy}, "input_activations": activations,
+             "output_activations": None}  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
+        "global_compression_ratio": None, "sparsity_config": {},
+    } | changes  # fmt: skip
+
+
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+
+# kind -> what config.json says, and how weights are scaled
+READ: Mapping[str, tuple[dict[str, Any], Scaled]] = {
+    "channel": (compressed_tensors(), by_channel),
+    "channel in bf16": (compressed_tensors(), in_bf16),
+    "tensor": (compressed_tensors("tensor"), by_tensor),
+    "tensor without dims": (compressed_tensors("tensor"), by_tensor_without_dims),
+    "preset": (compressed_tensors(config_groups={"FP8_DYNAMIC": ["Linear"]}), by_channel),
+    "fbgemm_fp8": (FBGEMM, by_channel),
+}
+
+
+def _group(**weights: Any) -> dict[str, Any]:
+    return {"group_0": {"targets": ["Linear"], "weights": {**HELD, **weights}}}
+
+
+# what config.json says -> how the refusal names it
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "gptq, 4 bits"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}, "awq, 4 bits"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes, 4 bits"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
+    ({"quant_method": "hqq", "quant_config": {}}, "hqq"),
+    ({"quant_method": "torchao", "quant_type": {"default": {}}}, "torchao"),
+    ({"quant_method": "mxfp4", "modules_to_not_convert": []}, "mxfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, r"fp8, in blocks of \[128, 128\]"),
+    ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8"),
+    (compressed_tensors(format="pack-quantized", config_groups=_group(type="int", num_bits=4, strategy="group")),
+     "compressed-tensors pack-quantized, 4 bits"),
+    (compressed_tensors(format="int-quantized", config_groups=_group(type="int", strategy="channel")),
+     "compressed-tensors int-quantized, 8 bits"),
+    (compressed_tensors("block"), "compressed-tensors float-quantized, 8 bits"),
+    (compressed_tensors(config_groups=_group(strategy="channel", symmetric=False)), "float-quantized, 8 bits"),
+    (compressed_tensors(config_groups={"W8A8": ["Linear"]}), "compressed-tensors float-quantized"),
+    (compressed_tensors(sparsity_config={"format": "sparse-24-bitmask"}), "float-quantized, 8 bits"),
+    (compressed_tensors(transform_config={"config_groups": {"R1": {}}}), "float-quantized, 8 bits"),
+    ({"bits": 4}, "of no known kind, 4 bits"),
+)  # fmt: skip
+
+
+def save_float8(
+    folder: Path,
+    kind: str = "channel",
+    *,
+    config: ModelConfig | None = None,
+    plain: Collection[str] = ("lm_head",),
+    extra: Mapping[str, Tensor] | None = None,
+    **changes: Any,
+) -> dict[str, Tensor]:
+    """Write a model of float8 linears -> the weights that they stand for, and all else, fp32 by Hugging Face's names.
+
+    plain: parts of names of what stays bf16. extra: further tensors. changes: of quantization_config.
+    """
+    said, scaled = READ[kind]
+    source = tiny_model(config or tiny_config(), dtype=torch.bfloat16)
+    save_hugging_face(source, folder, dtype=torch.bfloat16)
+    stored, meant = load_file(folder / "model.safetensors"), {}
+    for name, weight in list(stored.items()):
+        meant[name] = weight.float()
+        if not name.endswith("_proj.weight") or any(part in name for part in plain):
+            continue
+        scale = scaled(weight)
+        stored[name] = (weight.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale"] = scale
+        meant[name] = stored[name].float() * scale.float()
+    save_file(stored | dict(extra or {}), folder / "model.safetensors")
+    describe(folder, said | changes)
+    return meant
+
+
+def describe(folder: Path, said: dict[str, Any] | None) -> None:
+    """Let config.json say this of its quantization."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": said}))

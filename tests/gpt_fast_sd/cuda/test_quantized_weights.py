@@ -1,0 +1,190 @@
+"""What Inductor makes of steps with quantized weights on CUDA: a product for each, no copy of a weight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch import nn
+
+from gpt_fast_sd.compiling import span
+from gpt_fast_sd.model import ModelConfig
+from gpt_fast_sd.policies.base import draft_step
+from gpt_fast_sd.precisions import precision_of, require_precision, require_sizes
+from gpt_fast_sd.quantize import draft_copy, drafter, quantize
+from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.tp import local_config
+from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, fake_rig
+from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
+from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
+
+pytestmark = needs_cuda_code
+CUDA = torch.device("cuda")
+
+
+@contextlib.contextmanager
+def gpu(capability: tuple[int, int] = (9, 0), cuda: str = "13.0") -> Iterator[None]:
+    """A GPU of this compute capability, and a torch built for this CUDA, to whoever asks."""
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.version, "cuda", cuda),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def quantizing() -> Iterator[None]:
+    """A GPU on which int4 is chosen without a look at values, which fake tensors have none of."""
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    def simple(**options: Any) -> Any:
+        return Int4WeightOnlyConfig(**{**options, "int4_choose_qparams_algorithm": "tinygemm"})
+
+    with gpu(), mock.patch("torchao.quantization.Int4WeightOnlyConfig", simple):
+        yield
+
+
+def linears_of(model: nn.Module) -> list[nn.Linear]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def sizes_of(model: nn.Module) -> set[tuple[str, ...]]:
+    """Shapes of all weights, and the same transposed."""
+    shapes = {tuple(str(size) for size in m.weight.shape) for m in linears_of(model)}
+    return shapes | {shape[::-1] for shape in shapes}
+
+
+# what multiplies in the layers and in the head of a copy; launches of a layer, and of its head, beside those of bf16
+DRAFTS = {
+    "int8": (Counter(int8_linear=4 * LAYERS + 1), 0, 0),
+    "int4": (Counter({"aten._weight_int4pack_mm": 4 * LAYERS, "int8_linear": 1}), 0, 0),
+    "float8": (Counter({"_scaled_mm": 4 * LAYERS + 1}), 4, 1),  # each row's largest number is found first
+}
+
+
+def products_of(step: Generated) -> Counter[str]:
+    """What multiplies, attention apart."""
+    found = Counter(step.others + step.products + step.ours)
+    return Counter({name: n for name, n in found.items() if "attention" not in name})
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_copy_drafts_with_few_launches_and_no_buffer_of_a_weights_size(name: str) -> None:
+    products, more, at_head = DRAFTS[name]
+    with fake_cuda_tensors(), torch.inference_mode():
+        rig = fake_rig(dim=1024)
+        before = dict(rig.model.named_parameters(remove_duplicate=False))
+        with quantizing():
+            copy = draft_copy(rig.model, name)
+        assert all(p is before[name] for name, p in rig.model.named_parameters(remove_duplicate=False))
+        layers = "float8" if name == "float8" else "int8"
+        assert [precision_of(m) for m in linears_of(copy)] == [name] * 4 * LAYERS + [layers]
+        assert copy.embedding is rig.model.embedding and copy.norm is rig.model.norm
+        tokens = rig.tokens(1)
+        view = rig.view("streaming").kv()
+        step = cuda_code(draft_step, copy, tokens, tokens.clone(), rig.cache.layers, span(rig.cache, CAPACITY), *view)
+    assert step.launches <= LAYERS * (LAYER + more) + HEAD + at_head, step
+    assert products_of(step) == products and "int8pack" not in step.code
+    assert not sizes_of(copy) & {*step.allocated}
+    assert step.graphs == 1 and step.no_cudagraph is None
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_target_verifies_with_few_launches_and_no_one_row_kernel_of_a_library(name: str) -> None:
+    products, more, _ = DRAFTS[name]
+    settings = {key: value for key, value in inductor.get_config_copy().items() if not key.startswith("_")}
+    with fake_cuda_tensors(), torch.inference_mode():
+        rig = fake_rig(dim=1024)
+        with quantizing():
+            quantize(rig.model, name)
+        assert [precision_of(m) for m in linears_of(rig.model)] == [name] * 4 * LAYERS + [None]
+        tokens = rig.tokens(5)
+        step = cuda_code(decode_step, rig.model, tokens, tokens.clone(), rig.cache.layers, span(rig.cache, CAPACITY), 0)
+    assert step.launches <= LAYERS * (LAYER + more) + HEAD, step
+    in_layers = {product: 4 * LAYERS for product in products if name != "int4" or "int4" in product}
+    assert products_of(step) == {**in_layers, "mm": 1} and "int8pack" not in step.code
+    assert not sizes_of(rig.model.layers) & {*step.allocated}
+    assert step.graphs == 1 and step.no_cudagraph is None
+    # by default torchao changes Inductor's settings of the whole process
+    assert settings == {key: value for key, value in inductor.get_config_copy().items() if not key.startswith("_")}
+
+
+@pytest.mark.slow
+def test_inductor_replaces_a_librarys_int8_weights_by_a_one_row_kernel() -> None:
+    """What the operator of our own is for: should this fail, torch has mended it."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    with fake_cuda_tensors(), torch.inference_mode():
+        rig, x = fake_rig(), torch.zeros(5, 512, dtype=torch.bfloat16, device=CUDA)
+        linear = rig.model.layers[0].attention.wo  # type: ignore[union-attr]
+        quantize_(linear, Int8WeightOnlyConfig(set_inductor_config=False), filter_fn=lambda *_: True)  # type: ignore[arg-type]
+        step = cuda_code(lambda linear, x: linear(x), linear, x)
+    assert "_weight_int8pack_mm" in step.code
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "capability", "cuda", "said"),
+    [
+        ("int4", torch.float16, (9, 0), "13.0", "'int4' of a draft needs bf16 weights, and the model's are float16"),
+        ("float8", torch.float16, (9, 0), "13.0", "needs bf16 weights, and the model's are float16"),
+        ("float8", torch.bfloat16, (8, 0), "13.0", r"needs compute capability 8\.9 or more .*, and this GPU has 8\.0"),
+        ("float8", torch.bfloat16, (9, 0), "12.9", r"may crash in CUDA 12\.9's cuBLAS: use a torch built for another"),
+    ],
+)
+def test_what_a_gpu_does_not_draft_with_is_refused_in_a_sentence(
+    name: str, dtype: torch.dtype, capability: tuple[int, int], cuda: str, said: str
+) -> None:
+    with gpu():
+        require_precision("float8", CUDA, torch.bfloat16, of_draft=True)
+    with gpu(capability, cuda), pytest.raises(ValueError, match=said) as caught:
+        require_precision(name, CUDA, dtype, of_draft=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_that_float8_does_not_take_are_refused() -> None:
+    with fake_cuda_tensors(), gpu():
+        rig = fake_rig()
+        odd = nn.Linear(512, 1000, bias=False, device=CUDA, dtype=torch.bfloat16)
+        rig.model.output = odd  # type: ignore[assignment]
+        runner = Runner(rig.model, rig.cache, compiled=False)
+        with pytest.raises(ValueError, match=r"needs sizes that 16 divides, and a weight has \[1000, 512\]"):
+            drafter(runner, "float8")
+
+
+LLAMA_8B = ModelConfig(
+    vocab_size=128_256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14_336, max_seq_len=8192
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "ranks", "said"),
+    [
+        (
+            "int4",
+            {},
+            8,
+            "pads inputs to multiples of 1,024, and the 512 of wo on each of 8 processes would grow by 100%",
+        ),
+        ("int4", {"dim": 576}, 1, "needs inputs that 128 divides and outputs that 8 divides, and wqkv has 576 and"),
+        ("int4", {"ffn_dim": 14_400}, 1, "needs inputs that 128 divides and outputs that 8 divides, and w_out has"),
+        ("float8", {"ffn_dim": 14_344}, 1, "needs inputs that 16 divides and outputs that 16 divides, and w_out has"),
+        ("float8", {"n_heads": 33, "n_kv_heads": 1, "head_dim": 40}, 1, "and wqkv has 4,096 and 1,400$"),
+    ],
+)
+def test_sizes_of_a_model_that_a_precision_does_not_take_are_refused(
+    name: str, changes: dict[str, int], ranks: int, said: str
+) -> None:
+    require_sizes(name, CUDA, LLAMA_8B, 1)
+    require_sizes("int8", CUDA, local_config(LLAMA_8B, ranks), ranks)
+    with pytest.raises(ValueError, match=said) as caught:
+        require_sizes(name, CUDA, local_config(replace(LLAMA_8B, **changes), ranks), ranks)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,155 @@
+"""Checkpoints in float8 are read, dequantized or as they are; every other kind is refused by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gpt_fast_sd.model import (
+    CheckpointError,
+    Transformer,
+    load_model,
+    name_table,
+    read_config,
+    read_stored_dtype,
+    read_stored_float8,
+    save_hugging_face,
+)
+from tests.float8_folders import READ, REFUSED, describe, save_float8
+from tests.helpers import tiny_config, tiny_model
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def rows_of(model: Transformer, meant: dict[str, Tensor], name: str) -> list[Tensor]:
+    """What a parameter of a model should hold: the rows of its stored tensors, in their order."""
+    layout = name_table(model.config)[name]
+    units = [meant[stored].unflatten(0, (-1, rows)) for stored, rows, _ in layout]
+    return [part for unit in zip(*units, strict=True) for part in unit]
+
+
+@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_float8_are_dequantized_row_by_row(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    meant = save_float8(tmp_path, kind)
+    model = load_model(tmp_path, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype
+        assert parameter.equal(torch.cat(rows_of(model, meant, name)).to(dtype)), name
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_weights_in_float8_are_kept_with_a_scale_for_each_row(kind: str, tmp_path: Path) -> None:
+    meant, kept = save_float8(tmp_path, kind), {}
+
+    def keep(model: Transformer, name: str, numbers: Tensor, scales: Tensor) -> None:
+        kept[name] = numbers, scales
+        place, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(place), kind, torch.nn.Parameter(numbers.float(), requires_grad=False))
+
+    model = load_model(tmp_path, dtype=torch.bfloat16, keep=keep)
+    assert len(kept) == 4 * 2
+    for name, (numbers, scales) in kept.items():
+        assert numbers.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+        assert (numbers.float() * scales[:, None]).equal(torch.cat(rows_of(model, meant, name))), name
+    assert model.output.weight.dtype == model.embedding.weight.dtype == torch.bfloat16
+
+
+def test_what_a_checkpoint_ignores_keeps_its_dtype_and_is_found(tmp_path: Path) -> None:
+    whole, some = tmp_path / "whole", tmp_path / "some"
+    save_float8(whole)
+    meant = save_float8(some, plain=("lm_head", "layers.1.mlp.down_proj"), kv_cache_scheme={"num_bits": 8})
+    stored = read_stored_float8(whole), read_stored_float8(some)
+    assert stored[0] is not None and stored[0].other is None and not stored[0].cache
+    assert stored[1] is not None and stored[1].other == "model.layers.1.mlp.down_proj.weight" and stored[1].cache
+    assert read_stored_dtype(some) == "bfloat16"
+    kept: list[str] = []
+
+    def keep(model: Transformer, name: str, numbers: Tensor, scales: Tensor) -> None:
+        kept.append(name)
+        place, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(place), kind, torch.nn.Parameter(numbers.float(), requires_grad=False))
+
+    model = load_model(some, keep=keep)
+    assert len(kept) == 7 and "layers.1.feed_forward.w_out.weight" not in kept
+    expected = meant["model.layers.1.mlp.down_proj.weight"]
+    assert model.get_parameter("layers.1.feed_forward.w_out.weight").equal(expected.bfloat16())
+
+
+def test_a_checkpoint_without_float8_has_none(tmp_path: Path) -> None:
+    save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
+    assert read_stored_float8(tmp_path) is None
+
+
+def test_float8_of_which_config_json_says_nothing_is_refused(tmp_path: Path) -> None:
+    save_float8(tmp_path)
+    describe(tmp_path, None)
+    with pytest.raises(
+        CheckpointError, match=r"proj\.weight is stored as F8_E4M3, but only F64, F32, F16, BF16 can be"
+    ):
+        load_model(tmp_path)
+
+
+def test_what_concerns_activations_or_a_cache_is_not_read(tmp_path: Path) -> None:
+    names = ["q_proj.input_scale", "k_proj.input_scale_ub", "k_scale", "v_scale", "q_scale", "o_proj.output_scale"]
+    save_float8(tmp_path, extra={f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names})
+    load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("said", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_other_kinds_are_refused_by_name(said: dict[str, Any], named: str, tmp_path: Path) -> None:
+    save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
+    describe(tmp_path, said)
+    with pytest.raises(
+        CheckpointError, match=f"config.json: quantization_config is .*{named}, which is not read "
+    ) as e:
+        read_config(tmp_path)
+    advised = "int4" if "4 bits" in named else "int8"
+    assert str(e.value).endswith(f"load the unquantized checkpoint and use quantize={advised!r}")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn.q_proj.qweight", "self_attn.q_proj.weight_packed", "mlp.up_proj.weight.absmax", "mlp.up_proj.SCB",
+     "mlp.up_proj.weight.quant_state.bitsandbytes__nf4", "self_attn.q_proj.weight_scale_inv"],
+)  # fmt: skip
+def test_packed_weights_are_refused_by_the_tensors_name_whatever_config_json_says(name: str, tmp_path: Path) -> None:
+    save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    packed = f"model.layers.0.{name}"
+    stored[packed] = torch.zeros(4, 4, dtype=torch.int32)
+    del stored[Q]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"model.safetensors: {packed} is a part of a quantized weight"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        (
+            f"{Q}_scale",
+            torch.ones(2, 2),
+            r"_scale is F32 of shape \[2, 2\], but the scales of 32 outputs are floats of",
+        ),
+        (f"{Q}_scale", torch.ones(32, 1, dtype=torch.int32), r"_scale is I32 of shape \[32, 1\], but the scales of 32"),
+        (f"{Q}_scale", None, "q_proj.weight is stored as F8_E4M3, but only F64, F32, F16, BF16 can be read"),
+        ("model.norm.weight_scale", torch.ones(1), "model has no place for model.norm.weight_scale"),
+    ],
+)
+def test_scales_that_do_not_belong_to_a_weight_are_refused(
+    name: str, tensor: Tensor | None, said: str, tmp_path: Path
+) -> None:
+    save_float8(tmp_path, config=tiny_config())
+    stored = load_file(tmp_path / "model.safetensors")
+    stored = {n: t for n, t in stored.items() if n != name} | ({name: tensor} if tensor is not None else {})
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)

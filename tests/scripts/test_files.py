@@ -1,0 +1,242 @@
+"""No program replaces what it reads, and what it wrote is not lost: outputs are checked before, and saved after."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import common
+import batch
+import benchmark
+import evaluate
+import files
+import generate
+import hero
+import needles
+import peers
+import plan
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
+    # {} is a file that is read; then flags of what is written
+    "generate.py --prompts": (generate.main, ["--prompts", "{}"]),
+    "generate.py --prompt-file": (generate.main, ["--prompt-file", "{}"]),
+    "generate.py --document": (generate.main, ["--prompt", "a", "--document", "{}"]),
+    "batch.py": (batch.main, ["{}"]),
+    "benchmark.py": (benchmark.main, ["--fresh", "--text", "{}"]),
+    "benchmark.py --sweep budget": (benchmark.main, ["--fresh", "--sweep", "budget", "--text", "{}"]),
+    "needles.py": (needles.main, ["--text", "{}"]),
+    "peers.py": (peers.main, ["--text", "{}"]),
+    "evaluate.py": (evaluate.main, ["--text", "{}"]),
+    "plan.py": (plan.main, ["--measured", "{}"]),
+    "hero.py": (hero.main, ["{}"]),
+}
+OUTPUTS = {
+    "generate.py --prompts": ["--output", "--json", "--profile"], "generate.py --prompt-file": ["--output", "--json"],
+    "generate.py --document": ["--output"], "batch.py": ["", "--rejects"], "hero.py": [""],
+    "needles.py": ["--json", "--plot"], "evaluate.py": ["--json", "--plot"],
+}  # fmt: skip
+CASES = [(program, flag) for program in PROGRAMS for flag in OUTPUTS.get(program, ["--json"])]
+
+
+def said(main: Callable[[list[str]], object], argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one sentence of a refusal."""
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and out == "" and "Traceback" not in err
+    return str(err.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("how", ["same", "symlink", "hard link", "another way"])
+@pytest.mark.parametrize(("program", "flag"), CASES)
+def test_what_is_read_is_never_replaced(
+    program: str, flag: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / ("in.png" if flag == "--plot" else "in.jsonl")
+    source.write_text('{"prompt": "One"}\n')
+    output = {
+        "same": source, "another way": tmp_path / ".." / tmp_path.name / source.name,
+    }.get(how, tmp_path / f"other{source.suffix}")  # fmt: skip
+    if how == "symlink":
+        output.symlink_to(source)
+    elif how == "hard link":
+        os.link(source, output)
+    main, argv = PROGRAMS[program]
+    given = [part.format(source) for part in argv]
+    given += [*([flag] if flag else []), str(output)]
+    if program == "batch.py" and flag:  # it also needs an output
+        given.insert(1, str(tmp_path / "out.jsonl"))
+    assert "are the same file" in said(main, given, capsys)
+    assert source.read_text() == '{"prompt": "One"}\n'
+
+
+@pytest.mark.parametrize("name", ["out.state.json", "out.jsonl.lock"])
+def test_what_batch_keeps_beside_its_output_is_no_input_either(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / name
+    source.write_text('{"prompt": "One"}\n')
+    assert "are the same file" in said(batch.main, [str(source), str(tmp_path / "out.jsonl")], capsys)
+    assert "are the same file" in said(
+        batch.main, [str(ROOT / "README.md"), str(tmp_path / "out.jsonl"), "--rejects", str(source)], capsys
+    )
+    assert source.read_text() == '{"prompt": "One"}\n'
+
+
+@pytest.mark.parametrize("model", ["bundled", None])
+def test_a_file_of_the_model_is_never_replaced(model: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "gpt_fast_sd" / "bundled" / "config.json"
+    before = config.read_bytes()
+    argv = ["--prompt", "a", *(["--model", model] if model else []), "--json", str(config)]
+    assert "would take the place of a file of --model" in said(generate.main, argv, capsys)
+    assert config.read_bytes() == before
+
+
+def test_two_outputs_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--prompt", "a", "--output", str(tmp_path / "x"), "--json", str(tmp_path / "." / "x")]
+    assert re.search(r"--json .*x and --output .*x are the same file", said(generate.main, argv, capsys))
+    assert not any(tmp_path.iterdir())
+
+
+# ---- writable is tried -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/dev/full", "it is no file that can be replaced"), ("/proc/x", "cannot write /proc/x: "),
+        ("/nowhere/x", "there is no folder /nowhere"), ("/tmp", "it is a folder"),
+        ("/dev/null/x", "there is no folder"),
+    ],
+)  # fmt: skip
+@pytest.mark.skipif(sys.platform != "linux", reason="these are Linux's names")
+def test_what_cannot_be_written_is_refused_before_the_work(
+    path: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert why in said(generate.main, ["--prompt", "a", "--output", path], capsys)
+
+
+@pytest.mark.parametrize("call", ["new", "old"])
+def test_a_folder_or_file_without_permission_is_refused(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write anything: the system's refusal is made up."""
+    path, real = tmp_path / "x", os.open
+    path.write_text("old")
+
+    def refused(name: Any, flags: int, *args: Any) -> int:
+        if bool(flags & os.O_CREAT) == (call == "new"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return real(name, flags, *args)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(ValueError, match=r"cannot write .*x: Permission denied"):
+        files.require_writable(path)
+    assert path.read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["x"]
+
+
+# ---- what was written is not lost ------------------------------------------------------------------------------------
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Files of these names cannot be written any more."""
+    real = files.write_whole
+
+    def write(path: Path, text: str) -> None:
+        if path.name in names:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, text)
+
+    monkeypatch.setattr(files, "write_whole", write)
+
+
+def test_a_disk_that_is_full_costs_nothing_that_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    full_disk(monkeypatch, "a.jsonl")
+    (tmp_path / "a.jsonl").write_text("older")
+    with pytest.raises(SystemExit) as stopped:
+        files.save({tmp_path / "a.jsonl": "made\n", tmp_path / "b.json": "{}"}, "generate.py")
+    err = capsys.readouterr().err
+    assert stopped.value.code == 1 and len(err.splitlines()) == 1
+    where = re.search(r"a\.jsonl: No space left on device; what it was to hold is in (\S+)$", err.strip())
+    assert where and Path(where[1]).read_text() == "made\n"
+    assert (tmp_path / "a.jsonl").read_text() == "older" and (tmp_path / "b.json").read_text() == "{}"
+
+
+def test_generate_says_where_its_completions_are_if_their_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    full_disk(monkeypatch, "out.jsonl")
+    flags = ["--model", "bundled", "--prompt", "One", "--max-new-tokens", "3", "--no-compile", "--device", "cpu"]
+    with pytest.raises(SystemExit) as stopped:
+        generate.main([*flags, "--output", "out.jsonl", "--json", "run.json", "--profile", "trace.json"])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 1 and "Traceback" not in err and "tokens/s" in out
+    (kept,) = tmp_path.glob("out.*.jsonl")
+    assert kept.name in err and '"finish_reason": "length"' in kept.read_text()
+    assert {one.name for one in tmp_path.iterdir()} == {kept.name, "run.json", "trace.json"}
+    assert "traceEvents" in (tmp_path / "trace.json").read_text()
+
+
+# ---- stdout ----------------------------------------------------------------------------------------------------------
+
+PLAN = [sys.executable, str(ROOT / "scripts" / "plan.py"), "--model", "bundled", "--device", "H200"]
+
+
+def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = subprocess.run(
+        ["bash", "-c", f'{" ".join(PLAN)} --json {file} | head -1; exit "${{PIPESTATUS[0]}}"'],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode in (0, 141) and done.stderr == "" and len(done.stdout.splitlines()) == 1
+    assert file.exists()  # what was asked for beside the text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_stdout_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(PLAN, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "stdout: No space left on device\n")
+
+
+def test_text_that_an_encoding_lacks_ends_nothing() -> None:
+    raw = io.BytesIO()
+    out = common.Stdout(io.TextIOWrapper(raw, encoding="latin-1"))
+    print("na\u00efve, \u4e2d", file=out, flush=True)
+    assert raw.getvalue() == b"na\xefve, ?\n"
+
+
+def test_generation_ends_where_nobody_reads_and_nothing_else_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def fileno(self) -> int:
+            return nowhere.fileno()
+
+    rounds: list[object] = []
+    show = generate.Screen.show
+    monkeypatch.setattr(generate.Screen, "show", lambda *args: (rounds.append(args), show(*args))[1])
+    flags = ["--model", "bundled", "--prompt", "One", "--max-new-tokens", "30", "--no-compile", "--device", "cpu"]
+    with open(os.devnull, "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", Gone())
+        monkeypatch.setattr(sys, "argv", ["generate.py", *flags])
+        with pytest.raises(SystemExit) as stopped:
+            common.started(generate.main)
+    assert stopped.value.code == 141 and len(rounds) == 1
