@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from gpt_fast_sd import kernels
 from gpt_fast_sd.measuring.chips import Rates
+from gpt_fast_sd.precisions import TABLE
 from gpu import kernels as timings
 from gpu import setup as shared
 from gpu.setup import Stopwatch
@@ -127,12 +128,12 @@ def test_a_cache_of_narrow_entries_is_charged_for_its_own_bytes() -> None:
 
 def test_products_are_charged_for_the_bytes_of_their_weights_rows_and_results() -> None:
     rows = dry_run("time-linears")["rows"]
-    assert [(row["op"], row["what"]) for row in rows] == [
-        (f"linear, {name}", f"wo 64 x 128, {n} rows") for name in ("bf16", "int8") for n in (1, 5)
-    ]
-    weights = {"bf16": 2 * 64 * 128, "int8": 64 * (128 + 4)}
-    assert [row["bytes"] for row in rows] == [
-        weights[name] + 2 * n * (128 + 64) for name in ("bf16", "int8") for n in (1, 5)
+    weights = {"bf16": 2 * 64 * 128} | {name: on["cpu"].bytes_of(64, 128) for name, on in TABLE.items() if "cpu" in on}
+    assert weights["int8"] == 64 * (128 + 4)
+    assert [(row["op"], row["what"], row["bytes"]) for row in rows] == [
+        (f"linear, {name}", f"wo 64 x 128, {n} rows", n_bytes + 2 * n * (128 + 64))
+        for name, n_bytes in weights.items()
+        for n in (1, 5)
     ]
     assert all("failed" not in row and row["flops"] == 2 * row["rows_active"] * 64 * 128 for row in rows)
 
