@@ -181,7 +181,10 @@ class Schedule:
             return False
         gamma, self._chosen, self.n_rounds = plan.gamma, None, plan.number
         if not self.rounds.capture:  # a captured round drafts as planned, and keeps only what may still be emitted
-            gamma = min(gamma, max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1)
+            room = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
+            # mass sums all that is verified, which must not depend on how long a row's neighbours go on
+            if not (policy and policy.wants_mass and room > 0):
+                gamma = min(gamma, room)
         plan, self._follows_a_draft = replace(plan, gamma=gamma), policy is not None and gamma > 0
         if policy and gamma:
             policy.host_before_round(self.state, plan)

@@ -48,13 +48,7 @@ class TargetSteps:
         tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
         # a slot without a request writes past everything that can be in view, so it costs no reading of keys
         start = torch.where(self.state.active, cache.seq_len, cache.capacity)  # [B]
-        index = torch.arange(wanted, device=tokens.device)  # [T]
-        pos = start[:, None] + index  # [B, T]
-        if self.page:
-            # tokens that a row has no room for attend to nothing: how many are fed depends on its neighbours, and
-            # no mass must. (None remain while steps are timed.)
-            room = self.state.remaining[:, None]  # [B, 1]
-            pos = torch.where((index < room) | (room == 0), pos, cache.capacity + index)
+        pos = start[:, None] + torch.arange(wanted, device=tokens.device)  # [B, T]
         step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
         if step is self.verify and not self.width:
             varying(tokens, pos)
