@@ -118,7 +118,9 @@ def test_captured_rounds_draft_with_an_int8_cache(name: str, rule: str, monkeypa
         one.close()
 
 
-@pytest.mark.parametrize("name", ["streaming", "snapkv", "quest", "guided"])
+@pytest.mark.parametrize(
+    "name", ["snapkv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("streaming", "quest", "guided"))]
+)
 def test_compiled_steps_are_traced_once_with_an_int8_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiled steps run, but for the code generator."""
     monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph)

@@ -222,8 +222,8 @@ def test_keys_of_int8_are_widened_in_memory_that_is_planned_for() -> None:
     assert 0.5 * planned <= live.peak <= planned + SMALL
 
 
-@pytest.mark.parametrize("group", [1, 2, 16])
-@pytest.mark.parametrize("batch_size", [2, 6])
+@pytest.mark.parametrize("group", [1, 16, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch_size", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_observing_windows_holds_what_the_plan_says(
     group: int, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

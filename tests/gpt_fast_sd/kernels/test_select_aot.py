@@ -94,7 +94,7 @@ def test_the_kernels_of_an_8b_model_are_built_well(cap: int) -> None:
     assert_quest_is_built_well(cap)
 
 
-@pytest.mark.parametrize("cap", [89, 100, 120])
+@pytest.mark.parametrize("cap", [100, *(pytest.param(cap, marks=pytest.mark.slow) for cap in (89, 120))])
 def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) -> None:
     assert_quest_is_built_well(cap)
 

@@ -205,7 +205,10 @@ def watched_engine(config: ModelConfig, *, refresh: int, gamma: int) -> tuple[En
     return engine, policy.view
 
 
-@pytest.mark.parametrize(("refresh", "gamma"), [(1, 2), (16, 3), (48, 4), (1000, 4)])
+@pytest.mark.parametrize(
+    ("refresh", "gamma"),
+    [(16, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 2), (48, 4), (1000, 4)))],
+)
 def test_long_outputs_are_selected_for_again_and_again(refresh: int, gamma: int) -> None:
     engine, view = watched_engine(tiny_config(), refresh=refresh, gamma=gamma)
     engine.warm_up()
