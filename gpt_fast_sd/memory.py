@@ -97,7 +97,8 @@ class MemoryPlan:
             entry = precision(name, device)
             parts = [(model, ranks), *([(draft_model, 1)] if draft_model else [])]
             quantizing = max(quantizing, *(_quantizing(m, entry.beside) for m, _ in parts))
-            widened = max(widened, *(entry.widened * _largest_of_layers(*part) for part in parts))
+            if not packs:
+                widened = max(widened, *(entry.widened * _largest_of_layers(*part) for part in parts))
         captured = traits_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,

@@ -35,11 +35,11 @@ class Precision:
 
     of: makes a linear layer with such weights; the bias is shared, the given layer not changed, and one that has such
     weights is returned. per_weight, per_row: bytes of a weight, and further ones of each output. head: the precision of
-    a copy's output head. widened: bytes of a weight in the copy that a product of many rows makes. beside: fp32 numbers
-    that are kept beside each of the rows that are quantized at a time. evens: whether an output can be scaled
-    afterwards, see `equalize_keys`. inputs, outputs: what must divide them. padded: the multiple to which inputs are
-    padded. capability: the least compute capability. only_bf16: whether weights of other dtypes are refused. cublas:
-    whether CUDA 12.9 is refused.
+    a copy's output head. widened: bytes of a weight in the copy that a product of many rows makes, or on a CPU any
+    product of weights that are not packed. beside: fp32 numbers that are kept beside each of the rows that are
+    quantized at a time. evens: whether an output can be scaled afterwards, see `equalize_keys`. inputs, outputs: what
+    must divide them. padded: the multiple to which inputs are padded. capability: the least compute capability.
+    only_bf16: whether weights of other dtypes are refused. cublas: whether CUDA 12.9 is refused.
     """
 
     of: Callable[[nn.Linear], nn.Linear]
@@ -120,7 +120,7 @@ def _float8_config() -> object:
 TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
     "int8": {"cpu": Precision(of=int8_of), "cuda": Precision(of=int8_of, widened=2)},
     "int4": {
-        "cpu": Precision(of=int4_in_blocks, per_weight=0.5 + 4 / BLOCK, inputs=BLOCK),
+        "cpu": Precision(of=int4_in_blocks, per_weight=0.5 + 4 / BLOCK, inputs=BLOCK, widened=11),
         "cuda": Precision(
             of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, beside=8, evens=False, inputs=GROUP, outputs=8,
             padded=1024, only_bf16=True,

@@ -20,7 +20,7 @@ from .. import registry
 from ..config import DraftConfig, EngineConfig, gamma_tiers
 from ..devices import free_memory, traits_of
 from ..kernels import triton_serves
-from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_kv_dtype, check_positions, locate
+from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_kv_dtype, check_planes, check_positions, locate
 from ..memory import MemoryPlan, bytes_of_layers, bytes_of_weights
 from ..policies.standalone import check_draft_model
 from ..precisions import precision, require_sizes
@@ -177,6 +177,7 @@ class System:
         efficiency: Efficiency = IDEAL,
     ) -> Forecast:  # fmt: skip
         """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
+        check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
         policy, under = registry.policy_class(draft.policy), self.conditions(efficiency)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
         own = self._unquantized(self.draft_ranks(draft), efficiency)

@@ -20,7 +20,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, preci
 from gpt_fast_sd.int8 import Int8Linear
 from gpt_fast_sd.loading import load
 from gpt_fast_sd.memory import MemoryPlan
-from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
+from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.precisions import TABLE, bytes_held, precision_of
 from gpt_fast_sd.quantize import draft_copy, equalize_keys, quantize
 from tests.float8_folders import save_float8
@@ -266,6 +266,23 @@ def test_only_products_of_many_rows_with_int8_weights_make_a_copy_of_the_weight(
              for q in (None, "int8")]  # fmt: skip
     assert plans[1].workspace >= plans[0].workspace + 2 * 2048 * 1024
     assert plans[1].captured >= plans[0].captured + 2 * 2048 * 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpacking_an_int4_weight_in_each_product_is_planned_for(dtype: torch.dtype) -> None:
+    """Where no kernel reads the blocks, PyTorch writes the weight that they stand for, by way of fp32."""
+    linear = precisions.int4_in_blocks(Linear(2048, 512, bias=False).to(dtype).requires_grad_(False))
+    x = torch.randn(1, 2048).to(dtype)
+    with LiveBytes("cpu") as live, torch.inference_mode():
+        linear(x)
+    most = TABLE["int4"]["cpu"].widened * 2048 * 512
+    assert 0.9 * most < live.peak <= most
+    config, model = EngineConfig(batch_size=1, max_seq_len=300), model_of(**WIDE).config
+    plans = [MemoryPlan.of(replace(config, quantize=q), DraftConfig(), model, None, dtype) for q in (None, "int4")]
+    largest = max(rows * columns for rows, columns in precisions.matrices_of(model, 1).values())
+    assert plans[1].workspace >= plans[0].workspace + 10 * largest
+    packed = MemoryPlan.of(replace(config, quantize="int4"), DraftConfig(), model, None, dtype, packs=True)
+    assert packed.workspace < plans[1].workspace
 
 
 # ---- float8 as it is stored -----------------------------------------------------------------------------------------

@@ -199,6 +199,13 @@ def test_a_precision_that_a_chip_does_not_run_is_refused(chip: str, name: str, s
         System(model=LLAMA, chip=CHIPS[chip], device="cpu", quantize=name)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "bf16", "fp8"])
+def test_half_of_another_cache_than_int8_is_not_forecast(kv_dtype: str | None) -> None:
+    """Once half of each number of bf16 was, which no engine reads."""
+    with pytest.raises(ValueError, match=f"policy 'quantized' reads half of an int8 cache.* got {kv_dtype!r}"):
+        on_h200(kv_dtype=kv_dtype).forecast(DraftConfig(policy="quantized"), 0.8, 8, 8000, 4)
+
+
 def test_a_published_acceptance_is_less_for_weights_of_few_bits() -> None:
     kept = Kept.of([])
     plain, source = kept.chances(STREAMING, 8000)
