@@ -239,4 +239,17 @@ def test_generation_ends_where_nobody_reads_and_nothing_else_is_written(monkeypa
         monkeypatch.setattr(sys, "argv", ["generate.py", *flags])
         with pytest.raises(SystemExit) as stopped:
             common.started(generate.main)
-    assert stopped.value.code == 141 and len(rounds) == 1
+        assert stopped.value.code == 141 and len(rounds) == 1
+        monkeypatch.setattr(sys, "stdout", common.Stdout(Gone()))
+        # what several processes end by, of whom torchrun ends the others: `started` comes later
+        with pytest.raises(SystemExit) as stopped:
+            generate.main(flags)
+    assert stopped.value.code == 141
+
+
+def test_a_program_runs_without_a_stdout(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = subprocess.run(
+        ["bash", "-c", f'{" ".join(PLAN)} --json {file} >&-'], stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "") and file.exists()
