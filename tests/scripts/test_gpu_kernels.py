@@ -128,13 +128,29 @@ def test_a_cache_of_narrow_entries_is_charged_for_its_own_bytes() -> None:
 def test_products_are_charged_for_the_bytes_of_their_weights_rows_and_results() -> None:
     rows = dry_run("time-linears")["rows"]
     assert [(row["op"], row["what"]) for row in rows] == [
-        (f"linear, {name}", f"wo 64 x 128, {n} rows") for name in ("bf16", "int8") for n in (1, 5)
+        (f"linear, {name}", f"wo 64 x 128, {n} rows") for name in ("bf16", "int8", "int4") for n in (1, 5)
     ]
-    weights = {"bf16": 2 * 64 * 128, "int8": 64 * (128 + 4)}
+    weights = {"bf16": 2 * 64 * 128, "int8": 64 * (128 + 4), "int4": 64 * (128 * 5 // 8 + 4)}
     assert [row["bytes"] for row in rows] == [
-        weights[name] + 2 * n * (128 + 64) for name in ("bf16", "int8") for n in (1, 5)
+        weights[name] + 2 * n * (128 + 64) for name in ("bf16", "int8", "int4") for n in (1, 5)
     ]
     assert all("failed" not in row and row["flops"] == 2 * row["rows_active"] * 64 * 128 for row in rows)
+
+
+def test_every_product_is_compiled_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo compiles one function for eight shapes and runs it eagerly for others, and all of these are one to it."""
+    real, built = torch.compile, [0]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        built[0] += 1
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda module, **how: real(module, backend=backend, **how))
+    for n_in in (8, 16):
+        linear = torch.nn.Linear(n_in, 8).requires_grad_(False)
+        for n_rows in (1, 2, 3, 4, 5):
+            timings.multiplied(linear, torch.zeros(n_rows, n_in), compiled=True)()
+    assert built == [10]
 
 
 def test_a_kernel_that_lets_rows_idle_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
