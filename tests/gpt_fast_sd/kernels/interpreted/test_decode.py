@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import (
     BF16,
-    DTYPES,
     FLOAT8,
     FP16,
     FP32,
@@ -23,6 +22,7 @@ from tests.gpt_fast_sd.kernels.dense import (
     TOLERANCE,
     Case,
     assert_close,
+    thinned,
 )
 
 decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # not exported by its package
@@ -55,11 +55,9 @@ def attend_with_mass(case: Case, page: int) -> tuple[Tensor, Tensor]:
     return out, mass
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("group", "n_tokens"), [(1, 1), (3, 1), (4, 3), (1, 9), pytest.param(8, 5, marks=pytest.mark.slow)]
-)
-def test_attention_is_that_of_fp64_for_any_number_of_queries(group: int, n_tokens: int, dtype: torch.dtype) -> None:
+@thinned("asked,dtype", [(1, 1), (3, 1), (4, 3), (1, 9), (8, 5)])
+def test_attention_is_that_of_fp64_for_any_number_of_queries(asked: tuple[int, int], dtype: torch.dtype) -> None:
+    group, n_tokens = asked
     case = Case([max(end, n_tokens - 1) for end in ENDS], n_tokens=n_tokens, group=group, dtype=dtype)
     assert_close(attend(case), case.expected())
 
@@ -69,8 +67,7 @@ def test_queries_may_be_more_than_a_tile_has_rows() -> None:
     assert_close(attend(case), case.expected())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [8, 96, 128, 256])
+@thinned("head_dim,dtype", [8, 96, 128, 256])
 def test_heads_may_have_any_dim(head_dim: int, dtype: torch.dtype) -> None:
     case = Case(ENDS[1:], head_dim=head_dim, n_kv=2, dtype=dtype)
     assert_close(attend(case), case.expected())
