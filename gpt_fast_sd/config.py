@@ -269,7 +269,8 @@ class SamplingParams:
         _at_least_one("max_tokens", self.max_tokens)
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if type(value) not in (int, float) and not (value is None and name != "temperature"):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)  # numpy's fp64 is a float, too
+            if not is_number and not (value is None and name != "temperature"):
                 raise ValueError(f"{name} must be a number, got {value!r:.80}")
         if not 0.0 <= self.temperature <= 3.4e38:  # fp32 holds no more
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")

@@ -168,15 +168,18 @@ def require_precision(name: str | None, device: torch.device, dtype: torch.dtype
 def require_sizes(
     name: str | None, device: torch.device, shape: ModelConfig, ranks: int, *, of_draft: bool = False
 ) -> None:
-    """ValueError where weights of these sizes are not quantized so.
+    """ValueError where weights of these sizes are not quantized so, those of a copy's output head included.
 
     shape: of one of so many ranks, see local_config.
     """
     if name is None:
         return
-    said, found = _said(name, of_draft), precision(name, device)
+    said, entry = _said(name, of_draft), precision(name, device)
     split = f" on each of {ranks} processes" if ranks > 1 else ""
-    for place, (rows, columns) in matrices_of(shape, ranks).items():
+    sizes = {place: (entry, *size) for place, size in matrices_of(shape, ranks).items()}
+    if of_draft:
+        sizes["the output head"] = precision(entry.head, device), -(-shape.vocab_size // ranks), shape.dim
+    for place, (found, rows, columns) in sizes.items():
         if columns % found.inputs or rows % found.outputs:
             need = f"inputs that {found.inputs} divides"
             need = need if found.outputs == 1 else f"{need} and outputs that {found.outputs} divides"

@@ -179,6 +179,7 @@ def _units(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
+_ROWS_AT_ONCE = 1024  # that are looked at
 _READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -522,6 +523,8 @@ def load_model(
             scales = torch.empty(shape[0], dtype=torch.float32, device=device)
             weights.read_into(numbers, layout, first_row, first_column, weights._read)
             weights.read_into(scales, layout, first_row, 0, lambda name, rows, _: weights.scales(name, rows))
+            require_finite(numbers, layout, weights)
+            require_finite(scales, layout, weights, "_scale")
             keep(model, name, numbers, scales)
             continue
         tensor = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
@@ -553,17 +556,26 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def require_finite(ours: Tensor, layout: Layout, weights: Weights) -> None:
-    """CheckpointError by the stored tensor's name if what was read holds NaN or infinity; ours [R] or [R, C]."""
-    if ours.sum(dtype=torch.float32).isfinite():  # of finite numbers it may be infinite, and then all are looked at
+def require_finite(ours: Tensor, layout: Layout, weights: Weights, ending: str = "") -> None:
+    """CheckpointError by the stored tensor's name if what was read holds NaN or infinity; ours [R] or [R, C].
+
+    ending: of that name, behind the layout's.
+    """
+    # of finite numbers it may be infinite, and then all are looked at; a CPU widens all of what it sums
+    if all(_wide(rows).sum(dtype=torch.float32).isfinite() for rows in ours.split(_ROWS_AT_ONCE)):
         return
-    for (name, *_), place in zip(layout, _units(ours, layout), strict=True):
+    for (name, *_), place in zip(layout, _units(_wide(ours), layout), strict=True):
         wrong = place[~place.isfinite()]
         if len(wrong):
-            spelled = str(ours.dtype).removeprefix("torch.")
+            stored, spelled = f"{name}{ending}", str(ours.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{weights.file_of(name)}: {readable_name(name)} holds {wrong[0].item()} as {spelled}"
+                f"{weights.file_of(stored)}: {readable_name(stored)} holds {wrong[0].item()} as {spelled}"
             )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor; float8, of which there are neither sums nor comparisons, as fp32."""
+    return tensor.float() if tensor.itemsize == 1 else tensor
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

@@ -123,9 +123,21 @@ class Stdout:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
-def nobody_reads() -> bool:
-    """Whether stdout was closed by whom it was for."""
-    return getattr(sys.stdout, "lost", None) is not None
+def end_if_nobody_reads() -> None:
+    """End a program of which nothing is wanted but its stdout, if that was closed by whom it was for.
+
+    With the code that `started` gives: of several processes the others are ended by torchrun, but not after a 0.
+    """
+    if code := code_of(getattr(sys.stdout, "lost", None)):
+        raise SystemExit(code)
+
+
+def code_of(lost: OSError | None) -> int:
+    """The exit code where stdout was lost so, 0 if it was not; what is no reader's leaving is said on stderr."""
+    if lost is None or isinstance(lost, BrokenPipeError):
+        return 0 if lost is None else 141
+    print(f"stdout: {lost.strerror}", file=sys.stderr)
+    return 1
 
 
 def started(main: Callable[[], int | None], interrupted: str = "") -> NoReturn:
@@ -133,6 +145,8 @@ def started(main: Callable[[], int | None], interrupted: str = "") -> NoReturn:
 
     Where stdout could not be written to the end the code is 141, as shells have it, if its reader left, and else 1.
     """
+    if sys.stdout is None:  # closed by whoever started the program
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for good
     out = sys.stdout = Stdout(sys.stdout)
     code: Any = 0
     try:
@@ -144,11 +158,7 @@ def started(main: Callable[[], int | None], interrupted: str = "") -> NoReturn:
     except SystemExit as stopped:
         code = stopped.code
     out.flush()
-    if out.lost is not None and not code:
-        code = 141 if isinstance(out.lost, BrokenPipeError) else 1
-        if code == 1:
-            print(f"stdout: {out.lost.strerror}", file=sys.stderr)
-    raise SystemExit(code)
+    raise SystemExit(code or code_of(out.lost))
 
 
 def refuse(error: Exception, program: str, *, code: int = 2) -> NoReturn:

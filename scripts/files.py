@@ -46,7 +46,7 @@ def paths_of(value: Any) -> Iterator[Path]:
 
 def same_file(one: Path, other: Path) -> bool:
     """Whether two names stand for one file, through links too, there or not."""
-    if one.resolve() == other.resolve():
+    if os.path.realpath(one) == os.path.realpath(other):
         return True
     with contextlib.suppress(OSError):
         return one.samefile(other)
@@ -57,14 +57,17 @@ def require_writable(path: Path) -> None:
     """ValueError unless a file of this name can be replaced by a new one; it is tried, and nothing changes."""
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder")
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no folder {path.resolve().parent}")
+    real = Path(os.path.realpath(path))
+    if not real.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {real.parent}")
+    if real.is_symlink():
+        raise ValueError(f"cannot write {path}: it is a link to itself")
     if path.exists() and not path.is_file():
         raise ValueError(f"cannot write {path}: it is no file that can be replaced")
     try:
         if path.exists():
             os.close(os.open(path, os.O_WRONLY))  # not truncated; one that is write-protected stays as it is
-        beside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.tried")
+        beside = real.with_name(f".{secrets.token_hex(8)}.tried")
         os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         beside.unlink()
     except OSError as error:

@@ -45,7 +45,7 @@ from pathlib import Path
 
 import torch
 
-from common import ProgressLine, alone_prints, nobody_reads, refusing, started
+from common import ProgressLine, alone_prints, end_if_nobody_reads, refusing, started
 from files import check_files, save
 from flags import CHAT, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
@@ -337,8 +337,8 @@ def run(
     done = {}
     for event in engine.stream(prompts, params):
         screen.show(event, mine[event.index])
-        if screen.alone and nobody_reads():
-            raise SystemExit(None)
+        if screen.alone:
+            end_if_nobody_reads()
         if event.completion:
             done[event.index] = dataclasses.replace(event.completion, index=mine[event.index])
     return [done[index] for index in range(len(prompts))]

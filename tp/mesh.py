@@ -142,6 +142,13 @@ class Parallel:
             dist.broadcast(values, group=self.host, group_src=0)
         return values
 
+    def everywhere(self, holds: bool) -> bool:
+        """Whether it holds on each of the replica's ranks."""
+        least = torch.tensor([int(holds)])
+        if self.host is not None:
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.host)
+        return bool(least)
+
     def meet(self) -> None:
         """Wait until every rank of every replica is here: on the host, so no device group is needed."""
         if self.mesh is not None:

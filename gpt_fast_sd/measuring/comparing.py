@@ -128,14 +128,20 @@ def plainly_unquantized(
     Its cache, and its weights if the others are quantized, take their memory beside what is there.
     """
     config = replace(engine.config, quantize=None, kv_dtype=None)
+    other, why = None, "not every process has room for it"
     try:
         if engine.config.quantize is None:
             other = Engine(engine.model, engine.tokenizer, config, DraftConfig(), parallel=engine.parallel)
         else:
             other = Engine.from_pretrained(model, config, DraftConfig(), parallel=engine.parallel)
     except ValueError as error:
-        return str(error)
+        why = str(error)
+    # free memory is each process's own: where one cannot, the others would wait for it
+    if not engine.parallel.everywhere(other is not None) or other is None:
+        return why
     with other:
+        if other.config.quantize is not None:
+            return f"its checkpoint stores weights in {other.config.quantize}, which run as they are"
         other.on_progress = engine.on_progress
         other.warm_up()
         found = []

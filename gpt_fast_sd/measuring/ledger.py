@@ -20,11 +20,13 @@ Record = dict[str, Any]
 def write_whole(path: Path, text: str) -> None:
     """Replace the file with the text: a kill leaves the old file or the new one, and no other file is touched.
 
+    Of a link it is the file that it names.
     OSError if that fails, and for anything but a regular file, such as a device, which would be lost.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file that can be replaced", str(path))
-    partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.partial")
+    path = Path(os.path.realpath(path))
+    partial = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.partial")  # 255 bytes at most
     file = partial.open("x", encoding="utf-8")  # a new file: an existing one is never opened
     try:
         with file:

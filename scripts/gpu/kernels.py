@@ -249,15 +249,18 @@ def timed_linears(setup: Setup) -> Record:
                 x = torch.randn(n_rows, n_in, device=setup.device).to(dtype)
                 timings.time(
                     f"linear, {name or 'bf16'}", f"{place} {n_out:,} x {n_in:,}, {n_rows:,} rows",
-                    multiplied(linear, x), n_bytes + (x.numel() + n_rows * n_out) * dtype.itemsize,
+                    multiplied(linear, x, compiled=setup.on_cuda),
+                    n_bytes + (x.numel() + n_rows * n_out) * dtype.itemsize,
                     2.0 * n_rows * n_in * n_out, does={"rows_active": n_rows, "chosen": n_rows},
                 )  # fmt: skip
     return timings.record()
 
 
-def multiplied(linear: torch.nn.Module, x: Tensor) -> Callable[[], object]:
+def multiplied(linear: torch.nn.Module, x: Tensor, *, compiled: bool) -> Callable[[], object]:
     """A product as steps compile it: what quantizes the rows of float8 is a part of it."""
-    step = torch.compile(linear, dynamic=False) if x.is_cuda else linear
+    if compiled:
+        torch._dynamo.reset()  # to which products of all sizes are one function: it would compile the first eight
+    step = torch.compile(linear, dynamic=False, fullgraph=True) if compiled else linear
 
     @torch.inference_mode()
     def call() -> object:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
@@ -128,6 +129,7 @@ def test_a_draft_knows_its_view_and_how_far_it_looks_ahead(fields: dict[str, Any
         (DraftConfig, {"policy": "lookup", "budget": 1, "ngram": 1}),
         (DraftConfig, {"policy": "early_exit", "exit_layers": 1, "view": "full", "budget": 1}),
         (SamplingParams, {"max_tokens": 1, "temperature": 0, "top_k": 1, "top_p": 1, "min_p": 0, "seed": 0}),
+        (SamplingParams, {"temperature": np.float64(0.5), "min_p": np.linspace(0, 1, 3)[1]}),
         (SamplingParams, {"temperature": 5, "top_p": 1e-6, "min_p": 1.0, "seed": 2**63 - 1, "stop": []}),
     ],
     ids=str,

@@ -218,6 +218,18 @@ def test_a_weight_that_overflows_the_dtype_is_refused_and_large_ones_are_read(tm
         load_model(tmp_path, dtype=torch.float16)
 
 
+def test_few_rows_at_a_time_are_widened_to_look_for_what_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's sum in another dtype is one of a copy: of an embedding in bf16 it would take twice its bytes."""
+    save(tmp_path)
+    sums, real = [], torch.Tensor.sum
+    monkeypatch.setattr(torch.Tensor, "sum", lambda x, **how: (sums.append(len(x)), real(x, **how))[1])
+    monkeypatch.setattr("gpt_fast_sd.model.checkpoint._ROWS_AT_ONCE", 8)
+    load_model(tmp_path, dtype=torch.bfloat16)
+    assert sums and max(sums) <= 8
+
+
 def test_an_index_without_a_weight_map_is_named(tmp_path: Path) -> None:
     save(tmp_path)
     shard(tmp_path)

@@ -60,6 +60,27 @@ def test_weights_in_float8_are_kept_with_a_scale_for_each_row(kind: str, tmp_pat
     assert model.output.weight.dtype == model.embedding.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["as it is", "dequantized"])
+@pytest.mark.parametrize(
+    ("name", "bad"), [(Q, torch.nan), (f"{Q}_scale", torch.nan), (f"{Q}_scale", torch.inf)], ids=str
+)
+def test_float8_that_is_no_finite_number_is_refused_by_its_name(
+    name: str, bad: float, kept: bool, tmp_path: Path
+) -> None:
+    save_float8(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[name].view(-1)[-1:] = bad
+    save_file(stored, tmp_path / "model.safetensors")
+
+    def keep(model: Transformer, name: str, numbers: Tensor, scales: Tensor) -> None:
+        place, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(place), kind, torch.nn.Parameter(numbers.float(), requires_grad=False))
+
+    with pytest.raises(CheckpointError, match=f"model.safetensors: {name if kept else Q} holds -?(nan|inf) as ") as e:
+        load_model(tmp_path, dtype=torch.bfloat16, keep=keep if kept else None)
+    assert "\n" not in str(e.value)
+
+
 def test_what_a_checkpoint_ignores_keeps_its_dtype_and_is_found(tmp_path: Path) -> None:
     whole, some = tmp_path / "whole", tmp_path / "some"
     save_float8(whole)

@@ -147,6 +147,30 @@ def test_a_folder_or_file_without_permission_is_refused(
     assert path.read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["x"]
 
 
+def test_what_a_link_names_is_written_and_it_stays_a_link(tmp_path: Path) -> None:
+    """Outputs are linked to a larger disk, say: what is written beside the link is neither there nor has it room."""
+    there, link = tmp_path / "there", tmp_path / "run.json"
+    there.mkdir()
+    link.symlink_to(there / "run.json")
+    for text in ("new", "newer"):
+        files.require_writable(link)
+        files.save({link: text}, "generate.py")
+        assert link.is_symlink() and (there / "run.json").read_text() == text
+    assert [one.name for one in there.iterdir()] == ["run.json"]
+
+
+def test_a_link_to_itself_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").symlink_to(tmp_path / "x")
+    assert "cannot write" in said(generate.main, ["--prompt", "a", "--output", str(tmp_path / "x")], capsys)
+
+
+def test_a_long_name_is_a_name(tmp_path: Path) -> None:
+    path = tmp_path / ("\u8a9e" * 80 + ".json")  # 245 bytes, of which a file system takes 255
+    files.require_writable(path)
+    files.save({path: "{}"}, "generate.py")
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
 # ---- what was written is not lost ------------------------------------------------------------------------------------
 
 
@@ -239,4 +263,17 @@ def test_generation_ends_where_nobody_reads_and_nothing_else_is_written(monkeypa
         monkeypatch.setattr(sys, "argv", ["generate.py", *flags])
         with pytest.raises(SystemExit) as stopped:
             common.started(generate.main)
-    assert stopped.value.code == 141 and len(rounds) == 1
+        assert stopped.value.code == 141 and len(rounds) == 1
+        monkeypatch.setattr(sys, "stdout", common.Stdout(Gone()))
+        # what several processes end by, of whom torchrun ends the others: `started` comes later
+        with pytest.raises(SystemExit) as stopped:
+            generate.main(flags)
+    assert stopped.value.code == 141
+
+
+def test_a_program_runs_without_a_stdout(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = subprocess.run(
+        ["bash", "-c", f'{" ".join(PLAN)} --json {file} >&-'], stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "") and file.exists()

@@ -138,6 +138,22 @@ def test_products_are_charged_for_the_bytes_of_their_weights_rows_and_results() 
     assert all("failed" not in row and row["flops"] == 2 * row["rows_active"] * 64 * 128 for row in rows)
 
 
+def test_every_product_is_compiled_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo compiles one function for eight shapes and runs it eagerly for others, and all of these are one to it."""
+    real, built = torch.compile, [0]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        built[0] += 1
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda module, **how: real(module, backend=backend, **how))
+    for n_in in (8, 16):
+        linear = torch.nn.Linear(n_in, 8).requires_grad_(False)
+        for n_rows in (1, 2, 3, 4, 5):
+            timings.multiplied(linear, torch.zeros(n_rows, n_in), compiled=True)()
+    assert built == [10]
+
+
 def test_a_kernel_that_lets_rows_idle_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.decode_attention
 

@@ -160,6 +160,15 @@ def test_sizes_that_float8_does_not_take_are_refused() -> None:
             drafter(runner, "float8")
 
 
+def test_a_vocabulary_that_the_head_of_a_copy_does_not_take_is_refused_before_weights_are_read() -> None:
+    """Models that were given tokens of their own have such ones: 32,002, 128,258."""
+    odd = replace(LLAMA_8B, vocab_size=128_258)
+    require_sizes("float8", CUDA, odd, 1)  # a target's head keeps its dtype
+    require_sizes("int4", CUDA, odd, 1, of_draft=True)  # and the copy's head is int8
+    with pytest.raises(ValueError, match=r"outputs that 16 divides, and the output head has 4,096 and 128,258$"):
+        require_sizes("float8", CUDA, odd, 1, of_draft=True)
+
+
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14_336, max_seq_len=8192
 )
