@@ -73,7 +73,15 @@ from gpt_fast_sd.measuring.points import (
 from gpt_fast_sd.measuring.precisions import PRECISIONS, Precision
 from gpt_fast_sd.measuring.tables import Table
 from gpt_fast_sd.measuring.turns import Run, Turns, round_ms, run, spread, take_turns, totals
-from gpt_fast_sd.model import ModelConfig, Tokenizer, load_model, load_tokenizer, read_config, read_stored_dtype
+from gpt_fast_sd.model import (
+    ModelConfig,
+    Tokenizer,
+    load_model,
+    load_tokenizer,
+    read_config,
+    read_stored_dtype,
+    read_stored_float8,
+)
 from gpt_fast_sd.tp import Parallel
 
 PROGRAM = "benchmark.py"
@@ -452,6 +460,8 @@ class ByPrecision(BySize):
                 raise ValueError(f"--{name.replace('_', '-')} is what --precisions varies: name it there")
         if any(has_a_model(setting.policy) for setting in job.settings):
             raise ValueError("--sweep precision is about targets that draft for themselves: leave the draft model out")
+        if job.parallel.device.type == "cuda" and read_stored_float8(locate(args.model)):
+            raise ValueError(f"{args.model} is stored in float8, and --sweep precision begins with nothing quantized")
         self.precisions = [Precision.parse(text) for text in args.precisions]
         for one in self.precisions:  # refused before any work
             one.engine(config_of(EngineConfig, args, batch_size=1, max_seq_len=1))

@@ -16,6 +16,7 @@ from typing import Any
 from common import refuse
 from gpt_fast_sd.loading import BUNDLED, find_smollm2
 from gpt_fast_sd.measuring.ledger import write_whole
+from gpt_fast_sd.model import gguf_parts
 
 
 def check_files(writes: Mapping[str, Path | None], reads: Mapping[str, Any] | None = None) -> None:
@@ -27,7 +28,8 @@ def check_files(writes: Mapping[str, Path | None], reads: Mapping[str, Any] | No
     outputs = [(f"{flag} {path}", path) for flag, path in writes.items() if path is not None]
     taken = [(f"{flag} {path}", path) for flag, one in (reads or {}).items() for path in paths_of(one)]
     for named, path in outputs:
-        require_writable(path)
+        if os.environ.get("RANK", "0") == "0":  # others write nothing, perhaps on machines without the folder
+            require_writable(path)
         for other, there in taken:
             if same_file(path, there):
                 raise ValueError(f"{named} and {other} are the same file")
@@ -41,7 +43,7 @@ def paths_of(value: Any) -> Iterator[Path]:
     for one in value if isinstance(value, list | tuple) else [value]:
         path = {"bundled": BUNDLED, "smollm2": find_smollm2()}.get(str(one), one)
         if path is not None:
-            yield Path(path)
+            yield from gguf_parts(Path(path))
 
 
 def same_file(one: Path, other: Path) -> bool:
@@ -74,26 +76,26 @@ def require_writable(path: Path) -> None:
         raise ValueError(f"cannot write {path}: {error.strerror}") from None
 
 
-def save(texts: Mapping[Path, str], program: str) -> None:
-    """Replace each file with its text; where one cannot be written, all others are, and the exit code is 1.
+def save(contents: Mapping[Path, str | bytes], program: str) -> None:
+    """Replace each file with its content; where one cannot be written, all others are, and the exit code is 1.
 
     What was meant for it goes into the current folder or that of temporary files, as one sentence says.
     """
     failed = []
-    for path, text in texts.items():
+    for path, content in contents.items():
         try:
-            write_whole(path, text)
+            write_whole(path, content)
         except OSError as error:
-            failed.append(f"{path}: {error.strerror}{elsewhere(path, text)}")
+            failed.append(f"{path}: {error.strerror}{elsewhere(path, content)}")
     if failed:
         refuse(ValueError("; ".join(failed)), program, code=1)
 
 
-def elsewhere(path: Path, text: str) -> str:
-    """Write the text where that can be done -> a phrase that says where."""
+def elsewhere(path: Path, content: str | bytes) -> str:
+    """Write it where that can be done -> a phrase that says where."""
     name = f"{path.stem[:100]}.{secrets.token_hex(4)}{path.suffix}"
     for folder in (Path.cwd(), Path(tempfile.gettempdir())):
         with contextlib.suppress(OSError):
-            write_whole(folder / name, text)
+            write_whole(folder / name, content)
             return f"; what it was to hold is in {folder / name}"
     return "; nor can it be written anywhere else"

@@ -18,6 +18,7 @@ Who drafts is --draft. The target verifies every draft, so a policy changes the 
     quest        the target, reading for each token the pages of its cache that may matter most to it, and a window
     guided       the target, reading the pages that the last verification attended to most, and a window
     standalone   --draft-model, a smaller model with the same vocabulary, reading --view of its own cache
+    quantized    the target, reading half of its int8 cache, the upper 4 bits of each number, and its last tokens whole
     lookup       no model: what followed the same words earlier in the text
     early_exit   the first --exit-layers layers of the target, reading --view of its cache
     hierarchy    --cheap drafts for the target reading --view of its cache, which drafts for the target reading all
@@ -45,7 +46,7 @@ from pathlib import Path
 
 import torch
 
-from common import ProgressLine, alone_prints, end_if_nobody_reads, refusing, started
+from common import ProgressLine, alone_prints, end_if_nobody_reads, refuse, refusing, started
 from files import check_files, save
 from flags import CHAT, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
@@ -147,7 +148,6 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     profiler = torch.profiler.profile() if args.profile and parallel.is_main else None
     with profiler or contextlib.nullcontext():
         own = run(engine, mine, prompts, params, screen)
-    texts: dict[Path, str] = {args.profile: trace_of(profiler)} if profiler else {}
     engine.on_round = None
     stats, comparison = engine.stats, None
     if args.compare:
@@ -161,6 +161,7 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
         if completion.index not in mine:  # another replica's
             print(f"--- {completion.index}: {completion.finish_reason}\n{completion.text}", flush=True)
     print(f"\n{card(engine, prompts, stats, comparison)}")
+    texts: dict[Path, str | bytes] = {}
     if args.output:
         texts[args.output] = "".join(json.dumps(as_record(c)) + "\n" for c in completions)
     if args.json:
@@ -171,7 +172,15 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
             texts[Path(args.json)] = text + "\n"
     if recorder:
         texts[args.report] = report(engine, args.model, recorder, prompts, mine, len(completions), stats, comparison)
+    failed = None  # the trace, which goes through a file of its own, costs nothing of the rest
+    if profiler:
+        try:
+            texts[args.profile] = trace_of(profiler, args.profile)
+        except OSError as error:
+            failed = error
     save(texts, PROGRAM)
+    if failed:
+        refuse(failed, PROGRAM, code=1)
 
 
 # ---- the engine and its prompts --------------------------------------------------------------------------------------
@@ -293,12 +302,12 @@ def painted(event: TokenEvent, colors: dict[str, str]) -> str:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-def trace_of(profiler: torch.profiler.profile) -> str:
-    """The Chrome trace of what was recorded."""
+def trace_of(profiler: torch.profiler.profile, path: Path) -> bytes:
+    """The Chrome trace of what was recorded, compressed if the name of the file says so."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return path.read_text(encoding="utf-8")
+        made = Path(folder) / ("trace.json.gz" if path.suffix == ".gz" else "trace.json")
+        profiler.export_chrome_trace(str(made))
+        return made.read_bytes()
 
 
 class Screen:

@@ -156,6 +156,7 @@ struct Expanded {
         _mm_prefetch(scales + AHEAD / 4, _MM_HINT_T0), _mm_prefetch(scales + AHEAD / 4 + LINE, _MM_HINT_T0);
         expand(from, scales, line(i));
         expand(from + NIBBLES, scales + LINE, line(i) + TILE);
+        asm volatile("" ::: "memory"); // the compiler does not see that tiles are loaded
     }
 };
 

@@ -159,6 +159,8 @@ def _product(
         n_in *= 2
         if blocks.dtype is not torch.float16 or blocks.shape != (n_out, n_in // BLOCK, 2) or not blocks.is_contiguous():
             raise TypeError(f"packed int4 weights have fp16 blocks, got {blocks.dtype} {tuple(blocks.shape)}")
+        if by_sums and n_in % 64:
+            raise ValueError(f"int4 products by sums need inputs that 64 divides, got {n_in}")
     if x.shape[-1] != n_in:
         raise ValueError(f"packed weights of {n_in} inputs need rows of {n_in} numbers, got {tuple(x.shape)}")
     rows, apart = x, n_in  # [M, I], from one row to the next

@@ -17,8 +17,8 @@ from gpt_fast_sd.model import Transformer
 Record = dict[str, Any]
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file with the text: a kill leaves the old file or the new one, and no other file is touched.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replace the file with a text or bytes: a kill leaves the old file or the new one, and no other file is touched.
 
     Of a link it is the file that it names.
     OSError if that fails, and for anything but a regular file, such as a device, which would be lost.
@@ -27,10 +27,11 @@ def write_whole(path: Path, text: str) -> None:
         raise OSError(errno.EINVAL, "it is not a file that can be replaced", str(path))
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.partial")  # 255 bytes at most
-    file = partial.open("x", encoding="utf-8")  # a new file: an existing one is never opened
+    data = content if isinstance(content, bytes) else content.encode("utf-8")
+    file = partial.open("xb")  # a new file: an existing one is never opened
     try:
         with file:
-            file.write(text)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
