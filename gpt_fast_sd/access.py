@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import TypeVar
 
 import torch
 
 from .devices import require_current
 from .scheduling import Schedule
+
+Event = TypeVar("Event")
 
 
 class Access:
@@ -77,6 +80,19 @@ def own_settings() -> Iterator[None]:
             torch.set_default_dtype(torch.float32)
             stack.callback(torch.set_default_dtype, dtype)
         yield
+
+
+def sheltered(events: Generator[Event, None, None]) -> Iterator[Event]:
+    """The same, made under own settings; the caller's are the caller's own again whenever it has one."""
+    try:
+        while True:
+            with own_settings():
+                event = next(events, None)
+            if event is None:
+                return
+            yield event
+    finally:
+        events.close()
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from gpt_fast_sd.model import SPLIT, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
-from .access import Access, own_settings
+from .access import Access, own_settings, sheltered
 from .batch_state import BatchState
 from .calibration import warm_up
 from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
@@ -80,13 +80,9 @@ class Engine:
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         self.state = BatchState.idle(
-            self.cache.seq_len,
-            self.cache.capacity + SPLIT,
-            model.config.vocab_size,
-            self._intake.eos_ids,
-            self.vocabulary,
-            kernel=self.compiled,
-        )
+            self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._intake.eos_ids,
+            self.vocabulary, kernel=self.compiled,
+        )  # fmt: skip
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
         self._capture = GraphPool(self.device) if captures else None
         self._prefill, self._access = Prefill(self.target), Access(self.device)
@@ -149,11 +145,10 @@ class Engine:
         # exact: plain and speculative decoding run the target with one width, over one number of keys
         most = gamma_tiers(self.model.config.group_size)[-1] if isinstance(draft.gamma, str) else draft.gamma
         width = 1 + most if self.config.exact else 0  # without a policy, too
-        theirs = draft_group(draft, self.parallel)
+        theirs, wait = draft_group(draft, self.parallel), self.parallel.wait_for
         if draft_model:
             ready_draft(draft_model, theirs, self.compiled and draft.quantize is None)
         policy = build_policy(draft, self.target, draft_model, theirs)
-        wait = self.parallel.wait_for
         return Rounds(self.target, self.state, policy, draft, width=width, capture=self._capture, wait=wait)
 
     @classmethod
@@ -281,7 +276,7 @@ class Engine:
         """
         self._access.require_open()
         requests = self._intake.all(prompts, params)
-        for _ in self._run(Waiting(requests), speculate):
+        for _ in sheltered(self._run(Waiting(requests), speculate)):
             pass
         return [request.completion() for request in requests]
 
@@ -304,7 +299,7 @@ class Engine:
         stream half-way ends its prompts: their slots are free again.
         """
         self._access.require_open()
-        return self._run(self._intake.queue(prompts, params), speculate)
+        return sheltered(self._run(self._intake.queue(prompts, params), speculate))
 
     @own_settings()
     @torch.inference_mode()
@@ -337,24 +332,9 @@ class Engine:
 
     # ---------------------------------------------------------------- the path
 
-    def _run(self, waiting: Waiting, speculate: bool) -> Iterator[TokenEvent]:
-        """Keep the slots filled from the queue, and run rounds until every request is finished.
-
-        The caller's settings are the caller's own again whenever it has an event.
-        """
-        rounds = self._rounds(waiting, speculate)
-        try:
-            while True:
-                with own_settings():
-                    event = next(rounds, None)
-                if event is None:
-                    return
-                yield event
-        finally:
-            rounds.close()
-
     @torch.inference_mode()
-    def _rounds(self, waiting: Waiting, speculate: bool) -> Generator[TokenEvent, None, None]:
+    def _run(self, waiting: Waiting, speculate: bool) -> Generator[TokenEvent, None, None]:
+        """Keep the slots filled from the queue, and run rounds until every request is finished."""
         with self._access.at_work(self.schedule):
             compile_seconds = self._warm_up()
             if self.rounds.capture:  # nothing may be built in a capture, so all that may run is called once before

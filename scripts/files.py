@@ -9,7 +9,8 @@ import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +77,23 @@ def require_writable(path: Path) -> None:
         raise ValueError(f"cannot write {path}: {error.strerror}") from None
 
 
-def save(contents: Mapping[Path, str | bytes], program: str) -> None:
+def save(
+    contents: Mapping[Path, str | bytes], program: str, more: Mapping[Path, Callable[[], str | bytes]] | None = None
+) -> None:
     """Replace each file with its content; where one cannot be written, all others are, and the exit code is 1.
 
-    What was meant for it goes into the current folder or that of temporary files, as one sentence says.
+    What was meant for it goes into the current folder or that of temporary files, as one sentence says. more: contents
+    that are made only then, as this may fail, too.
     """
     failed = []
-    for path, content in contents.items():
+    makers: dict[Path, Callable[[], str | bytes]] = {path: partial(contents.__getitem__, path) for path in contents}
+    for path, make in {**makers, **(more or {})}.items():
+        content: str | bytes | None = None
         try:
+            content = make()
             write_whole(path, content)
         except OSError as error:
-            failed.append(f"{path}: {error.strerror}{elsewhere(path, content)}")
+            failed.append(f"{path}: {error.strerror}{'' if content is None else elsewhere(path, content)}")
     if failed:
         refuse(ValueError("; ".join(failed)), program, code=1)
 
@@ -99,3 +106,16 @@ def elsewhere(path: Path, content: str | bytes) -> str:
             write_whole(folder / name, content)
             return f"; what it was to hold is in {folder / name}"
     return "; nor can it be written anywhere else"
+
+
+def path_of(given: str | Path | None) -> Path | None:
+    """The file of an output's flag; none of "-", which is stdout."""
+    return None if given in (None, "-") else Path(str(given))
+
+
+def trace_of(profiler: Any, path: Path) -> bytes:
+    """The Chrome trace of what a torch.profiler.profile recorded, compressed if the name of the file says so."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / ("trace.json.gz" if path.suffix == ".gz" else "trace.json")
+        profiler.export_chrome_trace(str(made))
+        return made.read_bytes()

@@ -39,15 +39,14 @@ import itertools
 import json
 import os
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from common import ProgressLine, alone_prints, end_if_nobody_reads, refuse, refusing, started
-from files import check_files, save
+from common import ProgressLine, alone_prints, end_if_nobody_reads, refusing, started
+from files import check_files, path_of, save, trace_of
 from flags import CHAT, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
@@ -61,6 +60,7 @@ from gpt_fast_sd.tp import Parallel
 from records import Encoder, check_prompts, read_document, read_lines, requests_of
 
 PROGRAM = "generate.py"
+READ = "prompts", "prompt_file", "document", "draft_model"
 LONG_READ = 50_000_000  # parameters from which on a line says what takes its time
 SHOWN_AT = {False: (0.7, None), True: (1.0, 0.05)}  # temperature and min_p where no prompt is given; True: SmolLM2
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
@@ -113,15 +113,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     with refusing(PROGRAM):
         check_files(
-            writes={
-                "--output": args.output, "--profile": args.profile,
-                "--json": Path(args.json) if args.json not in (None, "-") else None, "--report": args.report,
-            },
-            reads={
-                "--prompts": args.prompts, "--prompt-file": args.prompt_file, "--document": args.document,
-                "--model": args.model or ["smollm2", "bundled"], "--draft-model": args.draft_model,
-            },
-        )  # fmt: skip
+            {f"--{name}": path_of(getattr(args, name)) for name in ("output", "profile", "json", "report")},
+            {f"--{name.replace('_', '-')}": getattr(args, name) for name in READ}
+            | {"--model": args.model or ["smollm2", "bundled"]},
+        )
         draft_config(args)  # refused before any file is read
         parallel = join(args)
     with parallel.guard(), alone_prints(parallel):
@@ -172,15 +167,7 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
             texts[Path(args.json)] = text + "\n"
     if recorder:
         texts[args.report] = report(engine, args.model, recorder, prompts, mine, len(completions), stats, comparison)
-    failed = None  # the trace, which goes through a file of its own, costs nothing of the rest
-    if profiler:
-        try:
-            texts[args.profile] = trace_of(profiler, args.profile)
-        except OSError as error:
-            failed = error
-    save(texts, PROGRAM)
-    if failed:
-        refuse(failed, PROGRAM, code=1)
+    save(texts, PROGRAM, {args.profile: lambda: trace_of(profiler, args.profile)} if profiler else {})
 
 
 # ---- the engine and its prompts --------------------------------------------------------------------------------------
@@ -300,14 +287,6 @@ def painted(event: TokenEvent, colors: dict[str, str]) -> str:
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
-
-
-def trace_of(profiler: torch.profiler.profile, path: Path) -> bytes:
-    """The Chrome trace of what was recorded, compressed if the name of the file says so."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / ("trace.json.gz" if path.suffix == ".gz" else "trace.json")
-        profiler.export_chrome_trace(str(made))
-        return made.read_bytes()
 
 
 class Screen:
