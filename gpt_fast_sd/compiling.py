@@ -145,6 +145,6 @@ def can_compile(device: torch.device) -> bool:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         said = "compile=True needs a C++ compiler, and none was found: running eagerly, slower"
-        warnings.warn(said, stacklevel=4)  # the line that builds the engine, past the engine's own and target_of
+        warnings.warn(said, stacklevel=5)  # the line that builds the engine, past the engine's own two and target_of
         return False
     return True

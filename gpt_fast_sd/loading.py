@@ -108,7 +108,7 @@ def as_stored(folder: Path, config: EngineConfig, dtype: torch.dtype, device: to
         warnings.warn(
             f"{folder}: its kv_cache_scheme is ignored, and keys and values are kept as --dtype says; for a cache of a "
             "byte a number pass --kv-dtype fp8, or int8, whose errors are smaller",
-            stacklevel=4,
+            stacklevel=5,
         )
     why = f": --quantize {config.quantize}" if config.quantize else ""
     if config.quantize == "float8":  # whatever is not is quantized
@@ -127,7 +127,7 @@ def as_stored(folder: Path, config: EngineConfig, dtype: torch.dtype, device: to
 
 
 def _say_dequantized(folder: Path, why: str = "") -> None:
-    warnings.warn(f"{folder}: weights that are stored in float8 are dequantized as they are read{why}", stacklevel=5)
+    warnings.warn(f"{folder}: weights that are stored in float8 are dequantized as they are read{why}", stacklevel=6)
 
 
 def check_positions(config: EngineConfig, model: ModelConfig) -> None:

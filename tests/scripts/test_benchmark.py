@@ -20,7 +20,7 @@ from gpt_fast_sd import DraftConfig, EngineConfig
 from gpt_fast_sd.measuring import points, turns
 from gpt_fast_sd.measuring.chips import Chip, Rates
 from gpt_fast_sd.measuring.forecast import System
-from gpt_fast_sd.measuring.grid import Point, Setting
+from gpt_fast_sd.measuring.grid import Point, Setting, name_of
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.stats import EngineStats
 from tests.helpers import tiny_config, tiny_model
@@ -623,7 +623,7 @@ def test_help_names_who_may_draft_and_what_stands_in_for_a_flag(capsys: pytest.C
 def test_every_field_of_an_engine_and_a_draft_has_its_flag_or_follows_from_another() -> None:
     args = benchmark.parse([])
     here = {*vars(args), "compile", "max_seq_len", "policy", "cheap", "batch_size"}  # --no-compile, --context, --draft
-    assert {f.name for config in (EngineConfig, DraftConfig) for f in fields(config) if f.init} <= here
+    assert {name_of(f) for config in (EngineConfig, DraftConfig) for f in fields(config) if f.init} <= here | {"draft"}
     draft = ["--draft", "quest", "--page", "32", "--n-sink", "8", "--ngram", "5", "--refresh", "9"]
     given = benchmark.draft_fields(vars(benchmark.parse(draft)))
     assert (given["page"], given["n_sink"], given["ngram"], given["refresh"]) == (32, 8, 5, 9)
