@@ -1,0 +1,362 @@
+"""Whether speculation changes anything, on a user's own model and machine: five checks that an engine passes or fails.
+
+    greedy    tokens are those of plain decoding; where they differ, two logits were closer than rounding is coarse
+    exact     with exact=True logits and tokens are those of plain decoding, bit for bit
+    samples   the first two tokens of many seeds follow the target's own distribution: a G-test
+    seeds     a seed gives the same tokens alone, beside others, in another order and slot, and again
+    refill    what is left in a cache, NaN or the largest numbers, changes no token of the next request
+
+Shapes: B slots, T tokens in this call, S cache capacity, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import KVCache
+
+from ..config import EngineConfig, SamplingParams
+from ..engine import Engine
+from ..prefill import Prefill
+from ..sampling import SamplingTable, probabilities
+from .lossless import NEAR_TIE, Difference, differences, is_near_tie
+
+Prompts = Sequence[Sequence[int]]
+CHANCE, POWER = 1e-5, 0.99  # of failing without a cause; of finding a distance
+FOLLOWED, BINS = 2, 4  # first tokens after which the second is counted, too; bins of each distribution
+SAMPLED = 2  # prompts whose samples are tested
+RARE = 5.0  # expected counts of cells that are put together
+FREE, FILTERED = {"temperature": 1.0}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: a sentence, and its figures."""
+
+    check: str
+    passed: bool
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        """It on a line of a terminal."""
+        return f"{'passed' if self.passed else 'FAILED'}  {self.check:<8} {self.text}"
+
+
+def prove(
+    build: Callable[[EngineConfig], Engine], config: EngineConfig, prompts: Prompts, n_tokens: int, n_samples: int
+) -> Iterator[Finding]:
+    """Each check's finding, as it comes; build makes an engine of a configuration, one at a time."""
+    with build(config) as engine:
+        yield greedy(engine, prompts, n_tokens)
+        yield samples(engine, prompts[:SAMPLED], n_samples)
+        yield seeds(engine, prompts, n_tokens)
+        yield refill(engine, prompts, n_tokens)
+        del engine
+    with build(replace(config, exact=True, cuda_graphs="off")) as engine:
+        yield exact(engine, prompts[: config.batch_size], n_tokens)
+
+
+# ---- greedy, and exact -----------------------------------------------------------------------------------------------
+
+
+def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """Both ways give the same greedy tokens, or part where the target's logits are NEAR_TIE apart at most.
+
+    The logits are those of Engine.logits: the target's alone, token by token.
+    """
+    params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+    plain, ours = ([c.tokens for c in engine.generate(prompts, params, speculate=way)] for way in (False, True))
+    stats, rows = engine.stats, [(i, prompts[i], plain[i], ours[i]) for i in range(len(prompts))]
+    found = differences(rows, lambda ids: engine.logits(ids, last=1)[0])
+    wrong = [one for one in found if not is_near_tie(_gap(one), *dtypes_of(engine))]
+    limit = max(NEAR_TIE[dtype] for dtype in dtypes_of(engine))
+    text = (
+        f"{len(rows) - len(found)} of {len(rows)} outputs of {n_tokens} tokens are those of plain decoding "
+        f"({stats.acceptance_rate:.0%} of drafts accepted)"
+    )
+    if found:
+        text += f"; {len(found) - len(wrong)} part at a near-tie, where logits are at most {limit:g} apart"
+    if wrong:
+        at = max(wrong, key=_gap)
+        text += f"; prompt {at.index} parts at token {at.position}, where they are {_gap(at):.2g} apart"
+    figures = {"differences": [asdict(one) for one in found], "near_tie": limit, "acceptance": stats.acceptance_rate}
+    return Finding("greedy", not wrong, text, figures | {"outputs": len(rows)})
+
+
+def dtypes_of(engine: Engine) -> list[str]:
+    """The dtypes that round: of the weights, and of the cache if it has its own."""
+    return [engine.dtype_name, engine.config.kv_dtype or engine.dtype_name]
+
+
+def _gap(one: Difference) -> float:
+    return math.inf if one.gap is None else one.gap
+
+
+def exact(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """Both ways give the same logits, bit for bit, and the same greedy tokens: at most B prompts."""
+    params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+    assert engine.config.exact and not engine.rounds.capture and len(prompts) <= engine.config.batch_size
+    (plain, before), (ours, after) = (_with_logits(engine, prompts, params, way) for way in (False, True))
+    places = [(i, len(prompts[i]) - 1 + n) for i in range(len(prompts)) for n in range(n_tokens)]
+    other = [place for place in places if not torch.equal(before[place], after[place])]
+    tokens = sum(a != b for a, b in zip(plain, ours, strict=True))
+    text = f"{len(places) - len(other):,} of {len(places):,} vectors of logits have the same bits"
+    text += f", and {len(plain) - tokens} of {len(plain)} outputs the same tokens"
+    return Finding("exact", not (other or tokens), text, {"vectors": len(places), "different": len(other)})
+
+
+def _with_logits(
+    engine: Engine, prompts: Prompts, params: SamplingParams, speculate: bool
+) -> tuple[list[list[int]], dict[tuple[int, int], Tensor]]:
+    """The outputs, and the target's logits [V] by prompt and position: the last ones fed there are those that count."""
+    logits, feed = dict[tuple[int, int], Tensor](), engine.rounds.feed
+
+    def noted(tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        start, (out, mass) = engine.state.seq_len.tolist(), feed(tokens, n_keys)
+        for slot, request in enumerate(engine.schedule.slots):
+            if request is not None:
+                logits.update(((request.index, start[slot] + t), out[slot, t].clone()) for t in range(tokens.shape[1]))
+        return out, mass
+
+    engine.warm_up()
+    engine.rounds.feed = noted  # type: ignore[method-assign]
+    try:
+        return [c.tokens for c in engine.generate(prompts, params, speculate=speculate)], logits
+    finally:
+        engine.rounds.feed = feed  # type: ignore[method-assign]
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A distribution of two tokens as few cells: for each likeliest first token bins of the second, and other firsts.
+
+    The bins of a distribution are of about equal probability: tokens from the likeliest on, each into the emptiest.
+    """
+
+    first: Tensor  # int64 [V] the bin of a first token that is not followed
+    second: dict[int, Tensor]  # by first token, int64 [V] the bin of the second
+    expected: Tensor  # fp64 [(FOLLOWED + 1) * BINS], sums to 1
+
+    @classmethod
+    def of(cls, logits_after: Callable[[list[int]], Tensor], prompt: Sequence[int], params: SamplingParams) -> Cells:
+        """From the target's logits [V] after a text."""
+
+        def after(*tokens: int) -> Tensor:
+            logits = logits_after([*prompt, *tokens])
+            table = SamplingTable.empty(1, len(logits), logits.device)
+            table.assign(0, params, 0, len(logits))
+            return probabilities(logits[None], table)[0].double()
+
+        p = after()
+        followed: list[int] = p.topk(FOLLOWED).indices.tolist()
+        rest = p.clone()
+        rest[followed] = 0.0
+        first, second = _bins(rest), dict[int, Tensor]()
+        expected = [_masses(rest, first)]
+        for token in followed:
+            then = after(token)
+            second[token] = _bins(then)
+            expected.append(p[token] * _masses(then, second[token]))
+        whole = torch.cat(expected)
+        return cls(first, second, whole / whole.sum())
+
+    def count(self, outputs: Sequence[Sequence[int]]) -> Tensor:
+        """How many of these outputs are in each cell: fp64, as expected."""
+        places = list(self.second)
+        cells = [
+            int(self.second[a][b]) + BINS * (1 + places.index(a)) if a in self.second else int(self.first[a])
+            for a, b, *_ in outputs
+        ]
+        return torch.bincount(torch.tensor(cells), minlength=len(self.expected)).double()
+
+
+def _masses(p: Tensor, bins: Tensor) -> Tensor:
+    """The probability of each bin: p fp64 [V], int64 [V] -> fp64 [BINS]."""
+    return p.new_zeros(BINS).scatter_add(0, bins, p)
+
+
+def _bins(p: Tensor) -> Tensor:
+    """p [V] -> int64 [V], the bin of each token."""
+    mass, bins = [0.0] * BINS, torch.zeros(len(p), dtype=torch.int64)
+    values, order = p.sort(descending=True, stable=True)
+    for token, value in zip(order.tolist(), values.tolist(), strict=True):
+        bins[token] = emptiest = mass.index(min(mass))
+        mass[emptiest] += value
+    return bins
+
+
+def g_statistic(counts: Tensor, expected: Tensor) -> tuple[float, int]:
+    """2 sum O ln(O / E) and its degrees of freedom; cells that expect fewer than RARE are put together."""
+    rare = expected < RARE
+    if rare.any():  # and one more, so that they are enough
+        rare[expected.masked_fill(rare, math.inf).argmin()] |= bool(expected[rare].sum() < RARE)
+        counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
+        expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    return 2 * float(torch.special.xlogy(counts, counts / expected).sum()), len(expected) - 1
+
+
+def chance_of(statistic: float, freedom: float) -> float:
+    """How likely a chi-square of this freedom is at least so large (Wilson and Hilferty 1931)."""
+    spread = 2 / (9 * freedom)
+    return NormalDist().cdf((1 - spread - max(0.0, statistic / freedom) ** (1 / 3)) / math.sqrt(spread))
+
+
+def smallest_distance(n: int, freedom: int) -> float:
+    """The total variation that n samples in cells find with POWER, where chance alone fails with CHANCE.
+
+    A distance d adds at least 4 n d^2 to the statistic (Cauchy and Schwarz), as the noncentrality of a chi-square,
+    whose quantiles are those of a scaled one (Patnaik 1949).
+    """
+    low, high = 0.0, 1e6  # noncentrality
+    limit = next_above(freedom)
+    for _ in range(60):
+        extra = (low + high) / 2
+        scale = (freedom + 2 * extra) / (freedom + extra)
+        found = chance_of(limit / scale, (freedom + extra) / scale)
+        low, high = (low, extra) if found > POWER else (extra, high)
+    return math.sqrt(high / (4 * n))
+
+
+def next_above(freedom: int) -> float:
+    """The statistic that chance alone exceeds with CHANCE."""
+    spread = 2 / (9 * freedom)
+    return freedom * (1 - spread + NormalDist().inv_cdf(1 - CHANCE) * math.sqrt(spread)) ** 3
+
+
+def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
+    """n samples of each prompt's first two tokens, half of them filtered, against the exact distributions.
+
+    Prompts take turns, so neighbours in the batch draft from other distributions; all have seeds of their own.
+    """
+    gamma = engine.draft.max_gamma
+    ways = [SamplingParams(max_tokens=gamma + 2, ignore_eos=True, **how) for how in (FREE, FILTERED)]
+    kinds = [(prompt, way) for prompt in prompts for way in ways]
+    cells = [Cells.of(lambda ids: engine.logits(ids, last=1)[0], *kind) for kind in kinds]
+    each = -(-n // len(ways))
+    asked = [replace(kinds[i % len(kinds)][1], seed=i) for i in range(each * len(kinds))]
+    done = engine.generate([kinds[i % len(kinds)][0] for i in range(len(asked))], asked)
+    found = []
+    for i, one in enumerate(cells):
+        counts = one.count([c.tokens for c in done[i :: len(cells)]])
+        found.append(g_statistic(counts, one.expected * each))
+    statistic, freedom = sum(g for g, _ in found), max(1, sum(k for _, k in found))
+    chance, finds = chance_of(statistic, freedom), smallest_distance(len(done), freedom)
+    text = (
+        f"{len(done):,} samples follow the exact distribution with p = {chance:.2g} (fails below {CHANCE:g}); "
+        f"a distance of {finds:.1%} would have been found with {POWER:.0%}"
+    )
+    figures = {"samples": len(done), "g": statistic, "freedom": freedom, "p": chance, "finds": finds}
+    return Finding("samples", chance >= CHANCE, text, figures)
+
+
+# ---- seeds and refills -----------------------------------------------------------------------------------------------
+
+
+def seeds(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """Rows with seeds of their own, sampled and greedy, give the same tokens whatever happens beside them."""
+    params = _mixed(len(prompts), n_tokens)
+    order = list(range(len(prompts)))
+    first, slots = _decode(engine, prompts, params, order)
+    turned = order[1:] + order[:1]
+    runs = {"again": order, "in another order": order[::-1], "in another slot": turned}
+    different, moved = list[str](), 0
+    for name, places in runs.items():
+        if name == "in another slot":  # nothing is held, so they take slots as they come
+            engine.generate([[prompts[0][0]]] * engine.config.batch_size, SamplingParams(max_tokens=1))
+        tokens, where = _decode(engine, prompts, params, places)
+        moved += sum(where[i] != slots[i] for i in order)
+        different += [f"row {i} {name}" for i in order if tokens[i] != first[i]]
+    for i in order:
+        alone, _ = _decode(engine, prompts, params, [i])
+        different += [f"row {i} alone"] if alone[i] != first[i] else []
+    text = f"{len(order)} rows: the same tokens alone, beside others, again, in another order, in {moved} other slots"
+    if different:
+        text = f"{len(different)} of {4 * len(order)} outputs are others: {', '.join(different[:3])}"
+    return Finding("seeds", not different, text, {"rows": len(order), "different": different, "moved": moved})
+
+
+def refill(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """The same tokens when all that no slot holds is poisoned before the work, and each slot again when it is free."""
+    params, order = _mixed(len(prompts), n_tokens), list(range(len(prompts)))
+    clean, _ = _decode(engine, prompts, params, order)
+    different, poisoned = set[int](), 0
+    for kind in (math.nan, math.inf):
+        poisoned += sum(poison(engine, slot, kind) for slot in range(engine.config.batch_size))
+        tokens, _ = _decode(engine, prompts, params, order, partial(poison, engine, kind=kind))
+        different |= {i for i in order if tokens[i] != clean[i]}
+    forget(engine)
+    text = f"{len(order)} rows: the same tokens over {poisoned:,} poisoned numbers, and in slots poisoned between rows"
+    if different:
+        text = f"{len(different)} of {len(order)} rows change over poisoned caches: {sorted(different)[:5]}"
+    return Finding("refill", not different, text, {"rows": len(order), "different": sorted(different)})
+
+
+def _mixed(n: int, n_tokens: int) -> list[SamplingParams]:
+    """Greedy, sampled and filtered rows in turn, of uneven lengths."""
+    ways: list[dict[str, Any]] = [FREE, {}, FILTERED]
+    return [
+        SamplingParams(max_tokens=n_tokens - i % 3, seed=1000 + i, ignore_eos=True, **ways[i % 3]) for i in range(n)
+    ]
+
+
+def _decode(
+    engine: Engine, prompts: Prompts, params: Sequence[SamplingParams], order: Sequence[int],
+    freed: Callable[[int], object] = lambda slot: None,
+) -> tuple[dict[int, list[int]], dict[int, int]]:  # fmt: skip
+    """Tokens and slot of each prompt, begun in this order; freed is called with each slot that a row leaves."""
+    tokens, slots = dict[int, list[int]](), dict[int, int]()
+    for event in engine.stream([prompts[i] for i in order], [params[i] for i in order]):
+        for slot, request in enumerate(engine.schedule.slots):
+            if request is not None:
+                slots[order[request.index]] = slot
+        if event.completion:
+            place = order[event.index]
+            tokens[place] = event.completion.tokens
+            freed(slots[place])
+    return tokens, slots
+
+
+def _caches(engine: Engine) -> Iterator[tuple[KVCache, Prefill | None]]:
+    """The target's cache and those of drafts, each with what knows what its slots hold."""
+    yield engine.cache, engine.schedule.prefill
+    for level in (engine.policy, getattr(engine.policy, "cheap", None)):
+        if getattr(level, "own_cache", False) and hasattr(level, "runner"):
+            yield level.runner.cache, next((x for x in vars(level).values() if isinstance(x, Prefill)), None)
+
+
+@torch.inference_mode()
+def poison(engine: Engine, slot: int, kind: float) -> int:
+    """Overwrite all that a free slot does not hold -> how many numbers; kind: NaN, or inf for the largest there are."""
+    count = 0
+    if engine.schedule.slots[slot] is not None or (engine.schedule.arrival and engine.schedule.arrival.slot == slot):
+        return 0
+    for cache, prefill in _caches(engine):
+        for buffer in cache.buffers:
+            kept = prefill.held(slot) if prefill else 0
+            whole = not buffer.dtype.is_floating_point
+            info: Any = torch.iinfo(buffer.dtype) if whole else torch.finfo(buffer.dtype)
+            buffer[slot, :, kept:] = info.max if whole or kind == math.inf else kind
+            count += buffer[slot, :, kept:].numel()
+    return count
+
+
+@torch.inference_mode()
+def forget(engine: Engine) -> None:
+    """Clear what poison wrote."""
+    for cache, prefill in _caches(engine):
+        for slot in range(engine.config.batch_size):
+            for buffer in cache.buffers:
+                buffer[slot, :, prefill.held(slot) if prefill else 0 :].zero_()

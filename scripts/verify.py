@@ -1,0 +1,129 @@
+"""Prove on your own model and machine, in minutes, that speculation changes nothing.
+
+    python scripts/verify.py
+    python scripts/verify.py --model meta-llama/Llama-3.2-1B --draft guided --budget 512
+    python scripts/verify.py --model smollm2 --kv-dtype int8 --draft-quantize int8 --json proof.json
+
+Five checks, each a line:
+
+    greedy    tokens are those of plain decoding; an output may part from it only where the two logits are closer than
+              rounding is coarse: 0.25 in bf16 and fp8, 0.03 in fp16 and int8, 0.0001 in fp32, four units in the last
+              place of a logit near 10 (NEAR_TIE in gpt_fast_sd/measuring/lossless.py)
+    samples   the first two tokens of many seeds follow the target's exact distribution: a G-test, with its power, the
+              smallest total-variation distance that it would have found
+    seeds     a seed gives the same tokens alone, beside others, again, in another order and in another slot
+    refill    NaN or the largest numbers in all that is unused of the caches change no token
+    exact     with --exact logits and tokens are those of plain decoding, bit for bit
+
+Exit code: 0 all passed; 1 something failed; 2 what was asked for makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from common import ProgressLine, refusing, started
+from files import check_files, save
+from flags import add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig
+from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
+from gpt_fast_sd.measuring import machine, prompts, proof
+from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
+
+PROGRAM = "verify.py"
+SHORTEST, LONGEST = 16, 600  # tokens of prompts
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--text", metavar="FILE", type=Path, default=BUNDLED / "document.txt", help="to take prompts from, UTF-8")
+    add(
+        "--context", metavar="N", type=positive, help=f"tokens of the longest prompt (default: {LONGEST}, or what fits)"
+    )
+    add("--max-new-tokens", metavar="N", type=positive, default=32, help="of each output (default: 32)")
+    add("--samples", metavar="N", type=positive, default=2000, help="of each of two prompts (default: 2000)")
+    add("--json", metavar="FILE", type=Path, help="write what was found there")
+    who = parser.add_argument_group("who drafts")
+    add_flags(who, DraftConfig, policy={"default": "streaming"}, gamma={"default": 4, "type": positive})
+    add_engine_flags(
+        parser, model={"default": None, "unset": "smollm2 if there, else bundled"}, alone=True,
+        batch_size={"default": 4}, max_seq_len={"type": positive, "default": None, "unset": "what the prompts need"},
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def prompts_of(args: argparse.Namespace, config: ModelConfig) -> list[list[int]]:
+    """Stretches of the text of uneven length, two for each slot and one more; ValueError if they do not fit."""
+    most = (args.max_seq_len or config.n_positions) - max(args.max_new_tokens, args.gamma + 2)
+    longest = min(LONGEST, most) if args.context is None else args.context
+    if not SHORTEST <= longest <= most:
+        raise ValueError(f"prompts of up to {longest:,} tokens: allowed are {SHORTEST} to {most:,} with this output")
+    tokenizer = load_tokenizer(locate(args.model), config)
+    bos = tokenizer.bos_id if tokenizer else None
+    ids = (
+        prompts.tokens_of(args.text, tokenizer) if tokenizer else prompts.random_text(4 * longest, config.vocab_size, 0)
+    )
+    made = prompts.ragged({args.text.name: ids}, 2 * args.batch_size, SHORTEST, longest, bos, seed=0)
+    start = [] if bos is None else [bos]
+    return [start + ids[: longest - len(start)], *made]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build, check, print."""
+    args = parse(argv)
+    args.model = args.model or ("bundled" if find_smollm2() is None else "smollm2")
+    with refusing(PROGRAM):
+        reads = {"--text": args.text, "--model": args.model, "--draft-model": args.draft_model}
+        check_files({"--json": args.json}, reads)
+        draft = draft_of(args)
+        if draft.policy == "off":
+            raise ValueError("--draft off is plain decoding, which the others are compared with: name a policy")
+        config, parallel = read_config(locate(args.model)), join(args)
+        if parallel.dp * parallel.tp > 1:
+            raise ValueError(f"{PROGRAM} runs in one process")
+        rows = prompts_of(args, config)
+        longest = max(map(len, rows)) + max(args.max_new_tokens, draft.max_gamma + 2)
+        how = config_of(EngineConfig, args, max_seq_len=room_of(args, config, longest))
+        progress, began = ProgressLine(), time.perf_counter()
+        first: Engine | None = Engine.from_pretrained(args.model, how, draft, parallel=parallel)
+
+    def build(config: EngineConfig) -> Engine:
+        nonlocal first
+        engine, first = first or Engine.from_pretrained(args.model, config, draft, parallel=parallel), None
+        engine.on_progress = progress
+        return engine
+
+    assert first
+    cache = how.kv_dtype or first.dtype_name
+    print(
+        f"{args.model}, {first.dtype_name}, cache {cache}, {len(rows)} prompts of up to {max(map(len, rows)):,} tokens"
+    )
+    print(f"drafts: {draft.policy}, gamma {draft.gamma}; {how.batch_size} slots, {first.device}", flush=True)
+    environment, findings = machine.environment(first.device), []
+    for finding in proof.prove(build, how, rows, args.max_new_tokens, args.samples):
+        progress.clear()
+        print(finding.line, flush=True)
+        findings.append(finding)
+    failed, seconds = [one.check for one in findings if not one.passed], time.perf_counter() - began
+    print(f"{'FAILED: ' + ', '.join(failed) if failed else 'all passed'}, {seconds:.0f} seconds")
+    if args.json:
+        document = {
+            "benchmark": "proof", "model": args.model, "engine": asdict(how), "draft": asdict(draft),
+            "environment": environment, "seconds": seconds, "passed": not failed,
+            "findings": [asdict(one) for one in findings],
+        }  # fmt: skip
+        save({args.json: json.dumps(document, indent=1, default=str) + "\n"}, PROGRAM)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    started(main)
