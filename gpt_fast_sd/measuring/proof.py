@@ -297,7 +297,8 @@ def refill(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
         poisoned += sum(poison(engine, slot, kind) for slot in range(engine.config.batch_size))
         tokens, _ = _decode(engine, prompts, params, order, partial(poison, engine, kind=kind))
         different |= {i for i in order if tokens[i] != clean[i]}
-    forget(engine)
+    for slot in range(engine.config.batch_size):
+        poison(engine, slot, 0.0)
     text = f"{len(order)} rows: the same tokens over {poisoned:,} poisoned numbers, and in slots poisoned between rows"
     if different:
         text = f"{len(different)} of {len(order)} rows change over poisoned caches: {sorted(different)[:5]}"
@@ -305,11 +306,10 @@ def refill(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
 
 
 def _mixed(n: int, n_tokens: int) -> list[SamplingParams]:
-    """Greedy, sampled and filtered rows in turn, of uneven lengths."""
+    """Sampled, greedy and filtered rows in turn, of uneven lengths."""
     ways: list[dict[str, Any]] = [FREE, {}, FILTERED]
-    return [
-        SamplingParams(max_tokens=n_tokens - i % 3, seed=1000 + i, ignore_eos=True, **ways[i % 3]) for i in range(n)
-    ]
+    lengths = [max(1, n_tokens - i % 3) for i in range(n)]
+    return [SamplingParams(max_tokens=m, seed=1000 + i, ignore_eos=True, **ways[i % 3]) for i, m in enumerate(lengths)]
 
 
 def _decode(
@@ -339,24 +339,15 @@ def _caches(engine: Engine) -> Iterator[tuple[KVCache, Prefill | None]]:
 
 @torch.inference_mode()
 def poison(engine: Engine, slot: int, kind: float) -> int:
-    """Overwrite all that a free slot does not hold -> how many numbers; kind: NaN, or inf for the largest there are."""
-    count = 0
-    if engine.schedule.slots[slot] is not None or (engine.schedule.arrival and engine.schedule.arrival.slot == slot):
+    """Overwrite all that a free slot does not hold -> how many numbers; kind: NaN, 0, or inf for the largest ones."""
+    count, arrival = 0, engine.schedule.arrival
+    if engine.schedule.slots[slot] is not None or (arrival and arrival.slot == slot):
         return 0
     for cache, prefill in _caches(engine):
         for buffer in cache.buffers:
             kept = prefill.held(slot) if prefill else 0
             whole = not buffer.dtype.is_floating_point
             info: Any = torch.iinfo(buffer.dtype) if whole else torch.finfo(buffer.dtype)
-            buffer[slot, :, kept:] = info.max if whole or kind == math.inf else kind
+            buffer[slot, :, kept:] = kind if kind == 0 or not (whole or kind == math.inf) else info.max
             count += buffer[slot, :, kept:].numel()
     return count
-
-
-@torch.inference_mode()
-def forget(engine: Engine) -> None:
-    """Clear what poison wrote."""
-    for cache, prefill in _caches(engine):
-        for slot in range(engine.config.batch_size):
-            for buffer in cache.buffers:
-                buffer[slot, :, prefill.held(slot) if prefill else 0 :].zero_()
