@@ -220,8 +220,7 @@ def smallest_distance(n: int, freedom: int) -> float:
     A distance d adds at least 4 n d^2 to the statistic (Cauchy and Schwarz), as the noncentrality of a chi-square,
     whose quantiles are those of a scaled one (Patnaik 1949).
     """
-    low, high = 0.0, 1e6  # noncentrality
-    limit = next_above(freedom)
+    low, high, limit = 0.0, 1e6, next_above(freedom)  # of the noncentrality
     for _ in range(60):
         extra = (low + high) / 2
         scale = (freedom + 2 * extra) / (freedom + extra)
@@ -267,8 +266,7 @@ def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
 
 def seeds(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     """Rows with seeds of their own, sampled and greedy, give the same tokens whatever happens beside them."""
-    params = _mixed(len(prompts), n_tokens)
-    order = list(range(len(prompts)))
+    params, order = _mixed(len(prompts), n_tokens), list(range(len(prompts)))
     first, slots = _decode(engine, prompts, params, order)
     turned = order[1:] + order[:1]
     runs = {"again": order, "in another order": order[::-1], "in another slot": turned}
@@ -290,9 +288,8 @@ def seeds(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
 
 def refill(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     """The same tokens when all that no slot holds is poisoned before the work, and each slot again when it is free."""
-    params, order = _mixed(len(prompts), n_tokens), list(range(len(prompts)))
+    params, order, different, poisoned = _mixed(len(prompts), n_tokens), list(range(len(prompts))), set[int](), 0
     clean, _ = _decode(engine, prompts, params, order)
-    different, poisoned = set[int](), 0
     for kind in (math.nan, math.inf):
         poisoned += sum(poison(engine, slot, kind) for slot in range(engine.config.batch_size))
         tokens, _ = _decode(engine, prompts, params, order, partial(poison, engine, kind=kind))
