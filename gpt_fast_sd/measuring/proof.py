@@ -254,7 +254,7 @@ def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
     statistic, freedom = sum(g for g, _ in found), max(1, sum(k for _, k in found))
     chance, finds = chance_of(statistic, freedom), smallest_distance(len(done), freedom)
     text = (
-        f"{len(done):,} samples follow the exact distribution with p = {chance:.2g} (fails below {CHANCE:g}); "
+        f"{len(done):,} samples against the exact distribution: p = {chance:.2g} (fails below {CHANCE:g}); "
         f"a distance of {finds:.1%} would have been found with {POWER:.0%}"
     )
     figures = {"samples": len(done), "g": statistic, "freedom": freedom, "p": chance, "finds": finds}

@@ -61,9 +61,8 @@ def test_the_engine_as_it_is_passes_every_check() -> None:
     assert findings[2].figures["moved"] > 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_a_quantized_cache_passes_refills(kv_dtype: str) -> None:
-    finding = proof.refill(narrow(kv_dtype=kv_dtype), PROMPTS, N_TOKENS)
+def test_an_int8_cache_passes_refills() -> None:
+    finding = proof.refill(narrow(kv_dtype="int8"), PROMPTS, N_TOKENS)
     assert finding.passed, finding.line
 
 
