@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.gpt_fast_sd.kernels import listed, references
-from tests.gpt_fast_sd.kernels.dense import BF16, FLOAT8, FP16, FP32, INT8, NAN, assert_close, thinned
+from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FLOAT8, FP16, FP32, INT8, NAN, assert_close
+from tests.helpers import thinned
 
 sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")  # not exported by its package
 
@@ -51,7 +52,7 @@ def check(case: Case) -> None:
         assert_close(case.attend(body=body), case.expected())
 
 
-@thinned("page,dtype", [1, 16, 32])
+@thinned("page,dtype", [1, 16, 32], DTYPES)
 def test_attention_is_that_of_fp64_for_lists_of_pages_and_of_entries(page: int, dtype: torch.dtype) -> None:
     check(Case([192, 96], [215, 127], page=page, n_tokens=3, dtype=dtype))
 
@@ -62,12 +63,12 @@ def test_any_number_of_queries_may_ask(asked: tuple[int, int], dtype: torch.dtyp
     check(Case([192, 64], [220, 90], n_kv=1, group=group, n_tokens=n_tokens, dtype=dtype))
 
 
-@thinned("head_dim,dtype", [8, 96, 128, 256])
+@thinned("head_dim,dtype", [8, 96, 128, 256], DTYPES)
 def test_heads_may_have_any_dim(head_dim: int, dtype: torch.dtype) -> None:
     check(Case([192], [215], head_dim=head_dim, dtype=dtype))
 
 
-@thinned("page,dtype", [1, 16])
+@thinned("page,dtype", [1, 16], DTYPES)
 def test_lists_of_several_chunks_are_merged(page: int, dtype: torch.dtype) -> None:
     case = Case([256, 128, 16], [300, 150, 20], page=page, n_listed=224, width=70, n_tokens=2, dtype=dtype)
     n_entries = case.slots.shape[2] + case.width
