@@ -166,7 +166,9 @@ def test_what_a_layer_gives_must_lie_in_memory_as_what_it_is_given() -> None:
     assert _alike(row, every_third)  # the stride of a size of 1 does not matter
 
 
-@pytest.mark.parametrize("changes", few([{"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": True}], [{"tie_embeddings": True}]))
+@pytest.mark.parametrize(
+    "changes", few([{"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": True}], [{"tie_embeddings": True}])
+)
 def test_other_families_of_models_are_cut_at_the_same_places(changes: dict[str, Any], parts: Parts) -> None:
     for name in ("decode", "prefill"):
         check_equal(name, tiny_model(tiny_config(n_layers=3, **changes)))

@@ -72,8 +72,9 @@ def small() -> Engine:
     return make(SMALL, compile=True, batch_size=2)
 
 
-@pytest.mark.slow
-def test_the_first_call_compiles_and_prompts_of_all_lengths_share_its_graphs_and_get_the_eager_tokens(large: Engine) -> None:
+def test_the_first_call_compiles_and_prompts_of_all_lengths_share_its_graphs_and_get_the_eager_tokens(
+    large: Engine,
+) -> None:
     assert graphs(large) == (0, 0)
     large.generate([[1]], SamplingParams(max_tokens=1))
     assert graphs(large) == (1, 1)
@@ -86,6 +87,7 @@ def test_the_first_call_compiles_and_prompts_of_all_lengths_share_its_graphs_and
     assert len({token for row in got for token in row}) > 20
 
 
+@pytest.mark.slow
 def test_engines_of_different_shape_do_not_recompile_each_other(large: Engine, small: Engine) -> None:
     for _ in range(2):
         assert tokens(small, upto=257) == tokens(make(SMALL, compile=False, batch_size=2), upto=257)

@@ -205,9 +205,7 @@ def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("slots", "gamma"), few([(1, 1), (5, 4), (1, 4), (5, 1)], [(5, 1)])
-)
+@pytest.mark.parametrize(("slots", "gamma"), few([(1, 1), (5, 4), (1, 4), (5, 1)], [(5, 1)]))
 def test_steps_of_our_kernels_are_bit_identical_on_any_number_of_threads(
     slots: int, gamma: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

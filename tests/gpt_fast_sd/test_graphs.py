@@ -331,7 +331,9 @@ BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keep
 
 
 @ONE_RULE
-@pytest.mark.parametrize("policy", few(["streaming", "guided", "quest", "snapkv", "lookup", "hierarchy"], ["guided", "snapkv", "lookup"]))
+@pytest.mark.parametrize(
+    "policy", few(["streaming", "guided", "quest", "snapkv", "lookup", "hierarchy"], ["guided", "snapkv", "lookup"])
+)
 def test_whatever_a_captured_round_reads_on_the_host_is_accounted_for(
     policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -597,7 +599,9 @@ def test_a_capture_that_failed_leaves_an_engine_that_works(cuda: Cuda, expected:
         assert tokens(one) == expected
 
 
-@pytest.mark.parametrize("at", few(["capture", "end", "replay", "wait", "synchronize"], ["capture", "replay", "synchronize"]))
+@pytest.mark.parametrize(
+    "at", few(["capture", "end", "replay", "wait", "synchronize"], ["capture", "replay", "synchronize"])
+)
 def test_an_engine_whose_device_failed_says_so_and_why(at: str, cuda: Cuda) -> None:
     one = engine()
     tokens(one)

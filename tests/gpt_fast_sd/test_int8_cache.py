@@ -69,14 +69,19 @@ def tokens(one: Engine, **how: Any) -> list[list[int]]:
 # ---- lossless --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", few([*POLICIES, *MIXTURES], ["streaming", "snapkv", "lookup", "hierarchy over standalone", "hierarchy, guided"]))
+@pytest.mark.parametrize(
+    "name",
+    few([*POLICIES, *MIXTURES], ["streaming", "snapkv", "lookup", "hierarchy over standalone", "hierarchy, guided"]),
+)
 def test_speculation_with_an_int8_cache_gives_what_plain_decoding_gives(name: str) -> None:
     one = engine(name)
     assert tokens(one) == plain_tokens() and max(one.stats.rounds_by_gamma) == 4
     assert one.stats.accepted > 0 or name == "lookup"
 
 
-@pytest.mark.parametrize("name", few([name for name in POLICIES if " over " not in name], ["guided", "standalone", "hierarchy"]))
+@pytest.mark.parametrize(
+    "name", few([name for name in POLICIES if " over " not in name], ["guided", "standalone", "hierarchy"])
+)
 def test_exact_speculation_with_an_int8_cache_gives_the_same_bits(name: str) -> None:
     one = Watched(name, dtype="bf16", kv_dtype="int8")
     plain = one.run(PROMPTS, PARAMS, speculate=False)
@@ -158,7 +163,9 @@ def test_a_prompt_that_shares_its_beginning_copies_numbers_and_scales() -> None:
         assert torch.equal(mine[slots[0], :, : len(body)], other[slots[1], :, : len(body)])
 
 
-@pytest.mark.parametrize("name", few(["off", "full", "streaming", "snapkv", "quest", "guided", "hierarchy"], ["off", "quest", "hierarchy"]))
+@pytest.mark.parametrize(
+    "name", few(["off", "full", "streaming", "snapkv", "quest", "guided", "hierarchy"], ["off", "quest", "hierarchy"])
+)
 def test_nothing_behind_a_text_is_read_neither_numbers_nor_scales(name: str) -> None:
     one = engine(name)
     place, feed = torch.arange(one.cache.layers[0].k.shape[2]), one.rounds.feed

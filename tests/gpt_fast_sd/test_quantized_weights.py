@@ -77,7 +77,14 @@ def is_untouched(model: nn.Module, before: dict[str, tuple[int, Tensor]]) -> boo
 # ---- the copy ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", few([{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}], [{"tie_embeddings": True}, {"qk_norm": True}]), ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    few(
+        [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}],
+        [{"tie_embeddings": True}, {"qk_norm": True}],
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_copy_owns_its_matrices_and_shares_all_else_and_the_model_is_not_touched(
@@ -320,7 +327,9 @@ def test_a_draft_that_does_not_run_leaves_the_target_as_it_is() -> None:
 # ---- loading -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", few([{}, {"tie_embeddings": True}, {"qkv_bias": True}], [{"qkv_bias": True}]), ids=str)
+@pytest.mark.parametrize(
+    "changes", few([{}, {"tie_embeddings": True}, {"qkv_bias": True}], [{"qkv_bias": True}]), ids=str
+)
 @pytest.mark.parametrize(("precision", "copies"), [("int8", 5), ("int4", 16)])
 def test_a_target_is_quantized_as_it_is_read(
     precision: str, copies: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -88,7 +88,9 @@ def test_gamma_may_change_from_round_to_round(name: str, monkeypatch: pytest.Mon
     assert {0, 1, 2, 3, 4} <= set(one.stats.rounds_by_gamma)
 
 
-@pytest.mark.parametrize("name", few(["quest", "standalone", "standalone, snapkv", "hierarchy over standalone"], ["quest", "standalone"]))
+@pytest.mark.parametrize(
+    "name", few(["quest", "standalone", "standalone, snapkv", "hierarchy over standalone"], ["quest", "standalone"])
+)
 def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_under_way(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

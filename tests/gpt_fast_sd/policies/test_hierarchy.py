@@ -111,12 +111,12 @@ def test_a_view_has_room_for_the_last_token_that_a_middle_step_feeds(view: str) 
 # ---- losslessness --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cheap", few(CHEAPS, ["standalone"]))
 def test_sampled_tokens_follow_the_target_exactly(cheap: str) -> None:
     assert misfit(toy(cheap), 4, SAMPLED) < 1
 
 
+@pytest.mark.slow
 def test_filtered_tokens_follow_the_target_exactly() -> None:
     assert misfit(toy("lookup"), 5, SamplingParams(temperature=1.3, top_p=0.8)) < 1
 
