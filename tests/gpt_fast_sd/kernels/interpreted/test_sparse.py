@@ -95,11 +95,11 @@ def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
     check(Case([1216], [1259], n_listed=1024, width=64, n_kv=1, n_keys=1280, page=32))
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
+@thinned("sizes,page", [(128, 40), (224, 70)], [1, 16])
 def test_lists_may_be_empty_and_windows_may_begin_at_0_or_reach_past_the_queries(
-    n_listed: int, width: int, page: int
+    sizes: tuple[int, int], page: int
 ) -> None:
+    n_listed, width = sizes
     case = Case([0, 0, 192, 192], [0, 37, 192, 200], page=page, n_listed=n_listed, width=width, n_tokens=2)
     assert (case.slots[:2] == -1).all() and (case.slots[2:] >= 0).any()
     check(case)
@@ -144,9 +144,9 @@ def test_the_first_entry_of_a_page_stands_for_all_of_it() -> None:
     assert case.attend(body=references.sparse_attention).equal(whole[1])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
-def test_a_row_is_bit_identical_alone_and_in_a_batch(n_listed: int, width: int, dtype: torch.dtype) -> None:
+@thinned("sizes,dtype", [(128, 40), (224, 70)], [FP32, BF16])
+def test_a_row_is_bit_identical_alone_and_in_a_batch(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    n_listed, width = sizes
     case = Case([192, 0, 256], [215, 30, 299], n_listed=n_listed, width=width, n_tokens=2, n_kv=1, dtype=dtype)
     together = case.attend()
     for row in range(3):
