@@ -251,7 +251,13 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("off", "lookup")])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        [name for name in NAMES if name not in ("off", "lookup")],
+        ["quest", "early_exit", "standalone, snapkv", "hierarchy, guided"],
+    ),
+)
 def test_the_operators_of_cuda_give_the_same_tokens_and_no_worse_drafts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,8 +30,8 @@ NAMES = ["off", *POLICIES]
 FEW = ("off", "guided", "hierarchy")  # no drafts, those of one step, and of two models
 PROMPTS = [random_ids(n, seed=n) for n in (150, 1, 300, 40)]
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=11, ignore_eos=True, temperature=0.9, seed=3)
-FILTERED = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.9, top_p=0.9, seed=4)
+SAMPLED = SamplingParams(max_tokens=7, ignore_eos=True, temperature=0.9, seed=3)
+FILTERED = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.9, top_p=0.9, seed=4)
 MIXED = [GREEDY, SAMPLED, FILTERED, GREEDY]
 
 
