@@ -24,8 +24,14 @@ BOS, EOS = 256, 257
 
 
 def few(values: Iterable[Any], kept: Container[Any]) -> list[Any]:
-    """The values of a test's parameter: those kept are of the ordinary run, the others of the slow one."""
-    return [pytest.param(value, marks=() if value in kept else pytest.mark.slow) for value in values]
+    """The values of a test's parameter: those kept are of the ordinary run, the others of the slow one.
+
+    A tuple has a value for each of several parameters.
+    """
+    return [
+        pytest.param(*value if isinstance(value, tuple) else (value,), marks=() if value in kept else pytest.mark.slow)
+        for value in values
+    ]
 
 
 def thinned(names: str, first: Sequence[Any], second: Sequence[Any]) -> Any:

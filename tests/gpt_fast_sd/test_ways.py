@@ -135,9 +135,9 @@ def test_judging_is_one_graph_whatever_is_drafted(
     assert rounds.accept_compiled.graphs == 2
 
 
-@pytest.mark.parametrize("kinds", few([(FILTERED,), (GREEDY, SAMPLED, FILTERED)], [(FILTERED,)]), ids=len)
+@pytest.mark.parametrize("kinds", few([[FILTERED], [GREEDY, SAMPLED, FILTERED]], [[FILTERED]]), ids=len)
 def test_rounds_that_are_not_captured_draft_less_at_a_text_s_end_without_another_graph(
-    kinds: tuple[SamplingParams, ...],
+    kinds: list[SamplingParams],
 ) -> None:
     one = an_engine("streaming", 5)
     one.rounds.capture = None
