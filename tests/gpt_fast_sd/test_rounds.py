@@ -69,7 +69,7 @@ def test_captured_rounds_emit_what_eager_ones_do(name: str, params: list[Samplin
     assert one.stats.decode_tokens == sum(len(c.tokens) for c in got)
 
 
-@pytest.mark.parametrize("name", few(["streaming", "guided", "quest", "standalone"], ["streaming", "standalone"]))
+@pytest.mark.parametrize("name", few(["streaming", "guided", "quest", "standalone"], ["streaming"]))
 def test_captured_and_plain_calls_may_follow_each_other(name: str) -> None:
     one = captured(name)
     expected = [c.tokens for c in engine("off").generate(PROMPTS, GREEDY)]

@@ -93,6 +93,7 @@ def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_grap
     assert one.schedule.graphs == before
 
 
+@pytest.mark.slow
 def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:
     one = an_engine("streaming", 1)
     for policy, page in (("streaming", 16), ("guided", 16), ("guided", 32)):

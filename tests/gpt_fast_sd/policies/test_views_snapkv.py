@@ -309,7 +309,7 @@ def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
 
 @pytest.mark.parametrize(
     ("name", "windows"),
-    few([("snapkv", 1), ("snapkv", 2), ("standalone", 2), ("hierarchy", 1)], [("snapkv", 2), ("hierarchy", 1)]),
+    few([("snapkv", 1), ("snapkv", 2), ("standalone", 2), ("hierarchy", 1)], [("hierarchy", 1)]),
 )
 def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
     name: str, windows: int, monkeypatch: pytest.MonkeyPatch
