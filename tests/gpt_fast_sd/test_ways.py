@@ -145,7 +145,7 @@ def test_rounds_that_are_not_captured_draft_less_at_a_text_s_end_without_another
     for params in kinds:
         one.generate(PROMPTS, params)
         assert len(one.stats.rounds_by_gamma) > 1
-    assert one.rounds.accept_compiled.graphs <= 3 * len(kinds) and one.rounds.verify.graphs == 1
+    assert one.rounds.accept_compiled.graphs <= 9 and one.rounds.verify.graphs == 1
 
 
 @pytest.mark.slow
