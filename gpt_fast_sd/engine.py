@@ -292,9 +292,9 @@ class Engine:
         prompts and params are as in generate, or prompts is any other iterable, such as a file's lines or users'
         requests: the next one is taken when a slot is free for it, between two rounds, and events number them as they
         come. Such an iterable may yield None, for no prompt now: it is asked again after the next round, or at once if
-        nothing is being decoded. An error that it raises, and the ValueError of a prompt that cannot run (see check),
-        end the stream.
-
+        nothing is being decoded. It runs under the engine's settings, not the caller's: in inference mode, without
+        autocast, with torch's own default dtype and device. An error that it raises, and the ValueError of a prompt
+        that cannot run (see check), end the stream.
         A prompt is prefilled chunk by chunk, and rows that are being decoded wait for one chunk at most. Leaving a
         stream half-way ends its prompts: their slots are free again.
         """

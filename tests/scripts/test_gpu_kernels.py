@@ -127,9 +127,8 @@ def test_a_cache_of_narrow_entries_is_charged_for_its_own_bytes() -> None:
     ops = ["decode_attention", "decode_attention", "sparse_attention", "prefill_attention"]
     assert found == {held: [(op, size) for op in ops] for held, size in sizes.items()}
     # half of an entry but for the last 64 of a row
-    assert drafts == [
-        (op, dim / 2 + 2 + 64 / n * dim / 2) for op, n in (("decode_attention", heads.context), ("sparse_attention", 128))
-    ]
+    n_read = {"decode_attention": heads.context, "sparse_attention": 128}
+    assert drafts == [(op, dim / 2 + 2 + 64 / n * dim / 2) for op, n in n_read.items()]
 
 
 def test_products_are_charged_for_the_bytes_of_their_weights_rows_and_results() -> None:
