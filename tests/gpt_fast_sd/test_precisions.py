@@ -29,7 +29,7 @@ from tests.gpt_fast_sd.kernels import references
 from tests.gpuless.live import LiveBytes
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
-CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 OF_CUDA = ("int4", "float8")
 PROMPTS = [random_ids(n, seed=n) for n in (300, 7, 90)]
 
@@ -286,19 +286,16 @@ def test_unpacking_an_int4_weight_in_each_product_is_planned_for(dtype: torch.dt
     assert packed.workspace < plans[1].workspace
 
 
-def test_unpacking_is_planned_for_where_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel reads weights of other outputs than multiples of 32, and none at all where it cannot be built."""
-    config, cpu = EngineConfig(batch_size=1, max_seq_len=300, quantize="int4"), torch.device("cpu")
-
-    def workspace(**changes: Any) -> int:
-        model = replace(model_of(**WIDE).config, **changes)
-        return loading.plan_for(config, DraftConfig(), model, None, BF16, Parallel(cpu), cpu).workspace
-
-    monkeypatch.setattr(loading, "packing_builds", lambda: True)
-    packed, odd = workspace(), workspace(n_heads=8, n_kv_heads=1, head_dim=40, dim=4096)
-    monkeypatch.setattr(loading, "packing_builds", lambda: False)
-    assert workspace() >= packed + 8 * 2048 * 1024
-    assert odd >= 11 * 400 * 4096 + packed
+@pytest.mark.parametrize("builds", [True, False])
+def test_unpacking_is_planned_for_where_no_kernel_can_be_built(builds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "packing_builds", lambda: builds)
+    config, model = EngineConfig(batch_size=1, max_seq_len=300, quantize="int4"), model_of(**WIDE).config
+    found = loading.plan_for(config, DraftConfig(), model, None, BF16, Parallel(CPU), CPU)
+    assert found.workspace == MemoryPlan.of(config, DraftConfig(), model, None, BF16, packs=builds).workspace
+    # no kernel reads weights of other outputs than multiples of 32: of ten heads of 40
+    memory, odd = importlib.import_module("gpt_fast_sd.memory"), replace(model, n_heads=8, n_kv_heads=1, head_dim=40)
+    assert memory._largest_of_layers(model, 1, packs=True) == 0
+    assert memory._largest_of_layers(odd, 1, packs=True) == 400 * model.dim
 
 
 def test_a_draft_model_of_several_ranks_has_its_part_of_a_copy_on_each() -> None:

@@ -280,8 +280,7 @@ def test_a_program_runs_without_a_stdout(tmp_path: Path) -> None:
 
 
 def test_a_model_that_was_downloaded_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub.constants"), "HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--owner--name"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc")
