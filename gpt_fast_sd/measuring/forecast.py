@@ -128,7 +128,7 @@ class System:
 
     def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
         """Of every step of the target: quantizing leaves the output's weights as they are."""
-        own = self._unquantized(self.ranks, efficiency)
+        own = self._unquantized(self.model, self.ranks, efficiency)
         weight = self._weight_bytes(self.quantize, self.model, self.tp) if self.quantize else own.weight_bytes
         return replace(own, weight_bytes=weight)
 
@@ -147,9 +147,9 @@ class System:
         own, entry = local_config(model, ranks), precision(name, torch.device(self.device))
         return bytes_of_layers(own, ranks, entry.bytes_of) / bytes_of_layers(own, ranks, lambda o, i: o * i)
 
-    def _unquantized(self, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
-        """The same for any model that these ranks hold unquantized."""
-        own, kv = float(TORCH_DTYPES[self.dtype].itemsize), KVCache.element_bytes(self._kv_dtype, self.model.head_dim)
+    def _unquantized(self, model: ModelConfig, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
+        """The same for a model that these ranks hold unquantized."""
+        own, kv = float(TORCH_DTYPES[self.dtype].itemsize), KVCache.element_bytes(self._kv_dtype, model.head_dim)
         return Conditions(
             weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
             all_reduce=ranks.all_reduce if ranks else free, efficiency=efficiency,
@@ -180,7 +180,7 @@ class System:
         check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
         policy, under = registry.policy_class(draft.policy), self.conditions(efficiency)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
-        own = self._unquantized(self.draft_ranks(draft), efficiency)
+        own = self._unquantized(self.draft_model or self.model, self.draft_ranks(draft), efficiency)
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
         tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
@@ -248,7 +248,7 @@ class System:
                 bytes_of_weights(model, n, size, self.quantize if model is self.model else None, device)
                 for model, n in parts
             ), groups=int(self.tp > 1),
-            whole=have or 0, ranks=self.tp, packs=not on_cuda and self.dtype == "bf16",
+            whole=have or 0, ranks=self.tp, draft_ranks=parts[-1][1], packs=not on_cuda and self.dtype == "bf16",
         )  # fmt: skip
         try:
             plan.check(have, device, config)
