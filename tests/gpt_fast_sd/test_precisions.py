@@ -26,7 +26,7 @@ from gpt_fast_sd.quantize import draft_copy, equalize_keys, quantize
 from tests.float8_folders import save_float8
 from tests.gpt_fast_sd.kernels import references
 from tests.gpuless.live import LiveBytes
-from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
+from tests.helpers import few, random_ids, tiny_config, tiny_model, whole_text_logits
 
 CUDA = torch.device("cuda")
 OF_CUDA = ("int4", "float8")
@@ -146,7 +146,7 @@ def test_a_copy_that_drafts_has_an_int8_head_or_one_of_float8(name: str) -> None
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["float8"]))
 def test_drafts_of_any_precision_change_no_token(name: str) -> None:
     params, draft = SamplingParams(max_tokens=12), DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
     expected = [
@@ -159,7 +159,7 @@ def test_drafts_of_any_precision_change_no_token(name: str) -> None:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int4"]))
 def test_speculation_gives_what_plain_decoding_of_the_quantized_target_gives(name: str) -> None:
     draft = DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
     one, params = engine(model_of(), draft, exact=True, quantize=name), SamplingParams(max_tokens=12)
@@ -193,7 +193,7 @@ def test_keys_of_float8_weights_are_equalized_by_their_scales_and_no_bit_changes
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int8", "float8"]))
 def test_keys_of_weights_that_are_quantized_as_they_are_read_are_equalized(name: str, tmp_path: Path) -> None:
     save_hugging_face(with_a_large_bias(), tmp_path, dtype=torch.bfloat16)
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="bf16", compile=False, quantize=name)
@@ -209,7 +209,7 @@ def test_keys_of_weights_that_are_quantized_as_they_are_read_are_equalized(name:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["float8"]))
 def test_a_target_is_quantized_layer_by_layer_as_it_is_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +230,7 @@ def test_a_target_is_quantized_layer_by_layer_as_it_is_read(
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int8", "float8"]))
 def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = importlib.import_module("gpt_fast_sd.memory")
     for module in (precisions, memory, importlib.import_module("gpt_fast_sd.kernels.int8")):

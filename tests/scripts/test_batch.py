@@ -22,7 +22,7 @@ import batch
 import journal
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import few, random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
@@ -238,7 +238,7 @@ def kill_when(command: Sequence[str], output: Path, n_lines: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("order", "kills"), [("input", [3, 25]), pytest.param("finished", [10], marks=pytest.mark.slow)]
+    ("order", "kills"), few([("input", [25]), ("input", [3, 25]), ("finished", [10])], [("input", [25])])
 )
 def test_killed_in_the_middle_and_started_again_nothing_is_lost_or_doubled(
     model: Path, tmp_path: Path, order: str, kills: list[int]

@@ -308,6 +308,7 @@ def test_a_mistake_is_one_sentence_before_any_work(
     assert said in refusal(capsys, model, *flags)
 
 
+@pytest.mark.slow
 def test_as_a_program_it_measures_a_text_and_the_machine(tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "--no-compile", "--batch", "1,2", "--gamma", "2"]
@@ -481,6 +482,7 @@ def test_several_texts_share_the_rows(tmp_path: Path) -> None:
 # ---- lossless --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_policy_emits_what_plain_decoding_emits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lossless.json"
     assert run(None, *LOSSLESS, "--draft", "streaming,hierarchy/standalone", "--json", str(file)) == 0

@@ -41,6 +41,7 @@ def test_fewer_bits_are_compared_with_the_same_model_without_them(
     assert "Beside bundled, fp32, nothing quantized" in out and "same best token" in out and "Its needles" in out
 
 
+@pytest.mark.slow
 def test_a_model_equals_itself_and_is_compared_with_nothing_unless_asked(tmp_path: Path) -> None:
     (one,) = measured(tmp_path, "--reference", "bundled")["reference"]["logits"]
     assert one["logit_error"] == 0 and one["same_best"] == 1.0 and one["perplexity"] == one["reference_perplexity"]

@@ -23,7 +23,7 @@ from gpt_fast_sd.measuring.grid import (
     settings_of,
 )
 from gpt_fast_sd.tp import Parallel
-from tests.helpers import ByteTokenizer, random_ids, tiny_model
+from tests.helpers import ByteTokenizer, few, random_ids, tiny_model
 
 
 def point(policy: str = "streaming", batch: int = 1, context: int = 100, gamma: int | str = 4) -> Point:
@@ -81,7 +81,13 @@ def test_what_points_of_a_file_have_in_common_has_a_default_for_files_of_before_
     assert COMMON["top_k"] is SamplingParams().top_k
 
 
-@pytest.mark.parametrize("policy", ["streaming", "snapkv", "quest", "guided", "lookup", "early_exit", "standalone"])
+@pytest.mark.parametrize(
+    "policy",
+    few(
+        ["streaming", "snapkv", "quest", "guided", "lookup", "early_exit", "standalone"],
+        ["quest", "lookup", "standalone"],
+    ),
+)
 def test_an_engine_that_changes_its_draft_is_the_engine_that_was_built_with_it(policy: str) -> None:
     """Otherwise a sweep would not be what a user gets; the prompts are prefilled once for all of it."""
     model, small = tiny_model(), tiny_model(seed=1)
