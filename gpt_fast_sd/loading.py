@@ -30,7 +30,7 @@ from .devices import free_memory, natural_dtype, require_kernels, whole_memory
 from .kernels import begin_building, cpu_kernels, packing_builds
 from .memory import MemoryPlan, bytes_of_weights
 from .packing import pack_linears
-from .precisions import FLOAT8_CAPABILITY, require_precision, require_sizes
+from .precisions import FLOAT8_CAPABILITY, require_copy, require_precision, require_sizes
 from .quantize import equalize_keys, is_quantized, keep_float8, quantize, quantize_as_read
 from .runner import Runner
 
@@ -253,11 +253,8 @@ def plan_for(
     require_precision(draft.quantize, device, dtype, of_draft=True)
     if draft.quantize:
         for step in registry.policy_class(draft.policy).model_steps(draft, own, own_draft, 1):
-            if step.model is not own_draft and config.quantize not in (None, draft.quantize):
-                raise ValueError(
-                    f"quantize {draft.quantize!r} of a draft needs a target with plain weights, or of that precision, "
-                    f"and this one's are {config.quantize}"
-                )
+            if step.model is not own_draft:
+                require_copy(draft.quantize, config.quantize)
             ranks = theirs.size if step.model is own_draft else group.size
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
     packs = dtype == torch.bfloat16 and device.type == "cpu" and config.compile

@@ -23,7 +23,7 @@ from ..kernels import triton_serves
 from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_kv_dtype, check_planes, check_positions, locate
 from ..memory import MemoryPlan, bytes_of_layers, bytes_of_weights
 from ..policies.standalone import check_draft_model
-from ..precisions import precision, require_sizes
+from ..precisions import precision, require_copy, require_sizes
 from ..quantize import TAIL
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
 from .grid import Setting, draft_fields, up_to_date
@@ -140,6 +140,8 @@ class System:
         entry = precision(name, device, of_draft=of_draft)
         if entry.capability and not self.chip.float8:
             raise ValueError(f"quantize {name!r} needs a GPU that multiplies float8, and {self.chip.name} does not")
+        if entry.only_bf16 and self.dtype != "bf16":
+            raise ValueError(f"quantize {name!r} needs bf16 weights, not {self.dtype}: use dtype 'bf16'")
         require_sizes(name, device, local_config(model, ranks), ranks, of_draft=of_draft)
 
     def _weight_bytes(self, name: str, model: ModelConfig, ranks: int) -> float:
@@ -163,7 +165,9 @@ class System:
         )  # fmt: skip
         check_positions(config, self.model)
         dtype, cpu = TORCH_DTYPES[self.dtype], torch.device("cpu")
-        check_kv_dtype(config, dtype, cpu)  # what a GPU cannot multiply is not known here
+        check_kv_dtype(config, dtype, cpu)
+        if self.kv_dtype == "fp8" and self.device == "cuda" and not self.chip.float8:
+            raise ValueError(f"kv_dtype 'fp8' needs a GPU that multiplies float8, and {self.chip.name} does not")
         if self.draft_model:
             check_draft_model(self.draft_model, self.model, config.max_seq_len)
         return config
@@ -188,6 +192,8 @@ class System:
             view = registry.view_class(step.view)
             of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
             if draft.quantize:
+                if step.model is not theirs:
+                    require_copy(draft.quantize, self.quantize)
                 self._require(draft.quantize, step.model, of_step.tp, of_draft=True)
                 device, rows = torch.device(self.device), -(-step.model.vocab_size // of_step.tp)
                 head = precision(precision(draft.quantize, device).head, device)
