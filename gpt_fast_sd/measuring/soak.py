@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ LEFT = 0.25  # share of the calls that are left half-way
 LATE = 0.3  # share of the times that a prompt lets the engine wait
 AGAIN = 0.3  # share of the sampled requests that were asked before
 KEPT = 64  # sampled outputs of a policy that are kept for that
-KINDS = (
+KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
     {"temperature": 1.0, "top_k": 20},
     {"temperature": 0.9, "top_p": 0.8},
