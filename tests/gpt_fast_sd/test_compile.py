@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.compiling import can_compile
+from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.model import ModelConfig
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -150,3 +152,20 @@ def test_engines_of_growing_capacity_in_one_process_each_compile_once() -> None:
         one.generate([[1] * n for n in (3, capacity // 2, capacity - 20)], SamplingParams(max_tokens=4))
         assert graphs(one) == (1, 1)
         assert one.stats.recompiles == 0
+
+
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_nothing_of_steps_that_were_dropped_is_kept() -> None:
+    """Dynamo's result and the code that it was made of held each other: every change of the policy left its graphs."""
+    codes = []
+    for _ in range(3):
+        step = CompiledStep(plus_one, compiled=True)
+        assert step(torch.zeros(2)).tolist() == [1.0, 1.0] and step.graphs == 1
+        codes.append(weakref.ref(step._codes[0]))
+        del step
+    gc.collect()
+    assert sum(code() is not None for code in codes) <= 1  # torch may still refer to one of them
+    assert sum(name.startswith("__compiled_fn") for name in globals()) <= 1

@@ -5,6 +5,7 @@ Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.kernels import packed_swiglu
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.packing import pack_linears
+from gpt_fast_sd.precisions import int4_in_blocks
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # not exported by its package
@@ -211,6 +213,19 @@ def test_a_weight_that_two_models_share_is_packed_once() -> None:
     for model in (one, other):
         torch.testing.assert_close(model.output(x), product, rtol=2**-7, atol=1e-3)
         assert model.embedding(tokens).equal(looked_up)
+
+
+@pytest.mark.parametrize("few_rows", [True, False])
+def test_a_weight_that_two_models_share_is_read_as_it_was_packed(few_rows: bool) -> None:
+    """int4 is packed in one of two orders; what was asked for last once decided how all of them were read."""
+    one = int4_in_blocks(Linear(128, 64, bias=False).to(BF16).requires_grad_(False))
+    other, x = copy.copy(one), torch.randn(3, 128).to(BF16)
+    expected = one(x)
+    if not pack_linears(nn.Sequential(one), few_rows=few_rows):
+        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    pack_linears(nn.Sequential(other), few_rows=not few_rows)
+    assert other(x).equal(one(x))
+    torch.testing.assert_close(other(x), expected, rtol=2**-6, atol=1e-2)
 
 
 def test_what_was_saved_can_be_loaded_again() -> None:

@@ -144,6 +144,13 @@ def test_an_engine_with_planes_takes_drafts_that_read_them_whole_and_back() -> N
         assert name != "full" or one.stats.accepted == one.stats.drafted
 
 
+def test_planes_are_put_together_in_the_plan_of_drafts_that_do_not_ask_for_them() -> None:
+    """They stay: any draft that follows reads them."""
+    one, of_bytes = engine("quantized"), engine("full")
+    one.redraft(draft_of("full", 4))
+    assert one._plan.workspace > of_bytes._plan.workspace and one._plan.kv == of_bytes._plan.kv
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

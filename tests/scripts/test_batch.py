@@ -505,6 +505,19 @@ def test_parts_of_replicas_become_one_file_even_if_an_earlier_merge_was_killed(
     assert sorted(journal.indices(files.output)) == list(range(6))
 
 
+def test_parts_of_replicas_go_into_the_file_that_a_link_names(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    real = tmp_path / "elsewhere" / "real.jsonl"
+    real.touch()
+    (tmp_path / "out.jsonl").symlink_to(real)
+    files = journal.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 0, 2)
+    for i, path in enumerate(files.parts(files.output)):
+        write_lines(path, [{"index": i, "id": None}])
+    files.merge(ordered=True)
+    assert files.output.is_symlink() and [r["index"] for r in read_lines(real)] == [0, 1]
+    assert [path.name for path in real.parent.iterdir()] == ["real.jsonl"]
+
+
 def test_replicas_share_the_lines_and_skip_blank_ones(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ["a", "b", "", "d", "e"])
     assert [list(batch.Share(source, rank, 2).lines()) for rank in (0, 1)] == [

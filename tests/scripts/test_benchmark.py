@@ -334,7 +334,8 @@ def test_each_precision_is_measured_over_its_own_plain_decoding_and_over_the_unq
 ) -> None:
     pytest.importorskip("matplotlib")
     file, sweep = tmp_path / "precision.json", [*PRECISION, "--dtype", "bf16", "--batch", "2", "--context", "40,80"]
-    assert run(model, *sweep, "--json", str(file), "--plots", str(tmp_path)) == 0
+    twice = [*sweep, "--precisions", "none,none/int8,int8,int8/none,int8/int8,none"]  # what is named twice is one
+    assert run(model, *twice, "--json", str(file), "--plots", str(tmp_path)) == 0
     points = json.loads(file.read_text())["points"]
     assert [(r["status"], r["context"]) for r in points] == [("measured", 40), ("measured", 80)]
     for point in points:
@@ -366,6 +367,11 @@ def test_each_precision_is_measured_over_its_own_plain_decoding_and_over_the_unq
         ([*PRECISION, "--precisions", "int7"], "kv_dtype"),
         ([*PRECISION, "--precisions", "none/int7"], "quantize"),
         ([*PRECISION, "--draft", "lookup"], "quantize"),
+        ([*PRECISION, "--precisions", "none,none/float8"], "quantize 'float8' of a draft runs on device 'cuda'"),
+        ([*PRECISION, "--precisions", "none/int4/int8"], "needs a target with plain weights, or of that precision"),
+        ([*PRECISION, "--precisions", "int8", "--dtype", "fp16"], "kv_dtype 'int8' is not for models in fp16"),
+        ([*PRECISION, "--draft", "quantized"], "measures caches in bytes, and quantized reads planes"),
+        ([*PRECISION, "--draft-kv-bits", "4"], "measures caches in bytes, and streaming reads planes"),
     ],
 )
 def test_a_precision_that_makes_no_sense_is_one_sentence(

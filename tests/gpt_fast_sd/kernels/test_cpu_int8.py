@@ -197,6 +197,22 @@ def test_no_scale_behind_a_row_reaches_it_whatever_it_is(bad: float) -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("which", ["k_scale", "v_scale"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_scale_that_is_no_number_gives_nan_to_whoever_reads_it_and_touches_no_other(group: int, which: str) -> None:
+    """Whole numbers once made nothing of it, in most lanes of a vector: a damaged token was as if it were not there."""
+    for place in (0, 5, 16, 37, 63, 79):
+        case = Case([80, 80], n_tokens=3, group=group)
+        index = torch.arange(81).flip(0).expand(2, 2, -1).contiguous()
+        before = case.attend(), case.attend_at(index)
+        getattr(case, which)[1, 1, place] = NAN
+        hit = torch.zeros(before[0].shape[:3], dtype=torch.bool)
+        hit[1, group:] = case.pos[1] >= place  # the queries of its kv head
+        for was, now in zip(before, (case.attend(), case.attend_at(index)), strict=True):
+            assert now[hit].isnan().all() and torch.equal(now[~hit], was[~hit])
+
+
+@needs_kernel
 @thinned("group,head_dim", [1, 3, 4], cpu.HEAD_DIMS)
 def test_a_querys_output_hangs_on_nothing_but_its_own_row_nor_on_threads(group: int, head_dim: int) -> None:
     case = Case([4500, 63, 130, 4096], n_tokens=7, group=group, head_dim=head_dim, capacity=5120)

@@ -139,6 +139,8 @@ class Engines:
     def build(self, batch: int, context: int, draft: DraftConfig | None) -> Any:
         if context > self.too_long:
             raise ValueError(f"{context} is too long")
+        if draft and draft.policy == self.odd:
+            raise ValueError("it does not fit")
         self.said.append(f"build {batch} x {context}{f' for {draft.policy}' if draft else ''}")
         return self
 
@@ -185,6 +187,13 @@ def test_what_is_too_long_leaves_an_engine_for_the_others() -> None:
 def test_a_policy_that_does_not_fit_is_skipped_and_the_others_go_on() -> None:
     said = Engines(odd="quest").run([point("quest"), point("quest", context=60), point("lookup")])
     assert said == ["build 1 x 100", "ValueError", "ValueError", "build 1 x 100", "lookup", "done 100"]
+
+
+def test_a_policy_for_which_no_engine_can_be_built_is_skipped_and_the_others_go_on() -> None:
+    """Once all that was left of the same length was skipped with it."""
+    points = [point("quantized", context=50), point("quantized"), point("lookup"), point("streaming", context=50)]
+    said = Engines(odd="quantized").run(points)
+    assert said == ["ValueError", "ValueError", "build 1 x 100", "lookup", "done 100", "streaming", "done 50"]
 
 
 def test_what_fails_while_it_is_measured_gets_the_others_a_new_engine() -> None:
