@@ -2,6 +2,7 @@
 
     python scripts/verify.py
     python scripts/verify.py --model meta-llama/Llama-3.2-1B --draft guided --budget 512
+    python scripts/verify.py --soak 60 --kv-dtype int8
     python scripts/verify.py --model smollm2 --kv-dtype int8 --draft-quantize int8 --json proof.json
 
 Five checks, each a line:
@@ -15,6 +16,10 @@ Five checks, each a line:
     refill    NaN or the largest numbers in all that is unused of the caches change no token
     exact     with --exact logits and tokens are those of plain decoding, bit for bit
 
+--soak MINUTES in their place lets one engine change its policy again and again, through all of them, and decode random
+requests: every greedy output is compared with one forward of the model, samples with what the same seed gave before,
+and memory and graphs are watched.
+
 Exit code: 0 all passed; 1 something failed; 2 what was asked for makes no sense.
 """
 
@@ -23,7 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,10 +37,12 @@ from files import check_files, save
 from flags import add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
-from gpt_fast_sd.measuring import machine, prompts, proof
+from gpt_fast_sd.measuring import grid, machine, prompts, proof, soak
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
+from gpt_fast_sd.registry import policy_class
 
 PROGRAM = "verify.py"
+GAMMA = {"default": 4, "type": positive, "metavar": "N", "help": "tokens drafted per round"}
 SHORTEST, LONGEST = 16, 600  # tokens of prompts
 
 
@@ -51,9 +58,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--max-new-tokens", metavar="N", type=positive, default=32, help="of each output (default: 32)")
     add("--samples", metavar="N", type=positive, default=2000, help="of each of two prompts (default: 2000)")
+    add("--soak", metavar="MINUTES", type=positive, help="random requests over all policies for so long, instead")
     add("--json", metavar="FILE", type=Path, help="write what was found there")
     who = parser.add_argument_group("who drafts")
-    add_flags(who, DraftConfig, policy={"default": "streaming"}, gamma={"default": 4, "type": positive})
+    add_flags(who, DraftConfig, policy={"default": "streaming"}, gamma=GAMMA)
     add_engine_flags(
         parser, model={"default": None, "unset": "smollm2 if there, else bundled"}, alone=True,
         batch_size={"default": 4}, max_seq_len={"type": positive, "default": None, "unset": "what the prompts need"},
@@ -75,6 +83,16 @@ def prompts_of(args: argparse.Namespace, config: ModelConfig) -> list[list[int]]
     made = prompts.ragged({args.text.name: ids}, 2 * args.batch_size, SHORTEST, longest, bos, seed=0)
     start = [] if bos is None else [bos]
     return [start + ids[: longest - len(start)], *made]
+
+
+def soaked(engine: Engine, args: argparse.Namespace, rows: Sequence[Sequence[int]]) -> Iterator[proof.Finding]:
+    """The finding of a soak over all policies that need no draft model, each with a fixed gamma and auto."""
+    common = grid.draft_fields(grid.in_common(vars(args)))
+    known = [name for name in grid.known_drafters() if not grid.has_a_model(name)]
+    known = [name for name in known if engine.config.kv_dtype == "int8" or not policy_class(name).of_planes]
+    settings, _ = grid.buildable(grid.settings_of(known, [args.budget]), [args.gamma], common)
+    drafts = [DraftConfig(), *(one.draft(gamma, common) for one in settings for gamma in (args.gamma, "auto"))]
+    yield soak.finding(soak.soak(engine, drafts, rows, 60 * args.soak, most_tokens=args.max_new_tokens))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine.on_progress = progress
         return engine
 
+    def prove() -> Iterator[proof.Finding]:
+        return proof.prove(build, how, rows, args.max_new_tokens, args.samples)
+
     assert first
     cache = how.kv_dtype or first.dtype_name
     print(
@@ -110,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"drafts: {draft.policy}, gamma {draft.gamma}; {how.batch_size} slots, {first.device}", flush=True)
     environment, findings = machine.environment(first.device), []
     with refusing(PROGRAM):  # there may be no room for the exact engine
-        for finding in proof.prove(build, how, rows, args.max_new_tokens, args.samples):
+        for finding in soaked(build(how), args, rows) if args.soak else prove():
             progress.clear()
             print(finding.line, flush=True)
             findings.append(finding)

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -28,13 +27,15 @@ from ..engine import Engine
 from ..prefill import Prefill
 from ..sampling import SamplingTable, probabilities
 from .lossless import NEAR_TIE, Difference, differences, is_near_tie
+from .machine import release_memory
 
 Prompts = Sequence[Sequence[int]]
 CHANCE, POWER = 1e-5, 0.99  # of failing without a cause; of finding a distance
 FOLLOWED, BINS = 2, 4  # first tokens after which the second is counted, too; bins of each distribution
 SAMPLED = 2  # prompts whose samples are tested
 RARE = 5.0  # expected counts of cells that are put together
-FREE, FILTERED = {"temperature": 1.0}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}
+FREE: dict[str, Any] = {"temperature": 1.0}
+FILTERED: dict[str, Any] = FREE | {"top_k": 20, "top_p": 0.9}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ def prove(
         yield samples(engine, prompts[:SAMPLED], n_samples)
         yield seeds(engine, prompts, n_tokens)
         yield refill(engine, prompts, n_tokens)
+        device = engine.device
         del engine
+    release_memory(device)
     with build(replace(config, exact=True, cuda_graphs="off")) as engine:
         yield exact(engine, prompts[: config.batch_size], n_tokens)
 
@@ -208,31 +211,38 @@ def g_statistic(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     return 2 * float(torch.special.xlogy(counts, counts / expected).sum()), len(expected) - 1
 
 
-def chance_of(statistic: float, freedom: float) -> float:
-    """How likely a chi-square of this freedom is at least so large (Wilson and Hilferty 1931)."""
-    spread = 2 / (9 * freedom)
-    return NormalDist().cdf((1 - spread - max(0.0, statistic / freedom) ** (1 / 3)) / math.sqrt(spread))
+def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:
+    """How likely a chi-square of this freedom, central or not, is at least so large.
+
+    One that is not central is a central one of more freedom: of 2 j more, where j is a Poisson's of half as much.
+    """
+    j = torch.arange(1000.0, dtype=torch.float64)
+    mean = torch.tensor(noncentrality / 2, dtype=torch.float64)
+    weights = (torch.special.xlogy(j, mean) - mean - torch.lgamma(j + 1)).exp()
+    tails = torch.special.gammaincc(freedom / 2 + j, torch.full_like(j, statistic / 2))
+    return float((weights * tails).sum())
+
+
+def next_above(freedom: int) -> float:
+    """The statistic that chance alone exceeds with CHANCE."""
+    return _falls_to(lambda x: chance_of(x, freedom), CHANCE)
 
 
 def smallest_distance(n: int, freedom: int) -> float:
     """The total variation that n samples in cells find with POWER, where chance alone fails with CHANCE.
 
-    A distance d adds at least 4 n d^2 to the statistic (Cauchy and Schwarz), as the noncentrality of a chi-square,
-    whose quantiles are those of a scaled one (Patnaik 1949).
+    A distance d adds at least 4 n d^2 to the statistic (Cauchy and Schwarz), as a chi-square's noncentrality.
     """
-    low, high, limit = 0.0, 1e6, next_above(freedom)  # of the noncentrality
+    limit = next_above(freedom)
+    return math.sqrt(_falls_to(lambda x: 1 - chance_of(limit, freedom, x), 1 - POWER) / (4 * n))
+
+
+def _falls_to(chance: Callable[[float], float], level: float) -> float:
+    """Where a chance that falls from 0 to 1000 on is at this level."""
+    low, high = 0.0, 1000.0
     for _ in range(60):
-        extra = (low + high) / 2
-        scale = (freedom + 2 * extra) / (freedom + extra)
-        found = chance_of(limit / scale, (freedom + extra) / scale)
-        low, high = (low, extra) if found > POWER else (extra, high)
-    return math.sqrt(high / (4 * n))
-
-
-def next_above(freedom: int) -> float:
-    """The statistic that chance alone exceeds with CHANCE."""
-    spread = 2 / (9 * freedom)
-    return freedom * (1 - spread + NormalDist().inv_cdf(1 - CHANCE) * math.sqrt(spread)) ** 3
+        low, high = (middle, high) if chance(middle := (low + high) / 2) > level else (low, middle)
+    return high
 
 
 def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
@@ -329,7 +339,8 @@ def _decode(
 def _caches(engine: Engine) -> Iterator[tuple[KVCache, Prefill | None]]:
     """The target's cache and those of drafts, each with what knows what its slots hold."""
     yield engine.cache, engine.schedule.prefill
-    for level in (engine.policy, getattr(engine.policy, "cheap", None)):
+    levels: tuple[Any, Any] = (engine.policy, getattr(engine.policy, "cheap", None))
+    for level in levels:
         if getattr(level, "own_cache", False) and hasattr(level, "runner"):
             yield level.runner.cache, next((x for x in vars(level).values() if isinstance(x, Prefill)), None)
 

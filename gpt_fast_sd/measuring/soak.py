@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ from ..registry import heeds
 from . import lossless
 from .grid import Setting
 from .machine import resident_bytes
+from .proof import Finding
 
 LEFT = 0.25  # share of the calls that are left half-way
 LATE = 0.3  # share of the times that a prompt lets the engine wait
 AGAIN = 0.3  # share of the sampled requests that were asked before
 KEPT = 64  # sampled outputs of a policy that are kept for that
+MOST_GROWTH = 4 * 2**20  # bytes per change of policy: torch keeps a mark at every weight of each step it has compiled
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
     {"temperature": 1.0, "top_k": 20},
@@ -66,6 +68,11 @@ class Soaked:
     rests: list[Rest] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)  # a sentence each
 
+    @property
+    def recompiles(self) -> int:
+        """Graphs compiled while rows were decoded: there should be none."""
+        return sum(rest.recompiles for rest in self.rests)
+
     def growth(self) -> float | None:
         """Bytes that the process grew by with each change of policy, in the second half of the soak.
 
@@ -77,6 +84,23 @@ class Soaked:
             return None
         pairs = ((i, j) for j in range(len(rests)) for i in range(j))
         return statistics.median((rests[j].resident - rests[i].resident) / (j - i) for i, j in pairs)
+
+
+def finding(found: Soaked) -> Finding:
+    """What a soak says of an engine."""
+    growth = found.growth()
+    text = (
+        f"{found.requests:,} requests over {len(found.rests):,} changes of policy: {found.greedy:,} greedy outputs "
+        f"compared with a forward ({found.ties:,} near-ties), {found.again:,} samples with earlier ones; "
+        f"{found.left:,} calls left"
+    )
+    text += f"; {found.recompiles:,} recompiles"
+    if growth is not None:
+        text += f"; {growth / 2**20:+.1f} MiB per change"
+    if found.wrong:
+        text += f"; {len(found.wrong):,} wrong: {found.wrong[0]}"
+    passed = not (found.wrong or found.recompiles or (growth or 0) > MOST_GROWTH)
+    return Finding("soak", passed, text, asdict(found) | {"growth": growth})
 
 
 def soak(
