@@ -40,6 +40,8 @@ class CompiledStep:
         self._layers: list[Layer] = []  # of the current call
         # torch keeps every backend for good, and compiled results with the code: neither may keep weights alive
         self._backend = functools.partial(_backend, weakref.ref(self))
+        self._codes: list[types.CodeType] = []  # of the variants
+        weakref.finalize(self, _forget, self._codes)
         if self._compiles:
             importlib.import_module("torch._dynamo")  # before sizes are marked, see _mark
 
@@ -51,7 +53,9 @@ class CompiledStep:
         if not self._compiles:
             return self._fn(*args)
         if variant not in self._variants:
-            step = torch.compile(own_code(self._fn), fullgraph=True, dynamic=False, backend=self._backend)
+            own = own_code(self._fn)
+            self._codes.append(own.__code__)
+            step = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
             self._variants[variant] = step
         model = next((arg for arg in args if isinstance(arg, Transformer)), None)
         if model is None:
@@ -86,6 +90,17 @@ def _backend(this: weakref.ref[CompiledStep], graph: torch.fx.GraphModule, input
         return by_layer(step._layers, inputs)
 
     return run
+
+
+def _forget(codes: list[types.CodeType]) -> None:
+    """Drop what Dynamo compiled of these: its results refer to the code that they were made of, and that to them.
+
+    Neither would ever go, nor the traced graph, a few MiB per step, to which the module's globals hold a name.
+    """
+    if "torch._dynamo" in sys.modules:
+        reset_code = torch._C._dynamo.eval_frame.reset_code
+        for code in codes:
+            reset_code(code)
 
 
 def inductor_options(config: EngineConfig, device: torch.device) -> Options:

@@ -128,7 +128,7 @@ class Engine:
         self._access.require_idle()
         if not isinstance(draft, DraftConfig):
             raise ValueError(f"draft must be a DraftConfig, got {draft!r:.80}")
-        plan = self._plan_of(draft, draft_model)
+        plan = self._plan_of(draft, draft_model, self.cache.planes)
         plan.beside(self._plan).check_added(free_memory(self.device, held=self._plan.total), self.device, draft)
         rounds, before = self._rounds_of(draft, draft_model), self.rounds
         before.forget()  # even if something else still refers to them
@@ -137,9 +137,9 @@ class Engine:
         self.schedule.use(rounds)
         self._compile_seconds = None
 
-    def _plan_of(self, draft: DraftConfig, draft_model: Transformer | None) -> MemoryPlan:
+    def _plan_of(self, draft: DraftConfig, draft_model: Transformer | None, planes: bool = False) -> MemoryPlan:
         theirs = draft_model.config if draft_model else None
-        return plan_for(self.config, draft, self.model.config, theirs, self.dtype, self.parallel, self.device)
+        return plan_for(self.config, draft, self.model.config, theirs, self.dtype, self.parallel, self.device, planes)
 
     def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
         # exact: plain and speculative decoding run the target with one width, over one number of keys
@@ -292,9 +292,9 @@ class Engine:
         prompts and params are as in generate, or prompts is any other iterable, such as a file's lines or users'
         requests: the next one is taken when a slot is free for it, between two rounds, and events number them as they
         come. Such an iterable may yield None, for no prompt now: it is asked again after the next round, or at once if
-        nothing is being decoded. An error that it raises, and the ValueError of a prompt that cannot run (see check),
-        end the stream.
-
+        nothing is being decoded. It runs under the engine's settings, not the caller's: in inference mode, without
+        autocast, with torch's own default dtype and device. An error that it raises, and the ValueError of a prompt
+        that cannot run (see check), end the stream.
         A prompt is prefilled chunk by chunk, and rows that are being decoded wait for one chunk at most. Leaving a
         stream half-way ends its prompts: their slots are free again.
         """

@@ -27,10 +27,10 @@ from . import registry
 from .compiling import can_compile, inductor_options
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
-from .kernels import begin_building, cpu_kernels
+from .kernels import begin_building, cpu_kernels, packing_builds
 from .memory import MemoryPlan, bytes_of_weights
 from .packing import pack_linears
-from .precisions import FLOAT8_CAPABILITY, require_precision, require_sizes
+from .precisions import FLOAT8_CAPABILITY, require_copy, require_precision, require_sizes
 from .quantize import equalize_keys, is_quantized, keep_float8, quantize, quantize_as_read
 from .runner import Runner
 
@@ -237,13 +237,14 @@ def plan_for(
     dtype: torch.dtype,
     parallel: Parallel,
     device: torch.device,
+    planes: bool = False,
     *,
     weights: int = 0,
 ) -> MemoryPlan:
     """The memory plan of a rank that holds its part of these models, whose weights have this dtype.
 
-    ValueError for a precision that these weights or this device do not run. weights: bytes of weights that are still to
-    be loaded.
+    ValueError for a precision that these weights or this device do not run. planes: whether there is a cache in planes
+    already. weights: bytes of weights that are still to be loaded.
     """
     group, theirs = parallel.group, draft_group(draft, parallel)
     own, own_draft = local_config(model, group.size), local_config(draft_model, theirs.size) if draft_model else None
@@ -252,13 +253,13 @@ def plan_for(
     require_precision(draft.quantize, device, dtype, of_draft=True)
     if draft.quantize:
         for step in registry.policy_class(draft.policy).model_steps(draft, own, own_draft, 1):
-            if step.model is not own_draft and config.quantize not in (None, draft.quantize):
-                raise ValueError(
-                    f"quantize {draft.quantize!r} of a draft needs a target with plain weights, or of that precision, "
-                    f"and this one's are {config.quantize}"
-                )
+            if step.model is not own_draft:
+                require_copy(draft.quantize, config.quantize)
             ranks = theirs.size if step.model is own_draft else group.size
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
+    packs = dtype == torch.bfloat16 and device.type == "cpu" and config.compile
+    if config.quantize or draft.quantize:  # what is not packed may have to be unpacked in every product
+        packs = packs and packing_builds()
     return MemoryPlan.of(
         config,
         draft,
@@ -270,7 +271,9 @@ def plan_for(
         groups=len({size for size in (group.size, theirs.size) if size > 1}),
         whole=whole_memory(device),
         ranks=group.size,
-        packs=dtype == torch.bfloat16 and device.type == "cpu" and config.compile,
+        draft_ranks=theirs.size,
+        packs=packs,
+        planes=planes,
     )
 
 

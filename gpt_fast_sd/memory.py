@@ -6,8 +6,9 @@ F feed-forward width, V vocabulary, gamma tokens drafted per round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -18,8 +19,10 @@ from . import registry
 from .config import DraftConfig, EngineConfig
 from .devices import traits_of
 from .graphs import steps_held
-from .kernels import QUERY_BLOCK, ROWS_AT_ONCE, prefill_splits, split_for, triton_serves
+from .kernels import LANES, MOST_TILED, QUERY_BLOCK, ROWS_AT_ONCE, prefill_splits, split_for, triton_serves
 from .precisions import matrices_of, precision
+
+Parts = Sequence[tuple[ModelConfig, int]]  # the target and perhaps a draft model, each with the ranks that hold it
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -71,18 +74,22 @@ class MemoryPlan:
         groups: int = 0,
         whole: int = 0,
         ranks: int = 1,
+        draft_ranks: int = 1,
         packs: bool = False,
+        planes: bool = False,
     ) -> MemoryPlan:
         """The plan for a model of these sizes (under tensor parallelism, those of one rank).
 
-        groups: NCCL's groups of ranks; whole: bytes of the device, in use or not. Both count on CUDA only. ranks: how
-        many hold the target together. packs: whether weights are packed (see pack_linears) once the caches exist.
+        groups: NCCL's groups of ranks; whole: bytes of the device, in use or not. Both count on CUDA only. ranks,
+        draft_ranks: how many hold the target and the draft model together. packs: whether weights are packed (see
+        pack_linears) once the caches exist. planes: whether the cache lies in planes, whatever drafts now.
         """
 
         def of_config(other: EngineConfig) -> MemoryPlan:
             return MemoryPlan.of(
                 other, draft, model, draft_model, kv_dtype,
-                device=device, weights=weights, groups=groups, whole=whole, ranks=ranks, packs=packs,
+                device=device, weights=weights, groups=groups, whole=whole, ranks=ranks, draft_ranks=draft_ranks,
+                packs=packs, planes=planes,
             )  # fmt: skip
 
         b, capacity = config.batch_size, KVCache.splits(config.max_seq_len) * SPLIT
@@ -90,21 +97,21 @@ class MemoryPlan:
         n_lists = model.n_layers * b * model.n_kv_heads
         wide = entries * model.kv_bytes_per_token(max(kv_dtype.itemsize, 2))
         policy = registry.view_class(draft.view_name).bytes_held(draft, n_lists, wide) if draft.view_name else 0
-        work = _Work(config, draft, model, capacity, device, ranks, quantized=kv_dtype.itemsize == 1)
-        packing = max(_largest_weight(m) for m in (model, draft_model) if m) * 2 if packs else 0  # a copy, in bf16
-        quantizing, widened = 0, 0
+        quantized, planes = kv_dtype.itemsize == 1, planes or draft.needs_planes
+        work = _Work(config, draft, model, capacity, device, ranks, quantized=quantized, planes=planes)
+        parts = [(model, ranks), *([(draft_model, draft_ranks)] if draft_model else [])]
+        packing = max(_largest_weight(m) for m, _ in parts) * 2 if packs else 0  # a copy, in bf16
+        quantizing, widened = 0, _widened_head(config, draft, parts, device)
         for name in filter(None, (config.quantize, draft.quantize)):
             entry = precision(name, device)
-            parts = [(model, ranks), *([(draft_model, 1)] if draft_model else [])]
             quantizing = max(quantizing, *(_quantizing(m, entry.beside) for m, _ in parts))
-            if not packs:
-                widened = max(widened, *(entry.widened * _largest_of_layers(*part) for part in parts))
+            widened = max(widened, *(entry.widened * _largest_of_layers(*part, packs) for part in parts))
         captured = traits_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=weights,
             kv=entries * _bytes_per_token(model, kv_dtype),
             draft_kv=entries * _bytes_per_token(draft_model, kv_dtype) if draft_model else 0,
-            draft_weights=_copied(config, draft, model, draft_model, device, ranks),
+            draft_weights=_copied(config, draft, parts, device),
             text=8 * entries,
             policy=policy,
             workspace=max(max(work.prefilling, work.round, work.observing) + widened, packing, quantizing),
@@ -211,6 +218,7 @@ class _Work:
     device: torch.device
     ranks: int
     quantized: bool  # the cache
+    planes: bool  # it lies in them
 
     @property
     def prefilling(self) -> int:
@@ -277,7 +285,7 @@ class _Work:
         if triton_serves(self.device):
             return 0
         widened = 2 * self.model.n_kv_heads * self.model.head_dim if self.quantized else 0
-        widened *= 2 if self.draft.needs_planes else 1
+        widened *= 2 if self.planes else 1
         scores = SCORES * self.model.n_heads * min(n_tokens, QUERY_BLOCK)
         return n_rows * self.capacity * (scores + widened) * 4
 
@@ -302,9 +310,26 @@ def _largest_weight(model: ModelConfig) -> int:
     return model.dim * max(model.vocab_size, 2 * model.ffn_dim, heads)
 
 
-def _largest_of_layers(model: ModelConfig, ranks: int) -> int:
-    """Elements of the largest matrix that is quantized."""
-    return max(rows * columns for rows, columns in matrices_of(model, ranks).values())
+def _largest_of_layers(model: ModelConfig, ranks: int, packs: bool) -> int:
+    """Elements of the largest matrix that is quantized and, where weights are packed, has no size for that."""
+    sizes = matrices_of(model, ranks).values()
+    return max((rows * columns for rows, columns in sizes if not (packs and rows % LANES == 0)), default=0)
+
+
+def _widened_head(config: EngineConfig, draft: DraftConfig, parts: Parts, device: torch.device) -> int:
+    """Bytes of the largest output head of a copy that drafts, as a product of many rows widens it."""
+    if draft.quantize is None:
+        return 0
+    head = precision(precision(draft.quantize, device, of_draft=True).head, device)
+    many = [one for one in _model_steps(draft, parts) if config.batch_size * one[0].n_tokens > MOST_TILED]
+    return head.widened * max((-(-step.model.vocab_size // n) * step.model.dim for step, n in many), default=0)
+
+
+def _model_steps(draft: DraftConfig, parts: Parts) -> list[tuple[Any, int]]:
+    """The steps of a draft (ModelSteps of policies/base.py), each with the number of ranks that hold its model."""
+    (model, ranks), (draft_model, draft_ranks) = [*parts, (None, 1)][:2]
+    steps = registry.policy_class(draft.policy).model_steps(draft, model, draft_model, 1)
+    return [(step, draft_ranks if step.model is draft_model else ranks) for step in steps]
 
 
 def _quantizing(model: ModelConfig, beside: int) -> int:
@@ -313,18 +338,15 @@ def _quantizing(model: ModelConfig, beside: int) -> int:
     return 2 * _largest_weight(model) + 4 * beside * ROWS_AT_ONCE * widest
 
 
-def _copied(
-    config: EngineConfig, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None, device: torch.device,
-    ranks: int,
-) -> int:  # fmt: skip
+def _copied(config: EngineConfig, draft: DraftConfig, parts: Parts, device: torch.device) -> int:
     """Bytes of quantized copies of all models that draft: their heads, and their layers if they have other ones."""
     if draft.quantize is None:
         return 0
     layers, total = precision(draft.quantize, device, of_draft=True), 0
     head = precision(layers.head, device)
-    for step in registry.policy_class(draft.policy).model_steps(draft, model, draft_model, 1):
-        shape, n = step.model, 1 if step.model is draft_model else ranks
-        if step.model is draft_model or config.quantize != draft.quantize:
+    for step, n in _model_steps(draft, parts):
+        shape = step.model
+        if config.quantize != draft.quantize or any(shape is theirs for theirs, _ in parts[1:]):
             total += bytes_of_layers(shape, n, layers.bytes_of)
         total += head.bytes_of(-(-shape.vocab_size // n), shape.dim)
     return total

@@ -166,17 +166,18 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
         dtype = module.made_from if isinstance(module, (Int8Linear, Int4Linear)) else module.weight.dtype
         if not plain or dtype != torch.bfloat16 or not packable(module.weight):
             continue
-        kind, tied = PACKED[type(module)], embeddings.get(id(module.weight))
+        tied = embeddings.get(id(module.weight))
         if type(tied) not in (type(None), nn.Embedding, PackedEmbedding):
             continue  # one rank's rows of a vocabulary, which have their own look-up
-        if not hasattr(module.weight, "is_packed"):  # another model may share it
+        kind = getattr(module.weight, "is_packed", None)  # another model may share it
+        if kind is None:
+            kind = (FOR_FEW_ROWS if few_rows and not module.in_features % LINE else PACKED)[type(module)]
             if isinstance(module, Int4Linear):
-                by_sums = few_rows and not module.in_features % LINE
-                kind = (FOR_FEW_ROWS if by_sums else PACKED)[Int4Linear]
+                by_sums = kind is SummedInt4Linear
                 module.weight.data, module.blocks.data, _ = pack_int4(module.in_order(), by_sums)
             else:
                 module.weight.data = pack(module.weight.data)
-            module.weight.is_packed = True  # type: ignore[attr-defined]
+            module.weight.is_packed = kind  # type: ignore[attr-defined]
         module.__class__ = kind
         if tied is not None:
             tied.__class__ = PackedEmbedding

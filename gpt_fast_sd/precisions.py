@@ -192,6 +192,14 @@ def require_sizes(
             )
 
 
+def require_copy(name: str, target: str | None) -> None:
+    """ValueError where no copy with weights of this precision is made of a target with weights of another one."""
+    if target not in (None, name):
+        raise ValueError(
+            f"{_said(name, True)} needs a target with plain weights, or of that precision, and this one's are {target}"
+        )
+
+
 def matrices_of(shape: ModelConfig, ranks: int) -> dict[str, tuple[int, int]]:
     """Rows and columns of the weights of a layer, all of which are quantized.
 

@@ -9,6 +9,7 @@ values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a
 from .cache import KV, SPLIT, CacheLayer, CausalSelf, KVCache, as_int8, as_planes
 from .checkpoint import (
     Weights,
+    find_downloaded,
     load_model,
     name_table,
     read_config,
@@ -42,6 +43,7 @@ __all__ = [
     "Weights",
     "as_int8",
     "as_planes",
+    "find_downloaded",
     "gguf_parts",
     "load_model",
     "load_tokenizer",

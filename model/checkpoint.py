@@ -6,6 +6,7 @@ layout, so the peak is the model and one tensor. Every failure is a CheckpointEr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import re
@@ -34,6 +35,9 @@ _SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "tokeni
 _SMALL_FILES += ["added_tokens.json", "chat_template*"]
 
 
+HUB_ID = r"\w[\w.-]*/[\w.-]+"
+
+
 def resolve_model(name: str | Path) -> Path:
     """Where the model is: a local folder or GGUF file, or the snapshot of a hub id, downloaded unless it is cached."""
     folder = Path(name).expanduser()
@@ -51,7 +55,7 @@ def resolve_model(name: str | Path) -> Path:
         raise CheckpointError(
             f"{folder} is a file; a model is a folder with config.json and weights, or a file whose name ends in .gguf"
         )
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(name)):
+    if not re.fullmatch(HUB_ID, str(name)):
         raise CheckpointError(f"no folder {folder}, and {str(name)!r} is not a hub id of the form owner/name")
     try:
         from huggingface_hub import snapshot_download
@@ -68,6 +72,18 @@ def resolve_model(name: str | Path) -> Path:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{name} on the hub is not a model that can be read: it has no config.json")
     return folder
+
+
+def find_downloaded(name: str) -> Path | None:
+    """The snapshot of a hub id that `resolve_model` would read, None if there is none yet or the name is another."""
+    if Path(name).expanduser().exists() or not re.fullmatch(HUB_ID, name):
+        return None
+    with contextlib.suppress(ImportError, ValueError):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+        return Path(found).parent if isinstance(found, str) else None
+    return None
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -33,8 +33,9 @@ def is_stored_in_float8(raw: Mapping[str, Any]) -> bool:
     if method == "fbgemm_fp8" or (method == "compressed-tensors" and _is_float_quantized(found)):
         return True
     bits = _bits(found)
-    name = " ".join(str(word) for word in (method, found.get("format")) if word) or "of no known kind"
-    blocks = f", in blocks of {found['weight_block_size']}" if found.get("weight_block_size") else ""
+    words = [str(word) for word in (method, found.get("format")) if word]
+    name = f"{' '.join(' '.join(words).split()):.80}" or "of no known kind"
+    blocks = f", in blocks of {found['weight_block_size']!s:.80}" if found.get("weight_block_size") else ""
     raise ValueError(
         f"quantization_config is {name}{f', {bits} bits' if bits else ''}{blocks}, which is not read (only {READ}); "
         f"load the unquantized checkpoint and use quantize={'int4' if bits == 4 else 'int8'!r}"
@@ -63,12 +64,20 @@ def scale_shapes(n_out: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_float_quantized(found: Mapping[str, Any]) -> bool:
-    sparse = (found.get("sparsity_config") or {}).get("format", "dense")
-    rotated = (found.get("transform_config") or {}).get("config_groups")
-    groups = found.get("config_groups")
-    if found.get("format") != "float-quantized" or sparse != "dense" or rotated or not isinstance(groups, dict):
+    sparse = _described(found, "sparsity_config").get("format", "dense")
+    rotated = _described(found, "transform_config").get("config_groups")
+    groups = _described(found, "config_groups")
+    if found.get("format") != "float-quantized" or sparse != "dense" or rotated:
         return False
     return bool(groups) and all(_is_read(name, group) for name, group in groups.items())
+
+
+def _described(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object inside of what config.json says, empty where it says nothing; ValueError for anything else."""
+    value = found.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"quantization_config's {key} must be an object, got {value!r:.80}")
+    return value
 
 
 def _is_read(name: str, group: object) -> bool:
@@ -91,9 +100,9 @@ def _bits(found: Mapping[str, Any]) -> int | None:
 
 
 def _numbers(found: Mapping[str, Any]) -> Iterator[int]:
-    groups = found.get("config_groups")
-    described = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
+    groups = _described(found, "config_groups").values()
+    described = [group.get("weights") for group in groups if isinstance(group, dict)]
     for one in (found, *(weights for weights in described if isinstance(weights, dict))):
         for key in ("bits", "num_bits", "nbits", "w_bit"):
-            if isinstance(one.get(key), int):
+            if type(one.get(key)) is int:
                 yield one[key]

@@ -53,7 +53,7 @@ from flags import add_engine_flags, add_flags, config_of, count, drafters, gamma
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.devices import natural_dtype
-from gpt_fast_sd.loading import BUNDLED, TORCH_DTYPES, locate
+from gpt_fast_sd.loading import BUNDLED, TORCH_DTYPES, check_kv_dtype, locate, plan_for
 from gpt_fast_sd.measuring import grid, lossless, machine, plots, precisions, prompts
 from gpt_fast_sd.measuring.chips import Chip, Ranks, chip_of
 from gpt_fast_sd.measuring.forecast import System
@@ -462,11 +462,17 @@ class ByPrecision(BySize):
             raise ValueError("--sweep precision is about targets that draft for themselves: leave the draft model out")
         if job.parallel.device.type == "cuda" and read_stored_float8(locate(args.model)):
             raise ValueError(f"{args.model} is stored in float8, and --sweep precision begins with nothing quantized")
-        self.precisions = [Precision.parse(text) for text in args.precisions]
+        self.precisions = list(dict.fromkeys(map(Precision.parse, args.precisions)))
+        device, stored = job.parallel.device, read_stored_dtype(locate(args.model))
+        dtype = TORCH_DTYPES[args.dtype] if args.dtype != "auto" else natural_dtype(stored, device)
         for one in self.precisions:  # refused before any work
-            one.engine(config_of(EngineConfig, args, batch_size=1, max_seq_len=1))
+            config = one.engine(config_of(EngineConfig, args, batch_size=1, max_seq_len=1))
+            check_kv_dtype(config, dtype, device)
             for setting in job.settings:
-                one.draft(setting.draft(args.gamma[0], draft_fields(vars(args))))
+                draft = one.draft(setting.draft(args.gamma[0], draft_fields(vars(args))))
+                if draft.needs_planes:
+                    raise ValueError(f"--sweep precision measures caches in bytes, and {draft.policy} reads planes")
+                plan_for(config, draft, job.config, None, dtype, job.parallel, device)
         super().__init__(job, precisions=[one.text for one in self.precisions])
         self.engines: dict[Precision, Engine] = {}  # beside the one that is measured, and for the same rows
 

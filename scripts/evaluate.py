@@ -20,6 +20,7 @@ the same needles and look-ups.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -227,6 +228,14 @@ def draw_needles(records: Sequence[Record], path: Path) -> None:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
+def depth(text: str) -> float:
+    """A place in a text, from 0, its beginning, to 1."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (found := float(text)) <= 1:
+            return found
+    raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
     parser = argparse.ArgumentParser(
@@ -236,11 +245,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts that the model never saw")
     source.add_argument("--books", metavar="DIR", type=Path, help="the same: a folder of .txt files")
     add = parser.add_argument
-    add("--contexts", type=int, nargs="*", help="window lengths for perplexity (default: 1024 4096 16384, what fits)")
+    add("--contexts", type=positive, nargs="*", help="windows for perplexity (default: 1024 4096 16384, what fits)")
     add("--stretches", type=positive, default=1, help="stretches of the longest context in each text (default: 1)")
-    add("--lengths", type=int, nargs="*", help="needle prompts, tokens (default: 512 1024 ... 16384, what fits)")
-    add("--depths", type=float, nargs="*", default=[0.0, 0.25, 0.5, 0.75, 1.0], help="where the fact stands, 0 to 1")
-    add("--entries", type=int, nargs="*", help="facts of a look-up (default: 4 16 64 256, what fits)")
+    add("--lengths", type=positive, nargs="*", help="needle prompts, tokens (default: 512 1024 ... 16384, what fits)")
+    add("--depths", type=depth, nargs="*", default=[0.0, 0.25, 0.5, 0.75, 1.0], help="where the fact stands, 0 to 1")
+    add("--entries", type=positive, nargs="*", help="facts of a look-up (default: 4 16 64 256, what fits)")
     add("--n", type=positive, default=2, help="prompts per needle cell; four times as many per look-up (default: 2)")
     add("--reference", metavar="M", help="the model to compare with (default: the same one, nothing quantized)")
     add("--compared", metavar="N", type=count, default=256, help="tokens of each text that are compared (default: 256)")

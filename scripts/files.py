@@ -17,7 +17,7 @@ from typing import Any
 from common import refuse
 from gpt_fast_sd.loading import BUNDLED, find_smollm2
 from gpt_fast_sd.measuring.ledger import write_whole
-from gpt_fast_sd.model import gguf_parts
+from gpt_fast_sd.model import find_downloaded, gguf_parts
 
 
 def check_files(writes: Mapping[str, Path | None], reads: Mapping[str, Any] | None = None) -> None:
@@ -44,7 +44,7 @@ def paths_of(value: Any) -> Iterator[Path]:
     for one in value if isinstance(value, list | tuple) else [value]:
         path = {"bundled": BUNDLED, "smollm2": find_smollm2()}.get(str(one), one)
         if path is not None:
-            yield from gguf_parts(Path(path))
+            yield from gguf_parts(find_downloaded(str(path)) or Path(path))
 
 
 def same_file(one: Path, other: Path) -> bool:

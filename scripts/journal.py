@@ -201,7 +201,8 @@ class Files:
             if self.of == 1 or not (parts or whole is self.output):
                 continue
             sources, seen = [numbered(path) for path in (whole, *parts)], set[int]()
-            partial = whole.with_name(f"{whole.name}.partial")
+            real = Path(os.path.realpath(whole))  # of a link the file that it names
+            partial = real.with_name(f"{real.name}.partial")
             with partial.open("wb") as target:
                 for index, line in heapq.merge(*sources, key=itemgetter(0)) if in_order else chain(*sources):
                     if index not in seen:  # a merge that was killed may have left parts of a whole file
@@ -210,7 +211,7 @@ class Files:
                 target.flush()
                 os.fsync(target.fileno())
             if seen or whole is self.output:
-                partial.replace(whole)
+                partial.replace(real)
             else:
                 partial.unlink()
             for path in parts:

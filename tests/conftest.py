@@ -1,9 +1,11 @@
-"""Shared by all tests: a fixed seed, few threads, one compile cache for the whole run."""
+"""Shared by all tests: a fixed seed, few threads, one compile cache for the whole run, short garbage collections."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,6 +38,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, name in enumerate(DEAR) if path.endswith(name)), len(DEAR))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # torch, its compiler and all tests: a collection that walks through them takes seconds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_a_file_left_is_not_looked_at_again() -> Iterator[None]:
+    """What compilers keep, for the most part; what was garbage is gone."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

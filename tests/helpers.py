@@ -1,15 +1,18 @@
 """Tiny models whose greedy text is not degenerate, a tokenizer whose ids are bytes, and a test of fit for draws.
 
+Parameters of tests that are many: `few` and `thinned` leave some to the ordinary run, all to the slow one beside it.
+
 Shapes: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +21,29 @@ from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer
 from gpt_fast_sd.sampling import SamplingTable
 
 BOS, EOS = 256, 257
+
+
+def few(values: Iterable[Any], kept: Container[Any]) -> list[Any]:
+    """The values of a test's parameter: those kept are of the ordinary run, the others of the slow one.
+
+    A tuple has a value for each of several parameters.
+    """
+    return [
+        pytest.param(*value if isinstance(value, tuple) else (value,), marks=() if value in kept else pytest.mark.slow)
+        for value in values
+    ]
+
+
+def thinned(names: str, first: Sequence[Any], second: Sequence[Any]) -> Any:
+    """Two parameters of a test: each value of both in the ordinary run, the other pairs in the slow one."""
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(a, b, marks=() if i % len(second) == j % len(first) else pytest.mark.slow)
+            for i, a in enumerate(first)
+            for j, b in enumerate(second)
+        ],
+    )
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -15,6 +15,7 @@ from .choice import triton_serves
 from .cpu import cpu_attention_fits
 from .cpu_build import begin_building, known_isa
 from .cpu_linear import (
+    LANES,
     LINE,
     cpu_kernels,
     pack,
@@ -23,6 +24,7 @@ from .cpu_linear import (
     packed_linear,
     packed_rows,
     packed_swiglu,
+    packing_builds,
     unpack,
     unpack_int4,
 )
@@ -30,7 +32,7 @@ from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
 from .int4 import BLOCK, Int4, dequantize_blocks, int4_by_sums, int4_linear, power_between, quantize_blocks
-from .int8 import ROWS_AT_ONCE, int8_linear, quantize_rows
+from .int8 import MOST_TILED, ROWS_AT_ONCE, int8_linear, quantize_rows
 from .launch_counts import launches
 from .launching import prepare_launches
 from .on_cpu import QUERY_BLOCK
@@ -46,7 +48,9 @@ from .sparse import sparse_attention
 
 __all__ = [
     "BLOCK",
+    "LANES",
     "LINE",
+    "MOST_TILED",
     "QUERY_BLOCK",
     "ROWS_AT_ONCE",
     "Int4",
@@ -74,6 +78,7 @@ __all__ = [
     "packed_linear",
     "packed_rows",
     "packed_swiglu",
+    "packing_builds",
     "page_bounds",
     "power_between",
     "prefill_attention",

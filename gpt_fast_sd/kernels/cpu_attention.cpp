@@ -53,39 +53,6 @@ static inline __m512 exp2_of(__m512 x) {
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
 }
 
-// 16 rows of 16 dwords, `stride` dwords apart -> 16 vectors, the i-th with dword i of every row, `apart` vectors apart.
-static inline void transpose(const uint32_t* from, int stride, __m512i* to, int apart) {
-    __m512i a[16], b[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
-        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        to[i * apart] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
-        to[(i + 4) * apart] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
-        to[(i + 8) * apart] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
-        to[(i + 12) * apart] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
-    }
-}
-
 // One query row of a split: where the softmax stands. out has its dims as group_values has them.
 template <class E, int H, int NQ> struct Row {
     alignas(64) uint32_t q[NQ][H / IN_DWORD<E>];
@@ -170,6 +137,7 @@ template <class E> struct Tile {
     int64_t first, last; // last: the largest position that exists
     int n; // entries from n on do not exist
     bool gaps; // whether any before n does not
+    uint64_t strange = 0; // of bytes: those with a NaN for a scale, a bit each
 };
 
 // Of the keys of a tile, those that exist and that a row with this limit may see, a bit each.
@@ -229,7 +197,8 @@ template <class E, int H, int NQ> static inline float soften(__m512* score, cons
 #pragma GCC unroll 4
         for (int c = 0; c < V; c++) n[c] = _mm512_cvtps_epi32(_mm512_mul_ps(worth[c], by));
         _mm512_store_si512(weight, _mm512_packus_epi16(_mm512_packus_epi32(n[0], n[1]), _mm512_packus_epi32(n[2], n[3])));
-        *unit = top * (1.f / 255.f);
+        // whole numbers, and a largest weight, would hide it
+        *unit = seen & tile.strange ? std::numeric_limits<float>::quiet_NaN() : top * (1.f / 255.f);
         if (tile.upper) {
             __m512 weights = _mm512_setzero_ps();
 #pragma GCC unroll 4
@@ -410,7 +379,7 @@ template <class E, int H, int NQ> struct Rows {
         groups = kept.data();
         for (int64_t g = 0; g < n; g++)
             for (int part = 0; part < NQ; part++)
-                for (int h = 0; h < H / IN_DWORD<E>; h += 16) transpose(rows[16 * g].q[part] + h, sizeof *rows / 4, (__m512i*)groups[g].q[part][h], 1);
+                for (int h = 0; h < H / IN_DWORD<E>; h += 16) transpose((const char*)(rows[16 * g].q[part] + h), sizeof *rows, (char*)groups[g].q[part][h], 64);
     }
     void read(const Tile<E>& tile, int parity, float* page_sum, float* page_max, bool ahead) {
         readings[parity] = {tile, page_sum, page_max, ahead};
@@ -610,7 +579,7 @@ template <class E, int H, int NQ> static void read_tile(const Tile<E>& tile, Scr
     constexpr int V = TILE / 16, D = H / IN_DWORD<E>;
     for (int c = 0; c < V; c++) {
         if (ahead) fetch<H>(tile.key[c] + TILE * H, 16); // part of a later tile, while this one is computed
-        for (int h = 0; h < D; h += 16) transpose((const uint32_t*)tile.key[c] + h, D, &at.key[h][c], V);
+        for (int h = 0; h < D; h += 16) transpose((const char*)tile.key[c] + 4 * h, 4 * D, (char*)&at.key[h][c], 64 * V);
         if constexpr (BYTES<E>) { // queries are 128 too large
             __m512 sum = _mm512_setzero_ps();
 #pragma GCC unroll 16
@@ -802,6 +771,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                         _mm512_store_ps(key_scale + c, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(key_scales + first))));
                         _mm512_store_ps(value_scale + c, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(value_scales + first))));
                     }
+                if constexpr (BYTES<E>) tile.strange |= (uint64_t)_mm512_cmp_ps_mask(_mm512_load_ps(key_scale + c), _mm512_load_ps(value_scale + c), _CMP_UNORD_Q) << c;
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
             reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && !k_low && start + 2 * TILE <= end);

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+COMMON = Path(__file__).with_name("cpu_common.cpp")
 Asked = TypeVar("Asked", bound=Callable[..., bool])
 
 
@@ -73,14 +74,14 @@ def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
 
 
 def text(source: Path, head_dim: int = 0) -> str:
-    """A source, for one head dim if it is written for any, and without tiles if this process may not use them.
+    """A source behind what all begin with, for one head dim if it is for any, without tiles if they are not granted.
 
     A compiler knows what a CPU has, but not whether the system grants it to this process, which has to ask.
     """
     named = [f"#define HEAD_DIM {head_dim}\n"] if head_dim else []
     if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
         named.append("#undef __AMX_BF16__\n#undef __AMX_INT8__\n")
-    return "".join([*named, source.read_text(encoding="utf-8")])
+    return "".join([*named, *(path.read_text(encoding="utf-8") for path in (COMMON, source))])
 
 
 @functools.cache

@@ -50,39 +50,6 @@ static inline __m512 both(const float* sums) {
     return _mm512_fmadd_ps(upper, _mm512_set1_ps(128.f), lower);
 }
 
-// 16 x 16 words, whose rows are so many bytes apart, transposed; perhaps in place
-static inline void transpose(const char* from, int64_t from_row, char* to, int64_t to_row) {
-    __m512i a[16], b[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * from_row);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
-        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
-        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        _mm512_storeu_si512(to + i * to_row, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
-        _mm512_storeu_si512(to + (i + 4) * to_row, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
-        _mm512_storeu_si512(to + (i + 8) * to_row, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
-        _mm512_storeu_si512(to + (i + 12) * to_row, _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
-    }
-}
-
 // The bf16 values of 16 outputs x 32 inputs, [16, 32]. Of int4, 16 bits hold one input's of outputs 4 a to 4 a + 3:
 // [4, 32]; blocks: fp16 scales [16] and minima [16]. An output's 16 possible values are a table; the bits of a word above
 // the lowest five do not select.

@@ -37,6 +37,11 @@ def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], .
     return (*own, (SOURCE, 0), *drawn)
 
 
+def packing_builds() -> bool:
+    """Whether the kernel can be built here."""
+    return builds(SOURCE)
+
+
 def packable(weight: Tensor) -> bool:
     """Whether the kernel serves a weight [O, I] of this dtype, device and shape, and can be built here.
 

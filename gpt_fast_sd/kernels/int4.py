@@ -27,6 +27,7 @@ STEPS = (
     18,
 )  # into how many a block's range is cut, of which 15 are there, before the least squares
 LEAST = 1e-30  # the smallest "largest number" of a row, below which all of it is 0
+LARGEST = 2.0**14  # to which a row's largest number is brought, or to less than twice that: fp16 ends at 65504
 
 
 class Int4(NamedTuple):
@@ -60,8 +61,9 @@ def dequantize_blocks(held: Int4, dtype: torch.dtype) -> Tensor:
     low, high = held.numbers & 15, held.numbers >> 4  # [O, I / 2]
     whole = torch.stack([x.unflatten(-1, (-1, BLOCK // 2)) for x in (low, high)], -2).flatten(-2)  # [O, I / 32, 32]
     scale, least = held.blocks.float().split(1, -1)  # [O, I / 32, 1] each
-    out: Tensor = (whole.float() * scale + least).to(dtype).flatten(-2)  # a product of 15 bits is exact
-    return out * held.power.to(dtype)[:, None]
+    wide = (whole.float() * scale + least) * held.power[:, None, None]  # products of 15 bits, and by powers, are exact
+    out: Tensor = wide.to(dtype).flatten(-2)
+    return out
 
 
 def power_between(held: Int4, weight: Tensor) -> Tensor | None:
@@ -115,9 +117,10 @@ def _slices(n_rows: int, n_columns: int) -> list[slice]:
 
 def _quantized(rows: Tensor) -> Int4:
     """fp32 [R, I] -> blocks."""
-    # a power of two for each row, so that scales in fp16 have all their digits
-    power = rows.abs().amax(-1).clamp(min=LEAST).log2().floor().exp2()  # [R]
-    w = (rows / power[:, None]).unflatten(-1, (-1, BLOCK))  # [R, I / 32, 32], at most 2
+    # a power of two for each row, so that fp16 scales have all their digits, those of blocks that lie beside far larger
+    # ones, too
+    power = rows.abs().amax(-1).clamp(min=LEAST).log2().floor().exp2() / LARGEST  # [R]
+    w = (rows / power[:, None]).unflatten(-1, (-1, BLOCK))  # [R, I / 32, 32]
     least, largest = w.aminmax(dim=-1, keepdim=True)
     span, mean = (largest - least).clamp(min=LEAST), w.mean(-1, keepdim=True)
     best = scale = torch.zeros_like(least)

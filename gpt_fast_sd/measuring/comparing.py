@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..config import DraftConfig, SamplingParams
+from ..config import QUANTIZED_CACHES, DraftConfig, SamplingParams
 from ..engine import Engine
 from ..requests import Completion
 from ..stats import EngineStats
 from .lossless import NEAR_TIE, Difference, differences, is_near_tie
 from .report import Way
 
-QUANTIZED_CACHES = ("int8", "fp8")
 RUNS, SHORT_RUN = 3, 20.0  # runs of each kind in a comparison, if a run takes fewer seconds than this
 
 

@@ -23,7 +23,7 @@ from ..kernels import triton_serves
 from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_kv_dtype, check_planes, check_positions, locate
 from ..memory import MemoryPlan, bytes_of_layers, bytes_of_weights
 from ..policies.standalone import check_draft_model
-from ..precisions import precision, require_sizes
+from ..precisions import precision, require_copy, require_sizes
 from ..quantize import TAIL
 from .chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
 from .grid import Setting, draft_fields, up_to_date
@@ -128,7 +128,7 @@ class System:
 
     def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
         """Of every step of the target: quantizing leaves the output's weights as they are."""
-        own = self._unquantized(self.ranks, efficiency)
+        own = self._unquantized(self.model, self.ranks, efficiency)
         weight = self._weight_bytes(self.quantize, self.model, self.tp) if self.quantize else own.weight_bytes
         return replace(own, weight_bytes=weight)
 
@@ -140,6 +140,8 @@ class System:
         entry = precision(name, device, of_draft=of_draft)
         if entry.capability and not self.chip.float8:
             raise ValueError(f"quantize {name!r} needs a GPU that multiplies float8, and {self.chip.name} does not")
+        if entry.only_bf16 and self.dtype != "bf16":
+            raise ValueError(f"quantize {name!r} needs bf16 weights, not {self.dtype}: use dtype 'bf16'")
         require_sizes(name, device, local_config(model, ranks), ranks, of_draft=of_draft)
 
     def _weight_bytes(self, name: str, model: ModelConfig, ranks: int) -> float:
@@ -147,9 +149,9 @@ class System:
         own, entry = local_config(model, ranks), precision(name, torch.device(self.device))
         return bytes_of_layers(own, ranks, entry.bytes_of) / bytes_of_layers(own, ranks, lambda o, i: o * i)
 
-    def _unquantized(self, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
-        """The same for any model that these ranks hold unquantized."""
-        own, kv = float(TORCH_DTYPES[self.dtype].itemsize), KVCache.element_bytes(self._kv_dtype, self.model.head_dim)
+    def _unquantized(self, model: ModelConfig, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
+        """The same for a model that these ranks hold unquantized."""
+        own, kv = float(TORCH_DTYPES[self.dtype].itemsize), KVCache.element_bytes(self._kv_dtype, model.head_dim)
         return Conditions(
             weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
             all_reduce=ranks.all_reduce if ranks else free, efficiency=efficiency,
@@ -163,7 +165,9 @@ class System:
         )  # fmt: skip
         check_positions(config, self.model)
         dtype, cpu = TORCH_DTYPES[self.dtype], torch.device("cpu")
-        check_kv_dtype(config, dtype, cpu)  # what a GPU cannot multiply is not known here
+        check_kv_dtype(config, dtype, cpu)
+        if self.kv_dtype == "fp8" and self.device == "cuda" and not self.chip.float8:
+            raise ValueError(f"kv_dtype 'fp8' needs a GPU that multiplies float8, and {self.chip.name} does not")
         if self.draft_model:
             check_draft_model(self.draft_model, self.model, config.max_seq_len)
         return config
@@ -180,7 +184,7 @@ class System:
         check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
         policy, under = registry.policy_class(draft.policy), self.conditions(efficiency)
         theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
-        own = self._unquantized(self.draft_ranks(draft), efficiency)
+        own = self._unquantized(self.draft_model or self.model, self.draft_ranks(draft), efficiency)
         views = [registry.view_class(name) for name in policy.views(draft)]
         page = draft.page if gamma and any(view.wants_mass for view in views) else 0
         tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
@@ -188,6 +192,8 @@ class System:
             view = registry.view_class(step.view)
             of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
             if draft.quantize:
+                if step.model is not theirs:
+                    require_copy(draft.quantize, self.quantize)
                 self._require(draft.quantize, step.model, of_step.tp, of_draft=True)
                 device, rows = torch.device(self.device), -(-step.model.vocab_size // of_step.tp)
                 head = precision(precision(draft.quantize, device).head, device)
@@ -248,7 +254,7 @@ class System:
                 bytes_of_weights(model, n, size, self.quantize if model is self.model else None, device)
                 for model, n in parts
             ), groups=int(self.tp > 1),
-            whole=have or 0, ranks=self.tp, packs=not on_cuda and self.dtype == "bf16",
+            whole=have or 0, ranks=self.tp, draft_ranks=parts[-1][1], packs=not on_cuda and self.dtype == "bf16",
         )  # fmt: skip
         try:
             plan.check(have, device, config)

@@ -239,8 +239,12 @@ class Sweep:
                 try:
                     engine = self.build(point.batch, longest, drafting)
                 except kinds as error:
-                    self._failed([p for p in left if p.context == longest], error)
-                    left = [p for p in left if p.context < longest]
+                    # it may be this draft for which none can be built: the others of its length get one without it
+                    concerned = [p for p in left if drafting is None or self.draft(p) == draft]
+                    longest = max(p.context for p in concerned)
+                    failed = [p for p in concerned if p.context == longest]
+                    self._failed(failed, error)
+                    left = [p for p in left if p not in failed]
                     continue
             try:
                 if drafting != draft:

@@ -20,14 +20,14 @@ Record = dict[str, Any]
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the file with a text or bytes: a kill leaves the old file or the new one, and no other file is touched.
 
-    Of a link it is the file that it names.
+    Of a link it is the file that it names. Half a character, as the name of a file may have, is escaped.
     OSError if that fails, and for anything but a regular file, such as a device, which would be lost.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a file that can be replaced", str(path))
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}.partial")  # 255 bytes at most
-    data = content if isinstance(content, bytes) else content.encode("utf-8")
+    data = content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace")
     file = partial.open("xb")  # a new file: an existing one is never opened
     try:
         with file:

@@ -84,13 +84,24 @@ def restart_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # on Linux: reset the greatest resident size
 
 
+def resident_bytes() -> int | None:
+    """The memory of this process that is resident now; None if the system does not say."""
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int | None:
+    """A size in bytes that Linux tells of this process."""
+    status = Path("/proc/self/status")
+    line = re.search(rf"{name}:\s+(\d+) kB", status.read_text()) if status.is_file() else None
+    return int(line[1]) * 1024 if line else None
+
+
 def peak_bytes(device: torch.device) -> int:
     """The most memory in use at once: allocated on a CUDA device, else resident in this process; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.is_file() and (line := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        return int(line[1]) * 1024
+    if (peak := _status("VmHWM")) is not None:
+        return peak
     try:
         import resource
     except ImportError:  # on Windows

@@ -58,7 +58,9 @@ def number(rng: np.random.Generator) -> str:
 
 
 def made_up(rng: np.random.Generator, n: int) -> tuple[list[str], list[str]]:
-    """n different names of one sort, and a number for each."""
+    """n different names of one sort, and a number for each; ValueError for more than there are."""
+    if n > (most := min(len(FIRST) * len(LAST), len(ADJECTIVE) * len(NOUN))):
+        raise ValueError(f"there are {most:,} names for facts, too few for {n:,}")
     make, names = (person if rng.random() < 0.5 else thing), dict[str, None]()
     while len(names) < n:
         names[make(rng)] = None

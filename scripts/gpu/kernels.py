@@ -17,8 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from gpt_fast_sd import kernels
-from gpt_fast_sd.model import SPLIT, Linear
+from gpt_fast_sd.attending import beside_of
+from gpt_fast_sd.model import SPLIT, CacheLayer, Linear, as_planes
 from gpt_fast_sd.precisions import FLOAT8_CAPABILITY, TABLE, precision, require_precision
+from gpt_fast_sd.quantize import TAIL
 
 from .aims import FULL
 from .setup import Record, Setup, Stopwatch, difference
@@ -41,12 +43,7 @@ class Heads:
     @property
     def kv_bytes(self) -> int:
         """Keys and values in view, bf16."""
-        return self.held_bytes(torch.bfloat16)
-
-    def held_bytes(self, dtype: torch.dtype) -> int:
-        """Keys and values in view in that dtype, with the scales of int8."""
-        entry = self.head_dim * dtype.itemsize + (2 if dtype == torch.int8 else 0)
-        return 2 * self.batch * self.context * self.n_kv * entry
+        return 2 * self.batch * self.context * self.n_kv * self.head_dim * torch.bfloat16.itemsize
 
 
 def dense_heads(setup: Setup, *contexts: int) -> tuple[Heads, ...]:
@@ -185,45 +182,57 @@ def timed_dense(setup: Setup, shapes: Sequence[Heads], widths: Sequence[int]) ->
     return timings.record()
 
 
+def formats(setup: Setup, heads: Heads) -> dict[str, CacheLayer]:
+    """A layer by what its cache holds: bf16, int8, int8 in planes, as drafts read these, and float8 where that runs."""
+    wide = buffers(setup, heads)
+    integers = [(x * 32).clamp(-127, 127).to(torch.int8) for x in wide]
+    scales = [torch.full(x.shape[:3], 1 / 32, dtype=torch.float16, device=x.device) for x in wide]
+    upper, lower = zip(*map(as_planes, integers), strict=True)
+    planes = CacheLayer(*upper, *scales, *lower)
+    found = {
+        "bfloat16": CacheLayer(*wide), "int8": CacheLayer(*integers, *scales), "planes": planes,
+        "upper plane": replace(planes, tail=TAIL),
+    }  # fmt: skip
+    if not setup.on_cuda or torch.cuda.get_device_capability(setup.device) >= FLOAT8_CAPABILITY:
+        found["float8_e4m3fn"] = CacheLayer(*(x.to(torch.float8_e4m3fn) for x in wide))
+    return found
+
+
 def timed_formats(setup: Setup) -> Record:
-    """Attention by what the cache holds, bf16, int8 with scales, or float8: of steps, of a draft, of a chunk."""
+    """Attention by what the cache holds, see formats: of a step, of a verification, of a draft, of a chunk."""
     timings = Timings(setup)
     heads = dense_heads(setup, 28672)[0]
-    wide = buffers(setup, heads)
-    has_float8 = not setup.on_cuda or torch.cuda.get_device_capability(setup.device) >= FLOAT8_CAPABILITY
-    for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)[: 3 if has_float8 else 2]:
-        k, v = (((x * 32).clamp(-127, 127) if dtype == torch.int8 else x).to(dtype) for x in wide)
-        scale = torch.full(k.shape[:3], 1 / 32, dtype=torch.float16, device=k.device) if dtype == torch.int8 else None
-        held = str(dtype).removeprefix("torch.")
-        for n_tokens in (1, 5):
+    for held, layer in formats(setup, heads).items():
+        beside, split = beside_of(layer), kernels.split_for(layer.capacity)
+        for n_tokens in (1,) if layer.tail else (1, 5):  # what verifies reads both planes
             q, pos = queries(setup, heads, n_tokens)
             pairs = n_tokens * (heads.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
             flops = 4 * heads.batch * pairs * heads.n_kv * heads.group * heads.head_dim
-            args = (q, k, v, pos, heads.context, kernels.split_for(k.shape[2] - SPLIT), scale, scale)
             timings.time(
                 "decode_attention", f"{heads.label(n_tokens)}, {held}",
-                partial(kernels.decode_attention, *args), heads.held_bytes(dtype), flops,
-                does=dense(pos, heads.context),
+                partial(kernels.decode_attention, q, layer.k, layer.v, pos, heads.context, split, *beside),
+                heads.batch * layer.bytes_read(heads.context), flops, does=dense(pos, heads.context),
             )  # fmt: skip
         q, pos = queries(setup, heads, 1)
         budget = 128 if setup.tiny else 1024
         start = torch.full((heads.batch,), heads.context - budget // 2, device=setup.device)
         listed = torch.arange(budget // 2, device=setup.device).expand(heads.batch, heads.n_kv, -1).contiguous()
+        where = listed, start, budget // 2, pos, heads.context, 16
         timings.time(
             "sparse_attention", f"{heads.batch} rows, budget {budget:,}, {held}",
-            partial(
-                kernels.sparse_attention, q, k, v, listed, start, budget // 2, pos, heads.context, 16, scale, scale
-            ),
-            heads.held_bytes(dtype) / heads.context * budget + listed.numel() * listed.element_size(),
+            partial(kernels.sparse_attention, q, layer.k, layer.v, *where, *beside),
+            heads.batch * layer.bytes_read(budget) + listed.numel() * listed.element_size(),
             does=sparse(listed, start, budget // 2, pos, heads.context),
         )  # fmt: skip
-        one, n_tokens = replace(heads, batch=1), 32 if setup.tiny else 2048
+        if layer.tail:
+            continue
+        one, row, n_tokens = replace(heads, batch=1), layer.slot(0), 32 if setup.tiny else 2048
         q, pos = queries(setup, one, n_tokens)
-        pairs, scales = n_tokens * (one.context - (n_tokens - 1) / 2), None if scale is None else scale[:1]
+        pairs = n_tokens * (one.context - (n_tokens - 1) / 2)
         timings.time(
             "prefill_attention", f"{one.label(n_tokens)}, {held}",
-            partial(kernels.prefill_attention, q, k[:1], v[:1], pos, one.context, scales, scales),
-            one.held_bytes(dtype), 4 * pairs * one.n_kv * one.group * one.head_dim, does=dense(pos, one.context),
+            partial(kernels.prefill_attention, q, row.k, row.v, pos, one.context, *beside_of(row)),
+            row.bytes_read(one.context), 4 * pairs * one.n_kv * one.group * one.head_dim, does=dense(pos, one.context),
         )  # fmt: skip
     return timings.record()
 

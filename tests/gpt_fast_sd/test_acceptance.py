@@ -27,7 +27,7 @@ from gpt_fast_sd.sampling import (
     probabilities,
     uniform,
 )
-from tests.helpers import chi_square, table_of
+from tests.helpers import chi_square, table_of, thinned
 
 BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives
 Accept = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], AcceptResult]
@@ -425,8 +425,7 @@ def round_inputs(gamma: int) -> tuple[Tensor, Tensor, SamplingTable, Tensor, Ten
     return logits, draft_logits, table_of(params, 20), torch.arange(5), torch.arange(5) % (gamma + 1)
 
 
-@pytest.mark.parametrize("gamma", [0, 3])
-@pytest.mark.parametrize("one_round", [whole_round, greedy_round])
+@thinned("one_round,gamma", [greedy_round, whole_round], [0, 3])
 def test_a_round_is_one_graph(one_round: Callable[..., AcceptResult], gamma: int) -> None:
     torch._dynamo.reset()
     inputs = round_inputs(gamma)

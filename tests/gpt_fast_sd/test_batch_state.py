@@ -81,7 +81,7 @@ def slow_commit(
     }  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(case=cases())
 def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(
     case: tuple[BatchState, torch.Tensor, torch.Tensor, AcceptResult],

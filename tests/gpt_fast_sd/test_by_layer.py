@@ -24,7 +24,7 @@ from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantize import quantize
 from gpt_fast_sd.target import decode_step
 from tests.gpt_fast_sd.kernels.references import as_on_cuda
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 SLOTS, CAPACITY = 2, 600
 CPU = torch.device("cpu")
@@ -93,7 +93,13 @@ def check_equal(name: str, model: Transformer, tolerance: float = 1e-4) -> Compi
     return one
 
 
-@pytest.mark.parametrize(("name", "n_layers"), [*((name, 3) for name in STEPS), ("decode", 1), ("prefill", 1)])
+@pytest.mark.parametrize(
+    ("name", "n_layers"),
+    few(
+        [*((name, 3) for name in STEPS), ("decode", 1), ("prefill", 1)],
+        [("decode", 1), ("verify mass", 3), ("prefill", 3), ("draft guided", 3)],
+    ),
+)
 def test_a_step_gives_what_the_step_over_all_layers_gives(name: str, n_layers: int, parts: Parts) -> None:
     model = tiny_model(tiny_config(n_layers=n_layers))
     assert check_equal(name, model).graphs == 1
@@ -101,6 +107,7 @@ def test_a_step_gives_what_the_step_over_all_layers_gives(name: str, n_layers: i
     assert len(parts) == (2 if (name, n_layers) == ("prefill", 1) else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["verify mass", "prefill", "draft quest"])
 def test_what_is_compiled_does_not_grow_with_the_layers(name: str, parts: Parts) -> None:
     counts = []
@@ -160,7 +167,9 @@ def test_what_a_layer_gives_must_lie_in_memory_as_what_it_is_given() -> None:
     assert _alike(row, every_third)  # the stride of a size of 1 does not matter
 
 
-@pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": True}])
+@pytest.mark.parametrize(
+    "changes", few([{"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": True}], [{"tie_embeddings": True}])
+)
 def test_other_families_of_models_are_cut_at_the_same_places(changes: dict[str, Any], parts: Parts) -> None:
     for name in ("decode", "prefill"):
         check_equal(name, tiny_model(tiny_config(n_layers=3, **changes)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -11,11 +13,11 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.compiling import can_compile
+from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.model import ModelConfig
 from tests.helpers import random_ids, tiny_config, tiny_model
 
-LENGTHS = [1, 2, 40, 255, 257, 600, 1500, 3000, 4095, 5900]  # up to 24 chunks and splits, over Inductor's 4096
+LENGTHS = [1, 2, 40, 255, 257, 600, 5900]  # up to 24 chunks and splits, over Inductor's 4096
 PROMPTS = [random_ids(n, seed=n) for n in LENGTHS]
 PARAMS = [
     SamplingParams(max_tokens=4 + i, seed=i, temperature=[0.0, 1.0][i % 2], top_p=0.9 if i % 4 == 3 else None)
@@ -72,25 +74,22 @@ def small() -> Engine:
     return make(SMALL, compile=True, batch_size=2)
 
 
-def test_prompts_of_all_lengths_share_one_graph_a_step_and_get_the_eager_tokens(large: Engine) -> None:
-    large.warm_up()
+def test_the_first_call_compiles_and_prompts_of_all_lengths_share_its_graphs_and_get_the_eager_tokens(
+    large: Engine,
+) -> None:
+    assert graphs(large) == (0, 0)
+    large.generate([[1]], SamplingParams(max_tokens=1))
     assert graphs(large) == (1, 1)
+    took = large.stats.compile_seconds
+    assert took > 0 and large.stats.recompiles == 0  # warming up does not count as a recompile
     got = tokens(large)
+    assert large.stats.compile_seconds == took  # the engine's own, not the call's
     assert graphs(large) == (1, 1) and large.stats.recompiles == 0
     assert got == tokens(make(tiny_config(max_seq_len=6144), compile=False))
-    assert len({token for row in got for token in row}) > 30
+    assert len({token for row in got for token in row}) > 20
 
 
-def test_the_first_call_compiles_and_says_how_long_it_took(small: Engine) -> None:
-    assert graphs(small) == (0, 0)
-    small.generate([[1]], SamplingParams(max_tokens=1))
-    assert graphs(small) == (1, 1)
-    assert small.stats.compile_seconds > 0 and small.stats.recompiles == 0  # warming up does not count as a recompile
-    first = small.stats.compile_seconds
-    small.generate([[1]], SamplingParams(max_tokens=1))
-    assert small.stats.compile_seconds == first  # the engine's own, not the call's
-
-
+@pytest.mark.slow
 def test_engines_of_different_shape_do_not_recompile_each_other(large: Engine, small: Engine) -> None:
     for _ in range(2):
         assert tokens(small, upto=257) == tokens(make(SMALL, compile=False, batch_size=2), upto=257)
@@ -98,11 +97,11 @@ def test_engines_of_different_shape_do_not_recompile_each_other(large: Engine, s
     assert graphs(large) == graphs(small) == (1, 1)
 
 
-def test_compiled_logits_are_near_the_eager_ones(small: Engine) -> None:
+def test_compiled_logits_are_near_the_eager_ones(large: Engine) -> None:
     ids = random_ids(40)
-    expected = make(SMALL, compile=False).logits(ids)
+    expected = make(tiny_config(max_seq_len=6144), compile=False).logits(ids)
     # fp32, the same sums in another order
-    assert (small.logits(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (large.logits(ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_without_a_compiler_one_warning_is_given_and_the_engine_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +152,20 @@ def test_engines_of_growing_capacity_in_one_process_each_compile_once() -> None:
         one.generate([[1] * n for n in (3, capacity // 2, capacity - 20)], SamplingParams(max_tokens=4))
         assert graphs(one) == (1, 1)
         assert one.stats.recompiles == 0
+
+
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_nothing_of_steps_that_were_dropped_is_kept() -> None:
+    """Dynamo's result and the code that it was made of held each other: every change of the policy left its graphs."""
+    codes = []
+    for _ in range(3):
+        step = CompiledStep(plus_one, compiled=True)
+        assert step(torch.zeros(2)).tolist() == [1.0, 1.0] and step.graphs == 1
+        codes.append(weakref.ref(step._codes[0]))
+        del step
+    gc.collect()
+    assert sum(code() is not None for code in codes) <= 1  # torch may still refer to one of them
+    assert sum(name.startswith("__compiled_fn") for name in globals()) <= 1

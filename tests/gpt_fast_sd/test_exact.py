@@ -20,7 +20,7 @@ from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.model import ModelConfig
 from tests.drafts import POLICIES, draft_of
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
 
 NAMES = [name for name in POLICIES if " over " not in name]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -71,8 +71,7 @@ def covers(got: tuple[list[list[int]], Bits], plain: tuple[list[list[int]], Bits
     return got[0] == plain[0] and all(torch.equal(got[1][text], bits) for text, bits in plain[1].items())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@thinned("name,dtype", NAMES, DTYPES)
 def test_plain_and_speculative_decoding_are_bit_identical(name: str, dtype: str) -> None:
     one = Watched(name, dtype=dtype)
     plain = one.run(PROMPTS, PARAMS, speculate=False)
@@ -89,8 +88,7 @@ def bits_of(run: tuple[list[list[int]], Bits], i: int, prompt: list[int]) -> lis
     return [bits[(*prompt, *tokens[i][:n])] for n in range(len(tokens[i]))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["streaming", "guided", "hierarchy"])
+@thinned("name,dtype", ["streaming", "guided", "hierarchy"], DTYPES)
 def test_a_text_is_bit_identical_alone_and_in_a_batch_and_in_any_slot(name: str, dtype: str) -> None:
     one, other = Watched(name, dtype=dtype, max_seq_len=900), random_ids(800)  # with it four splits of keys are in view
     together = one.run(PROMPTS, PARAMS)
@@ -103,8 +101,7 @@ def test_a_text_is_bit_identical_alone_and_in_a_batch_and_in_any_slot(name: str,
             assert all(map(torch.equal, bits_of(run, at, prompt), bits_of(together, i, prompt)))
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("gamma", [1, 2, 7, "auto"])
+@thinned("gamma,slots", [1, 2, 7, "auto"], [1, 3])
 def test_any_gamma_and_number_of_slots_gives_the_bits_of_an_engine_without_drafts(gamma: int | str, slots: int) -> None:
     """With one slot and a gamma of 1 the target sees two tokens per step: few enough for other matrix products."""
     one, off = Watched("full", gamma, batch_size=slots), Watched("off", gamma, batch_size=slots)
@@ -115,8 +112,7 @@ def test_any_gamma_and_number_of_slots_gives_the_bits_of_an_engine_without_draft
     assert covers(one.run(PROMPTS, PARAMS), off.run(PROMPTS, PARAMS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["off", "snapkv", "guided"])
+@thinned("name,dtype", ["off", "snapkv", "guided"], DTYPES)
 def test_logits_have_the_bits_of_decoding(name: str, dtype: str) -> None:
     one, first = Watched(name, dtype=dtype), PROMPTS[0]
     run = one.run([first, PROMPTS[3]], SamplingParams(max_tokens=20))
@@ -129,7 +125,7 @@ def test_logits_have_the_bits_of_decoding(name: str, dtype: str) -> None:
     assert (logits - expected).norm() <= (1e-5 if dtype == "fp32" else 0.05) * expected.norm()
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 8])
+@pytest.mark.parametrize("group", few([1, 3, 5, 8], [3, 8]))
 def test_bits_are_the_same_for_any_number_of_heads(group: int) -> None:
     config = tiny_config(n_heads=group * 2, n_kv_heads=2, n_layers=2)
     one = Watched("streaming", 3, config=config, dtype="bf16")
@@ -153,7 +149,7 @@ def compiled_bits_are_the_same(name: str, dtype: str, config: ModelConfig, **cha
         assert all(map(torch.equal, bits_of(alone, 0, PROMPTS[i]), bits_of(plain, i, PROMPTS[i])))
 
 
-@pytest.mark.parametrize("name", ["streaming", "guided"])
+@pytest.mark.parametrize("name", few(["streaming", "guided"], ["guided"]))
 def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiled steps run, but for the code generator: attention by the CPU kernel where there is one."""
 
@@ -209,9 +205,7 @@ def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(
-    ("slots", "gamma"), [(1, 1), (5, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 4), (5, 1)))]
-)
+@pytest.mark.parametrize(("slots", "gamma"), few([(1, 1), (5, 4), (1, 4), (5, 1)], [(5, 1)]))
 def test_steps_of_our_kernels_are_bit_identical_on_any_number_of_threads(
     slots: int, gamma: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.tp import Parallel
 from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -45,7 +45,8 @@ FILTERED = SamplingParams(max_tokens=6, temperature=0.9, seed=3, top_k=20)
 ONE_RULE = pytest.mark.parametrize("rule", ["2.13"])  # for what depends on no version
 
 
-@pytest.fixture(params=RULES)
+# The rules of the oldest torch are of the ordinary run where int8 caches and planes are captured.
+@pytest.fixture(params=few(RULES, RULES[-1:]))
 def rule(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -331,7 +332,9 @@ BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keep
 
 
 @ONE_RULE
-@pytest.mark.parametrize("policy", ["streaming", "guided", "quest", "snapkv", "lookup", "hierarchy"])
+@pytest.mark.parametrize(
+    "policy", few(["streaming", "guided", "quest", "snapkv", "lookup", "hierarchy"], ["guided", "snapkv", "lookup"])
+)
 def test_whatever_a_captured_round_reads_on_the_host_is_accounted_for(
     policy: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,7 +540,11 @@ STEPS: dict[str, Callable[[Engine], tuple[Any, str, int]]] = {
 
 
 @pytest.mark.parametrize(
-    ("policy", "step"), [*(("guided", step) for step in STEPS), *(("quest", step) for step in ("renewal", "draft"))]
+    ("policy", "step"),
+    few(
+        [*(("guided", step) for step in STEPS), *(("quest", step) for step in ("renewal", "draft"))],
+        [*(("guided", step) for step in ("prefill", "verification", "judgement", "collection")), ("quest", "draft")],
+    ),
 )
 def test_an_engine_works_after_a_step_failed(
     policy: str, step: str, rule: str, cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -593,7 +600,9 @@ def test_a_capture_that_failed_leaves_an_engine_that_works(cuda: Cuda, expected:
         assert tokens(one) == expected
 
 
-@pytest.mark.parametrize("at", ["capture", "end", "replay", "wait", "synchronize"])
+@pytest.mark.parametrize(
+    "at", few(["capture", "end", "replay", "wait", "synchronize"], ["capture", "replay", "synchronize"])
+)
 def test_an_engine_whose_device_failed_says_so_and_why(at: str, cuda: Cuda) -> None:
     one = engine()
     tokens(one)

@@ -15,6 +15,7 @@ import pytest
 
 from gpt_fast_sd.config import GAMMA_TIERS
 from gpt_fast_sd.planner import FIRST_PROBE, FIRST_ROUNDS, LAST_PROBE, GammaPlanner, StepTimes, rising
+from tests.helpers import few, thinned
 
 FEW, MANY = 512, 8192
 
@@ -96,8 +97,7 @@ def n_accepted(rng: random.Random, gamma: int, chance: float) -> int:
 DRAFTS = (0.02, 0.1, 0.3, 0.5, 0.7)  # seconds of a draft step where the target's take one
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.8, 0.9, 0.97])
-@pytest.mark.parametrize("draft", DRAFTS)
+@thinned("acceptance,draft", [0.0, 0.3, 0.6, 0.8, 0.9, 0.97], DRAFTS)
 def test_it_settles_on_a_tier_that_is_nearly_the_fastest(draft: float, acceptance: float) -> None:
     world = World(draft)
     best, _ = world.best(acceptance)
@@ -155,9 +155,8 @@ def test_a_fixed_gamma_is_chosen_always_and_nothing_is_measured(gamma: int) -> N
 # ---- what finding out costs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [128, 256, 512])
-@pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("draft", DRAFTS[1:])
+@pytest.mark.parametrize("rounds", few([128, 256, 512], [256]))
+@thinned("rows,draft", [1, 4, 8], DRAFTS[1:])
 def test_drafts_that_are_never_accepted_cost_little(draft: float, rows: int, rounds: int) -> None:
     world = World(draft, per_draft=0.02)
     speed, _ = simulate(world, lambda i: 0.0, rounds=rounds, rows=rows)
@@ -180,8 +179,7 @@ def test_probes_are_rarer_and_rarer_and_never_end() -> None:
     assert set(apart[4:]) == {LAST_PROBE + 1} and len(apart) > 6
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("draft", [0.1, 0.3, 0.5])
+@thinned("draft,rows", [0.1, 0.3, 0.5], [1, 8])
 def test_it_recovers_when_acceptance_rises(draft: float, rows: int) -> None:
     """Old evidence must fade: once it stayed at a gamma of 1, or plain, for as long as it had been right to."""
     world = World(draft)

@@ -16,19 +16,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, precisions
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, loading, precisions
 from gpt_fast_sd.int8 import Int8Linear
 from gpt_fast_sd.loading import load
 from gpt_fast_sd.memory import MemoryPlan
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.precisions import TABLE, bytes_held, precision_of
 from gpt_fast_sd.quantize import draft_copy, equalize_keys, quantize
+from gpt_fast_sd.tp import Parallel, local_config
 from tests.float8_folders import save_float8
 from tests.gpt_fast_sd.kernels import references
 from tests.gpuless.live import LiveBytes
-from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
+from tests.helpers import few, random_ids, tiny_config, tiny_model, whole_text_logits
 
-CUDA = torch.device("cuda")
+CPU, CUDA, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 OF_CUDA = ("int4", "float8")
 PROMPTS = [random_ids(n, seed=n) for n in (300, 7, 90)]
 
@@ -146,7 +147,7 @@ def test_a_copy_that_drafts_has_an_int8_head_or_one_of_float8(name: str) -> None
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["float8"]))
 def test_drafts_of_any_precision_change_no_token(name: str) -> None:
     params, draft = SamplingParams(max_tokens=12), DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
     expected = [
@@ -159,7 +160,7 @@ def test_drafts_of_any_precision_change_no_token(name: str) -> None:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int4"]))
 def test_speculation_gives_what_plain_decoding_of_the_quantized_target_gives(name: str) -> None:
     draft = DraftConfig(policy="streaming", budget=40, gamma=3, quantize=name)
     one, params = engine(model_of(), draft, exact=True, quantize=name), SamplingParams(max_tokens=12)
@@ -193,7 +194,7 @@ def test_keys_of_float8_weights_are_equalized_by_their_scales_and_no_bit_changes
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int8", "float8"]))
 def test_keys_of_weights_that_are_quantized_as_they_are_read_are_equalized(name: str, tmp_path: Path) -> None:
     save_hugging_face(with_a_large_bias(), tmp_path, dtype=torch.bfloat16)
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="bf16", compile=False, quantize=name)
@@ -209,7 +210,7 @@ def test_keys_of_weights_that_are_quantized_as_they_are_read_are_equalized(name:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["float8"]))
 def test_a_target_is_quantized_layer_by_layer_as_it_is_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +231,7 @@ def test_a_target_is_quantized_layer_by_layer_as_it_is_read(
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("name", ["int8", *OF_CUDA])
+@pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int8", "float8"]))
 def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = importlib.import_module("gpt_fast_sd.memory")
     for module in (precisions, memory, importlib.import_module("gpt_fast_sd.kernels.int8")):
@@ -283,6 +284,46 @@ def test_unpacking_an_int4_weight_in_each_product_is_planned_for(dtype: torch.dt
     assert plans[1].workspace >= plans[0].workspace + 10 * largest
     packed = MemoryPlan.of(replace(config, quantize="int4"), DraftConfig(), model, None, dtype, packs=True)
     assert packed.workspace < plans[1].workspace
+
+
+@pytest.mark.parametrize("builds", [True, False])
+def test_unpacking_is_planned_for_where_no_kernel_can_be_built(builds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "packing_builds", lambda: builds)
+    config, model = EngineConfig(batch_size=1, max_seq_len=300, quantize="int4"), model_of(**WIDE).config
+    found = loading.plan_for(config, DraftConfig(), model, None, BF16, Parallel(CPU), CPU)
+    assert found.workspace == MemoryPlan.of(config, DraftConfig(), model, None, BF16, packs=builds).workspace
+    # no kernel reads weights of other outputs than multiples of 32: of ten heads of 40
+    memory, odd = importlib.import_module("gpt_fast_sd.memory"), replace(model, n_heads=8, n_kv_heads=1, head_dim=40)
+    assert memory._largest_of_layers(model, 1, packs=True) == 0
+    assert memory._largest_of_layers(odd, 1, packs=True) == 400 * model.dim
+
+
+def test_a_draft_model_of_several_ranks_has_its_part_of_a_copy_on_each() -> None:
+    theirs, draft = model_of(**WIDE).config, DraftConfig(policy="standalone", draft_model="small", quantize="int8")
+
+    def copied(ranks: int) -> int:
+        config, own = EngineConfig(batch_size=1, max_seq_len=300), local_config(theirs, ranks)
+        return MemoryPlan.of(config, draft, theirs, own, BF16, draft_ranks=ranks).draft_weights
+
+    assert copied(1) / 2 <= copied(2) <= 0.51 * copied(1)  # of sums each rank has a scale for every output
+
+
+@pytest.mark.parametrize("policy", ["hierarchy", "full"])
+def test_an_int8_head_of_many_rows_is_planned_as_it_is_widened(policy: str) -> None:
+    """A hierarchy's middle level gives logits after four tokens of each row: 65 rows are more than are tiled."""
+    model = replace(model_of(**WIDE).config, vocab_size=64_000)
+
+    def widened(batch: int) -> int:
+        config = EngineConfig(batch_size=batch, max_seq_len=300)
+        with_copy, without = (
+            MemoryPlan.of(config, DraftConfig(policy=policy, quantize=q), model, None, BF16, device=CUDA).captured
+            for q in ("int8", None)
+        )
+        return with_copy - without
+
+    largest = 2 * max(rows * columns for rows, columns in precisions.matrices_of(model, 1).values())
+    few, many = (64, 65) if policy == "hierarchy" else (256, 257)
+    assert (widened(few), widened(many)) == (largest, 2 * 64_000 * model.dim)
 
 
 # ---- float8 as it is stored -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.prefill import CHUNK, Prefill
 from gpt_fast_sd.runner import Runner
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
 
 MAX_LEN = 4 * CHUNK
 MODEL = tiny_model()
@@ -75,8 +75,7 @@ CASES: dict[str, tuple[list[int], list[int], int]] = {
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("poison", [False, True])
-@pytest.mark.parametrize("source", [1, 2], ids=["same slot", "another slot"])
+@thinned("source,poison", [1, 2], [False, True])  # the same slot, another
 @pytest.mark.parametrize("case", CASES)
 def test_a_reused_prefix_has_the_keys_of_a_fresh_prefill_bit_for_bit(case: str, source: int, poison: bool) -> None:
     held, body, computed = CASES[case]
@@ -95,7 +94,7 @@ def test_a_reused_prefix_has_the_keys_of_a_fresh_prefill_bit_for_bit(case: str, 
 
 
 @torch.inference_mode()
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_whatever_slots_held_before_each_holds_what_it_was_last_filled_with(data: st.DataObject) -> None:
     one, bodies = prefill(), [[], [], []]
@@ -199,7 +198,10 @@ def test_a_prompt_takes_the_free_slot_that_holds_most_of_it() -> None:
     assert one.stats.prefill_tokens == 699 - 2 * CHUNK
 
 
-@pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided", "early_exit"])
+@pytest.mark.parametrize(
+    "policy",
+    few(["off", "full", "streaming", "snapkv", "quest", "guided", "early_exit"], ["off", "snapkv", "early_exit"]),
+)
 def test_nothing_past_a_held_prompt_reaches_the_next_occupant(policy: str) -> None:
     one = engine(policy)
     params = SamplingParams(max_tokens=12)
@@ -274,7 +276,10 @@ LENGTHS = [2, 3, 300, 1024, 1536, 1537, 1800, 2048, 4096]  # around the largest 
 CACHES = [("off", n) for n in LENGTHS] + [(policy, n) for policy in POLICIES for n in (2, 1536, 2304)]
 
 
-@pytest.mark.parametrize(("policy", "max_seq_len"), CACHES)
+@pytest.mark.parametrize(
+    ("policy", "max_seq_len"),
+    few(CACHES, [("off", n) for n in LENGTHS[:-1]] + [("quest", 2304), ("standalone", 2), ("hierarchy", 1536)]),
+)
 def test_no_chunk_of_cuda_is_written_past_the_end_of_a_cache(
     policy: str, max_seq_len: int, chunks_of_cuda: None, written: list[int]
 ) -> None:

@@ -26,7 +26,7 @@ from gpt_fast_sd.tp import Parallel
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.policies.drafting import compiles_once
 from tests.gpuless.live import LiveBytes
-from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
+from tests.helpers import few, random_ids, tiny_config, tiny_model, whole_text_logits
 
 CPU = torch.device("cpu")
 DRAFTED = [name for name in (*POLICIES, *MIXTURES) if name != "lookup"]
@@ -77,7 +77,14 @@ def is_untouched(model: nn.Module, before: dict[str, tuple[int, Tensor]]) -> boo
 # ---- the copy ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    few(
+        [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}],
+        [{"tie_embeddings": True}, {"qk_norm": True}],
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_copy_owns_its_matrices_and_shares_all_else_and_the_model_is_not_touched(
@@ -138,7 +145,7 @@ def test_a_copy_that_is_compiled_is_packed_and_says_the_same(precision: str) -> 
 # ---- drafts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize("name", few(DRAFTED, ["streaming", "guided", "hierarchy over standalone"]))
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_quantized_drafts_change_no_token(precision: str, name: str) -> None:
     draft = draft_of(name, gamma=3, quantize=precision)
@@ -161,14 +168,14 @@ def test_quantized_drafts_change_no_token(precision: str, name: str) -> None:
 @pytest.mark.parametrize(("precision", "least"), [("int8", 0.8), ("int4", 0.2)])
 def test_a_draft_that_reads_all_is_accepted_often_and_not_always(precision: str, least: float) -> None:
     """Below 100 % the copy is what drafts; it is the target's own precision where no copy is made."""
-    params = SamplingParams(max_tokens=200)
+    params = SamplingParams(max_tokens=60)
     own, copied = engine(draft_of("full", gamma=3)), engine(draft_of("full", gamma=3, quantize=precision))
     assert tokens_of(copied, params) == tokens_of(own, params)
     assert own.stats.acceptance_rate == 1.0
     assert least < copied.stats.acceptance_rate < 1.0
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", few(PRECISIONS, ["int4"]))
 def test_sampled_rows_repeat_by_their_seed_whatever_shares_the_batch(precision: str) -> None:
     draft = draft_of("streaming", gamma=3, quantize=precision)
     params = [SamplingParams(max_tokens=24, temperature=0.8, seed=n) for n in range(3)]
@@ -188,7 +195,7 @@ def test_drafts_for_a_target_of_their_precision_give_that_targets_tokens(precisi
 def test_another_draft_may_be_quantized_or_not() -> None:
     one = engine(draft_of("streaming", gamma=3))
     expected, before = tokens_of(one), bytes_of(one.model)
-    for wanted in ("int8", None, "int4", "int8"):
+    for wanted in ("int8", None, "int4"):
         one.redraft(draft_of("quest", gamma=3, quantize=wanted))
         assert tokens_of(one) == expected and is_untouched(one.model, before)
 
@@ -320,7 +327,9 @@ def test_a_draft_that_does_not_run_leaves_the_target_as_it_is() -> None:
 # ---- loading -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"qkv_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", few([{}, {"tie_embeddings": True}, {"qkv_bias": True}], [{"qkv_bias": True}]), ids=str
+)
 @pytest.mark.parametrize(("precision", "copies"), [("int8", 5), ("int4", 16)])
 def test_a_target_is_quantized_as_it_is_read(
     precision: str, copies: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.requests import RoundEvent
 from tests.gpuless.recorder import capture
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 BUDGET, GAMMA = 96, 3
 PROMPTS = [random_ids(n, seed=n) for n in (400, 20, 300)]
@@ -41,7 +41,9 @@ def listen(one: Engine, **call: Any) -> list[RoundEvent]:
     return told
 
 
-@pytest.mark.parametrize("policy", [*SELF_DRAFTS, "lookup", "early_exit", "hierarchy", "standalone"])
+@pytest.mark.parametrize(
+    "policy", few([*SELF_DRAFTS, "lookup", "early_exit", "hierarchy", "standalone"], ["guided", "lookup", "hierarchy"])
+)
 def test_each_draft_that_counts_is_accepted_or_told_as_refused(policy: str) -> None:
     one = engine(policy, **({"page": 16} if policy in ("quest", "guided") else {}))
     told = listen(one)
@@ -56,7 +58,7 @@ def test_each_draft_that_counts_is_accepted_or_told_as_refused(policy: str) -> N
     assert policy == "full" or stats.drafted > stats.accepted
 
 
-@pytest.mark.parametrize("policy", ["streaming", "snapkv", "lookup"])
+@pytest.mark.parametrize("policy", few(["streaming", "snapkv", "lookup"], ["snapkv"]))
 def test_captured_rounds_tell_the_same_refusals_and_neither_views_nor_parts(policy: str) -> None:
     config = EngineConfig(batch_size=2, max_seq_len=512, device="cpu", compile=False)
     draft, told = DraftConfig(policy=policy, gamma=GAMMA, **({} if policy == "lookup" else {"budget": BUDGET})), []
@@ -116,7 +118,7 @@ def test_the_refused_drafts_are_those_that_the_policy_proposed(policy: str, monk
             assert event.refused == draft[event.accepted : event.drafted]
 
 
-@pytest.mark.parametrize("policy", SELF_DRAFTS)
+@pytest.mark.parametrize("policy", few(SELF_DRAFTS, ["streaming", "quest"]))
 def test_what_is_told_to_be_read_is_the_view_and_within_the_bytes_that_are_counted(policy: str) -> None:
     config = tiny_config()
     one = engine(policy, **({"page": 16} if policy in ("quest", "guided") else {}))

@@ -20,7 +20,7 @@ from gpt_fast_sd.prefill import CHUNK, Prefill
 from gpt_fast_sd.runner import Runner
 from tests.gpt_fast_sd.policies.drafting import drafting
 from tests.gpt_fast_sd.test_rounds import NAMES, captured, engine, told
-from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
+from tests.helpers import ByteTokenizer, few, random_ids, thinned, tiny_config, tiny_model
 
 KINDS = {"eager": engine, "captured": captured}
 # a row that decodes all the time, short ones next to it, and long ones that take their slots
@@ -29,9 +29,9 @@ PARAMS = [
     SamplingParams(max_tokens=n, temperature=0.9 * (i % 3 == 2), seed=i, ignore_eos=True)
     for i, n in enumerate((60, 3, 5, 7, 9, 8))
 ]
-SOON = ["off", "streaming", "quest", "guided", "standalone"]  # in recorded rounds, which take their time
-ALL = [(name, "eager") for name in NAMES] + [
-    pytest.param(name, "captured", marks=[] if name in SOON else pytest.mark.slow) for name in NAMES
+SOON = {"eager": ["quest", "guided", "hierarchy over standalone"], "captured": ["off", "standalone"]}
+ALL = [
+    pytest.param(name, kind, marks=() if name in SOON[kind] else pytest.mark.slow) for kind in KINDS for name in NAMES
 ]
 N_CHUNKS = [-(-(len(prompt) - 1) // CHUNK) for prompt in PROMPTS]
 
@@ -127,7 +127,7 @@ def fresh(runner: Runner, body: Sequence[int]) -> Tensor:
     return held(alone, 0, len(body))
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "standalone", "hierarchy"])
+@pytest.mark.parametrize("name", few(["full", "quest", "standalone", "hierarchy"], ["quest", "standalone"]))
 def test_a_prompt_may_fill_the_cache_to_its_end_while_others_are_decoded(name: str) -> None:
     draft: dict[str, Any] = {"cheap": "standalone"} if name == "hierarchy" else {}
     if name in ("standalone", "hierarchy"):
@@ -169,7 +169,11 @@ def half_way(one: Engine) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "eager") for name in ("off", "quest", "hierarchy over standalone")), ("standalone", "captured")],
+    [
+        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("off", "hierarchy over standalone")),
+        ("quest", "eager"),
+        ("standalone", "captured"),
+    ],
 )
 def test_a_stream_left_while_a_prompt_is_half_filled_leaves_the_engine_as_good_as_new(name: str, kind: str) -> None:
     one = KINDS[kind](name)
@@ -180,7 +184,7 @@ def test_a_stream_left_while_a_prompt_is_half_filled_leaves_the_engine_as_good_a
     assert told(one.generate(PROMPTS, PARAMS)) == expected
 
 
-@pytest.mark.parametrize("name", ["off", "guided", "standalone"])
+@pytest.mark.parametrize("name", few(["off", "guided", "standalone"], ["guided", "standalone"]))
 def test_a_chunk_that_fails_ends_the_stream_and_leaves_nothing_to_rely_on(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,8 +207,7 @@ def test_a_chunk_that_fails_ends_the_stream_and_leaves_nothing_to_rely_on(
 # ---- seconds ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["streaming", "standalone"])
+@thinned("name,kind", ["streaming", "standalone"], list(KINDS))
 def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes by chunks, of a second each, and by rounds, of a thousandth."""
     clock, n_chunks, took = [0.0], [0], []
@@ -272,8 +275,7 @@ def test_an_engine_says_nothing_by_itself(capfd: pytest.CaptureFixture[str]) -> 
 # ---- prompts that come one by one ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["off", "streaming"])
+@thinned("name,kind", ["off", "streaming"], list(KINDS))
 def test_prompts_that_are_asked_for_one_by_one_give_what_a_list_gives(name: str, kind: str) -> None:
     """In captured rounds, rows that sample or filter come when others have been captured already."""
     params = [SamplingParams(max_tokens=9, temperature=t, top_k=k, seed=1) for t, k in ((0, None), (1, None), (1, 9))]

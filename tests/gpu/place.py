@@ -25,16 +25,19 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the CPU runs the bodi
 HAS_CUDA = torch.cuda.is_available()
 HAS_FLOAT8 = not HAS_CUDA or torch.cuda.get_device_capability() >= (8, 9)
 Shape = tuple[int, int, int]  # G, H, T
+Held = tuple[torch.dtype | None, int]  # what the cache has instead of the queries' dtype, and the tail of planes
 
 
 def of_dtypes(shapes: tuple[Shape, ...]) -> list[Any]:
-    """Parameters (G, H, T, dtype, held), held None or what the cache has instead of the dtype of the queries.
+    """Parameters (G, H, T, dtype, held).
 
-    bf16 over caches of bf16 and of int8 for every shape, other dtypes for every third; without a chip two shapes.
+    bf16 over caches of bf16, of int8 and of its planes, whole and as drafts read them, for every shape, other dtypes
+    for every third; without a chip two shapes.
     """
-    often = [(dense.BF16, None), (dense.BF16, dense.INT8)]
-    seldom = [(dense.FP32, None), (dense.FP16, None), (dense.FP32, dense.INT8)]
-    seldom += [(dense.BF16, dense.FLOAT8)] if HAS_FLOAT8 else []
+    planes: list[Held] = [(dense.PLANES, 0), (dense.PLANES, dense.TAIL)]
+    often = [(dense.BF16, held) for held in ((None, 0), (dense.INT8, 0), *planes)]
+    seldom = [(dense.FP32, (None, 0)), (dense.FP16, (None, 0)), (dense.FP32, (dense.INT8, 0))]
+    seldom += [(dense.BF16, (dense.FLOAT8, 0))] if HAS_FLOAT8 else []
     return [
         pytest.param(*shape, dtype, held, id=f"G{shape[0]}-H{shape[1]}-T{shape[2]}-{named(dtype, held)}")
         for i, shape in enumerate(shapes if HAS_CUDA else shapes[1:5:3])
@@ -42,9 +45,11 @@ def of_dtypes(shapes: tuple[Shape, ...]) -> list[Any]:
     ]
 
 
-def named(dtype: torch.dtype, held: torch.dtype | None) -> str:
-    """As in "bfloat16" or "bfloat16-int8"."""
-    return "-".join(str(x).removeprefix("torch.") for x in (dtype, held) if x)
+def named(dtype: torch.dtype, held: Held) -> str:
+    """As in "bfloat16", "bfloat16-int8" or "bfloat16-planes-drafts"."""
+    kept, tail = held
+    names = [str(x).removeprefix("torch.") for x in (dtype, kept) if x and x is not dense.PLANES]
+    return "-".join([*names, *["planes"] * (kept is dense.PLANES), *["drafts"] * (tail > 0)])
 
 
 @dataclass(frozen=True)
@@ -71,33 +76,34 @@ class Place:
         n_keys = -(-(max(self.lengths) + n_tokens) // SPLIT) * SPLIT
         return [length + n_tokens - 1 for length in (*self.lengths, n_keys)], n_keys
 
-    def scales_of(self, case: dense.Entries) -> dict[str, Tensor]:
-        """Scales of int8 entries on the device, as operators take them."""
-        return {name: scale.to(self.device) for name, scale in case.scales().items()}
+    def scales_of(self, case: dense.Entries) -> dict[str, Any]:
+        """Scales of int8 entries and other planes on the device, as operators take them."""
+        found = case.scales().items()
+        return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in found}
 
     def dense_case(
-        self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None = None
+        self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: Held = (None, 0)
     ) -> dense.Case:
         """Ragged rows and an idle one; scores of about 2, so that attention is neither flat nor on one key."""
         ends, n_keys = self.ends(n_tokens)
         case = dense.Case(
-            ends, n_tokens=n_tokens, group=group, n_kv=2, head_dim=head_dim, n_keys=n_keys, dtype=dtype, held=held,
+            ends, n_tokens=n_tokens, group=group, n_kv=2, head_dim=head_dim, n_keys=n_keys, dtype=dtype, held=held[0],
             seed=n_tokens,
         )  # fmt: skip
-        case.q = case.q * 2
+        case.q, case.tail = case.q * 2, held[1]
         return case
 
     def listed_case(
-        self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None, page: int
+        self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: Held, page: int
     ) -> listed.Case:
         """The same rows, their windows begun some entries before the first query."""
         ends, n_keys = self.ends(n_tokens)
         windows = [max(0, min(end - n_tokens - 19, n_keys)) // page * page for end in ends]
         case = listed.Case(
             windows, ends, page=page, n_listed=96, width=40, n_tokens=n_tokens, group=group, head_dim=head_dim,
-            n_keys=n_keys, dtype=dtype, held=held,
+            n_keys=n_keys, dtype=dtype, held=held[0],
         )  # fmt: skip
-        case.q = case.q * 2
+        case.q, case.tail = case.q * 2, held[1]
         return case
 
     def settings(self, **changes: Any) -> EngineConfig:

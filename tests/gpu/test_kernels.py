@@ -6,14 +6,17 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from gpt_fast_sd import kernels
+from gpt_fast_sd.model import KVCache, as_planes
 from tests.gpt_fast_sd.kernels.dense import DTYPES, FP32
 from tests.gpt_fast_sd.kernels.selected import best, rows_of_every_kind
-from tests.gpu.place import HAS_CUDA, Place, difference, of_dtypes
+from tests.gpu.place import HAS_CUDA, SMALL, Held, Place, difference, of_dtypes
 from tests.gpu.truths import TOLERANCE, miscut, shortfall
 
 pytestmark = pytest.mark.usefixtures("bodies")
@@ -30,7 +33,7 @@ def near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize(("group", "head_dim", "n_tokens", "dtype", "held"), of_dtypes(SHAPES))
 def test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them(
-    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None
+    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: Held
 ) -> None:
     case = place.dense_case(group, head_dim, n_tokens, dtype, held)
     expected, _ = case.expected()
@@ -47,7 +50,7 @@ def test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
     ("group", "head_dim", "n_tokens", "dtype", "held"), of_dtypes(tuple(shape for shape in SHAPES if shape[2] <= 9))
 )
 def test_listed_entries_and_a_window_are_attended_to_as_in_fp64(
-    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None, page: int
+    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: Held, page: int
 ) -> None:
     case = place.listed_case(group, head_dim, n_tokens, dtype, held, page)
     q, k, v, slots, start, pos = place.put(case.q, case.k, case.v, case.slots, case.window_start, case.pos)
@@ -58,7 +61,7 @@ def test_listed_entries_and_a_window_are_attended_to_as_in_fp64(
 
 @pytest.mark.parametrize(("group", "head_dim", "n_tokens", "dtype", "held"), of_dtypes(CHUNKS))
 def test_chunks_attend_as_in_fp64_and_keys_get_the_mass_that_was_paid_them(
-    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: torch.dtype | None
+    place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: Held
 ) -> None:
     case = place.dense_case(group, head_dim, n_tokens, dtype, held)
     expected, _ = case.expected()
@@ -69,9 +72,34 @@ def test_chunks_attend_as_in_fp64_and_keys_get_the_mass_that_was_paid_them(
     assert near(out, expected, dtype)
     # the idle row reads nothing, and says so: -inf in both
     assert near(lse.exp().log1p(), case.scores().logsumexp(-1).exp().log1p(), FP32)
+    of_keys = {name: scales[name] for name in ("k_scale", "k_low", "tail") if name in scales}
     for page in (1, PAGE):
-        mass = kernels.key_mass(q, k, lse, pos, case.n_keys, page, scales.get("k_scale"))
+        mass = kernels.key_mass(q, k, lse, pos, case.n_keys, page, **of_keys)
         assert near(mass, case.expected_mass(page), dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tokens_are_stored_as_the_nearest_integers_and_planes_hold_the_same(place: Place, head_dim: int) -> None:
+    config = replace(SMALL, n_layers=1, head_dim=head_dim)
+    row, pos = torch.arange(3)[:, None], torch.tensor([[0, 1, 2], [254, 255, 256], [300, 301, 302]])  # [B, T]
+    k, v = torch.randn(2, 3, config.n_kv_heads, 3, head_dim).bfloat16() * torch.tensor([1e-3, 1.0, 300.0])[:, None]
+    made = []
+    for planes in (False, True):
+        (layer,) = KVCache(config, 3, 512, dtype=torch.int8, device=place.device, planes=planes).layers
+        # steps are compiled: on a chip what Inductor generates stores
+        store = torch.compile(layer.store, fullgraph=True) if place.on_cuda else layer.store
+        store(*place.put(pos, k, v))
+        made.append([x.cpu() for x in layer.buffers])
+    whole, in_planes = made
+    for x, numbers, scale in zip((k, v), whole[:2], whole[2:], strict=True):
+        at, of = (y[row, :, pos].transpose(1, 2).double() for y in (numbers, scale))  # [B, K, T, H], [B, K, T]
+        assert ((x.double() - at * of[..., None]).abs() <= 0.5001 * of[..., None]).all()
+        assert numbers.any(-1).sum() == scale.count_nonzero() == of.numel()
+    stored = whole[2].bool()[..., None]  # elsewhere a plane is 0, where the nibbles of an int8 of 0 are not
+    upper, lower = zip(*map(as_planes, whole[:2]), strict=True)
+    expected = *upper, *whole[2:], *lower
+    for got, wanted in zip(in_planes, expected, strict=True):
+        assert got.equal(wanted if got.dim() == 3 else torch.where(stored, wanted, 0))
 
 
 SELECTIONS = ((7, 3), (100, 33), (1024, 64), (1792, 56), (40, 64), (28672, 1900))

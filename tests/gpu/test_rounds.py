@@ -73,6 +73,17 @@ def random(place: Place, captures: None) -> Iterator[Both]:
 
 
 @pytest.fixture(scope="module")
+def in_planes(place: Place, captures: None) -> Iterator[Both]:
+    """The same over an int8 cache in planes, of which drafts read one."""
+    model = random_model(replace(SMALL, n_layers=1), place.device, torch.float32)
+    draft = DraftConfig(policy="quantized", gamma=4)
+    modes = {
+        mode: Engine(model, None, place.settings(cuda_graphs=mode, kv_dtype="int8"), draft) for mode in ("round", "off")
+    }
+    yield Both(modes, place.prompts(SMALL.vocab_size), 48 if place.on_cuda else 4)
+
+
+@pytest.fixture(scope="module")
 def bundled(place: Place, captures: None) -> Iterator[Both]:
     """The bundled model, in bf16 on a chip, where roundings may decide."""
     one = Engine.from_pretrained(
@@ -92,6 +103,14 @@ def test_captured_rounds_give_the_tokens_of_rounds_that_are_launched_kernel_by_k
     random.decode(draft)
     assert random.differing == {"greedy": 0, "sampled": 0}
     assert random.engines["round"].rounds.captured > 0 == random.engines["off"].rounds.captured
+
+
+@pytest.mark.slow
+def test_captured_rounds_read_planes_as_rounds_do_that_are_launched_kernel_by_kernel(in_planes: Both) -> None:
+    engines = in_planes.engines
+    in_planes.decode(engines["off"].draft)
+    assert in_planes.differing == {"greedy": 0, "sampled": 0} and engines["round"].cache.planes
+    assert engines["round"].rounds.captured > 0 == engines["off"].rounds.captured
 
 
 @pytest.mark.slow

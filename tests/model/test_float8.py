@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from gpt_fast_sd.model import (
     read_stored_float8,
     save_hugging_face,
 )
-from tests.float8_folders import READ, REFUSED, describe, save_float8
+from tests.float8_folders import READ, REFUSED, compressed_tensors, describe, save_float8
 from tests.helpers import tiny_config, tiny_model
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -133,6 +134,26 @@ def test_other_kinds_are_refused_by_name(said: dict[str, Any], named: str, tmp_p
     advised = "int4" if "4 bits" in named else "int8"
     assert str(e.value).endswith(f"load the unquantized checkpoint and use quantize={advised!r}")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (compressed_tensors(sparsity_config="dense"), "sparsity_config must be an object, got 'dense'"),
+        (compressed_tensors(transform_config=[1]), r"transform_config must be an object, got \[1\]"),
+        (compressed_tensors(config_groups=[{}]), r"config_groups must be an object, got \[{}\]"),
+        ({"quant_method": "gptq", "config_groups": "one"}, "config_groups must be an object, got 'one'"),
+        ({"quant_method": "a\nb" * 99, "bits": True}, "quantization_config is a ba ba .{,80}, which is not read"),
+        ({"quant_method": "fp8", "weight_block_size": [128] * 99}, r"in blocks of \[128, .{,80}, which is not read"),
+    ],
+)
+def test_a_quantization_config_of_any_shape_is_refused_in_one_sentence(
+    said: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config().to_hugging_face() | {"quantization_config": said}))
+    with pytest.raises(CheckpointError, match=named) as refused:
+        read_config(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

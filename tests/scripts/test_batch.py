@@ -22,7 +22,7 @@ import batch
 import journal
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import few, random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
@@ -238,7 +238,7 @@ def kill_when(command: Sequence[str], output: Path, n_lines: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("order", "kills"), [("input", [3, 25]), pytest.param("finished", [10], marks=pytest.mark.slow)]
+    ("order", "kills"), few([("input", [25]), ("input", [3, 25]), ("finished", [10])], [("input", [25])])
 )
 def test_killed_in_the_middle_and_started_again_nothing_is_lost_or_doubled(
     model: Path, tmp_path: Path, order: str, kills: list[int]
@@ -503,6 +503,19 @@ def test_parts_of_replicas_become_one_file_even_if_an_earlier_merge_was_killed(
     assert [r["index"] for r in read_lines(files.rejects)] == [7]
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.rejects.jsonl"}
     assert sorted(journal.indices(files.output)) == list(range(6))
+
+
+def test_parts_of_replicas_go_into_the_file_that_a_link_names(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    real = tmp_path / "elsewhere" / "real.jsonl"
+    real.touch()
+    (tmp_path / "out.jsonl").symlink_to(real)
+    files = journal.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 0, 2)
+    for i, path in enumerate(files.parts(files.output)):
+        write_lines(path, [{"index": i, "id": None}])
+    files.merge(ordered=True)
+    assert files.output.is_symlink() and [r["index"] for r in read_lines(real)] == [0, 1]
+    assert [path.name for path in real.parent.iterdir()] == ["real.jsonl"]
 
 
 def test_replicas_share_the_lines_and_skip_blank_ones(tmp_path: Path) -> None:

@@ -308,6 +308,7 @@ def test_a_mistake_is_one_sentence_before_any_work(
     assert said in refusal(capsys, model, *flags)
 
 
+@pytest.mark.slow
 def test_as_a_program_it_measures_a_text_and_the_machine(tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "--no-compile", "--batch", "1,2", "--gamma", "2"]
@@ -333,7 +334,8 @@ def test_each_precision_is_measured_over_its_own_plain_decoding_and_over_the_unq
 ) -> None:
     pytest.importorskip("matplotlib")
     file, sweep = tmp_path / "precision.json", [*PRECISION, "--dtype", "bf16", "--batch", "2", "--context", "40,80"]
-    assert run(model, *sweep, "--json", str(file), "--plots", str(tmp_path)) == 0
+    twice = [*sweep, "--precisions", "none,none/int8,int8,int8/none,int8/int8,none"]  # what is named twice is one
+    assert run(model, *twice, "--json", str(file), "--plots", str(tmp_path)) == 0
     points = json.loads(file.read_text())["points"]
     assert [(r["status"], r["context"]) for r in points] == [("measured", 40), ("measured", 80)]
     for point in points:
@@ -365,6 +367,11 @@ def test_each_precision_is_measured_over_its_own_plain_decoding_and_over_the_unq
         ([*PRECISION, "--precisions", "int7"], "kv_dtype"),
         ([*PRECISION, "--precisions", "none/int7"], "quantize"),
         ([*PRECISION, "--draft", "lookup"], "quantize"),
+        ([*PRECISION, "--precisions", "none,none/float8"], "quantize 'float8' of a draft runs on device 'cuda'"),
+        ([*PRECISION, "--precisions", "none/int4/int8"], "needs a target with plain weights, or of that precision"),
+        ([*PRECISION, "--precisions", "int8", "--dtype", "fp16"], "kv_dtype 'int8' is not for models in fp16"),
+        ([*PRECISION, "--draft", "quantized"], "measures caches in bytes, and quantized reads planes"),
+        ([*PRECISION, "--draft-kv-bits", "4"], "measures caches in bytes, and streaming reads planes"),
     ],
 )
 def test_a_precision_that_makes_no_sense_is_one_sentence(
@@ -475,6 +482,7 @@ def test_several_texts_share_the_rows(tmp_path: Path) -> None:
 # ---- lossless --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_policy_emits_what_plain_decoding_emits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lossless.json"
     assert run(None, *LOSSLESS, "--draft", "streaming,hierarchy/standalone", "--json", str(file)) == 0

@@ -140,7 +140,7 @@ def test_held_out_passages_never_reach_training(tmp_path: Path) -> None:
     assert WORDS.decode(books.passage(rng(0), 10, held_out=True)) == "!" * 10
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32), n=st.integers(4, 300), slack=st.integers(0, 5000))
 def test_skipped_positions_rise_from_zero_and_stay_in_range(seed: int, n: int, slack: int) -> None:
     pos = skipped_positions(rng(seed), n, n + slack)

@@ -41,6 +41,7 @@ def test_fewer_bits_are_compared_with_the_same_model_without_them(
     assert "Beside bundled, fp32, nothing quantized" in out and "same best token" in out and "Its needles" in out
 
 
+@pytest.mark.slow
 def test_a_model_equals_itself_and_is_compared_with_nothing_unless_asked(tmp_path: Path) -> None:
     (one,) = measured(tmp_path, "--reference", "bundled")["reference"]["logits"]
     assert one["logit_error"] == 0 and one["same_best"] == 1.0 and one["perplexity"] == one["reference_perplexity"]
@@ -72,6 +73,12 @@ def test_default_sizes_are_those_that_fit() -> None:
         (["--lengths", "20000"], "the model has 16,384 positions, too few for 20,000 tokens"),
         (["--contexts", "16384"], "document has 7,"),
         (["--entries", "2000"], "over the model's 16,384"),
+        (["--entries", "5000"], "names for facts, too few for 5,000"),
+        (["--entries", "0"], "whole number of at least 1, got '0'"),
+        (["--contexts", "0", "128"], "whole number of at least 1, got '0'"),
+        (["--lengths", "-5"], "whole number of at least 1, got '-5'"),
+        (["--depths", "nan"], "expected a number from 0 to 1, got 'nan'"),
+        (["--depths", "2"], "expected a number from 0 to 1, got '2'"),
         (["--lengths", "12"], "a needle does not fit into 12 tokens"),
         (["--kv-dtype", "int3"], "kv_dtype must be"),
         (["--json", "nowhere/x.json"], "there is no folder"),

@@ -277,3 +277,23 @@ def test_a_program_runs_without_a_stdout(tmp_path: Path) -> None:
         ["bash", "-c", f'{" ".join(PLAN)} --json {file} >&-'], stderr=subprocess.PIPE, text=True
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "") and file.exists()
+
+
+def test_a_model_that_was_downloaded_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub.constants"), "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--owner--name"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    snapshot = folder / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="would take the place of a file of --model"):
+        files.check_files({"--json": snapshot / "config.json"}, {"--model": "owner/name"})
+    files.check_files({"--json": tmp_path / "out.json"}, {"--model": ["owner/name", "owner/other"]})
+
+
+def test_half_a_character_keeps_no_file_from_being_saved(tmp_path: Path) -> None:
+    """The name of a file may have one, and a report that name."""
+    paths = [tmp_path / "report.html", tmp_path / "run.json"]
+    files.save(dict.fromkeys(paths, "na\udcefve"), "generate.py")
+    assert [path.read_text(encoding="utf-8") for path in paths] == ["na\\udcefve"] * 2

@@ -111,19 +111,24 @@ def test_a_cache_of_narrow_entries_is_charged_for_its_own_bytes() -> None:
     heads = timings.dense_heads(dry_setup(), 28672)[0]
     entries = 2 * heads.batch * heads.n_kv * heads.context  # keys and values
     rows = dry_run("time-formats")["rows"]
-    sizes = {"bfloat16": 2 * heads.head_dim, "int8": heads.head_dim + 2, "float8_e4m3fn": heads.head_dim}
-    of_steps = [row for row in rows if row["op"] == "decode_attention"]
-    assert [(row["what"].split(", ")[-1], row["bytes"] // entries) for row in of_steps[::2]] == [*sizes.items()]
-    assert [row["bytes"] for row in of_steps[1::2]] == [row["bytes"] for row in of_steps[::2]]
-    for op, n_entries, beside in (
-        ("sparse_attention", 2 * heads.batch * heads.n_kv * 128, heads.batch * heads.n_kv * 64 * 8),
-        ("prefill_attention", entries // heads.batch, 0),
-    ):
-        found = {row["what"].split(", ")[-1]: (row["bytes"] - beside) / n_entries for row in rows if row["op"] == op}
-        assert found == sizes
-    assert len(rows) == len(of_steps) + 2 * 3
-    rows = of_steps
-    assert all(row["keys_in_view"] == [heads.context] * 2 for row in rows)
+    dim = heads.head_dim
+    sizes = {"bfloat16": 2 * dim, "int8": dim + 2, "planes": dim + 2, "float8_e4m3fn": dim}
+    lists = {"sparse_attention": heads.batch * heads.n_kv * 64 * 8}
+    read = {  # keys and values of all rows
+        "decode_attention": entries, "sparse_attention": entries // heads.context * 128,
+        "prefill_attention": entries // heads.batch,
+    }  # fmt: skip
+    found: dict[str, list[tuple[str, float]]] = {}
+    for row in rows:
+        n_bytes = (row["bytes"] - lists.get(row["op"], 0)) / read[row["op"]]
+        found.setdefault(row["what"].split(", ")[-1], []).append((row["op"], n_bytes))
+        assert row["keys_in_view"] == [read[row["op"]] // entries * heads.context or 128] * 2 or row["tokens_fed"] > 1
+    drafts = found.pop("upper plane")
+    ops = ["decode_attention", "decode_attention", "sparse_attention", "prefill_attention"]
+    assert found == {held: [(op, size) for op in ops] for held, size in sizes.items()}
+    # half of an entry but for the last 64 of a row
+    n_read = {"decode_attention": heads.context, "sparse_attention": 128}
+    assert drafts == [(op, dim / 2 + 2 + 64 / n * dim / 2) for op, n in n_read.items()]
 
 
 def test_products_are_charged_for_the_bytes_of_their_weights_rows_and_results() -> None:

@@ -108,7 +108,7 @@ def start_without_agent(n: int, *args: object) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("how", "timeout"),
     [
-        ("die", 600),
+        pytest.param("die", 600, marks=pytest.mark.slow),
         pytest.param("raise", 600, marks=pytest.mark.slow),
         pytest.param("hang", 4, marks=pytest.mark.slow),
     ],

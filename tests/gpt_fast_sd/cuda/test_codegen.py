@@ -49,7 +49,7 @@ STEPS = {
         {"prefill_attention_with_lse": LAYERS, "key_mass": LAYERS, "top_pages": LAYERS},
     ),
 }
-QUICK = {"decode", "verify mass", "draft streaming", "prefill"}
+QUICK = {"decode", "verify mass"}
 
 
 def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -101,7 +101,8 @@ def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, h
     assert len(step.mutated) == written * LAYERS
 
 
-@pytest.mark.parametrize("name", [n if n == "decode" else pytest.param(n, marks=pytest.mark.slow) for n in STEPS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
 def test_storing_int8_takes_no_more_than_two_launches_a_layer(name: str) -> None:
     """Those that find the largest number of each key and of each value; what rounds them writes them, too."""
     step, (launches, ours) = generate(name, kv_dtype=torch.int8), STEPS[name]

@@ -25,6 +25,7 @@ from gpt_fast_sd.tp import local_config
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, fake_rig
 from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
+from tests.helpers import few
 
 pytestmark = needs_cuda_code
 CUDA = torch.device("cuda")
@@ -77,7 +78,7 @@ def products_of(step: Generated) -> Counter[str]:
     return Counter({name: n for name, n in found.items() if "attention" not in name})
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", few(DRAFTS, ["float8"]))
 def test_a_copy_drafts_with_few_launches_and_no_buffer_of_a_weights_size(name: str) -> None:
     products, more, at_head = DRAFTS[name]
     with fake_cuda_tensors(), torch.inference_mode():
@@ -98,7 +99,7 @@ def test_a_copy_drafts_with_few_launches_and_no_buffer_of_a_weights_size(name: s
     assert step.graphs == 1 and step.no_cudagraph is None
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", few(DRAFTS, ["int4"]))
 def test_a_target_verifies_with_few_launches_and_no_one_row_kernel_of_a_library(name: str) -> None:
     products, more, _ = DRAFTS[name]
     settings = {key: value for key, value in inductor.get_config_copy().items() if not key.startswith("_")}

@@ -25,6 +25,7 @@ from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
 from tests.gpuless.recorder import waits
+from tests.helpers import thinned
 
 pytestmark = needs_fake_cuda
 
@@ -85,8 +86,7 @@ def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
     assert waits(lambda: rig.state.commit(tokens, max_accept, result)) == []
 
 
-@pytest.mark.parametrize("kind", [(False, False), (True, True)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", POLICIES)
+@thinned("name,kind", list(POLICIES), [(False, False), (True, True)])
 def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool]) -> None:
     config = draft_of(name, GAMMA, **{} if name == "lookup" else {"budget": 512})
     target = Runner(rig.model, rig.cache, compiled=False)

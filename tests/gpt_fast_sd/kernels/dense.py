@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -27,18 +26,6 @@ NAN = float("nan")
 # A weight is rounded to the dtype, and so is the output: two halves of an eps of the sum of |weight * value|, which no
 # output exceeds; a tenth more for the sums. In fp32 it is sums that count: scores of some 64 terms, outputs of 192.
 TOLERANCE = {FP32: 2e-6, FP16: 1.1 * 2.0**-10, BF16: 1.1 * 2.0**-7}
-
-
-def thinned(names: str, first: Sequence[Any], second: Sequence[Any] = DTYPES) -> Any:
-    """Two parameters of a test: each value of both in the ordinary run, every pair in the slow one."""
-    return pytest.mark.parametrize(
-        names,
-        [
-            pytest.param(a, b, marks=() if i % len(second) == j % len(first) else pytest.mark.slow)
-            for i, a in enumerate(first)
-            for j, b in enumerate(second)
-        ],
-    )
 
 
 class Entries:

@@ -23,6 +23,7 @@ from gpt_fast_sd.compiling import own_code
 from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.model import SPLIT, CacheLayer
 from tests.gpt_fast_sd.kernels.references import attend_reference
+from tests.helpers import few, thinned
 
 cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")  # not exported by its package
 cpu_attention, cpu_attention_at, cpu_attention_with_mass = (
@@ -112,8 +113,7 @@ def is_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> bool:
 
 
 @needs_kernel
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@thinned("group,head_dim", GROUPS, HEAD_DIMS)
 def test_attention_is_that_of_fp64_for_any_number_of_queries(head_dim: int, group: int) -> None:
     for n_tokens in (*range(1, 10), 33):
         ends = [max(n_tokens - 1, end) for end in (0, 37, 130, 299)]
@@ -128,7 +128,7 @@ EDGES = [
 
 
 @needs_kernel
-@pytest.mark.parametrize(("head_dim", "n_tokens"), [(64, 1), (64, 3), (128, 2)])
+@pytest.mark.parametrize(("head_dim", "n_tokens"), few([(64, 1), (64, 3), (128, 2)], [(64, 3)]))
 def test_rows_may_end_anywhere_around_the_edges_of_tiles_and_splits(head_dim: int, n_tokens: int) -> None:
     for ends in ([2, *EDGES[:8]], EDGES[8:16], EDGES[16:]):
         case = Case(ends, n_tokens=n_tokens, n_kv=1, group=2, head_dim=head_dim, capacity=2 * KEY_SPLIT + TILE)
@@ -180,8 +180,7 @@ def test_no_value_and_no_key_past_a_row_reaches_it_whatever_it_is() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("group", [1, 3, 4, 7])
+@thinned("group,head_dim", [1, 3, 4, 7], HEAD_DIMS)
 def test_a_querys_output_depends_only_on_its_own_row(group: int, head_dim: int) -> None:
     case = Case([4500, 63, 130, 4096], n_tokens=7, group=group, head_dim=head_dim, capacity=5120)
     k, v = case.finite()  # a query alone sees less than the last of seven: what is behind it is another row's NaN
@@ -269,8 +268,7 @@ def listing(case: Case, n: int, run: int = 1) -> Tensor:
 
 
 @needs_kernel
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@thinned("group,head_dim", GROUPS, HEAD_DIMS)
 def test_listed_entries_are_those_attended_to(head_dim: int, group: int) -> None:
     for n, run in ((1, 1), (7, 1), (63, 4), (64, 16), (65, 16), (150, 5), (200, 16)):
         case = Case([0, 5, 64, 299], group=group, head_dim=head_dim, capacity=320, seed=n)
@@ -280,8 +278,7 @@ def test_listed_entries_are_those_attended_to(head_dim: int, group: int) -> None
 
 
 @needs_kernel
-@pytest.mark.parametrize("run", [1, 16, 64])
-@pytest.mark.parametrize("n_tokens", [2, 4, 9])
+@thinned("n_tokens,run", [2, 4, 9], [1, 16, 64])
 def test_of_listed_entries_each_query_sees_those_before_it(n_tokens: int, run: int) -> None:
     case = Case([40, 130, 299], n_tokens=n_tokens, group=3, capacity=320)
     case.k, case.v = case.finite()
@@ -327,8 +324,7 @@ def test_neither_empty_entries_nor_keys_past_a_row_reach_it(run: int) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@thinned("group,head_dim", GROUPS, HEAD_DIMS)
 def test_mass_is_the_attention_that_16_keys_received(head_dim: int, group: int) -> None:
     for n_tokens, ends, n_keys in ((1, [0, 15, 16], 256), (2, [300, 64, 511], 512), (5, [4095, 4096, 4700], 4864)):
         case = Case(ends, n_tokens=n_tokens, group=group, head_dim=head_dim, capacity=n_keys + SPLIT)
@@ -438,8 +434,7 @@ def test_one_graph_serves_every_number_of_keys_in_view() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("page", [16, 64, 256])
-@pytest.mark.parametrize("n_tokens", [1, 4])
+@thinned("n_tokens,page", [1, 4], [16, 64, 256])
 def test_what_attends_without_the_kernel_gives_the_same(
     n_tokens: int, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,6 +475,7 @@ def test_a_compiler_that_does_not_know_the_instructions_is_not_an_error(
     assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_one_core_builds_a_kernel_too(tmp_path: Path) -> None:
     """Torch compiles with as many threads as cores; with one, handing over the work once waited for itself."""

@@ -20,6 +20,7 @@ from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.test_cpu import Case as WideCase
 from tests.gpt_fast_sd.kernels.test_cpu import body, listing, needs_kernel  # noqa: F401  body: needs_kernel asks for it
 from tests.gpt_fast_sd.kernels.test_cpu_int8 import KEY_SPLIT, NAN, PAGE, TILE, Case, is_close
+from tests.helpers import thinned
 
 cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")  # behind the door
 TAIL = 64
@@ -57,8 +58,7 @@ class Planes(Case):
 
 @needs_kernel
 @pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("head_dim", cpu.HEAD_DIMS)
+@thinned("group,head_dim", [1, 3, 4], cpu.HEAD_DIMS)
 def test_both_planes_give_the_bits_of_bytes(head_dim: int, group: int, fine: bool) -> None:
     for n_tokens, ends in ((1, [0, 37, 4500]), (5, [4, 64, 299]), (33, [40, 130, 4100])):
         shape = {"n_tokens": n_tokens, "group": group, "head_dim": head_dim, "capacity": 4608, "whole": False}
@@ -76,8 +76,7 @@ def test_both_planes_give_the_bits_of_bytes(head_dim: int, group: int, fine: boo
 
 @needs_kernel
 @pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("head_dim", cpu.HEAD_DIMS)
+@thinned("group,head_dim", [1, 3, 4], cpu.HEAD_DIMS)
 def test_a_draft_reads_the_upper_plane_and_the_last_entries_whole(head_dim: int, group: int, fine: bool) -> None:
     for n_tokens in (1, 4, 33):
         ends = [max(n_tokens - 1, end) for end in (0, 37, 130, 299)]

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.gpuless.aot import RESERVE, SM_SHARED, assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
+from tests.helpers import few, thinned
 
 decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
 triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
@@ -76,13 +77,13 @@ def assert_built_well(cap: int, n_rows: int, **shape: Any) -> None:
         assert [kind for kind, n in products.items() if n > 0] == [wide]
 
 
-@pytest.mark.parametrize("cap", [80, 90])
-@pytest.mark.parametrize(("n_rows", "page"), [(16, None), (32, 16), (64, None)])
-def test_the_kernels_of_an_8b_model_are_built_well(n_rows: int, page: int | None, cap: int) -> None:
+@thinned("tile,cap", [(16, None), (32, 16), (64, None)], [80, 90])
+def test_the_kernels_of_an_8b_model_are_built_well(tile: tuple[int, int | None], cap: int) -> None:
+    n_rows, page = tile
     assert_built_well(cap, n_rows, page=page)
 
 
-@pytest.mark.parametrize("cap", OTHERS)
+@pytest.mark.parametrize("cap", few(OTHERS, [100]))
 def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) -> None:
     assert_built_well(cap, 64, page=16)
 
@@ -126,7 +127,7 @@ def test_a_64_row_tile_with_mass_leaves_shared_memory_for_two_blocks_an_sm() -> 
     assert 2 * (split.shared + RESERVE) + RESERVE <= SM_SHARED[90], split.shared
 
 
-@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("page", few([None, 16], [16]))
 @pytest.mark.parametrize(("head_dim", "dtype"), SHAPES)
 @pytest.mark.parametrize("cap", [90, *(pytest.param(cap, marks=pytest.mark.slow) for cap in (80, *OTHERS))])
 def test_every_entry_of_the_table_is_built_well(cap: int, head_dim: int, dtype: torch.dtype, page: int | None) -> None:
@@ -155,7 +156,7 @@ def test_no_length_and_no_number_of_rows_or_tokens_of_one_tile_builds_another_ke
         assert all(one is other for one, other in zip(again, kernels, strict=True)), change
 
 
-@pytest.mark.parametrize(("cap", "held"), [(80, None), (90, None), (80, INT8), (90, INT8)])
+@thinned("cap,held", [80, 90], [None, INT8])
 def test_tiles_of_16_and_of_32_rows_sum_over_keys_in_the_same_order(cap: int, held: torch.dtype | None) -> None:
     layouts = []
     for n_tokens in (1, 5):

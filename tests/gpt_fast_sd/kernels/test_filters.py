@@ -37,7 +37,7 @@ def tied(draw: st.DrawFn) -> tuple[list[float], int, str]:
     return row, draw(st.integers(1, len(row))), draw(st.sampled_from([f"0.{i:02}" for i in range(1, 100)] + ["1"]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(tied(), min_size=1, max_size=20))
 def test_ties_are_cut_as_plain_python_cuts_them(rows: list[tuple[list[float], int, str]]) -> None:
     scores = torch.full((len(rows), max(len(row) for row, _, _ in rows)), -math.inf)
@@ -54,7 +54,7 @@ def test_what_weighs_less_than_the_unit_of_the_sums_moves_no_cut() -> None:
 
 
 def test_thousands_of_short_rows_full_of_ties_are_cut_as_plain_python_cuts_them() -> None:
-    n_rows, n_vocab = 5000, 12
+    n_rows, n_vocab = 1500, 12
     scores = torch.randint(0, 4, (n_rows, n_vocab)) * -0.7
     scores -= scores.amax(-1, keepdim=True)
     top_k = torch.randint(1, n_vocab + 1, (n_rows,)).tolist()

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT
 from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.references import attend_reference
+from tests.helpers import thinned
 
 decode, on_cpu, prefill, select, sparse = (
     importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # not exported by its package
@@ -52,9 +53,9 @@ def poisoned(k: Tensor, v: Tensor, pos: Tensor, *, key: float = float("nan")) ->
     return k.masked_fill(past, key), v.masked_fill(past, torch.finfo(v.dtype).max)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("body", "group", "n_tokens"), SHAPES)
-def test_every_body_gives_what_the_reference_gives(body: str, group: int, n_tokens: int, dtype: torch.dtype) -> None:
+@thinned("shape,dtype", SHAPES, list(TOLERANCE))
+def test_every_body_gives_what_the_reference_gives(shape: tuple[str, int, int], dtype: torch.dtype) -> None:
+    body, group, n_tokens = shape
     for n_splits in (1, 2, 3):
         if n_tokens > n_splits * SPLIT:
             continue

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.gpuless.aot import assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
+from tests.helpers import thinned
 
 decode_triton, prefill_triton, select_triton, sparse_triton, triton_common = (
     importlib.import_module(f"gpt_fast_sd.kernels.{name}")
@@ -85,9 +86,9 @@ FEW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize(("cap", "op", "n_rows"), FEW)
-def test_the_kernels_of_an_8b_model_are_built_well(cap: int, op: str, n_rows: int, tail: int) -> None:
+@thinned("asked,tail", FEW, TAILS)
+def test_the_kernels_of_an_8b_model_are_built_well(asked: tuple[int, str, int], tail: int) -> None:
+    cap, op, n_rows = asked
     assert_built_well(cap, op, n_rows, tail)
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.gpuless.aot import Compiled, assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
+from tests.helpers import few, thinned
 
 sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")
 triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
@@ -87,9 +88,9 @@ def assert_built_well(cap: int, entries: tuple[int, int], n_rows: int, **shape: 
         assert products > 0
 
 
-@pytest.mark.parametrize("cap", [80, 90])
-@pytest.mark.parametrize(("entries", "n_rows", "page"), [(SEVERAL, 4, 16), (SEVERAL, 4, 1), (ONE_CHUNK, 20, 16)])
-def test_the_kernels_of_an_8b_model_are_built_well(entries: tuple[int, int], n_rows: int, page: int, cap: int) -> None:
+@thinned("asked,cap", [(SEVERAL, 4, 16), (SEVERAL, 4, 1), (ONE_CHUNK, 20, 16)], [80, 90])
+def test_the_kernels_of_an_8b_model_are_built_well(asked: tuple[tuple[int, int], int, int], cap: int) -> None:
+    entries, n_rows, page = asked
     assert_built_well(cap, entries, n_rows, page=page)
 
 
@@ -108,7 +109,7 @@ def test_every_entry_of_the_table_is_built_well_over_a_cache_of_bytes(
     assert_built_well(cap, ONE_CHUNK, n_rows, page=16, head_dim=head_dim, held=held)
 
 
-@pytest.mark.parametrize("cap", OTHERS)
+@pytest.mark.parametrize("cap", few(OTHERS, [100]))
 def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) -> None:
     assert_built_well(cap, ONE_CHUNK, 4, page=16)
 
@@ -116,7 +117,7 @@ def test_they_are_built_well_for_devices_that_no_table_is_named_after(cap: int) 
 @pytest.mark.parametrize("cap", [90, *map(slow, (80, *OTHERS))])
 @pytest.mark.parametrize("dtype", [slow(FP32), slow(FP16), BF16])
 @pytest.mark.parametrize("head_dim", [64, slow(96), 128, slow(256)])
-@pytest.mark.parametrize("n_rows", [4, 32, 136])
+@pytest.mark.parametrize("n_rows", [slow(4), 32, slow(136)])
 def test_every_kernel_is_built_well(n_rows: int, head_dim: int, dtype: torch.dtype, cap: int) -> None:
     for entries in (ONE_CHUNK, SEVERAL):
         for page in (1, 16):

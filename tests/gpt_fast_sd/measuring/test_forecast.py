@@ -129,6 +129,17 @@ def test_bounds_of_an_int8_cache_take_nearly_two_entries_a_page() -> None:
     assert int8 == pytest.approx(reading(1024 * 130 / 256 + 4000, 8))
 
 
+def test_a_draft_models_int8_keys_have_the_scales_of_its_own_head_dim() -> None:
+    """66 bytes for 64 dimensions, whatever the target's keys take."""
+    draft = DraftConfig(policy="standalone", draft_model="small", budget=4096)
+    assert (LLAMA.head_dim, SMALL.head_dim) == (128, 64)
+    found = [
+        System(model=model, chip=H200, draft_model=SMALL, kv_dtype="int8").forecast(draft, 0.8, 8, 64000, 4)
+        for model in (LLAMA, replace(LLAMA, head_dim=64))
+    ]
+    assert found[0].draft_seconds == found[1].draft_seconds and found[0].target_seconds > found[1].target_seconds
+
+
 def test_drafts_of_planes_read_half_the_bytes_and_64_entries_whole() -> None:
     def drafting(**more: object) -> float:
         return on_h200(kv_dtype="int8").forecast(DraftConfig(**more), 0.8, 8, 64000, 4).draft_seconds  # type: ignore[arg-type]

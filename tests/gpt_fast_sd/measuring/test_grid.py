@@ -23,7 +23,7 @@ from gpt_fast_sd.measuring.grid import (
     settings_of,
 )
 from gpt_fast_sd.tp import Parallel
-from tests.helpers import ByteTokenizer, random_ids, tiny_model
+from tests.helpers import ByteTokenizer, few, random_ids, tiny_model
 
 
 def point(policy: str = "streaming", batch: int = 1, context: int = 100, gamma: int | str = 4) -> Point:
@@ -81,7 +81,13 @@ def test_what_points_of_a_file_have_in_common_has_a_default_for_files_of_before_
     assert COMMON["top_k"] is SamplingParams().top_k
 
 
-@pytest.mark.parametrize("policy", ["streaming", "snapkv", "quest", "guided", "lookup", "early_exit", "standalone"])
+@pytest.mark.parametrize(
+    "policy",
+    few(
+        ["streaming", "snapkv", "quest", "guided", "lookup", "early_exit", "standalone"],
+        ["quest", "lookup", "standalone"],
+    ),
+)
 def test_an_engine_that_changes_its_draft_is_the_engine_that_was_built_with_it(policy: str) -> None:
     """Otherwise a sweep would not be what a user gets; the prompts are prefilled once for all of it."""
     model, small = tiny_model(), tiny_model(seed=1)
@@ -133,6 +139,8 @@ class Engines:
     def build(self, batch: int, context: int, draft: DraftConfig | None) -> Any:
         if context > self.too_long:
             raise ValueError(f"{context} is too long")
+        if draft and draft.policy == self.odd:
+            raise ValueError("it does not fit")
         self.said.append(f"build {batch} x {context}{f' for {draft.policy}' if draft else ''}")
         return self
 
@@ -179,6 +187,13 @@ def test_what_is_too_long_leaves_an_engine_for_the_others() -> None:
 def test_a_policy_that_does_not_fit_is_skipped_and_the_others_go_on() -> None:
     said = Engines(odd="quest").run([point("quest"), point("quest", context=60), point("lookup")])
     assert said == ["build 1 x 100", "ValueError", "ValueError", "build 1 x 100", "lookup", "done 100"]
+
+
+def test_a_policy_for_which_no_engine_can_be_built_is_skipped_and_the_others_go_on() -> None:
+    """Once all that was left of the same length was skipped with it."""
+    points = [point("quantized", context=50), point("quantized"), point("lookup"), point("streaming", context=50)]
+    said = Engines(odd="quantized").run(points)
+    assert said == ["ValueError", "ValueError", "build 1 x 100", "lookup", "done 100", "streaming", "done 50"]
 
 
 def test_what_fails_while_it_is_measured_gets_the_others_a_new_engine() -> None:

@@ -79,6 +79,7 @@ def test_it_changes_no_greedy_token(view: str) -> None:
     assert changes_no_greedy_token("early_exit", gammas=gammas, view=view, budget=64)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_target_exactly() -> None:
     assert misfit(toy_engine("early_exit", n_layers=2), 4, SamplingParams(temperature=1.0)) < 1
 

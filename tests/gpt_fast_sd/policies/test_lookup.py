@@ -40,7 +40,7 @@ def naive(text: list[int], ngram: int, gamma: int) -> list[int] | None:
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=4),
     ngram=st.integers(1, 5),

@@ -31,7 +31,7 @@ from tests.gpt_fast_sd.policies.drafting import (
     toy_engine,
 )
 from tests.gpuless.recorder import mixed_devices
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 SMALLER = tiny_config(n_layers=1, dim=24, n_heads=3, n_kv_heads=3, ffn_dim=32)
 
@@ -43,9 +43,9 @@ def standalone(draft_model: Transformer | None = None, **draft: Any) -> tuple[En
     return one, one.policy
 
 
-@pytest.mark.parametrize("view", ["full", "streaming", "snapkv", "quest"])
+@pytest.mark.parametrize("view", few(["full", "streaming", "snapkv", "quest"], ["full"]))
 def test_it_changes_no_greedy_token(view: str) -> None:
-    gammas = (1, 2, 3, 6) if view == "full" else (3,)
+    gammas = (1, 6) if view == "full" else (3,)
     assert changes_no_greedy_token(
         "standalone", gammas=gammas, view=view, budget=64, draft_model=nearly(tiny_model(), by=0.05)
     )
@@ -58,11 +58,15 @@ def test_a_draft_model_of_another_shape_changes_no_greedy_token() -> None:
 def test_sampled_tokens_follow_the_target_exactly() -> None:
     near = nearly(tiny_model(TOY), by=0.3)
     assert misfit(toy_engine("standalone", draft_model=near), 4, SamplingParams(temperature=1.0)) < 1
-    params = SamplingParams(temperature=1.0)
+
+
+@pytest.mark.slow
+def test_a_wrong_q_would_be_found() -> None:
+    near, params = nearly(tiny_model(TOY), by=0.3), SamplingParams(temperature=1.0)
     assert misfit(toy_engine("standalone", draft_model=near), 4, params, told_the_targets_own) > 1
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 5])
+@pytest.mark.parametrize("gamma", few([1, 2, 5], [1, 5]))
 def test_all_drafts_of_the_targets_own_weights_are_accepted(gamma: int) -> None:
     one, _ = standalone(gamma=gamma)
     one.generate(PROMPTS, SamplingParams(max_tokens=13))
@@ -94,7 +98,7 @@ def assert_holds(policy: StandaloneDraft, state: BatchState, lengths: Mapping[in
         assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("pattern", [[4, 0], [0, 0, 0, 2, 0], [3, 3, 0], [0] * 290 + [4] * 5])
+@pytest.mark.parametrize("pattern", few([[4, 0], [0, 0, 0, 2, 0], [3, 3, 0], [0] * 290 + [4] * 5], [[0, 0, 0, 2, 0]]))
 def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
     """290 of them take more than one chunk."""
     one, policy = standalone()
@@ -115,7 +119,7 @@ def test_rounds_without_a_draft_are_made_up_for(pattern: list[int]) -> None:
     assert one.stats.acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize("pattern", [[4], [3, 0, 0]])
+@pytest.mark.parametrize("pattern", few([[4], [3, 0, 0]], [[3, 0, 0]]))
 def test_a_view_is_shown_no_token_that_is_not_in_the_cache(pattern: list[int]) -> None:
     """Where all drafts were accepted, the last of them is not, when the next round begins."""
     one, policy = standalone()
@@ -135,7 +139,7 @@ def test_a_view_is_shown_no_token_that_is_not_in_the_cache(pattern: list[int]) -
 def test_calls_with_and_without_speculation_may_take_turns() -> None:
     one, _ = standalone()
     plain = tokens_of(drafting("off").generate(PROMPTS, SamplingParams(max_tokens=12)))
-    for speculate in (False, True, False, False, True, True):
+    for speculate in (True, False, True):
         assert tokens_of(one.generate(PROMPTS, SamplingParams(max_tokens=12), speculate=speculate)) == plain
         assert one.stats.acceptance_rate == (1.0 if speculate else 0.0)
 
@@ -167,7 +171,7 @@ def test_a_prompt_that_a_live_slot_holds_is_copied_as_it_was_prefilled() -> None
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("view", ["full", "streaming"])
+@pytest.mark.parametrize("view", few(["full", "streaming"], ["full"]))
 def test_a_prompt_held_by_an_idle_slot_is_there_unharmed_when_it_comes_again(view: str) -> None:
     """Idle slots are fed too, and a two-token step begins inside the prompt: the bits must still be a prefill's."""
     prompt, other = random_ids(300, seed=1), random_ids(40, seed=2)
@@ -245,8 +249,7 @@ def test_a_seed_gives_the_same_tokens_again_when_the_prompt_is_held_already() ->
     params = [SamplingParams(max_tokens=20, temperature=0.8, seed=i) for i in range(len(PROMPTS))]
     first = tokens_of(one.generate(PROMPTS, params))
     assert 0.1 < one.stats.acceptance_rate < 0.9
-    for _ in range(2):
-        assert tokens_of(one.generate(PROMPTS, params)) == first
+    assert tokens_of(one.generate(PROMPTS, params)) == first
     assert tokens_of(one.generate(PROMPTS[2:3], params[2:3])) == first[2:3]
 
 

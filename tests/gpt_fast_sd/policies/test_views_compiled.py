@@ -37,9 +37,8 @@ def engine(name: str, budget: int, *, compile: bool) -> Engine:
     return one
 
 
-@pytest.mark.parametrize(
-    "name", ["snapkv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("quest", "guided"))]
-)
+@pytest.mark.slow  # test_ways, test_int8_cache and test_planes trace such steps, and count graphs, without Inductor
+@pytest.mark.parametrize("name", GRAPHS)
 def test_compiled_drafts_are_as_good_as_eager_ones_and_change_no_token(name: str) -> None:
     one, eager = engine(name, 80, compile=True), engine(name, 80, compile=False)
     got, stats = one.generate(PROMPTS, PARAMS), one.stats

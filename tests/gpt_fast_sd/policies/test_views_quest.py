@@ -42,7 +42,7 @@ def check_bounds(rig: Rig) -> None:
             assert torch.equal(bound[row, :, : start // page], truth[row, :, : start // page])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_bounds_are_the_smallest_and_largest_keys_however_rows_grow(data: st.DataObject) -> None:
     page = data.draw(st.sampled_from([16, 32, 64]), "page")

@@ -28,7 +28,7 @@ from gpt_fast_sd.runner import Runner
 from tests.gpt_fast_sd.kernels.references import as_on_cuda
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpuless.recorder import capture
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 GROUPS, WINDOWS = [1, 2, 4, 5, 7, 8], [16, 32, 64]
 LONGEST = 330
@@ -206,15 +206,15 @@ def watched_engine(config: ModelConfig, *, refresh: int, gamma: int) -> tuple[En
 
 
 @pytest.mark.parametrize(
-    ("refresh", "gamma"),
-    [(16, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 2), (48, 4), (1000, 4)))],
+    ("refresh", "gamma", "n_tokens"),
+    [(16, 3, 200), *(pytest.param(*one, 400, marks=pytest.mark.slow) for one in ((1, 2), (48, 4), (1000, 4)))],
 )
-def test_long_outputs_are_selected_for_again_and_again(refresh: int, gamma: int) -> None:
+def test_long_outputs_are_selected_for_again_and_again(refresh: int, gamma: int, n_tokens: int) -> None:
     engine, view = watched_engine(tiny_config(), refresh=refresh, gamma=gamma)
     engine.warm_up()
     view.passes = 0
     lengths = {"long": 301, "short": 61}
-    engine.generate([random_ids(n) for n in lengths.values()], SamplingParams(max_tokens=400))
+    engine.generate([random_ids(n) for n in lengths.values()], SamplingParams(max_tokens=n_tokens))
     apart = min(refresh, 160 // 2 - 32)  # half of the budget is window at most
     assert view.window == 32 + apart and view.window + view.slots.shape[-1] == 160 and view.refresh_every == apart
     assert view.passes == len(view.selections)  # none was in vain
@@ -223,7 +223,7 @@ def test_long_outputs_are_selected_for_again_and_again(refresh: int, gamma: int)
         steps = [b - a for a, b in itertools.pairwise(at)]
         assert all(apart < step <= apart + gamma + 1 for step in steps)
         assert at[0] == n - 1 if n > 160 else 160 < at[0] <= 160 + gamma + 1
-        assert len(at) >= (400 - max(0, 160 - n)) // (apart + gamma + 1) - 1
+        assert len(at) >= (n_tokens - max(0, 160 - n)) // (apart + gamma + 1) - 1
 
 
 def test_a_row_that_fits_the_budget_is_never_selected_for() -> None:
@@ -256,7 +256,7 @@ def windows_fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 LONG = [random_ids(n, seed=n) for n in (150, 300, 1, 420)]  # more than slots
-SAMPLED = [SamplingParams(max_tokens=32, ignore_eos=True, temperature=i % 2, seed=i) for i in range(len(LONG))]
+SAMPLED = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=i % 2, seed=i) for i in range(len(LONG))]
 DRAFTS: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 64, "refresh": 4},
     "standalone": {"view": "snapkv", "budget": 72, "refresh": 20},
@@ -291,7 +291,7 @@ def test_the_windows_of_all_rows_that_are_due_are_one_batch(windows_fed: list[tu
     assert len(windows_fed) == 1
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", few(DRAFTS, ["standalone"]))
 @pytest.mark.usefixtures("four_together")
 def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
     name: str, windows_fed: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
@@ -307,7 +307,10 @@ def test_no_round_waits_for_the_one_before_and_the_host_feeds_no_window(
     assert windows_fed == []
 
 
-@pytest.mark.parametrize(("name", "windows"), [("snapkv", 1), ("snapkv", 2), ("standalone", 2), ("hierarchy", 1)])
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    few([("snapkv", 1), ("snapkv", 2), ("standalone", 2), ("hierarchy", 1)], [("hierarchy", 1)]),
+)
 def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
     name: str, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +321,7 @@ def test_rows_are_selected_for_in_captured_rounds_when_they_are_in_eager_ones(
 @pytest.mark.usefixtures("four_together")
 def test_what_a_row_drafts_does_not_depend_on_its_neighbours() -> None:
     together = told(drafting("snapkv", slots=4).generate(LONG, SAMPLED))
-    for i in (1, 3):
+    for i in (3,):
         assert told(drafting("snapkv", slots=4).generate([LONG[i]], SAMPLED[i])) == [together[i]]
 
 

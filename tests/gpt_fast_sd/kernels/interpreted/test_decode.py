@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import (
     BF16,
+    DTYPES,
     FLOAT8,
     FP16,
     FP32,
@@ -22,8 +23,8 @@ from tests.gpt_fast_sd.kernels.dense import (
     TOLERANCE,
     Case,
     assert_close,
-    thinned,
 )
+from tests.helpers import thinned
 
 decode = importlib.import_module("gpt_fast_sd.kernels.decode")  # not exported by its package
 decode_triton = importlib.import_module("gpt_fast_sd.kernels.decode_triton")
@@ -55,7 +56,7 @@ def attend_with_mass(case: Case, page: int) -> tuple[Tensor, Tensor]:
     return out, mass
 
 
-@thinned("asked,dtype", [(1, 1), (3, 1), (4, 3), (1, 9), (8, 5)])
+@thinned("asked,dtype", [(1, 1), (3, 1), (4, 3), (1, 9), (8, 5)], DTYPES)
 def test_attention_is_that_of_fp64_for_any_number_of_queries(asked: tuple[int, int], dtype: torch.dtype) -> None:
     group, n_tokens = asked
     case = Case([max(end, n_tokens - 1) for end in ENDS], n_tokens=n_tokens, group=group, dtype=dtype)
@@ -67,7 +68,7 @@ def test_queries_may_be_more_than_a_tile_has_rows() -> None:
     assert_close(attend(case), case.expected())
 
 
-@thinned("head_dim,dtype", [8, 96, 128, 256])
+@thinned("head_dim,dtype", [8, 96, 128, 256], DTYPES)
 def test_heads_may_have_any_dim(head_dim: int, dtype: torch.dtype) -> None:
     case = Case(ENDS[1:], head_dim=head_dim, n_kv=2, dtype=dtype)
     assert_close(attend(case), case.expected())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gpt_fast_sd.kernels import quantize_rows
 from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP32, NAN
+from tests.helpers import few, thinned
 
 int8_triton = importlib.import_module("gpt_fast_sd.kernels.int8_triton")  # not exported by its package
 
@@ -57,8 +58,7 @@ def check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None
     assert ((got.double() - expected).abs() <= ROUNDED[x.dtype] * expected.abs() + SUMMED * most + 1e-30).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n_rows", [1, 5, 17, 63, 130])
+@thinned("n_rows,dtype", [1, 5, 17, 63, 130], DTYPES)
 def test_any_number_of_rows_is_multiplied_as_fp64_does(n_rows: int, dtype: torch.dtype) -> None:
     check(*case(n_rows, 192, 72, dtype, biased=n_rows % 2 == 1))
 
@@ -73,7 +73,7 @@ def test_blocks_of_64_outputs_are_multiplied_as_fp64_does(monkeypatch: pytest.Mo
     check(*case(20, 160, 130, BF16, biased=True))
 
 
-@pytest.mark.parametrize("n_rows", [16, 32, 64, 130])
+@pytest.mark.parametrize("n_rows", few([16, 32, 64, 130], [16, 64]))
 def test_a_rows_bits_depend_on_no_other_row_and_for_a_kind_of_tile_not_on_their_number(n_rows: int) -> None:
     x, *weight = case(n_rows, 200, 40, BF16)
     expected = linear(x, *weight)

@@ -13,6 +13,7 @@ import torch
 from gpt_fast_sd.model import as_planes
 from tests.gpt_fast_sd.kernels import dense, listed, references
 from tests.gpt_fast_sd.kernels.dense import BF16, FP16, FP32, INT8, NAN, PLANES, TAIL, assert_close, quantized
+from tests.helpers import thinned
 
 decode_triton, prefill_triton, select_triton, sparse_triton = (
     importlib.import_module(f"gpt_fast_sd.kernels.{name}_triton") for name in ("decode", "prefill", "select", "sparse")
@@ -27,15 +28,16 @@ def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
 
 
-@pytest.mark.parametrize("tail", [0, TAIL])
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "n_tokens", "group"),
+@thinned(
+    "asked,tail",
     [(BF16, 64, 1, 3), (BF16, 128, 3, 4), (FP16, 96, 3, 2), (FP32, 64, 5, 1), (BF16, 32, 9, 2)],
+    [TAIL, 0],
 )
 def test_a_few_queries_read_planes_and_their_mass_is_that_of_what_they_read(
-    dtype: torch.dtype, head_dim: int, n_tokens: int, group: int, tail: int
+    asked: tuple[torch.dtype, int, int, int], tail: int
 ) -> None:
     """What is behind a row has a NaN for a scale."""
+    dtype, head_dim, n_tokens, group = asked
     shape = {"n_tokens": n_tokens, "group": group, "head_dim": head_dim, "n_keys": 112}
     case = dense.Case([37, 100], dtype=dtype, held=PLANES, **shape)  # type: ignore[arg-type]
     case.tail = tail
@@ -58,11 +60,9 @@ def test_both_planes_are_read_as_bytes_are() -> None:
     torch.testing.assert_close(*outs, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("tail", [0, TAIL])
-@pytest.mark.parametrize(("dtype", "head_dim"), [(BF16, 64), (FP32, 96)])
-def test_many_queries_read_planes(
-    dtype: torch.dtype, head_dim: int, tail: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@thinned("asked,tail", [(BF16, 64), (FP32, 96)], [TAIL, 0])
+def test_many_queries_read_planes(asked: tuple[torch.dtype, int], tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, head_dim = asked
     monkeypatch.setattr(prefill_triton, "FEW_ROWS", 0)
     case = dense.Case([50, 99], n_tokens=9, n_keys=100, head_dim=head_dim, dtype=dtype, held=PLANES)
     case.tail = tail
@@ -76,10 +76,10 @@ def test_many_queries_read_planes(
     torch.testing.assert_close(mass, case.expected_mass(16), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tail", [0, TAIL])
-@pytest.mark.parametrize(("dtype", "head_dim", "page"), [(BF16, 64, 16), (FP16, 128, 1), (FP32, 96, 16)])
-def test_listed_entries_are_read_of_planes(dtype: torch.dtype, head_dim: int, page: int, tail: int) -> None:
+@thinned("asked,tail", [(BF16, 64, 16), (FP16, 128, 1), (FP32, 96, 16)], [TAIL, 0])
+def test_listed_entries_are_read_of_planes(asked: tuple[torch.dtype, int, int], tail: int) -> None:
     """In one chunk, and in several that are merged."""
+    dtype, head_dim, page = asked
     for n_listed, width in ((48, 16), (160, 40)):
         shape = {"page": page, "n_listed": n_listed, "width": width, "n_tokens": 2, "head_dim": head_dim}
         case = listed.Case([192, 40], [220, 52], dtype=dtype, held=PLANES, **shape)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import (
     BF16,
+    DTYPES,
     FLOAT8,
     FP16,
     FP32,
@@ -22,8 +23,8 @@ from tests.gpt_fast_sd.kernels.dense import (
     TOLERANCE,
     Case,
     assert_close,
-    thinned,
 )
+from tests.helpers import thinned
 
 prefill = importlib.import_module("gpt_fast_sd.kernels.prefill")  # not exported by its package
 prefill_triton = importlib.import_module("gpt_fast_sd.kernels.prefill_triton")
@@ -99,7 +100,7 @@ def test_many_rows_are_read_whole_and_few_are_split(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("whole")
-@thinned("head_dim,dtype", [8, 96, 128, 256])
+@thinned("head_dim,dtype", [8, 96, 128, 256], DTYPES)
 def test_heads_may_have_any_dim(head_dim: int, dtype: torch.dtype) -> None:
     assert_right(Case([80], n_tokens=9, head_dim=head_dim, n_keys=100, dtype=dtype))
 
@@ -142,7 +143,7 @@ def test_a_row_is_bit_identical_alone_or_in_a_batch_and_however_much_is_in_view(
         assert attend(case, alone, n_keys=end + 1)[0].equal(together[alone])
 
 
-@thinned("page,dtype", [1, 16, 128])
+@thinned("page,dtype", [1, 16, 128], DTYPES)
 def test_each_page_gets_the_attention_that_all_queries_of_its_head_paid_it(page: int, dtype: torch.dtype) -> None:
     case = Case([32, 150, 500], n_tokens=32, group=3, n_kv=1, dtype=dtype)
     mass = key_mass(case, page)

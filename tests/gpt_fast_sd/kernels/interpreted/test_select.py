@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.gpt_fast_sd.kernels import references
-from tests.gpt_fast_sd.kernels.dense import BF16, FP16, FP32, NAN, quantized, thinned
+from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FP16, FP32, NAN, quantized
 from tests.gpt_fast_sd.kernels.selected import INF, best, rows_of_every_kind
+from tests.helpers import thinned
 
 select, select_triton = (
     importlib.import_module(f"gpt_fast_sd.kernels.{name}")  # not exported by its package
@@ -110,7 +111,7 @@ def test_guided_lists_the_pages_of_most_mass_of_the_rows_that_are_due(n_pages: i
         assert slots.equal(expected)
 
 
-@thinned("shape,dtype", [(64, 16), (128, 32), (96, 16), (8, 128)])
+@thinned("shape,dtype", [(64, 16), (128, 32), (96, 16), (8, 128)], DTYPES)
 def test_bounds_are_the_largest_and_the_smallest_keys_of_a_page(shape: tuple[int, int], dtype: torch.dtype) -> None:
     head_dim, page = shape
     k = torch.randn(5, 2, 6 * page, head_dim).to(dtype)[1:-1]

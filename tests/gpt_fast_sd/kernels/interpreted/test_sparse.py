@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.gpt_fast_sd.kernels import listed, references
-from tests.gpt_fast_sd.kernels.dense import BF16, FLOAT8, FP16, FP32, INT8, NAN, assert_close, thinned
+from tests.gpt_fast_sd.kernels.dense import BF16, DTYPES, FLOAT8, FP16, FP32, INT8, NAN, assert_close
+from tests.helpers import thinned
 
 sparse_triton = importlib.import_module("gpt_fast_sd.kernels.sparse_triton")  # not exported by its package
 
@@ -51,7 +52,7 @@ def check(case: Case) -> None:
         assert_close(case.attend(body=body), case.expected())
 
 
-@thinned("page,dtype", [1, 16, 32])
+@thinned("page,dtype", [1, 16, 32], DTYPES)
 def test_attention_is_that_of_fp64_for_lists_of_pages_and_of_entries(page: int, dtype: torch.dtype) -> None:
     check(Case([192, 96], [215, 127], page=page, n_tokens=3, dtype=dtype))
 
@@ -62,12 +63,12 @@ def test_any_number_of_queries_may_ask(asked: tuple[int, int], dtype: torch.dtyp
     check(Case([192, 64], [220, 90], n_kv=1, group=group, n_tokens=n_tokens, dtype=dtype))
 
 
-@thinned("head_dim,dtype", [8, 96, 128, 256])
+@thinned("head_dim,dtype", [8, 96, 128, 256], DTYPES)
 def test_heads_may_have_any_dim(head_dim: int, dtype: torch.dtype) -> None:
     check(Case([192], [215], head_dim=head_dim, dtype=dtype))
 
 
-@thinned("page,dtype", [1, 16])
+@thinned("page,dtype", [1, 16], DTYPES)
 def test_lists_of_several_chunks_are_merged(page: int, dtype: torch.dtype) -> None:
     case = Case([256, 128, 16], [300, 150, 20], page=page, n_listed=224, width=70, n_tokens=2, dtype=dtype)
     n_entries = case.slots.shape[2] + case.width
@@ -94,11 +95,11 @@ def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
     check(Case([1216], [1259], n_listed=1024, width=64, n_kv=1, n_keys=1280, page=32))
 
 
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
+@thinned("sizes,page", [(128, 40), (224, 70)], [1, 16])
 def test_lists_may_be_empty_and_windows_may_begin_at_0_or_reach_past_the_queries(
-    n_listed: int, width: int, page: int
+    sizes: tuple[int, int], page: int
 ) -> None:
+    n_listed, width = sizes
     case = Case([0, 0, 192, 192], [0, 37, 192, 200], page=page, n_listed=n_listed, width=width, n_tokens=2)
     assert (case.slots[:2] == -1).all() and (case.slots[2:] >= 0).any()
     check(case)
@@ -143,9 +144,9 @@ def test_the_first_entry_of_a_page_stands_for_all_of_it() -> None:
     assert case.attend(body=references.sparse_attention).equal(whole[1])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
-def test_a_row_is_bit_identical_alone_and_in_a_batch(n_listed: int, width: int, dtype: torch.dtype) -> None:
+@thinned("sizes,dtype", [(128, 40), (224, 70)], [FP32, BF16])
+def test_a_row_is_bit_identical_alone_and_in_a_batch(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    n_listed, width = sizes
     case = Case([192, 0, 256], [215, 30, 299], n_listed=n_listed, width=width, n_tokens=2, n_kv=1, dtype=dtype)
     together = case.attend()
     for row in range(3):

@@ -1,0 +1,225 @@
+"""A soak: random requests over draft policies for as long as you like, every output checked, memory and graphs watched.
+
+One engine changes its draft policy again and again and decodes batches of random requests through it: more prompts than
+slots, greedy and sampled, some calls left half-way, some prompts late. Greedy outputs are compared with one forward of
+the model over the whole text, which shares neither cache nor steps with the engine; samples with what the same request
+gave before, beside other rows; and an engine at rest should hold no more memory than it did before.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gpt_fast_sd.model import CausalSelf, Transformer
+
+from ..config import DraftConfig, SamplingParams
+from ..engine import Engine
+from ..registry import heeds
+from . import lossless
+from .grid import Setting
+from .machine import resident_bytes
+
+LEFT = 0.25  # share of the calls that are left half-way
+LATE = 0.3  # share of the times that a prompt lets the engine wait
+AGAIN = 0.3  # share of the sampled requests that were asked before
+KEPT = 64  # sampled outputs of a policy that are kept for that
+KINDS = (
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.2, "min_p": 0.1},
+)
+
+Request = tuple[tuple[int, ...], SamplingParams]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The engine at rest after one policy's calls: seconds since the start, and what the process holds then."""
+
+    seconds: float
+    draft: str
+    resident: int  # bytes; 0 if unknown
+    graphs: int  # compiled for the target's steps since the start
+    recompiles: int  # graphs compiled while rows were decoded
+
+
+@dataclass
+class Soaked:
+    """What a soak did and found."""
+
+    calls: int = 0
+    left: int = 0  # of the calls
+    requests: int = 0
+    tokens: int = 0
+    greedy: int = 0  # outputs compared with a forward
+    ties: int = 0  # tokens among them that are not the forward's best, but within what rounding may decide
+    again: int = 0  # samples compared with what the same request gave before
+    rests: list[Rest] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # a sentence each
+
+    def growth(self) -> float | None:
+        """Bytes that the process grew by with each change of policy, in the second half of the soak.
+
+        The median over all pairs of rests (Theil and Sen's slope), which a few large allocations do not move. None for
+        fewer than eight rests: every policy compiles something new at first.
+        """
+        rests = self.rests[len(self.rests) // 2 :]
+        if len(rests) < 8:
+            return None
+        pairs = ((i, j) for j in range(len(rests)) for i in range(j))
+        return statistics.median((rests[j].resident - rests[i].resident) / (j - i) for i, j in pairs)
+
+
+def soak(
+    engine: Engine,
+    drafts: Sequence[DraftConfig],
+    texts: Sequence[Sequence[int]],
+    seconds: float,
+    *,
+    draft_model: Callable[[DraftConfig], Transformer | None] = lambda draft: None,
+    seed: int = 0,
+    longest: int = 400,
+    most_tokens: int = 48,
+    calls: int = 3,
+    progress: Callable[[Soaked], object] = lambda so_far: None,
+) -> Soaked:
+    """Let an engine work for so many seconds, at least once through all drafts; what was wrong is told, not raised.
+
+    texts: tokens that prompts of up to longest tokens are cut from. draft_model: that of a draft, if it has one.
+    calls: of each draft before it changes. progress is called after each change.
+    """
+    rng, found, began = random.Random(seed), Soaked(), time.perf_counter()
+    known: dict[DraftConfig, list[tuple[Request, list[int]]]] = {}
+    while (at := len(found.rests)) < len(drafts) or time.perf_counter() - began < seconds:
+        draft = drafts[at] if at < len(drafts) else rng.choice(drafts)
+        engine.redraft(draft, draft_model(draft))
+        recompiles = 0
+        for _ in range(calls):
+            before = known.setdefault(draft, [])
+            n = rng.randint(1, 3 * engine.config.batch_size)  # so that slots are filled again, or some stay empty
+            requests = [_request(rng, engine, texts, longest, most_tokens, before) for _ in range(n)]
+            outputs = _decoded(rng, engine, requests, found)
+            recompiles += engine.stats.recompiles
+            for request, output in zip(requests, outputs, strict=True):
+                if output is not None:
+                    _check(engine, draft, request, output, before, found)
+        gc.collect()
+        graphs, label = engine.rounds.graphs, name_of(draft)
+        found.rests.append(Rest(time.perf_counter() - began, label, resident_bytes() or 0, graphs, recompiles))
+        progress(found)
+    return found
+
+
+def name_of(draft: DraftConfig) -> str:
+    """Who drafts, in words."""
+    reads = "budget" in heeds(draft.policy)
+    parts = [Setting(policy=draft.policy, budget=draft.budget if reads else None).label, f"gamma {draft.gamma}"]
+    parts += [f"{name} {value}" for name in ("quantize", "kv_bits") if (value := getattr(draft, name)) is not None]
+    return ", ".join(parts)
+
+
+def _request(
+    rng: random.Random,
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    longest: int,
+    most_tokens: int,
+    before: Sequence[tuple[Request, list[int]]],
+) -> Request:
+    """A random prompt and how it is continued, or one of before."""
+    if before and rng.random() < AGAIN:
+        return rng.choice(before)[0]
+    text = rng.choice(texts)
+    n = min(rng.choice([1, 2, rng.randint(1, longest), rng.randint(1, longest)]), len(text))
+    start = rng.randrange(len(text) - n + 1)
+    how = rng.choice(KINDS) if rng.random() < 0.5 else {}
+    room = max(1, min(most_tokens, engine.config.max_seq_len - n))
+    seed = rng.randrange(2**62)
+    params = SamplingParams(max_tokens=rng.randint(1, room), seed=seed, ignore_eos=rng.random() < 0.5, **how)
+    return tuple(text[start : start + n]), params
+
+
+def _decoded(rng: random.Random, engine: Engine, requests: Sequence[Request], found: Soaked) -> list[list[int] | None]:
+    """The outputs of requests, None for one that was not finished when the call was left."""
+    found.calls += 1
+    found.requests += len(requests)
+    outputs: list[list[int] | None] = [None] * len(requests)
+    ends = rng.randint(1, 4 * len(requests)) if rng.random() < LEFT else None  # events after which it is left
+    late = rng.random() < 0.5
+
+    def coming() -> Iterator[tuple[list[int], SamplingParams] | None]:
+        for ids, params in requests:
+            while late and rng.random() < LATE:
+                yield None
+            yield list(ids), params
+
+    stream = engine.stream(coming())
+    for n, event in enumerate(stream, 1):
+        found.tokens += len(event.tokens)
+        if event.completion:
+            outputs[event.index] = event.completion.tokens
+        if n == ends:
+            found.left += 1
+            break
+    stream.close()  # type: ignore[attr-defined]
+    return outputs
+
+
+def _check(
+    engine: Engine,
+    draft: DraftConfig,
+    request: Request,
+    output: list[int],
+    before: list[tuple[Request, list[int]]],
+    found: Soaked,
+) -> None:
+    """Compare an output with a forward if it is greedy, else with what this request gave before."""
+    prompt, params = request
+    if params.temperature == 0:
+        found.greedy += 1
+        found.ties += _ties(engine, draft, prompt, output, found)
+        return
+    if draft.gamma == "auto":
+        return  # which depends on measured times
+    earlier = next((tokens for one, tokens in before if one == request), None)
+    if earlier is None:
+        before[:] = [*before[-KEPT + 1 :], (request, output)]
+        return
+    found.again += 1
+    if earlier != output:
+        where = lossless.first_difference(earlier, output)
+        found.wrong.append(
+            f"{name_of(draft)}: a prompt of {len(prompt):,} tokens, seed {params.seed}, gave other tokens than "
+            f"before, from new token {where} on"
+        )
+
+
+def _ties(engine: Engine, draft: DraftConfig, prompt: Sequence[int], output: Sequence[int], found: Soaked) -> int:
+    """How many greedy tokens are not the best of a forward over the whole text; those too far from it are told."""
+    logits = _logits(engine.model, [*prompt, *output], len(output))
+    chosen = torch.tensor(output, device=logits.device)
+    gaps = logits.max(1).values - logits.gather(1, chosen[:, None])[:, 0]
+    dtypes = engine.dtype_name, engine.config.kv_dtype or engine.dtype_name
+    for at in (i for i, gap in enumerate(gaps.tolist()) if not lossless.is_near_tie(gap, *dtypes)):
+        found.wrong.append(
+            f"{name_of(draft)}: greedy token {at} after a prompt of {len(prompt):,} tokens is {output[at]}, whose "
+            f"logit is {gaps[at]:.3g} below the best"
+        )
+    return int((gaps > 0).sum())
+
+
+@torch.inference_mode()
+def _logits(model: Transformer, ids: Sequence[int], last: int) -> torch.Tensor:
+    """The logits [last, V] before each of the last tokens of ids, by one forward of the whole text."""
+    tokens = torch.tensor([list(ids[:-1])], device=model.embedding.weight.device)
+    hidden = model.hidden(tokens, torch.arange(len(ids) - 1, device=tokens.device)[None], CausalSelf())[0, -last:]
+    logits: torch.Tensor = model.output(hidden).float()
+    return logits

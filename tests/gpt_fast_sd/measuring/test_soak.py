@@ -1,0 +1,68 @@
+"""A soak of a small engine finds nothing wrong, and finds what is made wrong."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig
+from gpt_fast_sd.acceptance import AcceptResult
+from gpt_fast_sd.measuring.soak import Rest, Soaked, soak
+from tests.helpers import random_ids, tiny_model
+
+SMALL = EngineConfig(batch_size=3, max_seq_len=256, compile=False)
+DRAFTS = [
+    DraftConfig(),
+    DraftConfig(policy="streaming", budget=16, gamma=3),
+    DraftConfig(policy="guided", budget=64, gamma=2),
+    DraftConfig(policy="lookup", gamma=4),
+    DraftConfig(policy="early_exit", exit_layers=1, gamma=2),
+]
+
+
+def engine() -> Engine:
+    return Engine(tiny_model(), None, SMALL)
+
+
+def soaked(one: Engine, drafts: list[DraftConfig], calls: int = 3) -> Soaked:
+    return soak(one, drafts, [random_ids(300)], 0, longest=100, most_tokens=16, calls=calls)
+
+
+def test_nothing_is_wrong_over_policies_calls_that_are_left_and_late_prompts() -> None:
+    found = soaked(engine(), DRAFTS, calls=4)
+    assert not found.wrong
+    assert [rest.draft for rest in found.rests[:3]] == [
+        "off, gamma auto",
+        "streaming 16, gamma 3",
+        "guided 64, gamma 2",
+    ]
+    assert found.calls == 20 and found.left > 2 and found.again > 0 and found.greedy > 15
+    assert all(rest.recompiles == 0 for rest in found.rests)
+
+
+class Meddler:
+    """Now and then commits another token than the one that was chosen, whatever the row or its seed."""
+
+    def __init__(self) -> None:
+        self.place = torch.zeros(1, dtype=torch.int64)
+
+    def apply(self, result: AcceptResult, drafted: torch.Tensor, max_accept: torch.Tensor) -> AcceptResult:
+        self.place += 1
+        return replace(result, next_token=(result.next_token + (self.place % 7 == 0)) % 50)
+
+
+def test_tokens_that_are_not_the_target_s_and_samples_that_do_not_repeat_are_found() -> None:
+    one = engine()
+    one.replay = Meddler()
+    found = soaked(one, DRAFTS[1:2], calls=12)
+    assert any("below the best" in line for line in found.wrong)
+    assert any("gave other tokens than before" in line for line in found.wrong)
+
+
+def test_memory_that_grows_with_each_change_is_seen() -> None:
+    rests = [Rest(float(i), "off", 1000 + 7 * i + random.Random(i).choice([0, 0, 0, 100]), 1, 0) for i in range(40)]
+    assert Soaked(rests=rests).growth() == pytest.approx(7, abs=2)
+    assert Soaked(rests=rests[:10]).growth() is None
