@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,7 @@ from gpt_fast_sd.tp import in_short
 
 from .kernels import prepare_launches
 
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux says what memory there is
 CAPABILITY = (8, 0)  # the least that the kernels' tables support: tiles of 163 KiB, products of bf16
 
 
@@ -138,13 +140,55 @@ def _stderr_of_children() -> Iterator[list[str]]:
 
 
 def free_memory(device: torch.device, held: int = 0) -> int | None:
-    """Bytes that may still be allocated, None if unknown. On a CPU, its whole memory except what is held."""
+    """Bytes that may still be allocated, None if unknown; held: of a CPU, bytes allocated and perhaps not yet touched.
+
+    On a CPU, what is available of the machine's memory and left of the limits of this process's control groups.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that torch kept from freed tensors is free, too
         return int(torch.cuda.mem_get_info(device)[0])
     if not hasattr(os, "sysconf"):
         return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - held
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    bounds = [(whole, _numbers(PROC / "meminfo").get("MemAvailable:", whole >> 10) << 10), *_control_groups()]
+    # touched memory is missing from what is left already, untouched memory is not: held is not subtracted from that
+    return min(min(limit - held, left) for limit, left in bounds)
+
+
+def _control_groups() -> Iterator[tuple[int, int]]:
+    """(limit, what is left of it) of each control group with a limit of memory that this process belongs to.
+
+    Caches of files are left: the kernel drops them first. Versions 1 and 2, see cgroups(7).
+    """
+    for line in _lines(PROC / "self" / "cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if number == "0":
+            root, files, prefix = CGROUPS, ("memory.max", "memory.current"), ""
+        elif "memory" in controllers.split(","):
+            root, files, prefix = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
+        else:
+            continue
+        group = root / name.strip("/")  # in a container its name may be the host's: then the root alone is there
+        for folder in [group, *group.parents][: len(group.parts) - len(root.parts) + 1]:
+            limit, used = ("".join(_lines(folder / file)) for file in files)
+            if limit.isdecimal() and used.isdecimal():  # "max" is no limit
+                stat = _numbers(folder / "memory.stat")
+                caches = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                yield int(limit), int(limit) - max(0, int(used) - caches)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The lines of a file of the kernel that begin with a name and a number; none if there is no such file."""
+    pairs = [line.split()[:2] for line in _lines(path)]
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def whole_memory(device: torch.device) -> int:

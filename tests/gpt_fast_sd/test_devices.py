@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -433,6 +434,60 @@ def test_memory_that_torch_has_kept_is_given_back_before_it_is_counted(monkeypat
     assert free_memory(CUDA, held=1 << 30) == 79 << 30  # what is held is not free there anyway
 
 
-def test_of_a_cpu_all_memory_counts_but_what_is_held() -> None:
+def test_of_a_cpu_all_memory_counts_but_what_is_held_where_nothing_says_what_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt_fast_sd.devices.PROC", tmp_path)
     whole = free_memory(CPU)
     assert whole is None or free_memory(CPU, held=2**20) == whole - 2**20
+
+
+GIB = 1 << 30
+BEFORE_THERE_WERE_ANY = {"proc/self/cgroup": "3:cpu:/x\n"}
+LIMITS: list[tuple[dict[str, str], int | None]] = [  # files -> GiB that may be allocated; None: all of the machine's
+    ({}, None),
+    (BEFORE_THERE_WERE_ANY, None),
+    ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 3145728 kB\nHugePages_Total: 0\n"}, 3),
+    ({"proc/meminfo": "damaged\n\nMemAvailable: many kB\n"}, None),
+    # version 2: the narrowest of the group and those above it, less what is used and no cache of files
+    ({"proc/self/cgroup": "0::/a/b\n", "cgroup/a/b/memory.max": "max", "cgroup/a/b/memory.current": "7"}, None),
+    ({"proc/self/cgroup": "0::/a/b\n", "cgroup/a/memory.max": f"{4 * GIB}\n", "cgroup/a/memory.current": f"{GIB}"}, 3),
+    (
+        {"proc/self/cgroup": "0::/a\n", "cgroup/a/memory.max": f"{4 * GIB}", "cgroup/a/memory.current": f"{3 * GIB}",
+         "cgroup/a/memory.stat": f"anon 5\nactive_file {GIB}\ninactive_file {GIB // 2}\nfile {9 * GIB}\n"},
+        2,
+    ),  # of 2.5
+    # version 1, also in a container, where the name is the host's
+    (
+        {"proc/self/cgroup": "0::/\n4:cpu,memory:/a\n", "cgroup/memory/a/memory.limit_in_bytes": f"{2 * GIB}",
+         "cgroup/memory/a/memory.usage_in_bytes": f"{GIB}",
+         "cgroup/memory/a/memory.stat": f"active_file 9\ntotal_active_file {GIB // 2}\n"},
+        1,
+    ),  # of 1.5
+    (
+        {"proc/self/cgroup": "4:memory:/docker/1234\n", "cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
+         "cgroup/memory/memory.usage_in_bytes": f"{GIB}"},
+        1,
+    ),
+    (
+        {"proc/self/cgroup": "4:memory:/\n", "cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+         "cgroup/memory/memory.usage_in_bytes": "1"},
+        None,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "gib"), LIMITS)
+def test_a_cpus_free_memory_is_what_is_available_and_what_its_control_groups_leave(
+    files: dict[str, str], gib: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine's total was taken, and the kernel killed what did not fit into a container or beside others."""
+    monkeypatch.setattr("gpt_fast_sd.devices.PROC", tmp_path / "proc")
+    monkeypatch.setattr("gpt_fast_sd.devices.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * GIB >> 12, "SC_PAGE_SIZE": 1 << 12}.__getitem__)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    free = free_memory(CPU)
+    assert free is not None and free // GIB == (16 if gib is None else gib)
+    assert free_memory(CPU, held=16 * GIB) <= 0  # untouched memory, of which the kernel knows nothing yet
