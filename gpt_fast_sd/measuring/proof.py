@@ -208,7 +208,7 @@ def g_statistic(counts: Tensor, expected: Tensor) -> tuple[float, int]:
         rare[expected.masked_fill(rare, math.inf).argmin()] |= bool(expected[rare].sum() < RARE)
         counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
         expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
-    return 2 * float(torch.special.xlogy(counts, counts / expected).sum()), len(expected) - 1
+    return max(0.0, 2 * float(torch.special.xlogy(counts, counts / expected).sum())), len(expected) - 1
 
 
 def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:
@@ -285,7 +285,7 @@ def seeds(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
         if name == "in another slot":  # nothing is held, so they take slots as they come
             engine.generate([[prompts[0][0]]] * engine.config.batch_size, SamplingParams(max_tokens=1))
         tokens, where = _decode(engine, prompts, params, places)
-        moved += sum(where[i] != slots[i] for i in order)
+        moved += sum(where.get(i, slot) != slot for i, slot in slots.items())
         different += [f"row {i} {name}" for i in order if tokens[i] != first[i]]
     for i in order:
         alone, _ = _decode(engine, prompts, params, [i])
@@ -301,11 +301,10 @@ def refill(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     params, order, different, poisoned = _mixed(len(prompts), n_tokens), list(range(len(prompts))), set[int](), 0
     clean, _ = _decode(engine, prompts, params, order)
     for kind in (math.nan, math.inf):
-        poisoned += sum(poison(engine, slot, kind) for slot in range(engine.config.batch_size))
-        tokens, _ = _decode(engine, prompts, params, order, partial(poison, engine, kind=kind))
+        poisoned += poison_all(engine, kind)
+        tokens, _ = _decode(engine, prompts, params, order, partial(poison_all, engine, kind))
         different |= {i for i in order if tokens[i] != clean[i]}
-    for slot in range(engine.config.batch_size):
-        poison(engine, slot, 0.0)
+    poison_all(engine, 0.0)
     text = f"{len(order)} rows: the same tokens over {poisoned:,} poisoned numbers, and in slots poisoned between rows"
     if different:
         text = f"{len(different)} of {len(order)} rows change over poisoned caches: {sorted(different)[:5]}"
@@ -321,18 +320,20 @@ def _mixed(n: int, n_tokens: int) -> list[SamplingParams]:
 
 def _decode(
     engine: Engine, prompts: Prompts, params: Sequence[SamplingParams], order: Sequence[int],
-    freed: Callable[[int], object] = lambda slot: None,
+    freed: Callable[[], object] = lambda: None,
 ) -> tuple[dict[int, list[int]], dict[int, int]]:  # fmt: skip
-    """Tokens and slot of each prompt, begun in this order; freed is called with each slot that a row leaves."""
+    """Tokens of each prompt, begun in this order, and its slot unless it came and went in one round.
+
+    freed is called whenever a row has left its slot.
+    """
     tokens, slots = dict[int, list[int]](), dict[int, int]()
     for event in engine.stream([prompts[i] for i in order], [params[i] for i in order]):
         for slot, request in enumerate(engine.schedule.slots):
             if request is not None:
                 slots[order[request.index]] = slot
         if event.completion:
-            place = order[event.index]
-            tokens[place] = event.completion.tokens
-            freed(slots[place])
+            tokens[order[event.index]] = event.completion.tokens
+            freed()
     return tokens, slots
 
 
@@ -343,6 +344,11 @@ def _caches(engine: Engine) -> Iterator[tuple[KVCache, Prefill | None]]:
     for level in levels:
         if getattr(level, "own_cache", False) and hasattr(level, "runner"):
             yield level.runner.cache, next((x for x in vars(level).values() if isinstance(x, Prefill)), None)
+
+
+def poison_all(engine: Engine, kind: float) -> int:
+    """Poison every free slot -> how many numbers."""
+    return sum(poison(engine, slot, kind) for slot in range(engine.config.batch_size))
 
 
 @torch.inference_mode()

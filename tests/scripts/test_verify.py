@@ -1,0 +1,98 @@
+"""scripts/verify.py on a small scale: what it prints and writes, its exit codes, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import verify
+from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.measuring import proof, soak
+from gpt_fast_sd.measuring.proof import Finding
+from gpt_fast_sd.model import save_hugging_face
+from tests.helpers import tiny_model
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A tiny model in a folder, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_hugging_face(tiny_model(), folder, dtype=torch.float32)
+    sizes = ["--batch-size", "2", "--context", "40", "--max-new-tokens", "6"]
+    return ["--model", str(folder), "--no-compile", "--dtype", "fp32", *sizes]
+
+
+def test_it_prints_a_line_for_each_check_and_writes_what_it_found(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "proof.json"
+    assert verify.main([*small, "--budget", "32", "--samples", "40", "--json", str(file)]) == 0
+    first, second, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"{small[1]}, fp32, cache fp32, 5 prompts of up to 40 tokens"
+    assert second == "drafts: streaming, gamma 4; 2 slots, cpu"
+    checks = ["greedy", "samples", "seeds", "refill", "exact"]
+    assert [line.split()[:2] for line in lines[:-1]] == [["passed", check] for check in checks]
+    assert lines[-1].startswith("all passed, ")
+    document: dict[str, Any] = json.loads(file.read_text())
+    assert document["passed"] and [one["check"] for one in document["findings"]] == checks
+
+
+def test_one_failed_check_is_named_and_is_exit_code_1(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings = [Finding("greedy", True, "fine"), Finding("seeds", False, "1 of 4 outputs are others")]
+    monkeypatch.setattr(proof, "prove", lambda *_: iter(findings))
+    assert verify.main(small) == 1
+    out = capsys.readouterr().out
+    assert "FAILED  seeds    1 of 4" in out and "FAILED: seeds, " in out
+
+
+def test_a_soak_goes_through_all_policies(
+    small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, drafts = soak.soak, list[str]()
+
+    def short(engine: Any, every: Any, texts: Any, seconds: float, **how: Any) -> soak.Soaked:
+        assert seconds == 60
+        drafts.extend(draft.policy for draft in every)
+        return real(engine, every[1:3], texts, 0, calls=1, **how)
+
+    monkeypatch.setattr(soak, "soak", short)
+    assert verify.main([*small, "--soak", "1"]) == 0
+    assert "passed  soak" in capsys.readouterr().out
+    assert [*dict.fromkeys(drafts)] == [
+        "off", "full", "streaming", "snapkv", "quest", "guided", "lookup", "early_exit", "hierarchy",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        (["--draft", "off"], "--draft off is plain decoding"),
+        (["--gamma", "auto"], "expected a whole number of at least 1, got 'auto'"),
+        (["--gamma", "17"], "gamma must be from 1 to 16, got 17"),
+        (["--context", "3"], "prompts of up to 3 tokens: allowed are 16 to"),
+        (["--context", "999999"], "prompts of up to 999,999 tokens: allowed are 16 to"),
+        (["--samples", "0"], "expected a whole number of at least 1, got '0'"),
+        (["--soak", "-1"], "expected a whole number of at least 1, got '-1'"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--text", str(BUNDLED / "document.txt"), "--json", str(BUNDLED / "document.txt")], "document.txt"),
+        (["--draft", "quantized"], "int8"),
+        (["--quantize", "float8"], "float8"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_sentence(
+    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        verify.main(["--model", "bundled", "--no-compile", *args])
+    assert error.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("verify.py: ") and said in last
