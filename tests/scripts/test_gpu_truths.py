@@ -17,7 +17,7 @@ from tests.gpt_fast_sd.kernels import references
 from tests.gpt_fast_sd.kernels.dense import BF16
 from tests.gpt_fast_sd.kernels.selected import best
 from tests.gpu import test_kernels, test_smoke
-from tests.gpu.place import Place, difference
+from tests.gpu.place import Held, Place, difference
 from tests.gpu.truths import shortfall
 
 PLACE = Place(torch.device("cpu"))
@@ -31,8 +31,8 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-@pytest.mark.parametrize("held", [None, torch.int8])
-def test_a_kernel_that_reads_one_key_too_few_is_found(held: torch.dtype | None, patch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("held", [(None, 0), (torch.int8, 0)])
+def test_a_kernel_that_reads_one_key_too_few_is_found(held: Held, patch: pytest.MonkeyPatch) -> None:
     right, attend = kernels.decode_attention, (
         test_kernels.test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
     )  # fmt: skip

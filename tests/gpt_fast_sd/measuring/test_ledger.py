@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +99,16 @@ def test_what_a_file_does_not_name_was_measured_with_what_was_the_default(tmp_pa
         ledger(file, **{**COMMON, "page": 32})
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     file = tmp_path / "x.json"
     write_whole(file, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(file, "\ud800")
-    assert file.read_text() == "old"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "fsync", full)
+        write_whole(file, "new")
+    assert file.read_text() == "old" and [*tmp_path.iterdir()] == [file]
     with pytest.raises(OSError, match="not a file that can be replaced"):
         write_whole(tmp_path, "x")
 
