@@ -172,7 +172,7 @@ class Files:
             raise ValueError(f"{found} holds something, and no {self.state.name} says what made it: {ADVICE}")
         try:
             before = json.loads(self.state.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError):
             before = None
         if not isinstance(before, dict):
             raise ValueError(f"{self.state} is damaged: {ADVICE}")

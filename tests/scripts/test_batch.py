@@ -375,6 +375,11 @@ def test_a_file_of_another_program_is_left_alone(
     output.write_text("my notes\n")
     assert "holds something, and no out.state.json says what made it" in refusal(capsys, model, source, output)
     assert output.read_text() == "my notes\n"
+    state = tmp_path / "out.state.json"
+    for damaged in ("[" * 100_000, "{", "[1]", '{"input": 1' + "0" * 5000 + "}"):
+        state.write_text(damaged)
+        assert "out.state.json is damaged" in refusal(capsys, model, source, output)
+    state.unlink()
     output.unlink()
     assert code_of(model, source, output) == 0
     capsys.readouterr()
