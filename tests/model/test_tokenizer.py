@@ -401,6 +401,21 @@ def test_a_sentencepiece_chat_reads_the_special_tokens_of_its_template(tmp_path:
     assert load(folder).chat(MESSAGES) == theirs
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}{{ m.content }}{% endgeneration %}{{ x }}"
+        "{% endfor %}",
+        "{{ messages | tojson(sort_keys=true) }}{{ messages | tojson(true, 2) }}",
+        "{{ {'b': 'é<', 'a': [1]} | tojson(separators=(',', ':'), ensure_ascii=true) }}{{ 'é<' | tojson }}",
+    ],
+)
+def test_what_templates_may_use_in_transformers_gives_the_same_here(tmp_path: Path, bpe: Any, template: str) -> None:
+    folder = llama_3(tmp_path, bpe, chat_template=template)
+    theirs = auto_tokenizer(folder).apply_chat_template(MESSAGES, return_dict=False)
+    assert load(folder).chat(MESSAGES) == theirs and len(theirs) > 5
+
+
 def test_a_template_file_next_to_the_config_is_found(tmp_path: Path, bpe: Any) -> None:
     folder = llama_3(tmp_path, bpe, chat_template=[{"name": "default", "template": "one"}])
     assert load(folder).chat(MESSAGES) == load(folder).encode("one", bos=False)
