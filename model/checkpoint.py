@@ -403,7 +403,10 @@ class Weights:
     def _read(self, name: str, rows: slice, columns: slice) -> Tensor:
         path, file = self._file[name]
         try:
-            return file.read(name, rows, columns)
+            stored = file.read(name, rows, columns)
+            if stored.is_meta:
+                raise OSError("it was saved without its numbers (on the meta device)")
+            return stored
         except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {first_line(error)}") from None
 

@@ -95,11 +95,14 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
         with model.open("rb") as file:
             ranked = re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", file.read(1024))
         path, tokenizer = model, (_TiktokenTokenizer if ranked else _SentencePieceTokenizer)(model, notes, config)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{path} has {tokenizer.vocab_size} token ids, but the model only has {config.vocab_size} (vocab_size)"
-        )
+    _require_rows(path, tokenizer.vocab_size, config)
     return tokenizer
+
+
+def _require_rows(path: Path, n_ids: int, config: ModelConfig) -> None:
+    """Every id has a row in the model's embedding: asked before tables are made that go by the largest of them."""
+    if n_ids > config.vocab_size:
+        raise CheckpointError(f"{path} has {n_ids} token ids, but the model only has {config.vocab_size} (vocab_size)")
 
 
 def _installed(library: str) -> bool:
@@ -271,7 +274,10 @@ class _SentencePieceTokenizer(_BytesTokenizer):
         self._pieces = pieces
 
         self._bytes = [_sentencepiece_bytes(pieces, i) for i in range(n_pieces)]
-        named = set(notes.special.values())
+        named, ids = set(notes.special.values()), [i for i, _ in notes.added.values()]
+        if min(ids, default=0) < 0:
+            raise CheckpointError(f"{notes.folder}: an added token has the id {min(ids)}: ids start at 0")
+        _require_rows(path, max([n_pieces - 1, *ids]) + 1, config)
         for text, (i, special) in notes.added.items():
             self._bytes += [b""] * (i + 1 - len(self._bytes))
             self._bytes[i] = b"" if special or text in named else text.encode()
@@ -330,12 +336,13 @@ class _FastTokenizer(_BytesTokenizer):
 
         vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
+        _require_rows(path, self.vocab_size, config)
         self._bytes = [b""] * self.vocab_size
         for piece, i in vocab.items():
             self._bytes[i] = table.of(piece)
         for token in raw.get("added_tokens", []):
-            if token["special"]:
-                self._bytes[token["id"]] = b""
+            if token["special"] and token["content"] in vocab:
+                self._bytes[vocab[token["content"]]] = b""
         for text in notes.special.values():
             if text in vocab:
                 self._bytes[vocab[text]] = b""

@@ -362,3 +362,12 @@ def test_pickles_are_downloaded_only_where_there_are_no_safetensors(
     (tmp_path / "model.safetensors").unlink()
     resolve_model("owner/name")
     assert "pytorch_model*.bin" in asked
+
+
+def test_a_tensor_that_was_saved_without_its_numbers_is_named(tmp_path: Path) -> None:
+    save_hugging_face(Transformer(CONFIG), tmp_path, dtype=torch.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["model.norm.weight"] = torch.empty(CONFIG.dim, device="meta")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(stored, tmp_path / "pytorch_model.bin")
+    assert "model.norm.weight cannot be read: it was saved without its numbers" in refusal(tmp_path)

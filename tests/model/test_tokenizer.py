@@ -555,6 +555,32 @@ def test_more_token_ids_than_the_model_has_are_refused_with_both_numbers(
         load_tokenizer(folder, config)
 
 
+@pytest.mark.parametrize(
+    "added, said",
+    [
+        ({"10000000000": {"content": "<x>"}}, r"has 10000000001 token ids, but the model only has \d+ \(vocab_size\)"),
+        ({"-7": {"content": "<x>"}}, "an added token has the id -7: ids start at 0"),
+    ],
+)
+def test_an_added_token_without_a_row_is_refused_before_a_table_is_made(
+    added: dict[str, Any], said: str, tmp_path: Path, proto: bytes
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        load(llama_2(tmp_path, proto, added_tokens_decoder=added))
+
+
+def test_ids_of_a_tokenizer_json_that_are_absurd_are_refused_or_no_matter(tmp_path: Path, bpe: Any) -> None:
+    folder = llama_3(tmp_path, bpe)
+    before, raw = load(folder).chat(MESSAGES), json.loads((folder / "tokenizer.json").read_text())
+    raw["added_tokens"][0]["id"] = 4_000  # the library gives it the next free one
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    assert load(folder).chat(MESSAGES) == before
+    raw["model"]["vocab"]["far"] = 4_000_000_000
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"has 400000000\d token ids, but the model only has"):
+        load(folder)
+
+
 def test_tokens_added_next_to_a_sentencepiece_model_count_and_are_found(tmp_path: Path, proto: bytes) -> None:
     added = {"400": {"content": "<|im_start|>", "special": True}, "401": {"content": "<think>", "special": False}}
     ours = load(llama_2(tmp_path, proto, added_tokens_decoder=added))
