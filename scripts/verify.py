@@ -2,7 +2,7 @@
 
     python scripts/verify.py
     python scripts/verify.py --model meta-llama/Llama-3.2-1B --draft guided --budget 512
-    python scripts/verify.py --soak 60 --kv-dtype int8
+    python scripts/verify.py --soak 60 --kv-dtype int8 --draft quantized
     python scripts/verify.py --model smollm2 --kv-dtype int8 --draft-quantize int8 --json proof.json
 
 Five checks, each a line:
@@ -17,8 +17,8 @@ Five checks, each a line:
     exact     with --exact logits and tokens are those of plain decoding, bit for bit
 
 --soak MINUTES in their place lets one engine change its policy again and again, through all of them, and decode random
-requests: every greedy output is compared with one forward of the model, samples with what the same seed gave before,
-and memory and graphs are watched.
+requests: every greedy output is compared with one forward of the model (over a cache of fewer bits, with the target's
+own steps), samples with what the same seed gave before, and memory and recompiles are watched.
 
 Exit code: 0 all passed; 1 something failed; 2 what was asked for makes no sense.
 """
@@ -85,14 +85,19 @@ def prompts_of(args: argparse.Namespace, config: ModelConfig) -> list[list[int]]
     return [start + ids[: longest - len(start)], *made]
 
 
-def soaked(engine: Engine, args: argparse.Namespace, rows: Sequence[Sequence[int]]) -> Iterator[proof.Finding]:
+def soaked(engine: Engine, args: argparse.Namespace, rows: list[list[int]]) -> Iterator[proof.Finding]:
     """The finding of a soak over all policies that need no draft model, each with a fixed gamma and auto."""
     common = grid.draft_fields(grid.in_common(vars(args)))
     known = [name for name in grid.known_drafters() if not grid.has_a_model(name)]
-    known = [name for name in known if engine.config.kv_dtype == "int8" or not policy_class(name).of_planes]
+    known = [name for name in known if engine.cache.planes or not policy_class(name).of_planes]
     settings, _ = grid.buildable(grid.settings_of(known, [args.budget]), [args.gamma], common)
     drafts = [DraftConfig(), *(one.draft(gamma, common) for one in settings for gamma in (args.gamma, "auto"))]
-    yield soak.finding(soak.soak(engine, drafts, rows, 60 * args.soak, most_tokens=args.max_new_tokens))
+    tell, seconds = engine.on_progress or (lambda what, done, of: None), 60 * args.soak
+
+    def progress(found: soak.Soaked) -> None:
+        tell("soaking, seconds", min(int(found.rests[-1].seconds), seconds), seconds)
+
+    yield soak.finding(soak.soak(engine, drafts, rows, seconds, most_tokens=args.max_new_tokens, progress=progress))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,10 @@
-"""A soak: random requests over draft policies for as long as you like, every output checked, memory and graphs watched.
+"""A soak: random requests over draft policies for as long as you like, outputs checked, memory and recompiles watched.
 
 One engine changes its draft policy again and again and decodes batches of random requests through it: more prompts than
 slots, greedy and sampled, some calls left half-way, some prompts late. Greedy outputs are compared with one forward of
-the model over the whole text, which shares neither cache nor steps with the engine; samples with what the same request
-gave before, beside other rows; and an engine at rest should hold no more memory than it did before.
+the model over the whole text, which shares neither cache nor steps with the engine (where the cache has fewer bits than
+the model, with the target's own steps over such a cache); samples with what the same request gave before, beside other
+rows; and an engine at rest should hold no more memory than it did before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gpt_fast_sd.model import CausalSelf, Transformer
+from gpt_fast_sd.model import CausalSelf
 
 from ..config import DraftConfig, SamplingParams
 from ..engine import Engine
@@ -91,7 +92,7 @@ def finding(found: Soaked) -> Finding:
     growth = found.growth()
     text = (
         f"{found.requests:,} requests over {len(found.rests):,} changes of policy: {found.greedy:,} greedy outputs "
-        f"compared with a forward ({found.ties:,} near-ties), {found.again:,} samples with earlier ones; "
+        f"compared with the target's logits ({found.ties:,} near-ties), {found.again:,} samples with earlier ones; "
         f"{found.left:,} calls left"
     )
     text += f"; {found.recompiles:,} recompiles"
@@ -109,7 +110,6 @@ def soak(
     texts: Sequence[Sequence[int]],
     seconds: float,
     *,
-    draft_model: Callable[[DraftConfig], Transformer | None] = lambda draft: None,
     seed: int = 0,
     longest: int = 400,
     most_tokens: int = 48,
@@ -118,14 +118,14 @@ def soak(
 ) -> Soaked:
     """Let an engine work for so many seconds, at least once through all drafts; what was wrong is told, not raised.
 
-    texts: tokens that prompts of up to longest tokens are cut from. draft_model: that of a draft, if it has one.
-    calls: of each draft before it changes. progress is called after each change.
+    texts: tokens that prompts of up to longest tokens are cut from. calls: of a draft before it changes; no draft may
+    need a draft model. progress is called after each change.
     """
     rng, found, began = random.Random(seed), Soaked(), time.perf_counter()
     known: dict[DraftConfig, list[tuple[Request, list[int]]]] = {}
     while (at := len(found.rests)) < len(drafts) or time.perf_counter() - began < seconds:
         draft = drafts[at] if at < len(drafts) else rng.choice(drafts)
-        engine.redraft(draft, draft_model(draft))
+        engine.redraft(draft)
         recompiles = 0
         for _ in range(calls):
             before = known.setdefault(draft, [])
@@ -229,7 +229,7 @@ def _check(
 
 def _ties(engine: Engine, draft: DraftConfig, prompt: Sequence[int], output: Sequence[int], found: Soaked) -> int:
     """How many greedy tokens are not the best of a forward over the whole text; those too far from it are told."""
-    logits = _logits(engine.model, [*prompt, *output], len(output))
+    logits = _logits(engine, [*prompt, *output], len(output))
     chosen = torch.tensor(output, device=logits.device)
     gaps = logits.max(1).values - logits.gather(1, chosen[:, None])[:, 0]
     dtypes = engine.dtype_name, engine.config.kv_dtype or engine.dtype_name
@@ -242,8 +242,14 @@ def _ties(engine: Engine, draft: DraftConfig, prompt: Sequence[int], output: Seq
 
 
 @torch.inference_mode()
-def _logits(model: Transformer, ids: Sequence[int], last: int) -> torch.Tensor:
-    """The logits [last, V] before each of the last tokens of ids, by one forward of the whole text."""
+def _logits(engine: Engine, ids: Sequence[int], last: int) -> torch.Tensor:
+    """The logits [last, V] before each of the last tokens of ids, by one forward of the whole text.
+
+    A forward has no cache, so it cannot judge one of fewer bits: there they are the engine's, token by token.
+    """
+    if engine.config.kv_dtype not in (None, engine.dtype_name):
+        return engine.logits(ids[:-1], last=last)
+    model = engine.model
     tokens = torch.tensor([list(ids[:-1])], device=model.embedding.weight.device)
     hidden = model.hidden(tokens, torch.arange(len(ids) - 1, device=tokens.device)[None], CausalSelf())[0, -last:]
     logits: torch.Tensor = model.output(hidden).float()

@@ -65,6 +65,12 @@ def test_a_soak_goes_through_all_policies(
         return real(engine, every[1:3], texts, 0, calls=1, **how)
 
     monkeypatch.setattr(soak, "soak", short)
+    assert verify.main([*small, "--soak", "1", "--kv-dtype", "int8"]) == 0
+    assert "quantized" not in drafts  # whose cache lies otherwise
+    drafts.clear()
+    assert verify.main([*small, "--soak", "1", "--kv-dtype", "int8", "--draft", "quantized"]) == 0
+    assert "quantized" in drafts
+    drafts.clear()
     assert verify.main([*small, "--soak", "1"]) == 0
     assert "passed  soak" in capsys.readouterr().out
     assert [*dict.fromkeys(drafts)] == [

@@ -43,6 +43,12 @@ def test_nothing_is_wrong_over_policies_calls_that_are_left_and_late_prompts() -
     assert all(rest.recompiles == 0 for rest in found.rests)
 
 
+def test_tokens_over_an_int8_cache_are_those_of_the_target_over_such_a_cache() -> None:
+    planes = DraftConfig(policy="quantized", gamma=2)
+    found = soaked(Engine(tiny_model(), None, replace(SMALL, kv_dtype="int8"), planes), [DRAFTS[1], planes], calls=2)
+    assert not found.wrong and found.greedy >= 5
+
+
 class Meddler:
     """Now and then commits another token than the one that was chosen, whatever the row or its seed."""
 
