@@ -151,8 +151,10 @@ def free_memory(device: torch.device, held: int = 0) -> int | None:
         return None
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     bounds = [(whole, _numbers(PROC / "meminfo").get("MemAvailable:", whole >> 10) << 10), *_control_groups()]
-    # touched memory is missing from what is left already, untouched memory is not: held is not subtracted from that
-    return min(min(limit - held, left) for limit, left in bounds)
+    # Touched memory is missing from what is left already. What of held is not can be no less than what is held beyond
+    # all that the process has touched; Python's own memory hides a little of it.
+    untouched = max(0, held - (_numbers(PROC / "self" / "status").get("RssAnon:", 0) << 10))
+    return min(min(limit - held, left - untouched) for limit, left in bounds)
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:

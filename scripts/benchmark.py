@@ -679,7 +679,8 @@ class Lossless(Mode):
             "prompts": len(self.prompts),
             "equal": len(self.prompts) - len(found),
             "differences": [
-                {"row": d.index, "position": d.position, "plain": d.plain, "speculative": d.speculative, "gap": d.gap}
+                {"row": d.index, "position": d.position, "plain": d.plain, "speculative": d.speculative, "gap": d.gap,
+                 "best": d.best}
                 for d in found
             ],
             "acceptance_rate": one.stats.acceptance_rate,
@@ -702,7 +703,9 @@ class Lossless(Mode):
         must = engine["exact"] or dtypes == ("fp32", "fp32")
 
         def is_wrong(one: Record) -> bool:
-            return must or (one["gap"] is not None and not lossless.is_near_tie(one["gap"], *dtypes))
+            if must or one["gap"] is None:
+                return must
+            return not lossless.is_near_tie(one["gap"], *dtypes, best=one.get("best", 0.0))
 
         if wrong := [r["policy"] for r in found if any(map(is_wrong, r["differences"]))]:
             refuse(ValueError(f"not token-identical to plain decoding: {', '.join(wrong)}"), PROGRAM, code=1)

@@ -8,10 +8,10 @@
 Five checks, each a line:
 
     greedy    tokens are those of plain decoding; an output may part from it only where the two logits are closer than
-              rounding is coarse: 0.25 in bf16 and fp8, 0.03 in fp16 and int8, 0.0001 in fp32, four units in the last
-              place of a logit near 10 (NEAR_TIE in gpt_fast_sd/measuring/lossless.py)
-    samples   the first two tokens of many seeds follow the target's exact distribution: a G-test, with its power, the
-              smallest total-variation distance that it would have found
+              rounding is coarse: 0.25 in bf16 and fp8, 0.03 in fp16 and int8, 0.0001 in fp32 for logits up to 16, and
+              twice that for each doubling (NEAR_TIE in gpt_fast_sd/measuring/lossless.py)
+    samples   the first two tokens of many seeds follow the target's exact distribution: a G-test on few cells, with
+              its power, the smallest total-variation distance between them that it would have found
     seeds     a seed gives the same tokens alone, beside others, again, in another order and in another slot
     refill    NaN or the largest numbers in all that is unused of the caches change no token
     exact     with --exact logits and tokens are those of plain decoding, bit for bit

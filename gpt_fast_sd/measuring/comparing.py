@@ -75,7 +75,7 @@ class Comparison:
         for one in found:
             assert one.gap is not None
             line = f"prompt {one.index} differs from output token {one.position} on"
-            if is_near_tie(one.gap, dtype):
+            if is_near_tie(one.gap, dtype, best=one.best):
                 lines.append(
                     f"{line}: a near-tie, the two best logits are {one.gap:.2g} apart, which {dtype} rounds away"
                 )

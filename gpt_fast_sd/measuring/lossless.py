@@ -6,6 +6,7 @@ Shapes: T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from gpt_fast_sd.model import CausalSelf, Transformer
 
-# Gap of logits that rounding may close: 4 ulp of a logit near 10. In an int8 cache a number between two steps may be
-# rounded to either, and such a step is small compared with what bf16 rounds away; one of fp8 is not.
+# Gap of logits near 10 that rounding may close: four units in the last place in 16 bits; in fp32 a hundred, which are
+# the roundings of long sums. In an int8 cache a number between two steps may be rounded to either, and such a step is
+# small compared with what bf16 rounds away; one of fp8 is not.
 NEAR_TIE = {"bf16": 0.25, "fp8": 0.25, "fp16": 0.03, "int8": 0.03, "fp32": 1e-4}
 
 
@@ -25,6 +27,7 @@ class Difference:
     """Where two greedy outputs of a prompt diverge, and the tokens there, None if an output had ended.
 
     gap: how far the target's logit of the worse of the two is below its best one; None if it was not computed.
+    best: that best logit; 0 if it was not computed.
     """
 
     index: int
@@ -32,6 +35,7 @@ class Difference:
     plain: int | None
     speculative: int | None
     gap: float | None
+    best: float = 0.0
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -55,17 +59,24 @@ def differences(
         if position is None:
             continue
         a, b = (tokens[position] if position < len(tokens) else None for tokens in (plain, speculative))
-        gap = None
+        gap, best = None, 0.0
         if time.perf_counter() - began < seconds:
             logits = logits_after([*prompt, *plain[:position]])
-            gap = float(logits.max() - min(logits[token] for token in (a, b) if token is not None))
-        found.append(Difference(index, position, a, b, gap))
+            best = float(logits.max())
+            gap = best - float(min(logits[token] for token in (a, b) if token is not None))
+        found.append(Difference(index, position, a, b, gap, best))
     return found
 
 
-def is_near_tie(gap: float, *dtypes: str) -> bool:
-    """Whether rounding in the coarsest of these dtypes may decide between logits this far apart."""
-    return gap <= max(NEAR_TIE[dtype] for dtype in dtypes)
+def near_tie(best: float, *dtypes: str) -> float:
+    """The gap that rounding in the coarsest of these dtypes may close below a logit: the last place grows with it."""
+    widest = max(NEAR_TIE[dtype] for dtype in dtypes)
+    return widest * 2.0 ** max(0, math.frexp(best)[1] - 4)  # frexp: 4 for 8 to 16
+
+
+def is_near_tie(gap: float, *dtypes: str, best: float = 0.0) -> bool:
+    """Whether rounding in the coarsest of these dtypes may decide between logits so far apart, of which one is best."""
+    return gap <= near_tie(best, *dtypes)
 
 
 @torch.inference_mode()

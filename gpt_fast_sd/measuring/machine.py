@@ -89,6 +89,11 @@ def resident_bytes() -> int | None:
     return _status("VmRSS")
 
 
+def allocated_bytes(device: torch.device) -> int | None:
+    """What tensors take on a CUDA device now; None of another."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
 def _status(name: str) -> int | None:
     """A size in bytes that Linux tells of this process."""
     status = Path("/proc/self/status")

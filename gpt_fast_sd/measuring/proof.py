@@ -26,7 +26,7 @@ from ..config import EngineConfig, SamplingParams
 from ..engine import Engine
 from ..prefill import Prefill
 from ..sampling import SamplingTable, probabilities
-from .lossless import NEAR_TIE, Difference, differences, is_near_tie
+from .lossless import Difference, differences, near_tie
 from .machine import release_memory
 
 Prompts = Sequence[Sequence[int]]
@@ -34,6 +34,7 @@ CHANCE, POWER = 1e-5, 0.99  # of failing without a cause; of finding a distance
 FOLLOWED, BINS = 2, 4  # first tokens after which the second is counted, too; bins of each distribution
 SAMPLED = 2  # prompts whose samples are tested
 RARE = 5.0  # expected counts of cells that are put together
+MOST = 2000.0  # the largest statistic and noncentrality that are reckoned with
 FREE: dict[str, Any] = {"temperature": 1.0}
 FILTERED: dict[str, Any] = FREE | {"top_k": 20, "top_p": 0.9}
 
@@ -56,8 +57,13 @@ class Finding:
 def prove(
     build: Callable[[EngineConfig], Engine], config: EngineConfig, prompts: Prompts, n_tokens: int, n_samples: int
 ) -> Iterator[Finding]:
-    """Each check's finding, as it comes; build makes an engine of a configuration, one at a time."""
+    """Each check's finding, as it comes; build makes an engine of a configuration, one at a time.
+
+    ValueError for gamma "auto", which follows measured times: no seed fixes what it drafts.
+    """
     with build(config) as engine:
+        if engine.draft.gamma == "auto":
+            raise ValueError('gamma "auto" depends on measured times: name how many tokens are drafted')
         yield greedy(engine, prompts, n_tokens)
         yield samples(engine, prompts[:SAMPLED], n_samples)
         yield seeds(engine, prompts, n_tokens)
@@ -81,8 +87,8 @@ def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     plain, ours = ([c.tokens for c in engine.generate(prompts, params, speculate=way)] for way in (False, True))
     stats, rows = engine.stats, [(i, prompts[i], plain[i], ours[i]) for i in range(len(prompts))]
     found = differences(rows, lambda ids: engine.logits(ids, last=1)[0])
-    wrong = [one for one in found if not is_near_tie(_gap(one), *dtypes_of(engine))]
-    limit = max(NEAR_TIE[dtype] for dtype in dtypes_of(engine))
+    wrong = [one for one in found if _gap(one) > near_tie(one.best, *dtypes_of(engine))]
+    limit = max((near_tie(one.best, *dtypes_of(engine)) for one in found), default=0.0)
     text = (
         f"{len(rows) - len(found)} of {len(rows)} outputs of {n_tokens} tokens are those of plain decoding "
         f"({stats.acceptance_rate:.0%} of drafts accepted)"
@@ -147,34 +153,62 @@ class Cells:
     """A distribution of two tokens as few cells: for each likeliest first token bins of the second, and other firsts.
 
     The bins of a distribution are of about equal probability: tokens from the likeliest on, each into the emptiest.
+    Tokens that a filter leaves out have none of their own, but a sample must not be one of them, unless rounding may
+    let it in.
     """
 
     first: Tensor  # int64 [V] the bin of a first token that is not followed
     second: dict[int, Tensor]  # by first token, int64 [V] the bin of the second
     expected: Tensor  # fp64 [(FOLLOWED + 1) * BINS], sums to 1
+    outside: dict[int | None, Tensor]  # bool [V] whether a token is left out: first ones, and second by their first
+    rounding: float  # what rounding may add to a statistic, for each sample
 
     @classmethod
-    def of(cls, logits_after: Callable[[list[int]], Tensor], prompt: Sequence[int], params: SamplingParams) -> Cells:
-        """From the target's logits [V] after a text."""
+    def of(
+        cls,
+        logits_after: Callable[[list[int]], Tensor],
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tie: Callable[[float], float] = lambda best: 0.0,
+    ) -> Cells:
+        """From the target's logits [V] after a text; tie: gap of logits below the best that rounding may close."""
+        ties = list[float]()
 
-        def after(*tokens: int) -> Tensor:
+        def after(*tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+            """p, p through a filter that is a little wider, and which tokens are left out: each [V]."""
             logits = logits_after([*prompt, *tokens])
-            table = SamplingTable.empty(1, len(logits), logits.device)
-            table.assign(0, params, 0, len(logits))
-            return probabilities(logits[None], table)[0].double()
+            gap = tie(float(logits.max()))
+            ties.append(gap)
+            both = []
+            # logits that move by e change a sum of probabilities by e / 2 at most; roundings are a quarter of a tie
+            for top_p in (params.top_p, params.top_p and min(1.0, params.top_p + gap / 8)):
+                table = SamplingTable.empty(1, len(logits), logits.device)
+                table.assign(0, replace(params, top_p=top_p), 0, len(logits))
+                both.append(probabilities(logits[None], table)[0].double().cpu())
+            least = logits.cpu()[both[1] > 0].min()
+            return both[0], both[1], (both[0] == 0) & (logits.cpu() < least - gap)
 
-        p = after()
+        p, wider, left_out = after()
         followed: list[int] = p.topk(FOLLOWED).indices.tolist()
-        rest = p.clone()
-        rest[followed] = 0.0
-        first, second = _bins(rest), dict[int, Tensor]()
-        expected = [_masses(rest, first)]
+        rest, wider_rest = (x.index_fill(0, torch.tensor(followed), 0.0) for x in (p, wider))
+        first, second, outside = _bins(rest), dict[int, Tensor](), dict[int | None, Tensor]()
+        outside[None] = left_out
+        expected, other = [_masses(rest, first)], [_masses(wider_rest, first)]
         for token in followed:
-            then = after(token)
+            then, wider_then, outside[token] = after(token)
             second[token] = _bins(then)
             expected.append(p[token] * _masses(then, second[token]))
-        whole = torch.cat(expected)
-        return cls(first, second, whole / whole.sum())
+            other.append(wider[token] * _masses(wider_then, second[token]))
+        whole, moved = torch.cat(expected), torch.cat(other)
+        whole, moved = whole / whole.sum(), moved / moved.sum()
+        edge = float(((moved - whole) ** 2 / whole.clamp(min=0.01)).sum())  # smaller ones are put together
+        return cls(first, second, whole, outside, edge + (max(ties) / 4) ** 2)
+
+    def left_out(self, outputs: Sequence[Sequence[int]]) -> int:
+        """How many of these outputs hold a token that their filter leaves out."""
+        return sum(
+            bool(self.outside[None][a]) or (a in self.second and bool(self.outside[a][b])) for a, b, *_ in outputs
+        )
 
     def count(self, outputs: Sequence[Sequence[int]]) -> Tensor:
         """How many of these outputs are in each cell: fp64, as expected."""
@@ -216,30 +250,30 @@ def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> flo
 
     One that is not central is a central one of more freedom: of 2 j more, where j is a Poisson's of half as much.
     """
-    j = torch.arange(1000.0, dtype=torch.float64)
+    j = torch.arange(MOST, dtype=torch.float64)
     mean = torch.tensor(noncentrality / 2, dtype=torch.float64)
     weights = (torch.special.xlogy(j, mean) - mean - torch.lgamma(j + 1)).exp()
     tails = torch.special.gammaincc(freedom / 2 + j, torch.full_like(j, statistic / 2))
     return float((weights * tails).sum())
 
 
-def next_above(freedom: int) -> float:
-    """The statistic that chance alone exceeds with CHANCE."""
-    return _falls_to(lambda x: chance_of(x, freedom), CHANCE)
+def next_above(freedom: int, rounding: float = 0.0) -> float:
+    """The statistic that chance, and what rounding adds, exceed with CHANCE."""
+    return _falls_to(lambda x: chance_of(x, freedom, rounding), CHANCE)
 
 
-def smallest_distance(n: int, freedom: int) -> float:
-    """The total variation that n samples in cells find with POWER, where chance alone fails with CHANCE.
+def smallest_distance(n: int, freedom: int, rounding: float = 0.0) -> float:
+    """The total variation between cells that n samples find with POWER, where chance and rounding fail with CHANCE.
 
     A distance d adds at least 4 n d^2 to the statistic (Cauchy and Schwarz), as a chi-square's noncentrality.
     """
-    limit = next_above(freedom)
+    limit = next_above(freedom, rounding)
     return math.sqrt(_falls_to(lambda x: 1 - chance_of(limit, freedom, x), 1 - POWER) / (4 * n))
 
 
 def _falls_to(chance: Callable[[float], float], level: float) -> float:
-    """Where a chance that falls from 0 to 1000 on is at this level."""
-    low, high = 0.0, 1000.0
+    """Where a chance that falls from 0 to MOST on is at this level."""
+    low, high = 0.0, MOST
     for _ in range(60):
         low, high = (middle, high) if chance(middle := (low + high) / 2) > level else (low, middle)
     return high
@@ -248,27 +282,46 @@ def _falls_to(chance: Callable[[float], float], level: float) -> float:
 def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
     """n samples of each prompt's first two tokens, half of them filtered, against the exact distributions.
 
-    Prompts take turns, so neighbours in the batch draft from other distributions; all have seeds of their own.
+    Prompts take turns, so neighbours in the batch draft from other distributions; all have seeds of their own. A token
+    that its filter leaves out is wrong, however rare. ValueError if n is so large that rounding would decide.
     """
     gamma = engine.draft.max_gamma
     ways = [SamplingParams(max_tokens=gamma + 2, ignore_eos=True, **how) for how in (FREE, FILTERED)]
     kinds = [(prompt, way) for prompt in prompts for way in ways]
-    cells = [Cells.of(lambda ids: engine.logits(ids, last=1)[0], *kind) for kind in kinds]
     each = -(-n // len(ways))
+    tie = partial(_tie, dtypes_of(engine))
+    cells = [Cells.of(lambda ids: engine.logits(ids, last=1)[0], *kind, tie) for kind in kinds]
+    rounding = each * sum(one.rounding for one in cells)
+    if rounding > MOST / 4:
+        most = int(n * MOST / 4 / rounding)
+        raise ValueError(f"{n:,} samples of a prompt would tell how {engine.dtype_name} rounds: at most {most:,}")
     asked = [replace(kinds[i % len(kinds)][1], seed=i) for i in range(each * len(kinds))]
     done = engine.generate([kinds[i % len(kinds)][0] for i in range(len(asked))], asked)
-    found = []
+    found, left_out = [], 0
     for i, one in enumerate(cells):
-        counts = one.count([c.tokens for c in done[i :: len(cells)]])
-        found.append(g_statistic(counts, one.expected * each))
-    statistic, freedom = sum(g for g, _ in found), max(1, sum(k for _, k in found))
-    chance, finds = chance_of(statistic, freedom), smallest_distance(len(done), freedom)
+        outputs = [c.tokens for c in done[i :: len(cells)]]
+        left_out += one.left_out(outputs)
+        found.append(g_statistic(one.count(outputs), one.expected * each))
+    statistic, freedom = sum(g for g, _ in found), sum(k for _, k in found)
+    figures = {"samples": len(done), "g": statistic, "freedom": freedom, "left_out": left_out, "rounding": rounding}
+    if not freedom:
+        text = f"nothing tested: {len(done):,} samples are too few for distributions as narrow as these"
+        return Finding("samples", False, text, figures)
+    chance = chance_of(statistic, freedom, rounding)
+    in_all, in_one = (smallest_distance(count, freedom, rounding) for count in (len(done), each))
     text = (
-        f"{len(done):,} samples against the exact distribution: p = {chance:.2g} (fails below {CHANCE:g}); "
-        f"a distance of {finds:.1%} would have been found with {POWER:.0%}"
+        f"{len(done):,} samples in cells against {len(cells)} exact distributions: p = {chance:.2g} (fails below "
+        f"{CHANCE:g}); a distance of {in_all:.1%} in all of them, or {in_one:.1%} in one, would have been found with "
+        f"{POWER:.0%}"
     )
-    figures = {"samples": len(done), "g": statistic, "freedom": freedom, "p": chance, "finds": finds}
-    return Finding("samples", chance >= CHANCE, text, figures)
+    if left_out:
+        text += f"; {left_out:,} hold a token that their filter leaves out"
+    figures |= {"p": chance, "finds_in_all": in_all, "finds_in_one": in_one}
+    return Finding("samples", chance >= CHANCE and not left_out, text, figures)
+
+
+def _tie(dtypes: Sequence[str], best: float) -> float:
+    return near_tie(best, *dtypes)
 
 
 # ---- seeds and refills -----------------------------------------------------------------------------------------------
@@ -290,7 +343,8 @@ def seeds(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     for i in order:
         alone, _ = _decode(engine, prompts, params, [i])
         different += [f"row {i} alone"] if alone[i] != first[i] else []
-    text = f"{len(order)} rows: the same tokens alone, beside others, again, in another order, in {moved} other slots"
+    where_to = f", in {moved} other slots" if moved else "; no row came to another slot, which is not tested"
+    text = f"{len(order)} rows: the same tokens alone, beside others, again, in another order{where_to}"
     if different:
         text = f"{len(different)} of {4 * len(order)} outputs are others: {', '.join(different[:3])}"
     return Finding("seeds", not different, text, {"rows": len(order), "different": different, "moved": moved})

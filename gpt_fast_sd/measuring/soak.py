@@ -26,13 +26,14 @@ from ..engine import Engine
 from ..registry import heeds
 from . import lossless
 from .grid import Setting
-from .machine import resident_bytes
-from .proof import Finding
+from .machine import allocated_bytes, resident_bytes
+from .proof import Finding, dtypes_of
 
 LEFT = 0.25  # share of the calls that are left half-way
 LATE = 0.3  # share of the times that a prompt lets the engine wait
 AGAIN = 0.3  # share of the sampled requests that were asked before
 KEPT = 64  # sampled outputs of a policy that are kept for that
+HALF = 8  # rests that growth is told of
 MOST_GROWTH = 4 * 2**20  # bytes per change of policy: torch keeps a mark at every weight of each step it has compiled
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
@@ -50,7 +51,8 @@ class Rest:
 
     seconds: float
     draft: str
-    resident: int  # bytes; 0 if unknown
+    resident: int | None  # bytes of the process; None if unknown
+    allocated: int | None  # bytes that tensors take on a CUDA device; None on others
     graphs: int  # compiled for the target's steps since the start
     recompiles: int  # graphs compiled while rows were decoded
 
@@ -74,33 +76,36 @@ class Soaked:
         """Graphs compiled while rows were decoded: there should be none."""
         return sum(rest.recompiles for rest in self.rests)
 
-    def growth(self) -> float | None:
-        """Bytes that the process grew by with each change of policy, in the second half of the soak.
+    def growth(self, what: str = "resident") -> float | None:
+        """Bytes by which what a rest tells, "resident" or "allocated", grew with each change in the soak's second half.
 
-        The median over all pairs of rests (Theil and Sen's slope), which a few large allocations do not move. None for
-        fewer than eight rests: every policy compiles something new at first.
+        The median over all pairs of rests (Theil and Sen's slope), which a few large allocations do not move. None if
+        that half has fewer than HALF rests, since every policy compiles something new at first, or if it is unknown.
         """
-        rests = self.rests[len(self.rests) // 2 :]
-        if len(rests) < 8:
+        sizes: list[int | None] = [getattr(rest, what) for rest in self.rests[len(self.rests) // 2 :]]
+        known = [size for size in sizes if size is not None]
+        if len(sizes) < HALF or len(known) < len(sizes):
             return None
-        pairs = ((i, j) for j in range(len(rests)) for i in range(j))
-        return statistics.median((rests[j].resident - rests[i].resident) / (j - i) for i, j in pairs)
+        pairs = ((i, j) for j in range(len(known)) for i in range(j))
+        return statistics.median((known[j] - known[i]) / (j - i) for i, j in pairs)
 
 
 def finding(found: Soaked) -> Finding:
     """What a soak says of an engine."""
-    growth = found.growth()
+    growth = {what: found.growth(what) for what in ("resident", "allocated")}
     text = (
         f"{found.requests:,} requests over {len(found.rests):,} changes of policy: {found.greedy:,} greedy outputs "
         f"compared with the target's logits ({found.ties:,} near-ties), {found.again:,} samples with earlier ones; "
         f"{found.left:,} calls left"
     )
     text += f"; {found.recompiles:,} recompiles"
-    if growth is not None:
-        text += f"; {growth / 2**20:+.1f} MiB per change"
+    for what, size in growth.items():
+        text += f"; {size / 2**20:+.1f} MiB {what} per change" if size is not None else ""
+    if all(size is None for size in growth.values()):
+        text += "; growth of memory not known after so few changes" if found.rests else ""
     if found.wrong:
         text += f"; {len(found.wrong):,} wrong: {found.wrong[0]}"
-    passed = not (found.wrong or found.recompiles or (growth or 0) > MOST_GROWTH)
+    passed = not (found.wrong or found.recompiles or max(size or 0 for size in growth.values()) > MOST_GROWTH)
     return Finding("soak", passed, text, asdict(found) | {"growth": growth})
 
 
@@ -137,8 +142,8 @@ def soak(
                 if output is not None:
                     _check(engine, draft, request, output, before, found)
         gc.collect()
-        graphs, label = engine.rounds.graphs, name_of(draft)
-        found.rests.append(Rest(time.perf_counter() - began, label, resident_bytes() or 0, graphs, recompiles))
+        seconds_so_far, held = time.perf_counter() - began, (resident_bytes(), allocated_bytes(engine.device))
+        found.rests.append(Rest(seconds_so_far, name_of(draft), *held, engine.rounds.graphs, recompiles))
         progress(found)
     return found
 
@@ -232,8 +237,9 @@ def _ties(engine: Engine, draft: DraftConfig, prompt: Sequence[int], output: Seq
     logits = _logits(engine, [*prompt, *output], len(output))
     chosen = torch.tensor(output, device=logits.device)
     gaps = logits.max(1).values - logits.gather(1, chosen[:, None])[:, 0]
-    dtypes = engine.dtype_name, engine.config.kv_dtype or engine.dtype_name
-    for at in (i for i, gap in enumerate(gaps.tolist()) if not lossless.is_near_tie(gap, *dtypes)):
+    both = zip(gaps.tolist(), logits.max(1).values.tolist(), strict=True)
+    ties = [lossless.is_near_tie(gap, *dtypes_of(engine), best=best) for gap, best in both]
+    for at in (i for i, tie in enumerate(ties) if not tie):
         found.wrong.append(
             f"{name_of(draft)}: greedy token {at} after a prompt of {len(prompt):,} tokens is {output[at]}, whose "
             f"logit is {gaps[at]:.3g} below the best"

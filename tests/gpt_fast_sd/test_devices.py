@@ -214,7 +214,7 @@ def test_generate_refuses_with_that_sentence_alone_and_code_2(
     monkeypatch.setattr(Group, "load", no_weights)
     machine(monkeypatch, tmp_path)
     with pytest.raises(SystemExit) as end:
-        generate.main(["--device", "cuda", "--prompt", "hi"])
+        generate.main(["--model", "bundled", "--device", "cuda", "--prompt", "hi"])
     assert end.value.code == 2
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and re.search(f"^generate.py: {sentence}", said)
@@ -491,3 +491,17 @@ def test_a_cpus_free_memory_is_what_is_available_and_what_its_control_groups_lea
     free = free_memory(CPU)
     assert free is not None and free // GIB == (16 if gib is None else gib)
     assert free_memory(CPU, held=16 * GIB) <= 0  # untouched memory, of which the kernel knows nothing yet
+
+
+@pytest.mark.parametrize(("touched", "free"), [(0, 2), (1, 3), (4, 6), (9, 6)])
+def test_memory_of_others_and_what_is_held_untouched_both_count(
+    touched: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 GiB others use 6, and this process has touched some of the 4 that it holds: each left the other out."""
+    monkeypatch.setattr("gpt_fast_sd.devices.PROC", tmp_path)
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * GIB >> 12, "SC_PAGE_SIZE": 1 << 12}.__getitem__)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text(f"RssAnon:\t{touched * GIB >> 10} kB\n")
+    (tmp_path / "meminfo").write_text("MemAvailable: 6291456 kB\n")
+    found = free_memory(CPU, held=4 * GIB)
+    assert found is not None and found // GIB == free

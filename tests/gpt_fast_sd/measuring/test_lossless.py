@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from gpt_fast_sd.measuring.lossless import Difference, differences, first_difference, is_near_tie, logits_after
+from gpt_fast_sd.measuring.lossless import (
+    Difference,
+    differences,
+    first_difference,
+    is_near_tie,
+    logits_after,
+    near_tie,
+)
 from tests.helpers import random_ids, tiny_model, whole_text_logits
 
 
@@ -27,7 +34,7 @@ def test_a_difference_is_told_with_both_tokens_and_the_gap_of_their_logits() -> 
         return torch.tensor([0.0, 1.0, 3.0, 2.5])
 
     outputs = [(0, [7], [1, 2], [1, 2]), (4, [7, 8], [2, 2], [2, 3]), (5, [9], [1], [1, 0])]
-    assert differences(outputs, logits) == [Difference(4, 1, 2, 3, 0.5), Difference(5, 1, None, 0, 3.0)]
+    assert differences(outputs, logits) == [Difference(4, 1, 2, 3, 0.5, 3.0), Difference(5, 1, None, 0, 3.0, 3.0)]
     assert asked == [[7, 8, 2], [9, 1]]
     assert [one.gap for one in differences(outputs, logits, seconds=0.0)] == [None, None]
 
@@ -35,6 +42,12 @@ def test_a_difference_is_told_with_both_tokens_and_the_gap_of_their_logits() -> 
 def test_a_near_tie_is_one_in_the_coarser_dtype() -> None:
     assert is_near_tie(0.2, "fp32", "bf16") and not is_near_tie(0.2, "fp32", "fp16")
     assert not is_near_tie(math.inf, "bf16")
+
+
+@pytest.mark.parametrize(("best", "limit"), [(-40.0, 1.0), (0.0, 0.25), (15.9, 0.25), (16.0, 0.5), (40.0, 1.0)])
+def test_a_near_tie_grows_with_the_last_place_of_the_best_logit(best: float, limit: float) -> None:
+    assert near_tie(best, "bf16") == limit
+    assert is_near_tie(limit, "bf16", best=best) and not is_near_tie(limit * 1.01, "bf16", best=best)
 
 
 def test_the_logits_after_a_text_are_those_of_its_last_token() -> None:

@@ -167,6 +167,17 @@ def test_exact_finds_a_step_whose_width_varies(monkeypatch: pytest.MonkeyPatch) 
     assert not finding.passed, finding.line
 
 
+def test_gamma_auto_which_no_seed_fixes_is_refused() -> None:
+    auto = Engine(tiny_model(), None, CONFIG, DraftConfig(policy="streaming", gamma="auto"))
+    with pytest.raises(ValueError, match='gamma "auto" depends on measured times'):
+        list(proof.prove(lambda config: auto, CONFIG, PROMPTS, N_TOKENS, 200))
+
+
+def test_one_slot_is_not_said_to_have_been_changed() -> None:
+    finding = proof.seeds(narrow(batch_size=1), PROMPTS[:2], N_TOKENS)
+    assert finding.passed and finding.text.endswith("no row came to another slot, which is not tested")
+
+
 # ---- the test of samples itself --------------------------------------------------------------------------------------
 
 
@@ -193,3 +204,54 @@ def test_cells_hold_all_of_the_distribution(engine: Engine) -> None:
     cells = proof.Cells.of(lambda ids: engine.logits(ids, last=1)[0], PROMPTS[0], params)
     assert cells.expected.sum().item() == pytest.approx(1.0) and len(cells.second) == proof.FOLLOWED
     assert cells.count([[a, b] for a in range(23) for b in range(23)]).sum() == 23 * 23
+
+
+PEAKED = torch.tensor([5.0, 4.9, 4.8, 4.7, 4.6, 4.5, 0.0, -0.001, -9.0, -9.0])
+KEPT = SamplingParams(temperature=1.0, top_k=7)  # an id of 0.0 is kept, one of -0.001 is not
+
+
+@pytest.mark.parametrize(("tie", "wrong"), [(0.0, [7, 8, 9]), (1e-2, [8, 9]), (10.0, [])])
+def test_a_token_that_the_filter_leaves_out_is_wrong_unless_rounding_may_let_it_in(
+    tie: float, wrong: list[int]
+) -> None:
+    cells = proof.Cells.of(lambda ids: PEAKED, [1], KEPT, lambda best: tie)
+    assert [token for token in range(10) if cells.left_out([[token, 0]])] == wrong
+    assert [token for token in range(10) if cells.left_out([[0, token]])] == wrong  # 0 is followed
+    assert cells.left_out([[6, 9]]) == 0  # and 6 is not: what comes after it is unknown
+
+
+def test_samples_find_a_filter_that_leaks_rarely(wide: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Engine.generate
+
+    def leaking(self: Engine, *args: Any, **how: Any) -> Any:
+        done = stream(self, *args, **how)
+        cells = proof.Cells.of(lambda ids: self.logits(ids, last=1)[0], PROMPTS[0], SamplingParams(**proof.FILTERED))
+        one = next(i for i, c in enumerate(done) if i % 4 == 1)  # the first prompt's, filtered
+        token = int(cells.outside[None].nonzero()[0])
+        return [replace(c, tokens=[token, *c.tokens[1:]]) if i == one else c for i, c in enumerate(done)]
+
+    monkeypatch.setattr(Engine, "generate", leaking)
+    monkeypatch.setattr(proof, "FILTERED", {"temperature": 1.0, "top_k": 4})
+    finding = drawn(wide)
+    assert not finding.passed and finding.text.endswith("; 1 hold a token that their filter leaves out")
+    assert finding.figures["p"] > proof.CHANCE
+
+
+def test_the_edge_of_a_filter_that_rounding_moves_is_allowed_for() -> None:
+    logits = torch.tensor([0.501, 0.3, 0.1, 0.0989, 0.0001]).log()  # top-p of 0.9 ends at the third token, by a hair
+    how = SamplingParams(temperature=1.0, top_p=0.9)
+    sharp = proof.Cells.of(lambda ids: logits, [1], how)
+    blunt = proof.Cells.of(lambda ids: logits, [1], how, lambda best: 0.25)
+    assert sharp.rounding == 0 and blunt.rounding > 0.03
+    assert sharp.left_out([[3, 0]]) == 1 and blunt.left_out([[3, 0]]) == 0
+    assert blunt.left_out([[4, 0]]) == 1  # a thousandth of its likelihood
+
+
+def test_nothing_is_proved_by_samples_that_fill_one_cell_and_too_many_are_refused(
+    wide: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = proof.samples(wide, PROMPTS[:2], 1)
+    assert not finding.passed and finding.text.startswith("nothing tested: 4 samples are too few")
+    monkeypatch.setattr(proof, "near_tie", lambda best, *dtypes: 0.25)
+    with pytest.raises(ValueError, match=r"1,000,000 samples of a prompt would tell how fp32 rounds: at most \d"):
+        proof.samples(wide, PROMPTS[:2], 10**6)

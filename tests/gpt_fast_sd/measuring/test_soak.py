@@ -10,7 +10,8 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.acceptance import AcceptResult
-from gpt_fast_sd.measuring.soak import Rest, Soaked, soak
+from gpt_fast_sd.measuring.proof import Finding
+from gpt_fast_sd.measuring.soak import Rest, Soaked, finding, soak
 from tests.helpers import random_ids, tiny_model
 
 SMALL = EngineConfig(batch_size=3, max_seq_len=256, compile=False)
@@ -69,6 +70,23 @@ def test_tokens_that_are_not_the_target_s_and_samples_that_do_not_repeat_are_fou
 
 
 def test_memory_that_grows_with_each_change_is_seen() -> None:
-    rests = [Rest(float(i), "off", 1000 + 7 * i + random.Random(i).choice([0, 0, 0, 100]), 1, 0) for i in range(40)]
+    sizes = [1000 + 7 * i + random.Random(i).choice([0, 0, 0, 100]) for i in range(40)]
+    rests = [Rest(float(i), "off", size, None, 1, 0) for i, size in enumerate(sizes)]
     assert Soaked(rests=rests).growth() == pytest.approx(7, abs=2)
-    assert Soaked(rests=rests[:10]).growth() is None
+    assert Soaked(rests=rests).growth("allocated") is None
+    assert Soaked(rests=rests[:14]).growth() is None and Soaked(rests=rests[:15]).growth() is not None
+
+
+@pytest.mark.parametrize("what", ["resident", "allocated"])
+def test_memory_that_grows_too_fast_fails_and_unknown_memory_is_not_called_steady(what: str) -> None:
+    steady = {"resident": None, "allocated": 100}
+
+    def found(step: int) -> Finding:
+        rests = [Rest(float(i), "off", graphs=1, recompiles=0, **steady | {what: step * i}) for i in range(20)]
+        return finding(Soaked(rests=rests))
+
+    slow, fast = found(2**20), found(5 * 2**20)
+    assert slow.passed and f"+1.0 MiB {what} per change" in slow.text
+    assert not fast.passed and f"+5.0 MiB {what} per change" in fast.text
+    unknown = finding(Soaked(rests=[Rest(0.0, "off", None, None, 1, 0)] * 20))
+    assert unknown.passed and "growth of memory not known" in unknown.text and "MiB" not in unknown.text
