@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Special tokens written out in a text are read as such, as in transformers."""
+    """Text to token ids and back. Special tokens written out in a text are read as such, as in transformers.
+
+    Not so in a conversation: what somebody wrote cannot end their message and begin another's.
+    """
 
     vocab_size: int  # one more than the largest id
     bos_id: int | None  # what encode puts first; None if this tokenizer puts nothing
@@ -41,8 +44,12 @@ class Tokenizer(Protocol):
         """Text without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation (a {"role": ..., "content": ...} each) up to where the assistant answers."""
+    def chat(self, messages: Sequence[Mapping[str, str]], *, parse_special: bool = False) -> list[int]:
+        """Token ids of a conversation (a {"role": ..., "content": ...} each) up to where the assistant answers.
+
+        parse_special: special tokens written out in messages are read as such; else they are text, as others are, and
+        only the template writes special ones.
+        """
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -176,6 +183,7 @@ class _BytesTokenizer(ABC):
     bos_id: int | None
     eos_ids: tuple[int, ...]
     drops_first_space: bool = False
+    special: frozenset[str] = frozenset()  # texts that are read as tokens that add no text
 
     def __init__(self, notes: _Notes) -> None:
         self.notes = notes
@@ -196,8 +204,42 @@ class _BytesTokenizer(ABC):
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.drops_first_space else text
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode(_render(self.notes, self._template, messages), bos=False)  # the template writes BOS itself
+    def _continued(self, text: str) -> list[int]:
+        """Ids of what stands behind other text: a tokenizer may put a space before the first word, but not before this.
+
+        Behind a line end, whose ids are taken away, as transformers does it.
+        """
+        if not self.drops_first_space:
+            return self._encode(text)
+        head, ids = self._encode("\n"), self._encode("\n" + text)
+        return ids[len(head) :] if ids[: len(head)] == head else self._encode(text)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], *, parse_special: bool = False) -> list[int]:
+        conversation = _conversation(messages)
+        texts = [text for message in conversation for text in message.values()]
+        for text in texts:
+            _refuse_surrogates(text)
+        mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
+        if mark is None:
+            raise ValueError("messages hold all of U+FDD0 to U+FDEF, of which none is a character")
+        if not parse_special and self.special:
+            found = re.compile(f"(?={'|'.join(map(re.escape, self.special))})")  # overlapping ones, too
+            conversation = [{name: _cut(text, found, mark) for name, text in m.items()} for m in conversation]
+        first, *others = _render(self.notes, self._template, conversation).split(mark)
+        ids = self.encode(first, bos=False)  # the template writes BOS itself
+        for part in others:
+            _refuse_surrogates(part)
+            ids += self._continued(part)
+        return ids
+
+
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # 32 of the code points that are never characters
+
+
+def _cut(text: str, found: re.Pattern[str], mark: str) -> str:
+    """The text with a mark behind the first character of each match: parted there, it has no match left."""
+    places = [match.start() + 1 for match in found.finditer(text)]
+    return mark.join(text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True))
 
 
 def _refuse_surrogates(text: str) -> None:
@@ -209,7 +251,7 @@ def _refuse_surrogates(text: str) -> None:
         raise ValueError(f"character {error.start:,} of the text is {half}, half a character: not UTF-8") from None
 
 
-def _render(notes: _Notes, template: Template | None, messages: Sequence[Mapping[str, str]]) -> str:
+def _render(notes: _Notes, template: Template | None, conversation: list[dict[str, str]]) -> str:
     """The text of a conversation by the folder's own template, which is untrusted; CheckpointError if it gives none."""
     if notes.template is None or template is None:
         raise CheckpointError(f"{notes.folder} has no chat template, so its model continues plain text only")
@@ -220,7 +262,7 @@ def _render(notes: _Notes, template: Template | None, messages: Sequence[Mapping
             f"the chat template of {notes.folder} has {len(notes.template):,} characters, over {MOST_OF_A_TEMPLATE:,}"
         )
     try:
-        return template.render(_conversation(messages))
+        return template.render(conversation)
     except TemplateError as error:
         raise CheckpointError(
             f"the chat template of {notes.folder} refuses these messages: {first_line(error)}"
@@ -284,6 +326,9 @@ class _SentencePieceTokenizer(_BytesTokenizer):
         self.vocab_size = len(self._bytes)
         control = {pieces.id_to_piece(i): i for i in range(n_pieces) if pieces.is_control(i) or pieces.is_unknown(i)}
         self._special = control | {text: i for text, (i, _) in notes.added.items()}
+        self.special = frozenset(
+            control.keys() | {x for x, (_, special) in notes.added.items() if special or x in named}
+        )
         longest_first = sorted(self._special, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
@@ -304,6 +349,11 @@ class _SentencePieceTokenizer(_BytesTokenizer):
             elif part:
                 ids += (self._pieces if n == 0 or self.notes.legacy else self._within).encode(part)
         return ids
+
+    def _continued(self, text: str) -> list[int]:
+        first, *others = self._split.split(text)
+        ids: list[int] = self._within.encode(first)
+        return ids + self._encode("".join(others))
 
 
 def _sentencepiece_bytes(pieces: Any, token: int) -> bytes:
@@ -340,12 +390,10 @@ class _FastTokenizer(_BytesTokenizer):
         self._bytes = [b""] * self.vocab_size
         for piece, i in vocab.items():
             self._bytes[i] = table.of(piece)
-        for token in raw.get("added_tokens", []):
-            if token["special"] and token["content"] in vocab:
-                self._bytes[vocab[token["content"]]] = b""
-        for text in notes.special.values():
-            if text in vocab:
-                self._bytes[vocab[text]] = b""
+        added = {token["content"] for token in raw.get("added_tokens", []) if token["special"]}
+        self.special = frozenset(text for text in (*added, *notes.special.values()) if text in vocab)
+        for text in self.special:
+            self._bytes[vocab[text]] = b""
 
         prefix: list[int] = library.encode("").ids
         bos = vocab.get(notes.special["bos_token"]) if "bos_token" in notes.special else next(iter(prefix), None)
@@ -455,6 +503,7 @@ class _TiktokenTokenizer(_BytesTokenizer):
         self._encoding: Any = Encoding(
             path.name, pat_str=_LLAMA_3_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
+        self.special = frozenset(special)
         self._bytes = [token for token, _ in sorted(ranks.items(), key=lambda item: item[1])]
         self.vocab_size = len(ranks) + len(special)
         self.bos_id = special["<|begin_of_text|>"] if notes.add_bos is not False else None
@@ -612,7 +661,7 @@ class _BytePairTokenizer(_BytesTokenizer):
         special = [text for text, kind in zip(texts, kinds, strict=True) if kind in (_CONTROL, _UNKNOWN)]
         library.add_special_tokens([AddedToken(text, normalized=False) for text in special])
         library.add_tokens([AddedToken(text, normalized=False) for text in vocabulary.notes.added])
-        self._library = library
+        self._library, self.special = library, frozenset(special)
 
         table = _byte_of_char()
         self._bytes = [_byte_pair_bytes(text, kind, table) for text, kind in zip(texts, kinds, strict=True)]

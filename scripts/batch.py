@@ -11,9 +11,9 @@ itself. Blank lines are skipped. A line of the output is
     {"index": line of the input from 0, "id": ..., "tokens": [...], "text": ..., "finish_reason": ..., "stats": {...}}
 
 A line that cannot be continued (no JSON, unknown keys, too long, ...) goes to OUT.rejects.jsonl with its number and the
-reason, and the others go on. Without a seed of its own a sampled line draws with --seed and its index, so that a run
-that was interrupted writes what another would have written (in 16 bits up to rounding, with --exact bit for bit; with
---gamma auto, which goes by the clock, for greedy lines).
+reason, and the others go on; so does one on which the engine fails, alone too. Without a seed of its own a sampled line
+draws with --seed and its index, so that a run that was interrupted writes what another would have written (in 16 bits
+up to rounding, with --exact bit for bit; with --gamma auto, which goes by the clock, for greedy lines).
 
 What is written is kept: a line goes out in one piece, and one that a crash tore is cut off at the next start; while a
 process writes OUT.jsonl it holds OUT.jsonl.lock, and no other one can. Goes on only with the input, the model and the
@@ -32,6 +32,7 @@ import dataclasses
 import hashlib
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ from tqdm import tqdm
 
 from common import ProgressLine, refuse, refusing, sentence, started
 from files import check_files
-from flags import CHAT, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.measuring.document import as_record
 from gpt_fast_sd.measuring.ledger import as_json
@@ -61,6 +62,7 @@ AHEAD = 16  # lines per slot that may be read before the oldest of them is writt
 BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
 REJECTED = 4  # exit code
+FAILURES = 3  # lines in a row on which the engine fails alone: then it is not the lines
 
 
 # ---- the lines -------------------------------------------------------------------------------------------------------
@@ -123,6 +125,10 @@ class Share:
             for index, raw in enumerate(file):
                 if index % self.of == self.rank and raw.strip():
                     yield index, raw.strip()
+
+    def line(self, index: int) -> bytes:
+        """One of them."""
+        return next(raw for i, raw in self.lines() if i == index)
 
     def __len__(self) -> int:
         return sum(1 for _ in self.lines())
@@ -193,8 +199,12 @@ class Writer:
             self._write(record)
             return
         self._held[task.index] = record
-        while self._expected and self._expected[0] in self._held:
-            self._write(self._held.pop(self._expected.popleft()))
+        self._write_held()
+
+    def dropped(self, task: Task) -> None:
+        """Expect its completion no more, and write those that waited for it."""
+        self._expected.remove(task.index)
+        self._write_held()
 
     def rejected(self, index: int, raw: bytes, reason: str) -> None:
         """Record which line was rejected, why, and its text."""
@@ -204,6 +214,10 @@ class Writer:
             self._rejects = Log(self._place_of_rejects, locked=False)
         text = raw.decode("utf-8", "replace")
         self._rejects.write({"index": index, "line": index + 1, "reason": reason, "input": text})
+
+    def _write_held(self) -> None:
+        while self._expected and self._expected[0] in self._held:
+            self._write(self._held.pop(self._expected.popleft()))
 
     def _write(self, record: Record) -> None:
         if self._output:
@@ -216,17 +230,29 @@ class Writer:
                 log.close()
 
 
+class EngineFailed(Exception):
+    """The engine raised, not what stands around it. lost: its device is, and with it the engine."""
+
+    def __init__(self, said: str, *, lost: bool) -> None:
+        super().__init__(said)
+        self.lost = lost
+
+
 def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, writer: Writer, bar: Any) -> int:
     """Continue all lines of the share that are not done; return how many tokens that gave.
 
     A line is read when a slot is free for it, so that slots idle only at the end of the file; but where the output
     keeps the input's order, no more than AHEAD lines per slot are kept in memory behind one that takes long.
+
+    Where the engine raises, each line that it was at is continued alone, and rejected if it raises again. EngineFailed
+    if it does so for FAILURES lines in a row, which are not rejected then: it may be none of their fault. So it is at
+    once if the engine runs in several processes, which do not fail together, or if its device is lost.
     """
-    under_way: dict[int, Task] = {}  # by the number of the prompt
-    n_tokens, started = 0, time.perf_counter()
+    under_way: dict[int, Task] = {}  # by the number of the prompt in this stream
+    suspects: list[tuple[Task, str]] = []  # failed alone, and nothing has been finished since
+    n_tokens, started, numbers = 0, time.perf_counter(), count()
 
     def prompts() -> Iterator[tuple[list[int], SamplingParams] | None]:
-        numbers = count()
         for index, raw in share.lines():
             if done[index]:
                 continue
@@ -243,13 +269,58 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
             writer.expect(task)
             yield task.prompt, task.params
 
-    for event in engine.stream(prompts()):
-        n_tokens += len(event.tokens)
-        if event.completion:
-            writer.finished(under_way.pop(event.index), event.completion)
-            bar.set_postfix_str(f"{n_tokens / (time.perf_counter() - started):,.0f} tokens/s", refresh=False)
+    def reject_suspects() -> None:
+        for task, reason in suspects:
+            writer.rejected(task.index, share.line(task.index), reason)
+            writer.dropped(task)
             bar.update()
+        suspects.clear()
+
+    def work(source: Iterator[tuple[list[int], SamplingParams] | None]) -> None:
+        nonlocal n_tokens
+        for event in engine_errors(engine.stream(source)):
+            n_tokens += len(event.tokens)
+            if event.completion:
+                reject_suspects()
+                writer.finished(under_way.pop(event.index), event.completion)
+                bar.set_postfix_str(f"{n_tokens / (time.perf_counter() - started):,.0f} tokens/s", refresh=False)
+                bar.update()
+
+    lines = prompts()  # another stream goes on with it
+    while True:
+        try:
+            work(lines)
+            break
+        except EngineFailed as error:
+            if engine.parallel.mesh is not None or error.lost:
+                raise
+            print(f"\n{PROGRAM}: the engine failed: {error}; each line is tried alone", file=sys.stderr, flush=True)
+            again = list(under_way.values())
+        for task in again:
+            under_way.clear()
+            under_way[0] = task
+            try:
+                work(iter([(task.prompt, task.params)]))
+            except EngineFailed as error:
+                suspects.append((task, f"the engine failed on it, alone too: {error}"))
+                if len(suspects) == FAILURES or error.lost:
+                    raise
+        under_way.clear()
+        numbers = count()
+    reject_suspects()
     return n_tokens
+
+
+def engine_errors(events: Iterator[TokenEvent]) -> Iterator[TokenEvent]:
+    """The same events; EngineFailed for an error, but not for one of files, which may be those of the lines."""
+    try:
+        yield from events
+    except OSError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{sentence(error)} ({Path(place.filename).name}:{place.lineno})"
+        raise EngineFailed(said, lost=isinstance(error, torch.AcceleratorError)) from error
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -266,6 +337,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="lines that could not be continued (default: OUT.rejects.jsonl)")  # fmt: skip
     add("--fresh", action="store_true", help="forget what the output holds")
     add("--chat", action="store_true", help=CHAT)
+    add("--parse-special", action="store_true", help=PARSE_SPECIAL)
     sampling = parser.add_argument_group("how lines are continued that do not say it themselves")
     seed = {"default": 0, "help": "line i draws with S + i"}
     add_flags(sampling, SamplingParams, max_tokens={"default": 128}, seed=seed)
@@ -332,7 +404,7 @@ def prepare(args: argparse.Namespace) -> Job:
         if lock:
             lock.close()
         raise
-    encoder = Encoder(load_tokenizer(folder, config), args.chat)
+    encoder = Encoder(load_tokenizer(folder, config), args.chat, parse_special=args.parse_special)
     return Job(
         args=args, parallel=parallel, share=share, files=files, draft=draft, done=done,
         left=len(share) - int(done.sum()), reader=Reader(encoder, common, args.seed, room), lock=lock,
@@ -374,6 +446,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             counts = parallel.gather([(parallel.dp_rank, n_tokens)])  # all replicas are done
             if parallel.is_main:
                 job.files.merge(ordered=args.order == "input")
+    except EngineFailed as error:
+        writer.close()
+        stop(error)
     except OSError as error:
         stop(error)
     parallel.close()
@@ -407,9 +482,10 @@ def report(files: Files, n_tokens: int, seconds: float, *, under_torchrun: bool)
             raise SystemExit(REJECTED)
 
 
-def stop(error: OSError) -> NoReturn:
-    """Exit because of a full disk or the like; what is written is kept."""
-    print(f"{PROGRAM}: {sentence(error)}; the same command goes on from here", file=sys.stderr, flush=True)
+def stop(error: OSError | EngineFailed) -> NoReturn:
+    """Exit because of a full disk, an engine that fails or the like; what is written is kept."""
+    said = sentence(error) if isinstance(error, OSError) else f"the engine failed: {error}"
+    print(f"{PROGRAM}: {said}; the same command goes on from here", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 

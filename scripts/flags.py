@@ -33,6 +33,7 @@ Parser = argparse.ArgumentParser | argparse._ArgumentGroup
 Change = Mapping[str, Any] | None  # arguments of argparse's add_argument that are a program's own, see add_flags
 MODELS = "'smollm2', 'bundled', a model folder, a GGUF file or a hub id"
 CHAT = "wrap each text in the model's chat template as a user message"
+PARSE_SPECIAL = "read special tokens that are written out in messages as such (default: they are text)"
 
 MOST_THREADS = 1024
 

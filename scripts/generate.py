@@ -47,7 +47,7 @@ import torch
 
 from common import ProgressLine, alone_prints, end_if_nobody_reads, refusing, started
 from files import check_files, path_of, save, trace_of
-from flags import CHAT, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
+from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
 from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.measuring import Recorder
@@ -80,6 +80,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--document", metavar="FILE", type=Path, help="UTF-8 text that stands before every prompt; it is prefilled once"
     )
     prompts.add_argument("--chat", action="store_true", help=CHAT)
+    prompts.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
     sampling = parser.add_argument_group("how they are continued")
     beside = "0; more if no prompt is given"
     add_flags(sampling, SamplingParams, max_tokens={"default": 200}, temperature={"default": None, "unset": beside})
@@ -223,7 +224,7 @@ def read_requests(
         if showpiece:
             temperature, shown_p = SHOWN_AT[args.model == "smollm2"]
             min_p, seed = shown_p if min_p is None else min_p, seed or 0
-    encoder = Encoder(tokenizer, args.chat, read_document(args.document))
+    encoder = Encoder(tokenizer, args.chat, read_document(args.document), args.parse_special)
     common = config_of(SamplingParams, args, temperature=temperature, min_p=min_p, seed=seed)
     if args.prompts is not None:
         return read_lines(args.prompts, encoder, common)

@@ -21,11 +21,13 @@ class Encoder:
     """Turns texts and records into token ids; ValueError that names where they come from.
 
     chat: texts are user messages of the model's chat template. before: a document that precedes every prompt.
+    parse_special: special tokens written out in messages are read as such, and not as text.
     """
 
     tokenizer: Tokenizer | None
     chat: bool = False
     before: str = ""
+    parse_special: bool = False
 
     def text(self, text: str, where: str) -> list[int]:
         """A text as it is, or as a user message."""
@@ -35,9 +37,9 @@ class Encoder:
             raise ValueError(f"{where} is text, but this model has no tokenizer: use --prompts with token ids")
         text = self.before + text
         with naming(where):
-            return (
-                self.tokenizer.chat([{"role": "user", "content": text}]) if self.chat else self.tokenizer.encode(text)
-            )
+            if self.chat:
+                return self.tokenizer.chat([{"role": "user", "content": text}], parse_special=self.parse_special)
+            return self.tokenizer.encode(text)
 
     def record(self, record: object, where: str) -> list[int]:
         """The prompt of one JSONL line."""
@@ -57,7 +59,7 @@ class Encoder:
             if self.tokenizer is None:
                 raise ValueError(f"{where} has messages, but this model has no tokenizer: give token ids")
             with naming(where):
-                return self.tokenizer.chat(self._behind(record["messages"]))
+                return self.tokenizer.chat(self._behind(record["messages"]), parse_special=self.parse_special)
         if not isinstance(record["prompt"], str):
             raise ValueError(f"{where}: prompt must be a text, got {record['prompt']!r}")
         return self.text(record["prompt"], where)

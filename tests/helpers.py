@@ -124,7 +124,7 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], *, parse_special: bool = False) -> list[int]:
         return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
 
     def token_bytes(self, token: int) -> bytes:

@@ -22,6 +22,7 @@ import batch
 import journal
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import load_model, save_hugging_face
+from gpt_fast_sd.scheduling import Schedule
 from tests.helpers import few, random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +150,63 @@ def test_lines_that_make_no_sense_are_rejected_by_number_and_the_others_go_on(
     before = output.read_bytes(), (tmp_path / "out.rejects.jsonl").read_bytes()
     assert code_of(model, source, output, "--max-new-tokens", "4") == 4  # nothing is left, nothing comes twice
     assert before == (output.read_bytes(), (tmp_path / "out.rejects.jsonl").read_bytes())
+
+
+def fail_where(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Any], bool], error: Exception) -> list[int]:
+    """Let a round raise this error if a row's request is bad; the list grows with each."""
+    launch, failed = Schedule._launch, list[int]()
+
+    def launched(self: Schedule, speculate: bool) -> Any:
+        rows = [row for row in self.slots if row]
+        if any(is_bad(row) for row in rows) and any(row.rounds for row in rows):  # in the middle of its text
+            failed.append(len(rows))
+            raise error
+        return launch(self, speculate)
+
+    monkeypatch.setattr(Schedule, "_launch", launched)
+    return failed
+
+
+@pytest.mark.parametrize("order", ["input", "finished"])
+def test_a_line_on_which_the_engine_fails_is_rejected_and_all_others_are_continued(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = prompts(20)
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    source = write_lines(tmp_path / "in.jsonl", records)
+    assert code_of(model, source, whole, "--order", order) == 0
+    bad = [4, 5, 11, 19]
+    ids = [records[i]["prompt"] for i in bad]
+    failed = fail_where(monkeypatch, lambda row: row.prompt in ids, RuntimeError("shapes\nof two"))
+    assert code_of(model, source, output, "--order", order) == 4
+    assert len(failed) == 2 * 4 and max(failed) == 3  # among others, then alone
+    found = {r["index"]: r for r in read_lines(output)}
+    assert found.keys() == {*range(20)} - {*bad}
+    assert order == "finished" or [*found] == sorted(found)
+    for record in read_lines(whole):
+        if record["index"] in found:
+            assert found[record["index"]]["tokens"] == record["tokens"]
+    rejects = read_lines(tmp_path / "out.rejects.jsonl")
+    assert [(r["index"], json.loads(r["input"])["id"]) for r in rejects] == [(i, f"line {i}") for i in bad]
+    assert "the engine failed on it, alone too: RuntimeError: shapes of two (test_batch.py:" in rejects[0]["reason"]
+    assert "each line is tried alone" in capsys.readouterr().err
+    assert code_of(model, source, output, "--order", order) == 4 and len(failed) == 8  # all is done
+
+
+@pytest.mark.parametrize(("error", "tries"), [(RuntimeError("no room"), 4), (torch.AcceleratorError("lost"), 1)])
+def test_an_engine_that_fails_on_every_line_ends_the_job_and_rejects_none(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    error: Exception, tries: int,
+) -> None:  # fmt: skip
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(9)), tmp_path / "out.jsonl"
+    with monkeypatch.context() as patched:
+        failed = fail_where(patched, lambda row: True, error)
+        assert code_of(model, source, output) == 1
+    assert len(failed) == tries
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(f"batch.py: the engine failed: {type(error).__name__}: ") and said.endswith("from here")
+    assert not (tmp_path / "out.rejects.jsonl").exists()
+    assert code_of(model, source, output) == 0 and len(read_lines(output)) == 9
 
 
 def test_an_input_without_a_prompt_gives_an_output_without_a_line(model: Path, tmp_path: Path) -> None:
@@ -325,12 +383,13 @@ def test_a_run_begun_before_a_flag_existed_continues_with_its_default(
     source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
     assert code_of(model, source, output) == 0
     state = json.loads((tmp_path / "out.state.json").read_text())
-    older = {name: value for name, value in state.items() if name not in ("ngram", "n_sink", "refresh", "page")}
-    assert len(older) == len(state) - 4
+    older = {name: value for name, value in state.items() if name not in (*journal.LATER, "parse_special")}
+    assert len(older) == len(state) - 5
     (tmp_path / "out.state.json").write_text(json.dumps(older))
     assert code_of(model, source, output) == 0
     capsys.readouterr()
     assert "was begun with n_sink 4, not 8" in refusal(capsys, model, source, output, "--n-sink", "8")
+    assert "with parse_special False, not True" in refusal(capsys, model, source, output, "--parse-special")
 
 
 def test_gguf_models_are_distinguished_by_pages_throughout_their_parts(

@@ -20,7 +20,7 @@ from gpt_fast_sd.measuring import comparing
 from gpt_fast_sd.measuring.card import verdict
 from gpt_fast_sd.measuring.ledger import write_whole
 from gpt_fast_sd.measuring.lossless import Difference
-from gpt_fast_sd.model import save_hugging_face
+from gpt_fast_sd.model import load_tokenizer, read_config, save_hugging_face
 from gpt_fast_sd.registry import policies
 from gpt_fast_sd.requests import TokenEvent
 from gpt_fast_sd.stats import EngineStats
@@ -535,6 +535,23 @@ def test_a_gguf_file_writes_what_the_folder_it_was_made_of_writes(
     assert run["completions"][0]["text"]
 
 
+@pytest.mark.parametrize("way", ["--chat", "messages"])
+def test_a_special_token_in_a_message_is_text_unless_asked_for(
+    script: ModuleType, gguf_file: Path, tmp_path: Path, way: str
+) -> None:
+    config = read_config(gguf_file)
+    text, path = "Why?<|1|>", tmp_path / "in.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": text}]}), encoding="utf-8")
+    given = ["--chat", "--prompt", text] if way == "--chat" else ["--prompts", str(path)]
+
+    def n_tokens(*flags: str) -> int:
+        (ids,), _ = script.read_requests(script.parse([*given, *flags]), load_tokenizer(gguf_file, config), config)
+        return len(ids)
+
+    assert n_tokens() == 1 + len(text) + 1
+    assert n_tokens("--parse-special") == 1 + len("Why?") + 1 + 1
+
+
 def test_messages_of_half_a_character_and_a_template_that_fails_are_one_sentence(
     script: ModuleType, capsys: pytest.CaptureFixture[str], gguf_file: Path, tmp_path: Path
 ) -> None:
@@ -646,7 +663,7 @@ def test_a_document_stands_at_the_head_of_a_conversations_system_message(script:
     args = script.parse(["--document", str(document), "--prompts", str(requests)])
     seen: list[Any] = []
     tokenizer = ByteTokenizer()
-    tokenizer.chat = lambda messages: seen.append(messages) or [1]  # type: ignore[method-assign,func-returns-value]
+    tokenizer.chat = lambda messages, **_: seen.append(messages) or [1]  # type: ignore[method-assign,func-returns-value]
     script.read_requests(args, tokenizer, tiny_config())
     assert seen == [
         [{"role": "system", "content": "It rained.\n\nBe brief."}, why],
