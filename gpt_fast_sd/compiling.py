@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
+import subprocess
 import sys
+import sysconfig
+import tempfile
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, KVCache, Transformer
+from gpt_fast_sd.tp import in_short
 
 from .by_layer import ByLayer, Layer, LayeredModel
 from .config import MAX_GAMMA, EngineConfig
@@ -153,13 +159,42 @@ def can_compile(device: torch.device) -> bool:
     """Whether Inductor can build code here; warns once with the reason if it cannot."""
     if device.type == "cuda":
         return True  # see devices.require_kernels
+    if why := no_compiler():
+        said = f"compile=True needs a C++ compiler, and {why}: running eagerly, slower"
+        warnings.warn(said, stacklevel=5)  # the line that builds the engine, past the engine's own two and target_of
+    return not why
+
+
+def no_compiler() -> str | None:
+    """Why Inductor cannot build code for this CPU; None if it can."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        get_cpp_compiler()
+        return _fails(get_cpp_compiler())
     except InvalidCxxCompiler:
-        said = "compile=True needs a C++ compiler, and none was found: running eagerly, slower"
-        warnings.warn(said, stacklevel=5)  # the line that builds the engine, past the engine's own two and target_of
-        return False
-    return True
+        return "none was found"
+
+
+@functools.cache
+def _fails(compiler: str) -> str | None:
+    """What is wrong with a compiler that tells its version: it must build what Inductor builds, a module for Python.
+
+    Half a second, once in a process. Only Linux's compilers are known to take the same flags everywhere.
+    """
+    if sys.platform != "linux":
+        return None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        source = Path(folder) / "module.cpp"
+        source.write_text('#include <Python.h>\n#include <cmath>\nextern "C" int one() { return 1; }\n')
+        flags = ["-O0", "-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_path('include')}"]
+        command = [compiler, *flags, str(source), "-o", str(source.with_suffix(".so"))]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{compiler} cannot be run ({in_short(error)})"
+        if not done.returncode:
+            return None
+        said = [line.strip() for line in done.stderr.splitlines() if re.search("error|cannot|not found", line)]
+        why = said[0] if said else f"exit code {done.returncode}"
+    return f"{compiler} cannot build a module for Python ({why:.200})"

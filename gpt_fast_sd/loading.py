@@ -24,7 +24,7 @@ from gpt_fast_sd.model import (
 from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
 
 from . import registry
-from .compiling import can_compile, inductor_options
+from .compiling import can_compile, inductor_options, no_compiler
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
 from .kernels import begin_building, cpu_kernels, packing_builds
@@ -85,7 +85,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         weights += bytes_of_weights(draft_config, theirs.size, dtype.itemsize, None, device)
     plan = plan_for(config, draft, model_config, draft_config, dtype, parallel, device, weights=weights)
     plan.check(free_memory(device), device, config)
-    if config.compile and device.type == "cpu":
+    if config.compile and device.type == "cpu" and not no_compiler():
         # while the weights are being read
         begin_building(*cpu_kernels(model_config.head_dim, model_config.vocab_size))
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None

@@ -380,7 +380,7 @@ def prepare(args: argparse.Namespace) -> Job:
     check_files(
         {
             "the output": args.output, "its lock": lock_of(args.output), "its state": beside(args.output, "state.json"),
-            "--rejects": rejects,
+            "--rejects": rejects, "their lock": lock_of(rejects) if args.rejects else None,
         },
         {"the input": args.input, "--model": args.model, "--draft-model": args.draft_model},
     )  # fmt: skip
@@ -392,7 +392,7 @@ def prepare(args: argparse.Namespace) -> Job:
     parallel = join(args)
     share = Share(args.input, parallel.dp_rank, parallel.dp)
     files = Files(args.output, rejects, parallel.dp_rank, parallel.dp)
-    lock = Log(files.output) if parallel.is_main else None
+    lock = Log(files.output, other=args.rejects) if parallel.is_main else None
     try:
         if lock:
             files.begin(settings_of(args, folder, room, parallel), fresh=args.fresh)

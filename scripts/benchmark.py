@@ -85,6 +85,7 @@ from gpt_fast_sd.model import (
 from gpt_fast_sd.tp import Parallel
 
 PROGRAM = "benchmark.py"
+MOST_RANDOM = 1 << 24  # tokens of --synthetic, which longer rows go round
 LOOKING = 60.0  # seconds after which no more gaps of a policy's differences are computed
 Record = dict[str, Any]
 DEFAULTS: dict[str, Record] = {  # of flags that were not given, by what is measured; what is not here is not read there
@@ -340,7 +341,8 @@ class BySize(Mode):
         if args.plots is not None:
             plots.check_drawable("--plots")
         if args.synthetic:
-            self.ids = prompts.random_text(max(args.batch) * max(args.context), job.config.vocab_size, args.seed)
+            n = min(max(args.batch) * max(args.context), MOST_RANDOM)
+            self.ids = prompts.random_text(n, job.config.vocab_size, args.seed)
             text: Record = {"synthetic": args.seed}
         else:
             self.ids = [token for ids in job.texts.values() for token in ids]
@@ -358,9 +360,9 @@ class BySize(Mode):
 
     chip: Chip | None  # the machine's rates, once they are measured
 
-    def rows(self, batch: int, context: int) -> tuple[list[list[int]], str | None]:
-        """The prompts of a point, and a note about them."""
-        return prompts.round_the_text(self.ids, batch, context, self.job.bos)
+    def note(self, batch: int, context: int) -> str | None:
+        """What is to be said of a point's prompts, which are not made before an engine has room for them."""
+        return prompts.remark_on(len(self.ids), batch, context, self.job.bos)
 
     def known(self, point: Point) -> Record | None:
         """The figures that the file holds: what failed is tried again."""
@@ -369,7 +371,7 @@ class BySize(Mode):
 
     def run(self) -> list[Record]:
         """As every mode, after the notes about the prompts."""
-        for note in dict.fromkeys(self.rows(b, c)[1] for b in self.job.args.batch for c in self.job.args.context):
+        for note in dict.fromkeys(self.note(b, c) for b in self.job.args.batch for c in self.job.args.context):
             if note:
                 self.job.parallel.log(note)
         super().run()
@@ -388,7 +390,8 @@ class BySize(Mode):
 
     def measure(self, point: Point, engine: Engine) -> Record:
         """One point's figures."""
-        (rows, note), system = self.rows(point.batch, point.context), self.system(engine)
+        rows = prompts.round_the_text(self.ids, point.batch, point.context, self.job.bos)
+        note, system = self.note(point.batch, point.context), self.system(engine)
         name = f"{point.batch} x {point.context:,}, {draft_label(point.key)}"
         machine.restart_peak(engine.device)
         turns = take_turns(
@@ -493,7 +496,8 @@ class ByPrecision(BySize):
 
     def measure(self, point: Point, engine: Engine) -> Record:
         """One point's figures at every precision."""
-        rows, note = self.rows(point.batch, point.context)
+        rows = prompts.round_the_text(self.ids, point.batch, point.context, self.job.bos)
+        note = self.note(point.batch, point.context)
         name = f"{point.batch} x {point.context:,}, {draft_label(point.key)}"
         found = precisions.take_turns(
             lambda one: self.engine(engine, one), self.precisions, self.job.draft(point), rows,

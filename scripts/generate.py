@@ -187,7 +187,7 @@ def prepare(args: argparse.Namespace, parallel: Parallel) -> tuple[Engine, list[
     if (showpiece := is_showpiece(args)) and args.model == "smollm2":
         write_about_the_logbook(args)
     prompts, params = read_requests(args, load_tokenizer(folder, config), config, showpiece)
-    check_prompts(prompts, params, config, args.max_seq_len)
+    check_prompts(prompts, params, config, args.max_seq_len, args.prompts)
     if config.n_params >= LONG_READ:
         say(parallel, f"reading {config.n_params / 1e6:,.0f} M parameters ...")
     engine = build(args, prompts, params, config, parallel)

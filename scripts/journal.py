@@ -88,15 +88,16 @@ def lock_of(path: Path) -> Path:
 class Log:
     """A file of JSON lines that only grows, each line in one piece."""
 
-    def __init__(self, path: Path, *, locked: bool = True) -> None:
-        """locked: no other process is to write it; ValueError where one does."""
+    def __init__(self, path: Path, *, locked: bool = True, other: Path | None = None) -> None:
+        """locked: no other process is to write it, nor the other file, which comes later; ValueError where one does."""
         self.path = path
-        self._lock = FileLock(lock_of(path), timeout=0) if locked else None
-        try:
-            if self._lock:
-                self._lock.acquire()
-        except Timeout:
-            raise ValueError(f"{path} is being written by another process: wait for it, or end it") from None
+        self._locks = [FileLock(lock_of(one), timeout=0) for one in (path, other) if one is not None and locked]
+        for lock, one in zip(self._locks, (path, other), strict=False):
+            try:
+                lock.acquire()
+            except Timeout:
+                self._release()
+                raise ValueError(f"{one} is being written by another process: wait for it, or end it") from None
         binary = getattr(os, "O_BINARY", 0)  # or Windows writes two characters at the end of a line
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | binary, 0o644)
         self._synced = time.monotonic()
@@ -118,8 +119,11 @@ class Log:
         """Sync, and let others write."""
         self.sync()
         os.close(self._file)
-        if self._lock:
-            self._lock.release()
+        self._release()
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            lock.release()
 
 
 # ---- all files of a run ----------------------------------------------------------------------------------------------

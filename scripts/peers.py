@@ -77,7 +77,7 @@ def prompt_tokens(folder: Path, config: ModelConfig, text: Path, length: int) ->
     tokenizer = load_tokenizer(folder, config)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer to read the prompt's text with")
-    return prompts.round_the_text(prompts.tokens_of(text, tokenizer), 1, length, config.bos_id)[0][0]
+    return prompts.round_the_text(prompts.tokens_of(text, tokenizer), 1, length, config.bos_id)[0]
 
 
 def read_bandwidth() -> float:

@@ -139,18 +139,23 @@ def check_prompts(
     params: Sequence[SamplingParams],
     config: ModelConfig,
     max_seq_len: int | None = None,
+    source: Path | None = None,
 ) -> None:
-    """Refuse, before weights are read, prompts that the engine would refuse for their length or an unknown token."""
+    """Refuse, before weights are read, prompts that the engine would refuse for their length or an unknown token.
+
+    source: the JSONL file whose lines they are, by which they are named.
+    """
+    names = [where for where, _ in records_of(source)] if source else [f"prompt {i}" for i in range(len(prompts))]
     limit, whose = max_seq_len, "as --max-seq-len says"
     if limit is None:
         limit, whose = config.n_positions, "the positions that the model has"
-    for index, (ids, p) in enumerate(zip(prompts, params, strict=True)):
+    for name, ids, p in zip(names, prompts, params, strict=True):
         if (total := len(ids) + p.max_tokens) > limit:
             raise ValueError(
-                f"prompt {index} has {len(ids):,} tokens, what stands before it included, and max_tokens is "
+                f"{name} has {len(ids):,} tokens, what stands before it included, and max_tokens is "
                 f"{p.max_tokens:,}: together {total:,}, over max_seq_len {limit:,}, {whose}"
             )
         wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
         if wrong is not None or not ids:
             what = "is empty" if wrong is None else f"holds token id {wrong}"
-            raise ValueError(f"prompt {index} {what}; the vocabulary goes from 0 to {config.vocab_size - 1}")
+            raise ValueError(f"{name} {what}; the vocabulary goes from 0 to {config.vocab_size - 1}")

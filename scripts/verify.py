@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -69,8 +69,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def prompts_of(args: argparse.Namespace, config: ModelConfig) -> list[list[int]]:
-    """Stretches of the text of uneven length, two for each slot and one more; ValueError if they do not fit."""
+def prompts_of(args: argparse.Namespace, config: ModelConfig) -> Callable[[int], list[list[int]]]:
+    """Makes n + 1 stretches of the text of uneven length, the longest one first; ValueError at once if none fits."""
     most = (args.max_seq_len or config.n_positions) - max(args.max_new_tokens, args.gamma + 2)
     longest = min(LONGEST, most) if args.context is None else args.context
     if not SHORTEST <= longest <= most:
@@ -80,9 +80,14 @@ def prompts_of(args: argparse.Namespace, config: ModelConfig) -> list[list[int]]
     ids = (
         prompts.tokens_of(args.text, tokenizer) if tokenizer else prompts.random_text(4 * longest, config.vocab_size, 0)
     )
-    made = prompts.ragged({args.text.name: ids}, 2 * args.batch_size, SHORTEST, longest, bos, seed=0)
     start = [] if bos is None else [bos]
-    return [start + ids[: longest - len(start)], *made]
+
+    def make(n: int) -> list[list[int]]:
+        made = prompts.ragged({args.text.name: ids}, n, SHORTEST, longest, bos, seed=0)
+        return [start + ids[: longest - len(start)], *made]
+
+    make(0)
+    return make
 
 
 def soaked(engine: Engine, args: argparse.Namespace, rows: list[list[int]]) -> Iterator[proof.Finding]:
@@ -113,11 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, parallel = read_config(locate(args.model)), join(args)
         if parallel.dp * parallel.tp > 1:
             raise ValueError(f"{PROGRAM} runs in one process")
-        rows = prompts_of(args, config)
-        longest = max(map(len, rows)) + max(args.max_new_tokens, draft.max_gamma + 2)
+        make_rows = prompts_of(args, config)
+        longest = len(make_rows(0)[0]) + max(args.max_new_tokens, draft.max_gamma + 2)
         how = config_of(EngineConfig, args, max_seq_len=room_of(args, config, longest))
         progress, began = ProgressLine(), time.perf_counter()
         first: Engine | None = Engine.from_pretrained(args.model, how, draft, parallel=parallel)
+        rows = make_rows(2 * args.batch_size)  # which are as many as there is room for
 
     def build(config: EngineConfig) -> Engine:
         nonlocal first

@@ -62,8 +62,8 @@ def longest_context(n_tokens: int, batch: int, positions: int) -> int:
     return most if most == CONTEXT or most < 200 else most // 100 * 100
 
 
-def round_the_text(ids: Sequence[int], n: int, length: int, bos: int | None) -> tuple[list[list[int]], str | None]:
-    """n prompts of length tokens, BOS first, and a remark about them.
+def round_the_text(ids: Sequence[int], n: int, length: int, bos: int | None) -> list[list[int]]:
+    """n prompts of length tokens, BOS first; see remark_on.
 
     Row i begins i / n through the ids and wraps around at their end. A row's shorter prompts are the beginnings of its
     longer ones, so that a slot that holds one need not compute it again.
@@ -71,12 +71,15 @@ def round_the_text(ids: Sequence[int], n: int, length: int, bos: int | None) -> 
     first = [] if bos is None else [bos]
     body = length - len(first)
     starts = [i * len(ids) // n for i in range(n)]
-    prompts = [first + [ids[(start + i) % len(ids)] for i in range(body)] for start in starts]
-    if body > len(ids):
-        return prompts, f"the text has {len(ids):,} tokens: rows of {length:,} repeat it, which makes drafting easier"
-    if n * body > len(ids):
-        return prompts, f"the text has {len(ids):,} tokens: {n} rows of {length:,} overlap"
-    return prompts, None
+    return [first + [ids[(start + i) % len(ids)] for i in range(body)] for start in starts]
+
+
+def remark_on(n_ids: int, n: int, length: int, bos: int | None) -> str | None:
+    """What is to be said of n prompts of length tokens that go round a text of n_ids; nothing if it is long enough."""
+    body = length - (bos is not None)
+    if body > n_ids:
+        return f"the text has {n_ids:,} tokens: rows of {length:,} repeat it, which makes drafting easier"
+    return f"the text has {n_ids:,} tokens: {n:,} rows of {length:,} overlap" if n * body > n_ids else None
 
 
 def random_text(n: int, vocab_size: int, seed: int) -> list[int]:

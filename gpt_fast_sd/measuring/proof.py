@@ -236,13 +236,18 @@ def _bins(p: Tensor) -> Tensor:
 
 
 def g_statistic(counts: Tensor, expected: Tensor) -> tuple[float, int]:
-    """2 sum O ln(O / E) and its degrees of freedom; cells that expect fewer than RARE are put together."""
-    rare = expected < RARE
-    if rare.any():  # and one more, so that they are enough
-        rare[expected.masked_fill(rare, math.inf).argmin()] |= bool(expected[rare].sum() < RARE)
-        counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
-        expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
-    return max(0.0, 2 * float(torch.special.xlogy(counts, counts / expected).sum())), len(expected) - 1
+    """2 sum O ln(O / E) and its degrees of freedom; the smallest cells are put together until each expects RARE."""
+    cells = [[0.0, 0.0]]
+    for place in expected.argsort().tolist():
+        if cells[-1][1] >= RARE:
+            cells.append([0.0, 0.0])
+        cells[-1][0] += float(counts[place])
+        cells[-1][1] += float(expected[place])
+    if len(cells) > 1 and cells[-1][1] < RARE:
+        few = cells.pop()
+        cells[-1] = [a + b for a, b in zip(cells[-1], few, strict=True)]
+    observed, awaited = torch.tensor(cells, dtype=torch.float64).unbind(1)
+    return max(0.0, 2 * float(torch.special.xlogy(observed, observed / awaited).sum())), len(cells) - 1
 
 
 def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,31 @@ def test_without_a_compiler_one_warning_is_given_and_the_engine_runs_eagerly(mon
         one = make(SMALL, compile=True)
         got = tokens(one, upto=40)
     assert ["C++ compiler" in str(warning.message) for warning in caught] == [True]
+    assert graphs(one) == (0, 0)
+    assert got == tokens(make(SMALL, compile=False), upto=40)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'cc1plus: fatal error: no such pass' >&2; exit 1", "(cc1plus: fatal error: no such pass)"),
+        ("exit 3", "(exit code 3)"),
+    ],
+)
+def test_a_compiler_that_cannot_build_is_one_warning_and_the_engine_runs_eagerly(
+    script: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It told its version, which was all that was asked, and a page of Dynamo's traceback ended the run later."""
+    from torch._inductor import cpp_builder
+
+    (broken := tmp_path / "c++").write_text(f"#!/bin/sh\n{script}\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda *_: str(broken))
+    with pytest.warns(UserWarning) as caught:
+        one = make(SMALL, compile=True)
+        got = tokens(one, upto=40)
+    (warning,) = caught
+    assert f"{broken} cannot build a module for Python {said}: running eagerly" in str(warning.message)
     assert graphs(one) == (0, 0)
     assert got == tokens(make(SMALL, compile=False), upto=40)
 

@@ -493,6 +493,21 @@ def test_two_processes_do_not_write_one_output(model: Path, tmp_path: Path, caps
     assert code_of(model, source, output) == 0
 
 
+def test_two_processes_do_not_share_a_file_of_rejects(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both had index 1 there, which ended one of them in the middle of its work."""
+    output, rejects = tmp_path / "out.jsonl", tmp_path / "rejects.jsonl"
+    source = write_lines(tmp_path / "in.jsonl", [*prompts(1), "{bad"])
+    log = journal.Log(tmp_path / "other.jsonl", other=rejects)
+    said = refusal(capsys, model, source, output, "--rejects", str(rejects))
+    assert said == f"batch.py: {rejects} is being written by another process: wait for it, or end it"
+    log.close()
+    assert not rejects.exists()
+    assert code_of(model, source, output, "--rejects", str(rejects)) == 4
+    assert [record["index"] for record in read_lines(rejects)] == [1]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -226,6 +226,21 @@ def test_a_file_with_one_temperature_for_all_points_is_continued(model: Path, tm
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("flags", [[], ["--synthetic"], ["--sweep", "precision"]])
+def test_a_batch_that_no_memory_holds_is_refused_before_its_prompts_are_made(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    def made(*args: Any) -> None:
+        raise AssertionError("prompts were made")
+
+    monkeypatch.setattr(benchmark.prompts, "round_the_text", made)
+    monkeypatch.setattr(benchmark, "MOST_RANDOM", 1000)
+    assert run(model, "--batch", "1000000000", "--context", "40", *flags) == 2
+    out, err = capsys.readouterr()
+    assert "skipped: batch_size 1000000000 x max_seq_len" in out and "nothing could be measured" in err
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_point_that_does_not_fit_or_fails_is_recorded_and_the_others_go_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -808,9 +808,9 @@ def test_writing_a_file_whole_leaves_every_other_file_as_it_was(tmp_path: Path, 
     [
         ({"prompt": "word " * 20000}, "together 20,0.., over max_seq_len 16,384"),
         ({"prompt": "a", "max_tokens": 17000}, "together 17,.*, over max_seq_len 16,384"),
-        ({"tokens": [4096]}, "prompt 0 holds token id 4096; the vocabulary goes from 0 to 4095"),
-        ({"tokens": [-1]}, "prompt 0 holds token id -1"),
-        ({"tokens": []}, "prompt 0 is empty"),
+        ({"tokens": [4096]}, "in.jsonl line 1 holds token id 4096; the vocabulary goes from 0 to 4095"),
+        ({"tokens": [-1]}, "in.jsonl line 1 holds token id -1"),
+        ({"tokens": []}, "in.jsonl line 1 is empty"),
         ({"prompt": "a", "stop": "b\ud800"}, r"line 1: stop holds U\+D800, half a character"),
     ],
 )

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.measuring.prompts import longest_context, ragged, random_text, round_the_text, stretches, texts_of
+from gpt_fast_sd.measuring.prompts import (
+    longest_context,
+    ragged,
+    random_text,
+    remark_on,
+    round_the_text,
+    stretches,
+    texts_of,
+)
 from tests.helpers import ByteTokenizer, random_ids, tiny_model
 
 
@@ -51,7 +59,8 @@ def test_the_default_context_is_what_text_and_model_hold(n_tokens: int, position
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(2, 40), st.booleans())
 def test_rows_begin_at_places_of_their_own_and_run_round_the_text(n_ids: int, n: int, length: int, bos: bool) -> None:
     ids = list(range(100, 100 + n_ids))
-    prompts, note = round_the_text(ids, n, length, 7 if bos else None)
+    prompts = round_the_text(ids, n, length, 7 if bos else None)
+    note = remark_on(n_ids, n, length, 7 if bos else None)
     assert [len(prompt) for prompt in prompts] == [length] * n
     bodies = [prompt[1:] if bos else prompt for prompt in prompts]
     assert all(prompt[0] == 7 for prompt in prompts) or not bos
@@ -69,10 +78,10 @@ def test_rows_begin_at_places_of_their_own_and_run_round_the_text(n_ids: int, n:
 
 def test_shorter_prompts_are_the_beginnings_of_longer_ones_so_that_prefill_is_shared() -> None:
     ids = random_ids(900)
-    short, long = round_the_text(ids, 3, 80, 1)[0], round_the_text(ids, 3, 600, 1)[0]
+    short, long = round_the_text(ids, 3, 80, 1), round_the_text(ids, 3, 600, 1)
     assert [prompt[:80] for prompt in long] == short
     engine = Engine(tiny_model(), None, EngineConfig(batch_size=3, max_seq_len=620, compile=False))
-    for prompts in (round_the_text(ids, 3, 300, 1)[0], long):
+    for prompts in (round_the_text(ids, 3, 300, 1), long):
         engine.generate(prompts, SamplingParams(max_tokens=2))
     assert engine.stats.prefill_tokens == 3 * (599 - 256)
 
