@@ -24,7 +24,7 @@ from gpt_fast_sd.tp import in_short
 
 from .by_layer import ByLayer, Layer, LayeredModel
 from .config import MAX_GAMMA, EngineConfig
-from .kernels import known_isa
+from .kernels import known_isa, rebuilding
 
 Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
 
@@ -77,7 +77,8 @@ class CompiledStep:
     def _inductor(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        step: Callable[..., Any] = compile_fx(graph, inputs, config_patches=self._options)  # type: ignore[assignment]
+        built: Any = rebuilding(lambda: compile_fx(graph, inputs, config_patches=self._options))
+        step: Callable[..., Any] = built
         return step
 
 

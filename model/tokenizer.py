@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import codecs
+import functools
 import re
 import struct
 from abc import ABC, abstractmethod
@@ -130,6 +131,7 @@ class _Notes:
 
     folder: Path
     special: dict[str, str]  # such as bos_token -> <s>
+    more: frozenset[str] = frozenset()  # other special tokens
     added: dict[str, tuple[int, bool]]  # tokens outside the vocabulary file: text -> id, special
     add_bos: bool | None
     legacy: bool
@@ -154,6 +156,8 @@ class _Notes:
             for key, token in named.items()
             if key.endswith("_token") and isinstance(token, (str, dict))
         }
+        lists = [raw.get(key) or named.get(key) or [] for key in ("additional_special_tokens", "extra_special_tokens")]
+        more = [token["content"] if isinstance(token, dict) else token for one in lists for token in list(one)]
         added = {text: (int(i), False) for text, i in _read_if_there(folder / "added_tokens.json").items()}
         for i, token in raw.get("added_tokens_decoder", {}).items():
             added[token["content"]] = (int(i), bool(token.get("special", False)))
@@ -165,6 +169,7 @@ class _Notes:
         return cls(
             folder=folder,
             special=special,
+            more=frozenset(text for text in more if isinstance(text, str)),
             added=added,
             add_bos=raw.get("add_bos_token"),
             legacy=bool(raw.get("legacy", False)),
@@ -184,10 +189,23 @@ class _BytesTokenizer(ABC):
     eos_ids: tuple[int, ...]
     drops_first_space: bool = False
     special: frozenset[str] = frozenset()  # texts that are read as tokens that add no text
+    whole: frozenset[str] = frozenset()  # all texts that are read as one token of their own, special or not
+    loose: bool = False  # special tokens may be found in texts that do not hold them as they are written
 
     def __init__(self, notes: _Notes) -> None:
         self.notes = notes
         self._template = Template(notes.template, notes.special) if notes.template is not None else None
+
+    @functools.cached_property
+    def delimiters(self) -> frozenset[str]:
+        """What messages must not be read as: special tokens, and those of others that the template itself writes."""
+        template, named = self.notes.template or "", {text for text in self.notes.more if text in self.whole}
+        ends = {text for text in self.whole if text and self._encode(text)[-1] in self.eos_ids}
+        return frozenset({*self.special, *named, *ends, *(text for text in self.whole if text in template)} - {""})
+
+    @functools.cached_property
+    def _starts_with_space(self) -> bool:
+        return b"".join(map(self.token_bytes, self._encode("a"))).startswith(b" ")
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes: ...
@@ -204,12 +222,21 @@ class _BytesTokenizer(ABC):
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.drops_first_space else text
 
+    def _refuse_delimiters(self, parts: Sequence[str]) -> None:
+        """ValueError if a delimiter is read in one of these texts although none is written out in it."""
+        ids_of = {self._encode(text)[-1]: text for text in self.delimiters}
+        for part in parts:
+            if found := next((ids_of[i] for i in self._encode(part) if i in ids_of), None):
+                raise ValueError(
+                    f"a message has text that this tokenizer reads as the special token {found}: {part!r:.80}"
+                )
+
     def _continued(self, text: str) -> list[int]:
         """Ids of what stands behind other text: a tokenizer may put a space before the first word, but not before this.
 
-        Behind a line end, whose ids are taken away, as transformers does it.
+        They are those behind a line end, whose own are taken away.
         """
-        if not self.drops_first_space:
+        if not self._starts_with_space:
             return self._encode(text)
         head, ids = self._encode("\n"), self._encode("\n" + text)
         return ids[len(head) :] if ids[: len(head)] == head else self._encode(text)
@@ -222,8 +249,10 @@ class _BytesTokenizer(ABC):
         mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
         if mark is None:
             raise ValueError("messages hold all of U+FDD0 to U+FDEF, of which none is a character")
-        if not parse_special and self.special:
-            found = re.compile(f"(?={'|'.join(map(re.escape, self.special))})")  # overlapping ones, too
+        if not parse_special and self.delimiters:
+            found = re.compile(f"(?={'|'.join(map(re.escape, self.delimiters))})")  # overlapping ones, too
+            if self.loose:
+                self._refuse_delimiters([part for text in texts for part in _cut(text, found, mark).split(mark)])
             conversation = [{name: _cut(text, found, mark) for name, text in m.items()} for m in conversation]
         first, *others = _render(self.notes, self._template, conversation).split(mark)
         ids = self.encode(first, bos=False)  # the template writes BOS itself
@@ -326,9 +355,11 @@ class _SentencePieceTokenizer(_BytesTokenizer):
         self.vocab_size = len(self._bytes)
         control = {pieces.id_to_piece(i): i for i in range(n_pieces) if pieces.is_control(i) or pieces.is_unknown(i)}
         self._special = control | {text: i for text, (i, _) in notes.added.items()}
-        self.special = frozenset(
-            control.keys() | {x for x, (_, special) in notes.added.items() if special or x in named}
-        )
+        written = {text for text, (_, special) in notes.added.items() if special or text in named}
+        self.special = frozenset(control.keys() | written)
+        looks = re.compile(r"<.+>|\[.+\]")  # the library does not tell which pieces were defined by the user
+        named_so = (pieces.id_to_piece(i) for i in range(n_pieces) if not pieces.is_byte(i))
+        self.whole = frozenset({*notes.added, *(text for text in named_so if looks.fullmatch(text))})
         longest_first = sorted(self._special, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
@@ -392,6 +423,7 @@ class _FastTokenizer(_BytesTokenizer):
             self._bytes[i] = table.of(piece)
         added = {token["content"] for token in raw.get("added_tokens", []) if token["special"]}
         self.special = frozenset(text for text in (*added, *notes.special.values()) if text in vocab)
+        self.whole = frozenset(token["content"] for token in raw.get("added_tokens", []))
         for text in self.special:
             self._bytes[vocab[text]] = b""
 
@@ -401,6 +433,11 @@ class _FastTokenizer(_BytesTokenizer):
         self.bos_id = bos if adds else None
         eos = vocab.get(notes.special.get("eos_token", ""))
         self.eos_ids = config.eos_ids or (() if eos is None else (eos,))
+        self.loose = any(
+            len(token["content"]) == 1 or (token["normalized"] and raw.get("normalizer"))
+            for token in raw.get("added_tokens", [])
+            if token["content"] in self.delimiters
+        )
 
     def token_bytes(self, token: int) -> bytes:
         return self._bytes[token] if token < self.vocab_size else b""
@@ -662,6 +699,7 @@ class _BytePairTokenizer(_BytesTokenizer):
         library.add_special_tokens([AddedToken(text, normalized=False) for text in special])
         library.add_tokens([AddedToken(text, normalized=False) for text in vocabulary.notes.added])
         self._library, self.special = library, frozenset(special)
+        self.whole = frozenset(vocabulary.notes.added)
 
         table = _byte_of_char()
         self._bytes = [_byte_pair_bytes(text, kind, table) for text, kind in zip(texts, kinds, strict=True)]

@@ -28,13 +28,14 @@ crash and says so at length), 2 the command made no sense, 1 it could not go on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -62,7 +63,7 @@ AHEAD = 16  # lines per slot that may be read before the oldest of them is writt
 BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
 REJECTED = 4  # exit code
-FAILURES = 3  # lines in a row on which the engine fails alone: then it is not the lines
+PROBE = SamplingParams(max_tokens=4, ignore_eos=True)  # of one token, to see whether the engine works at all
 
 
 # ---- the lines -------------------------------------------------------------------------------------------------------
@@ -233,9 +234,10 @@ class Writer:
 class EngineFailed(Exception):
     """The engine raised, not what stands around it. lost: its device is, and with it the engine."""
 
-    def __init__(self, said: str, *, lost: bool) -> None:
-        super().__init__(said)
-        self.lost = lost
+    def __init__(self, error: Exception) -> None:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        super().__init__(f"{sentence(error)} ({Path(place.filename).name}:{place.lineno})")
+        self.lost = isinstance(error, torch.AcceleratorError) or "build a new engine" in str(error)
 
 
 def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, writer: Writer, bar: Any) -> int:
@@ -245,12 +247,12 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
     keeps the input's order, no more than AHEAD lines per slot are kept in memory behind one that takes long.
 
     Where the engine raises, each line that it was at is continued alone, and rejected if it raises again. EngineFailed
-    if it does so for FAILURES lines in a row, which are not rejected then: it may be none of their fault. So it is at
-    once if the engine runs in several processes, which do not fail together, or if its device is lost.
+    if it does so with PROBE, too: then it is not the line. Errors of an engine in several processes,
+    which do not fail together, are left as they are.
     """
     under_way: dict[int, Task] = {}  # by the number of the prompt in this stream
-    suspects: list[tuple[Task, str]] = []  # failed alone, and nothing has been finished since
     n_tokens, started, numbers = 0, time.perf_counter(), count()
+    own: list[Exception] = []  # errors of what reads the lines, which are not the engine's
 
     def prompts() -> Iterator[tuple[list[int], SamplingParams] | None]:
         for index, raw in share.lines():
@@ -269,58 +271,57 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
             writer.expect(task)
             yield task.prompt, task.params
 
-    def reject_suspects() -> None:
-        for task, reason in suspects:
-            writer.rejected(task.index, share.line(task.index), reason)
-            writer.dropped(task)
-            bar.update()
-        suspects.clear()
+    def read() -> Iterator[tuple[list[int], SamplingParams] | None]:
+        try:
+            yield from prompts()
+        except Exception as error:
+            own.append(error)
+            raise
 
-    def work(source: Iterator[tuple[list[int], SamplingParams] | None]) -> None:
+    def events(source: Iterable[tuple[list[int], SamplingParams] | None]) -> Iterator[TokenEvent]:
+        try:
+            yield from engine.stream(source)
+        except Exception as error:
+            if own or engine.parallel.mesh is not None:
+                raise
+            raise EngineFailed(error) from error
+
+    def work(source: Iterable[tuple[list[int], SamplingParams] | None]) -> None:
         nonlocal n_tokens
-        for event in engine_errors(engine.stream(source)):
-            n_tokens += len(event.tokens)
+        for event in events(source):
             if event.completion:
-                reject_suspects()
+                n_tokens += len(event.completion.tokens)
                 writer.finished(under_way.pop(event.index), event.completion)
                 bar.set_postfix_str(f"{n_tokens / (time.perf_counter() - started):,.0f} tokens/s", refresh=False)
                 bar.update()
 
-    lines = prompts()  # another stream goes on with it
+    def work_alone(task: Task) -> None:
+        under_way[0] = task
+        try:
+            work([(task.prompt, task.params)])
+        except EngineFailed as error:
+            if error.lost:
+                raise
+            list(events([([0], PROBE)]))
+            writer.rejected(task.index, share.line(task.index), f"the engine failed on it, alone too: {error}")
+            writer.dropped(task)
+            bar.update()
+
+    lines = read()  # another stream goes on with it
     while True:
         try:
             work(lines)
-            break
+            return n_tokens
         except EngineFailed as error:
-            if engine.parallel.mesh is not None or error.lost:
+            if error.lost or not under_way:  # it is none of the lines
                 raise
             print(f"\n{PROGRAM}: the engine failed: {error}; each line is tried alone", file=sys.stderr, flush=True)
-            again = list(under_way.values())
-        for task in again:
+            at = list(under_way.values())
+        for task in at:
             under_way.clear()
-            under_way[0] = task
-            try:
-                work(iter([(task.prompt, task.params)]))
-            except EngineFailed as error:
-                suspects.append((task, f"the engine failed on it, alone too: {error}"))
-                if len(suspects) == FAILURES or error.lost:
-                    raise
+            work_alone(task)
         under_way.clear()
         numbers = count()
-    reject_suspects()
-    return n_tokens
-
-
-def engine_errors(events: Iterator[TokenEvent]) -> Iterator[TokenEvent]:
-    """The same events; EngineFailed for an error, but not for one of files, which may be those of the lines."""
-    try:
-        yield from events
-    except OSError:
-        raise
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{sentence(error)} ({Path(place.filename).name}:{place.lineno})"
-        raise EngineFailed(said, lost=isinstance(error, torch.AcceleratorError)) from error
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -447,7 +448,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if parallel.is_main:
                 job.files.merge(ordered=args.order == "input")
     except EngineFailed as error:
-        writer.close()
+        with contextlib.suppress(OSError):  # of a full disk, say: the engine's error came first
+            writer.close()
         stop(error)
     except OSError as error:
         stop(error)

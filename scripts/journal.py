@@ -180,7 +180,7 @@ class Files:
             before = None
         if not isinstance(before, dict):
             raise ValueError(f"{self.state} is damaged: {ADVICE}")
-        before = {name: getattr(DraftConfig, name) for name in LATER} | {"parse_special": False} | before
+        before = {name: getattr(DraftConfig, name) for name in LATER} | {"parse_special": True} | before
         for name, value in settings.items():
             if before.get(name) != value:
                 what = "another input" if name == "input" else f"{name} {brief(before.get(name))}, not {brief(value)}"

@@ -73,6 +73,10 @@ def prompts_of(args: argparse.Namespace, config: ModelConfig) -> Callable[[int],
     """Makes n + 1 stretches of the text of uneven length, the longest one first; ValueError at once if none fits."""
     most = (args.max_seq_len or config.n_positions) - max(args.max_new_tokens, args.gamma + 2)
     longest = min(LONGEST, most) if args.context is None else args.context
+    if most < SHORTEST:
+        raise ValueError(
+            f"this output leaves {max(0, most):,} of max_seq_len for prompts, which have {SHORTEST} at least"
+        )
     if not SHORTEST <= longest <= most:
         raise ValueError(f"prompts of up to {longest:,} tokens: allowed are {SHORTEST} to {most:,} with this output")
     tokenizer = load_tokenizer(locate(args.model), config)

@@ -13,7 +13,7 @@ Inductor's options.
 
 from .choice import triton_serves
 from .cpu import cpu_attention_fits
-from .cpu_build import begin_building, known_isa
+from .cpu_build import begin_building, known_isa, rebuilding
 from .cpu_linear import (
     LANES,
     LINE,
@@ -89,6 +89,7 @@ __all__ = [
     "quantize_blocks",
     "quantize_rows",
     "quest_pages",
+    "rebuilding",
     "sparse_attention",
     "split_for",
     "top_pages",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
 import subprocess
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 
 COMMON = Path(__file__).with_name("cpu_common.cpp")
 Asked = TypeVar("Asked", bound=Callable[..., bool])
+Built = TypeVar("Built")
 
 
 @functools.cache  # in torch 2.11 threads share Inductor's settings, including this one
@@ -57,6 +59,26 @@ def builds(source: Path, head_dim: int = 0) -> bool:
         return False
 
 
+def rebuilding(build: Callable[[], Built]) -> Built:
+    """build(), and again without a library that cannot be loaded: what a process leaves that is killed while linking.
+
+    Inductor takes whatever lies in its cache under the right name, so every later process would fail on that file.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    removed = set[Path]()
+    while True:
+        try:
+            return build()
+        except (ImportError, OSError) as error:
+            said = re.match(r"(.+\.so): (?=file too short|invalid ELF header|cannot read|cannot map)", str(error))
+            torn = Path(said[1]) if said else None
+            if torn is None or torn in removed or not torn.is_relative_to(cache_dir()):
+                raise
+            torn.unlink(missing_ok=True)
+            removed.add(torn)
+
+
 @functools.cache
 def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
     """Begin to build a source -> a function that waits for it.
@@ -70,7 +92,7 @@ def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
     with config.patch(known_isa()):
         beside = ThreadPoolExecutor(1).submit
         loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(text(source, head_dim), submit_fn=beside)
-    return loader
+    return functools.partial(rebuilding, loader)
 
 
 def text(source: Path, head_dim: int = 0) -> str:

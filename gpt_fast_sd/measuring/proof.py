@@ -34,7 +34,7 @@ CHANCE, POWER = 1e-5, 0.99  # of failing without a cause; of finding a distance
 FOLLOWED, BINS = 2, 4  # first tokens after which the second is counted, too; bins of each distribution
 SAMPLED = 2  # prompts whose samples are tested
 RARE = 5.0  # expected counts of cells that are put together
-MOST = 2000.0  # the largest statistic and noncentrality that are reckoned with
+MOST = 8000.0  # the largest statistic and noncentrality that are reckoned with
 FREE: dict[str, Any] = {"temperature": 1.0}
 FILTERED: dict[str, Any] = FREE | {"top_k": 20, "top_p": 0.9}
 
@@ -87,7 +87,7 @@ def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     plain, ours = ([c.tokens for c in engine.generate(prompts, params, speculate=way)] for way in (False, True))
     stats, rows = engine.stats, [(i, prompts[i], plain[i], ours[i]) for i in range(len(prompts))]
     found = differences(rows, lambda ids: engine.logits(ids, last=1)[0])
-    wrong = [one for one in found if _gap(one) > near_tie(one.best, *dtypes_of(engine))]
+    wrong = [one for one in found if not _gap(one) <= near_tie(one.best, *dtypes_of(engine))]  # NaN is wrong
     limit = max((near_tie(one.best, *dtypes_of(engine)) for one in found), default=0.0)
     text = (
         f"{len(rows) - len(found)} of {len(rows)} outputs of {n_tokens} tokens are those of plain decoding "
@@ -161,7 +161,8 @@ class Cells:
     second: dict[int, Tensor]  # by first token, int64 [V] the bin of the second
     expected: Tensor  # fp64 [(FOLLOWED + 1) * BINS], sums to 1
     outside: dict[int | None, Tensor]  # bool [V] whether a token is left out: first ones, and second by their first
-    rounding: float  # what rounding may add to a statistic, for each sample
+    edges: list[Tensor]  # expected, where rounding has moved the edge of a filter outwards or inwards
+    tie: float  # the widest gap of logits that rounding may close
 
     @classmethod
     def of(
@@ -174,35 +175,44 @@ class Cells:
         """From the target's logits [V] after a text; tie: gap of logits below the best that rounding may close."""
         ties = list[float]()
 
-        def after(*tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-            """p, p through a filter that is a little wider, and which tokens are left out: each [V]."""
+        def after(*tokens: int) -> tuple[list[Tensor], Tensor]:
+            """p, p through a filter that is a little wider and one that is narrower; which tokens are left out: [V]."""
             logits = logits_after([*prompt, *tokens])
             gap = tie(float(logits.max()))
             ties.append(gap)
-            both = []
+            found = []
             # logits that move by e change a sum of probabilities by e / 2 at most; roundings are a quarter of a tie
-            for top_p in (params.top_p, params.top_p and min(1.0, params.top_p + gap / 8)):
+            for change in (0.0, gap / 8, -gap / 8):
+                top_p = None if params.top_p is None else min(1.0, max(1e-9, params.top_p + change))
                 table = SamplingTable.empty(1, len(logits), logits.device)
                 table.assign(0, replace(params, top_p=top_p), 0, len(logits))
-                both.append(probabilities(logits[None], table)[0].double().cpu())
-            least = logits.cpu()[both[1] > 0].min()
-            return both[0], both[1], (both[0] == 0) & (logits.cpu() < least - gap)
+                found.append(probabilities(logits[None], table)[0].double().cpu())
+            least = logits.cpu()[found[1] > 0].min()
+            return found, (found[0] == 0) & (logits.cpu() < least - gap)
 
-        p, wider, left_out = after()
-        followed: list[int] = p.topk(FOLLOWED).indices.tolist()
-        rest, wider_rest = (x.index_fill(0, torch.tensor(followed), 0.0) for x in (p, wider))
-        first, second, outside = _bins(rest), dict[int, Tensor](), dict[int | None, Tensor]()
+        first_ones, left_out = after()
+        followed: list[int] = first_ones[0].topk(FOLLOWED).indices.tolist()
+        rests = [p.index_fill(0, torch.tensor(followed), 0.0) for p in first_ones]
+        first, second, outside = _bins(rests[0]), dict[int, Tensor](), dict[int | None, Tensor]()
         outside[None] = left_out
-        expected, other = [_masses(rest, first)], [_masses(wider_rest, first)]
+        masses = [[_masses(rest, first)] for rest in rests]
         for token in followed:
-            then, wider_then, outside[token] = after(token)
-            second[token] = _bins(then)
-            expected.append(p[token] * _masses(then, second[token]))
-            other.append(wider[token] * _masses(wider_then, second[token]))
-        whole, moved = torch.cat(expected), torch.cat(other)
-        whole, moved = whole / whole.sum(), moved / moved.sum()
-        edge = float(((moved - whole) ** 2 / whole.clamp(min=0.01)).sum())  # smaller ones are put together
-        return cls(first, second, whole, outside, edge + (max(ties) / 4) ** 2)
+            then, outside[token] = after(token)
+            second[token] = _bins(then[0])
+            for one, p, then_p in zip(masses, first_ones, then, strict=True):
+                one.append(p[token] * _masses(then_p, second[token]))
+        expected, *edges = (torch.cat(one) / torch.cat(one).sum() for one in masses)
+        return cls(first, second, expected, outside, edges, max(ties))
+
+    def rounding(self, n: int) -> float:
+        """What rounding may add to the statistic of n samples, at most: twice what it adds to the divergence.
+
+        Each of two tokens has probabilities that are a quarter of a tie off; and a filter's edge may lie elsewhere.
+        """
+        group = pooled(self.expected * n)
+        expected, *edges = (_sums(one, group) for one in (self.expected, *self.edges))
+        edge = max(float(torch.special.xlogy(one, one / expected).sum()) for one in edges)
+        return n * (2 * max(0.0, edge) + 2 * (self.tie / 4) ** 2)
 
     def left_out(self, outputs: Sequence[Sequence[int]]) -> int:
         """How many of these outputs hold a token that their filter leaves out."""
@@ -236,18 +246,27 @@ def _bins(p: Tensor) -> Tensor:
 
 
 def g_statistic(counts: Tensor, expected: Tensor) -> tuple[float, int]:
-    """2 sum O ln(O / E) and its degrees of freedom; the smallest cells are put together until each expects RARE."""
-    cells = [[0.0, 0.0]]
+    """2 sum O ln(O / E) and its degrees of freedom, over pooled cells."""
+    group = pooled(expected)
+    observed, awaited = _sums(counts, group), _sums(expected, group)
+    return max(0.0, 2 * float(torch.special.xlogy(observed, observed / awaited).sum())), len(awaited) - 1
+
+
+def pooled(expected: Tensor) -> Tensor:
+    """Counts that cells expect -> int64, the group of each: the smallest are put together until each expects RARE."""
+    group, sums = torch.zeros(len(expected), dtype=torch.int64), [0.0]
     for place in expected.argsort().tolist():
-        if cells[-1][1] >= RARE:
-            cells.append([0.0, 0.0])
-        cells[-1][0] += float(counts[place])
-        cells[-1][1] += float(expected[place])
-    if len(cells) > 1 and cells[-1][1] < RARE:
-        few = cells.pop()
-        cells[-1] = [a + b for a, b in zip(cells[-1], few, strict=True)]
-    observed, awaited = torch.tensor(cells, dtype=torch.float64).unbind(1)
-    return max(0.0, 2 * float(torch.special.xlogy(observed, observed / awaited).sum())), len(cells) - 1
+        if sums[-1] >= RARE:
+            sums.append(0.0)
+        group[place] = len(sums) - 1
+        sums[-1] += float(expected[place])
+    if len(sums) > 1 and sums[-1] < RARE:
+        group[group == len(sums) - 1] -= 1
+    return group
+
+
+def _sums(values: Tensor, group: Tensor) -> Tensor:
+    return values.new_zeros(int(group.max()) + 1).scatter_add(0, group, values)
 
 
 def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:
@@ -295,11 +314,14 @@ def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
     kinds = [(prompt, way) for prompt in prompts for way in ways]
     each = -(-n // len(ways))
     tie = partial(_tie, dtypes_of(engine))
-    cells = [Cells.of(lambda ids: engine.logits(ids, last=1)[0], *kind, tie) for kind in kinds]
-    rounding = each * sum(one.rounding for one in cells)
+    try:
+        cells = [Cells.of(partial(_finite_logits, engine), *kind, tie) for kind in kinds]
+    except ArithmeticError as error:
+        return Finding("samples", False, str(error))
+    rounding = sum(one.rounding(each) for one in cells)
     if rounding > MOST / 4:
-        most = int(n * MOST / 4 / rounding)
-        raise ValueError(f"{n:,} samples of a prompt would tell how {engine.dtype_name} rounds: at most {most:,}")
+        fewer = int(n * MOST / 5 / rounding)
+        raise ValueError(f"{n:,} samples of a prompt would tell how {engine.dtype_name} rounds: try {fewer:,}")
     asked = [replace(kinds[i % len(kinds)][1], seed=i) for i in range(each * len(kinds))]
     done = engine.generate([kinds[i % len(kinds)][0] for i in range(len(asked))], asked)
     found, left_out = [], 0
@@ -323,6 +345,14 @@ def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
         text += f"; {left_out:,} hold a token that their filter leaves out"
     figures |= {"p": chance, "finds_in_all": in_all, "finds_in_one": in_one}
     return Finding("samples", chance >= CHANCE and not left_out, text, figures)
+
+
+def _finite_logits(engine: Engine, ids: list[int]) -> Tensor:
+    """The target's logits [V] after a text; ArithmeticError if one is NaN or infinitely large."""
+    logits = engine.logits(ids, last=1)[0]
+    if not logits.max() < math.inf:
+        raise ArithmeticError(f"the target's logits after {len(ids):,} tokens are not finite")
+    return logits
 
 
 def _tie(dtypes: Sequence[str], best: float) -> float:

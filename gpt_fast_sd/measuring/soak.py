@@ -33,7 +33,7 @@ LEFT = 0.25  # share of the calls that are left half-way
 LATE = 0.3  # share of the times that a prompt lets the engine wait
 AGAIN = 0.3  # share of the sampled requests that were asked before
 KEPT = 64  # sampled outputs of a policy that are kept for that
-HALF = 8  # rests that growth is told of
+PAIRS = 8  # of rests with one policy that growth is told of
 MOST_GROWTH = 4 * 2**20  # bytes per change of policy: torch keeps a mark at every weight of each step it has compiled
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
@@ -79,15 +79,19 @@ class Soaked:
     def growth(self, what: str = "resident") -> float | None:
         """Bytes by which what a rest tells, "resident" or "allocated", grew with each change in the soak's second half.
 
-        The median over all pairs of rests (Theil and Sen's slope), which a few large allocations do not move. None if
-        that half has fewer than HALF rests, since every policy compiles something new at first, or if it is unknown.
+        The median over all pairs of rests with the same policy (Theil and Sen's slope), which a few large allocations
+        do not move: policies hold different amounts. None for fewer than PAIRS pairs, or if the sizes are unknown; the
+        first half is left out, since every policy compiles something new at first.
         """
-        sizes: list[int | None] = [getattr(rest, what) for rest in self.rests[len(self.rests) // 2 :]]
-        known = [size for size in sizes if size is not None]
-        if len(sizes) < HALF or len(known) < len(sizes):
-            return None
-        pairs = ((i, j) for j in range(len(known)) for i in range(j))
-        return statistics.median((known[j] - known[i]) / (j - i) for i, j in pairs)
+        rests = self.rests[len(self.rests) // 2 :]
+        sizes: list[int | None] = [getattr(rest, what) for rest in rests]
+        slopes = [
+            (after - before) / (j - i)
+            for j, after in enumerate(sizes)
+            for i, before in enumerate(sizes[:j])
+            if rests[i].draft == rests[j].draft and after is not None and before is not None
+        ]
+        return statistics.median(slopes) if len(slopes) >= PAIRS and None not in sizes else None
 
 
 def finding(found: Soaked) -> Finding:

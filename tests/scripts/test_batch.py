@@ -193,7 +193,46 @@ def test_a_line_on_which_the_engine_fails_is_rejected_and_all_others_are_continu
     assert code_of(model, source, output, "--order", order) == 4 and len(failed) == 8  # all is done
 
 
-@pytest.mark.parametrize(("error", "tries"), [(RuntimeError("no room"), 4), (torch.AcceleratorError("lost"), 1)])
+def test_a_line_that_fails_late_does_not_stop_those_that_are_written_behind_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "AHEAD", 2)
+    records = [{"prompt": [7], "max_tokens": 60 if i == 0 else 1} for i in range(20)]
+    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    fail_where(monkeypatch, lambda row: row.params.max_tokens == 60 and len(row.tokens) > 30, RuntimeError("late"))
+    assert code_of(model, source, output, "--ignore-eos", "--draft", "off") == 4
+    assert [record["index"] for record in read_lines(output)] == [*range(1, 20)]
+
+
+def test_three_bad_lines_one_after_another_are_no_broken_engine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(12)), tmp_path / "out.jsonl"
+    bad = [prompts(12)[i]["prompt"] for i in (4, 5, 6, 7)]
+    fail_where(monkeypatch, lambda row: row.prompt in bad, RuntimeError("no"))
+    assert code_of(model, source, output) == 4
+    assert [record["index"] for record in read_lines(output)] == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_an_error_of_what_reads_the_lines_is_not_the_engine_s(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = batch.Share.lines
+
+    def short_of_memory(share: batch.Share) -> Any:
+        for index, raw in lines(share):
+            if index == 5:
+                raise MemoryError("a line of 100 GB")
+            yield index, raw
+
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(9)), tmp_path / "out.jsonl"
+    monkeypatch.setattr(batch.Share, "lines", short_of_memory)
+    monkeypatch.setattr(batch.Share, "__len__", lambda share: 9)
+    with pytest.raises(MemoryError):
+        code_of(model, source, output)
+
+
+@pytest.mark.parametrize(("error", "tries"), [(RuntimeError("no room"), 3), (torch.AcceleratorError("lost"), 1)])
 def test_an_engine_that_fails_on_every_line_ends_the_job_and_rejects_none(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     error: Exception, tries: int,
@@ -344,7 +383,11 @@ def test_two_processes_killed_and_started_again_write_what_one_writes(model: Pat
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert 12 <= n_written() < 58
-    done = subprocess.run(command, capture_output=True, text=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        done = subprocess.run(command, capture_output=True, text=True)
+        if "is being written by another process" not in done.stderr:  # workers have sessions of their own in some torch
+            break
     assert "2 lines were rejected" in done.stdout and done.returncode == 0  # torchrun takes all else for a crash
 
     whole = tmp_path / "whole.jsonl"
@@ -383,13 +426,16 @@ def test_a_run_begun_before_a_flag_existed_continues_with_its_default(
     source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
     assert code_of(model, source, output) == 0
     state = json.loads((tmp_path / "out.state.json").read_text())
-    older = {name: value for name, value in state.items() if name not in (*journal.LATER, "parse_special")}
-    assert len(older) == len(state) - 5
+    older = {name: value for name, value in state.items() if name not in journal.LATER}
+    assert len(older) == len(state) - 4
     (tmp_path / "out.state.json").write_text(json.dumps(older))
     assert code_of(model, source, output) == 0
     capsys.readouterr()
     assert "was begun with n_sink 4, not 8" in refusal(capsys, model, source, output, "--n-sink", "8")
-    assert "with parse_special False, not True" in refusal(capsys, model, source, output, "--parse-special")
+    del older["parse_special"]  # special tokens were read at that time
+    (tmp_path / "out.state.json").write_text(json.dumps(older))
+    assert "was begun with parse_special True, not False" in refusal(capsys, model, source, output)
+    assert code_of(model, source, output, "--parse-special") == 0
 
 
 def test_gguf_models_are_distinguished_by_pages_throughout_their_parts(

@@ -167,6 +167,22 @@ def test_exact_finds_a_step_whose_width_varies(monkeypatch: pytest.MonkeyPatch) 
     assert not finding.passed, finding.line
 
 
+def test_logits_that_are_no_numbers_fail_and_raise_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "logits", lambda *_, **__: torch.full((1, 23), torch.nan))
+    finding = proof.samples(engine, PROMPTS[:2], 100)
+    assert not finding.passed and "logits after 40 tokens are not finite" in finding.text
+    wrong = iter([5, 6] * 100)
+    monkeypatch.setattr(batch_state, "verify_sampled", None)
+    generate = Engine.generate
+
+    def others(self: Engine, *args: Any, speculate: bool = True, **how: Any) -> Any:
+        done = generate(self, *args, speculate=False, **how)
+        return [replace(c, tokens=[next(wrong), *c.tokens[1:]]) if speculate else c for c in done]
+
+    monkeypatch.setattr(Engine, "generate", others)
+    assert not proof.greedy(engine, PROMPTS, 4).passed
+
+
 def test_gamma_auto_which_no_seed_fixes_is_refused() -> None:
     auto = Engine(tiny_model(), None, CONFIG, DraftConfig(policy="streaming", gamma="auto"))
     with pytest.raises(ValueError, match='gamma "auto" depends on measured times'):
@@ -242,9 +258,22 @@ def test_the_edge_of_a_filter_that_rounding_moves_is_allowed_for() -> None:
     how = SamplingParams(temperature=1.0, top_p=0.9)
     sharp = proof.Cells.of(lambda ids: logits, [1], how)
     blunt = proof.Cells.of(lambda ids: logits, [1], how, lambda best: 0.25)
-    assert sharp.rounding == 0 and blunt.rounding > 0.03
+    assert sharp.rounding(1000) == 0 and blunt.rounding(1000) > 100
     assert sharp.left_out([[3, 0]]) == 1 and blunt.left_out([[3, 0]]) == 0
     assert blunt.left_out([[4, 0]]) == 1  # a thousandth of its likelihood
+
+
+def test_a_right_engine_whose_rounding_drops_the_last_token_of_a_filter_passes() -> None:
+    p = torch.tensor([0.5, 0.3999, 0.09, 0.0101])  # 0.8999 before the third, which a logit more by 0.02 leaves out
+    how = SamplingParams(temperature=1.0, top_p=0.9)
+    cells = proof.Cells.of(lambda ids: p.log(), [1], how, lambda best: 0.25)
+    moved = proof.Cells.of(lambda ids: p.log() + torch.tensor([0.02, 0.0, 0.0, 0.0]), [1], how)
+    n, generator = 1000, torch.Generator().manual_seed(0)
+    assert moved.outside[None].tolist() == [False, False, True, True] and not cells.outside[None][2]
+    q = torch.tensor([0.5, 0.3999]) / 0.8999
+    outputs = torch.stack([q.multinomial(n, True, generator=generator) for _ in range(2)], 1).tolist()
+    statistic, freedom = proof.g_statistic(cells.count(outputs), cells.expected * n)
+    assert proof.chance_of(statistic, freedom) < proof.CHANCE < proof.chance_of(statistic, freedom, cells.rounding(n))
 
 
 def test_nothing_is_proved_by_samples_that_fill_one_cell_and_too_many_are_refused(
@@ -253,5 +282,5 @@ def test_nothing_is_proved_by_samples_that_fill_one_cell_and_too_many_are_refuse
     finding = proof.samples(wide, PROMPTS[:2], 1)
     assert not finding.passed and finding.text.startswith("nothing tested: 4 samples are too few")
     monkeypatch.setattr(proof, "near_tie", lambda best, *dtypes: 0.25)
-    with pytest.raises(ValueError, match=r"1,000,000 samples of a prompt would tell how fp32 rounds: at most \d"):
+    with pytest.raises(ValueError, match=r"1,000,000 samples of a prompt would tell how fp32 rounds: try \d"):
         proof.samples(wide, PROMPTS[:2], 10**6)

@@ -74,7 +74,14 @@ def test_memory_that_grows_with_each_change_is_seen() -> None:
     rests = [Rest(float(i), "off", size, None, 1, 0) for i, size in enumerate(sizes)]
     assert Soaked(rests=rests).growth() == pytest.approx(7, abs=2)
     assert Soaked(rests=rests).growth("allocated") is None
-    assert Soaked(rests=rests[:14]).growth() is None and Soaked(rests=rests[:15]).growth() is not None
+    assert Soaked(rests=rests[:8]).growth() is None and Soaked(rests=rests[:10]).growth() is not None  # of 6, 10 pairs
+
+
+def test_policies_that_hold_more_than_others_are_no_growth() -> None:
+    held = [40, 44, 48, 900]
+    order = [random.Random(i).randrange(4) for i in range(40)]
+    rests = [Rest(float(i), f"draft {one}", held[one] * 2**20, None, 1, 0) for i, one in enumerate(order)]
+    assert Soaked(rests=rests).growth() == 0
 
 
 @pytest.mark.parametrize("what", ["resident", "allocated"])
