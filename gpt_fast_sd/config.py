@@ -65,7 +65,8 @@ def _check_allowed(config: EngineConfig | DraftConfig, *names: str) -> None:
         value = getattr(config, one.name)
         allowed = allowed_values(one) if one.name in names and (value, one.default) != (None, None) else ()
         if allowed and value not in allowed:
-            raise ValueError(f"{one.name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+            which = "one of " if len(allowed) > 1 else ""
+            raise ValueError(f"{one.name} must be {which}{', '.join(map(str, allowed))}, got {value!r}")
 
 
 def _at_least_one(name: str, value: object) -> None:

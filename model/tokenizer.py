@@ -200,7 +200,7 @@ class _BytesTokenizer(ABC):
     def delimiters(self) -> frozenset[str]:
         """What messages must not be read as: special tokens, and those of others that the template itself writes."""
         template, named = self.notes.template or "", {text for text in self.notes.more if text in self.whole}
-        ends = {text for text in self.whole if text and self._encode(text)[-1] in self.eos_ids}
+        ends = {text for text in self.whole if {*self._encode(text)[-1:]} & {*self.eos_ids}}
         return frozenset({*self.special, *named, *ends, *(text for text in self.whole if text in template)} - {""})
 
     @functools.cached_property
@@ -224,7 +224,8 @@ class _BytesTokenizer(ABC):
 
     def _refuse_delimiters(self, parts: Sequence[str]) -> None:
         """ValueError if a delimiter is read in one of these texts although none is written out in it."""
-        ids_of = {self._encode(text)[-1]: text for text in self.delimiters}
+        read = ((text, i) for text in self.delimiters for i in self._encode(text)[-1:])
+        ids_of = {i: text for text, i in read if self.token_bytes(i) in (b"", text.encode())}  # as one token, that is
         for part in parts:
             if found := next((ids_of[i] for i in self._encode(part) if i in ids_of), None):
                 raise ValueError(

@@ -461,7 +461,7 @@ def test_text_that_a_normalizer_turns_into_a_special_token_is_refused(tmp_path: 
     added = [tokenizers.AddedToken(text, special=True, normalized=True) for text in ("<|end|>", "¶")]
     lower = tokenizers.normalizers.Lowercase()
     ours = added_to(tmp_path, bpe, *added, normalizer=lower, template="{{ messages[0].content }}<|end|>")
-    assert len(ours.chat([{"role": "user", "content": "hi <|end|>"}])) > 5
+    assert len(ours.chat([{"role": "user", "content": "hi <|end|> and > and |"}])) > 5
     with pytest.raises(ValueError, match="a message has text that this tokenizer reads as the special token"):
         ours.chat([{"role": "user", "content": content}])
     assert ours.chat([{"role": "user", "content": content}], parse_special=True)
