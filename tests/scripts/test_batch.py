@@ -214,6 +214,18 @@ def test_three_bad_lines_one_after_another_are_no_broken_engine(
     assert [record["index"] for record in read_lines(output)] == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
+def test_an_engine_that_fails_before_it_takes_a_line_ends_the_job(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no clock")
+        yield
+
+    monkeypatch.setattr(Schedule, "run", broken)
+    assert code_of(model, write_lines(tmp_path / "in.jsonl", prompts(3)), tmp_path / "out.jsonl") == 1
+    assert not (tmp_path / "out.rejects.jsonl").exists()
+
+
 def test_an_error_of_what_reads_the_lines_is_not_the_engine_s(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
