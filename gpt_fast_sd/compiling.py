@@ -173,7 +173,7 @@ def no_compiler() -> str | None:
 
     try:
         return _fails(get_cpp_compiler())
-    except InvalidCxxCompiler:
+    except (InvalidCxxCompiler, OSError):  # the latter: of what CXX names
         return "none was found"
 
 

@@ -21,7 +21,7 @@ import torch
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import in_short
 
-from .kernels import prepare_launches
+from .kernels import packing_builds, prepare_launches
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux says what memory there is
 CAPABILITY = (8, 0)  # the least that the kernels' tables support: tiles of 163 KiB, products of bf16
@@ -198,13 +198,13 @@ def whole_memory(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 
-def natural_dtype(stored: str | None, device: torch.device) -> torch.dtype:
-    """The checkpoint's own dtype, but fp32 on a CPU without instructions for a 16-bit one."""
+def natural_dtype(stored: str | None, device: torch.device, compiled: bool) -> torch.dtype:
+    """The checkpoint's own dtype; on a CPU bf16 in place of any 16-bit one if our kernels or its instructions serve it.
+
+    Otherwise fp32, as PyTorch's products in bf16 are slow there. compiled: whether steps are, which use our kernels.
+    """
     dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(stored or "", torch.float32)
     if device.type == "cpu" and dtype != torch.float32:
-        return (
-            torch.bfloat16
-            if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-            else torch.float32
-        )
+        known = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if known or packing_builds(at_once=not compiled) else torch.float32
     return dtype

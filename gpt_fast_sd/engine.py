@@ -81,7 +81,7 @@ class Engine:
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         self.state = BatchState.idle(
             self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._intake.eos_ids,
-            self.vocabulary, kernel=self.compiled,
+            self.vocabulary, kernel=self.target.uses_kernels,
         )  # fmt: skip
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
         self._capture = GraphPool(self.device) if captures else None
@@ -147,7 +147,7 @@ class Engine:
         width = 1 + most if self.config.exact else 0  # without a policy, too
         theirs, wait = draft_group(draft, self.parallel), self.parallel.wait_for
         if draft_model:
-            ready_draft(draft_model, theirs, self.compiled and draft.quantize is None)
+            ready_draft(draft_model, theirs, self.target.uses_kernels and draft.quantize is None)
         policy = build_policy(draft, self.target, draft_model, theirs)
         return Rounds(self.target, self.state, policy, draft, width=width, capture=self._capture, wait=wait)
 

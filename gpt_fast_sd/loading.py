@@ -27,7 +27,7 @@ from . import registry
 from .compiling import can_compile, inductor_options, no_compiler
 from .config import DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
-from .kernels import begin_building, cpu_kernels, packing_builds
+from .kernels import begin_building, cpu_kernels, kernels_are_built, packing_builds
 from .memory import MemoryPlan, bytes_of_weights
 from .packing import pack_linears
 from .precisions import FLOAT8_CAPABILITY, require_copy, require_precision, require_sizes
@@ -66,7 +66,8 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         raise ValueError(f"device {config.device!r} was requested, but the processes were started for {device.type!r}")
     parallel = parallel or Parallel(device)
     group, theirs = parallel.group, draft_group(draft, parallel)
-    dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(read_stored_dtype(folder), device)
+    stored = read_stored_dtype(folder)
+    dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(stored, device, config.compile)
     check_kv_dtype(config, dtype, device)
     check_planes(config, draft, model_config)
     tokenizer = load_tokenizer(folder, model_config)
@@ -87,7 +88,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     plan.check(free_memory(device), device, config)
     if config.compile and device.type == "cpu" and not no_compiler():
         # while the weights are being read
-        begin_building(*cpu_kernels(model_config.head_dim, model_config.vocab_size))
+        begin_building(*cpu_kernels(model_config.head_dim, dtype, model_config.vocab_size))
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
     keep = keep_float8 if config.quantize == "float8" else None
     target = group.load(folder, device=device, dtype=dtype, settle=settle, keep=keep)
@@ -188,7 +189,7 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes:
 
     planes: whether the cache lies in planes, which a draft may read one of.
 
-    Its weights are quantized if requested, and packed if a CPU's compiled steps read packed weights.
+    Its weights are quantized if requested, and packed if its steps read packed weights.
     """
     device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
     if config.exact:
@@ -202,16 +203,18 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes:
     kv_dtype = kv_dtype_of(config, dtype)
     cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype, device=device, planes=planes)
     compiled = config.compile and can_compile(device)
-    if compiled and device.type == "cpu":
+    runner = Runner(model, cache, inductor_options(config, device) if compiled else None, group)
+    if runner.uses_kernels and device.type == "cpu":
         pack_linears(model)
-        begin_building(*cpu_kernels(model.config.head_dim, model.config.vocab_size))
-    return Runner(model, cache, inductor_options(config, device) if compiled else None, group)
+    if compiled and device.type == "cpu":
+        begin_building(*cpu_kernels(model.config.head_dim, dtype, model.config.vocab_size))
+    return runner
 
 
 def ready_draft(model: Transformer, group: Group, packs: bool) -> None:
     """The same for a draft model, whose cache its policy makes; ValueError if it is not the rank's part.
 
-    packs: whether its steps are compiled and use these weights.
+    packs: whether its steps use our kernels and these weights.
     """
     group.check_part(model)
     equalize_keys(model)
@@ -257,7 +260,8 @@ def plan_for(
                 require_copy(draft.quantize, config.quantize)
             ranks = theirs.size if step.model is own_draft else group.size
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
-    packs = dtype == torch.bfloat16 and device.type == "cpu" and config.compile
+    packs = config.compile or kernels_are_built(model.head_dim, dtype)
+    packs = packs and dtype == torch.bfloat16 and device.type == "cpu"
     if config.quantize or draft.quantize:  # what is not packed may have to be unpacked in every product
         packs = packs and packing_builds()
     return MemoryPlan.of(

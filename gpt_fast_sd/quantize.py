@@ -95,7 +95,7 @@ def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1, on_plan
         return runner
     require_precision(name, runner.device, runner.model.embedding.weight.dtype, of_draft=True)
     model = draft_copy(runner.model, name)
-    if runner.compiles and runner.device.type == "cpu":
+    if runner.uses_kernels and runner.device.type == "cpu":
         pack_linears(model, few_rows=tokens is not None and tokens * runner.shape[1] <= FEW_ROWS)
     return replace(runner, model=model)
 

@@ -10,6 +10,7 @@ from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.tp import ALONE, Group
 
 from .compiling import Options
+from .kernels import kernels_are_built
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class Runner:
     def compiles(self) -> bool:
         """Whether its steps are compiled."""
         return self.compiled is not None and self.compiled is not False
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether its steps use our kernels for a CPU: those that run eagerly only if these are built already."""
+        if self.compiles or self.device.type != "cpu":
+            return self.compiles
+        return kernels_are_built(self.model.config.head_dim, self.model.embedding.weight.dtype)
 
     @property
     def device(self) -> torch.device:

@@ -87,7 +87,7 @@ def reads_own_keys(target: Runner) -> bool:
 
     Other attention reads for every row, including idle ones, as many keys as the longest one has in view.
     """
-    return triton_serves(target.device) or (target.compiles and cpp_fits(target))
+    return triton_serves(target.device) or (target.uses_kernels and cpp_fits(target))
 
 
 def sums_by_row(target: Runner) -> bool:

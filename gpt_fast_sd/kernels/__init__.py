@@ -13,11 +13,13 @@ Inductor's options.
 
 from .choice import triton_serves
 from .cpu import cpu_attention_fits
+from .cpu_beforehand import build_kernel, kernels_to_build, sets_of_this_kind
 from .cpu_build import begin_building, known_isa, rebuilding
 from .cpu_linear import (
     LANES,
     LINE,
     cpu_kernels,
+    kernels_are_built,
     pack,
     pack_int4,
     packable,
@@ -29,6 +31,7 @@ from .cpu_linear import (
     unpack_int4,
 )
 from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits
+from .cpu_sets import InstructionSet
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
 from .int4 import BLOCK, Int4, dequantize_blocks, int4_by_sums, int4_linear, power_between, quantize_blocks
@@ -53,8 +56,10 @@ __all__ = [
     "MOST_TILED",
     "QUERY_BLOCK",
     "ROWS_AT_ONCE",
+    "InstructionSet",
     "Int4",
     "begin_building",
+    "build_kernel",
     "cpu_attention_fits",
     "cpu_distributions",
     "cpu_draw",
@@ -68,6 +73,8 @@ __all__ = [
     "int4_by_sums",
     "int4_linear",
     "int8_linear",
+    "kernels_are_built",
+    "kernels_to_build",
     "key_mass",
     "known_isa",
     "launches",
@@ -90,6 +97,7 @@ __all__ = [
     "quantize_rows",
     "quest_pages",
     "rebuilding",
+    "sets_of_this_kind",
     "sparse_attention",
     "split_for",
     "top_pages",

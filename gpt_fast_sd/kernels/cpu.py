@@ -1,4 +1,4 @@
-"""cpu_attention.cpp as torch operators.
+"""cpu_attention.cpp and cpu_attention_any.cpp as torch operators.
 
 Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, H head dim, M entries listed.
 """
@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .cpu_build import builds, constant_where_traced, library
+from .cpu_build import builds, constant_where_traced, is_built, library
+from .cpu_sets import chosen
 
 PAGE = 16  # keys whose attention mass is summed
-HEAD_DIMS = 64, 128
-SOURCE = Path(__file__).with_name("cpu_attention.cpp")
+HEAD_DIMS = 64, 128  # of the kernel for AVX-512; that for any CPU: multiples of 16
+MOST_DIMS = 256
+SOURCE, ANY = (Path(__file__).with_name(name) for name in ("cpu_attention.cpp", "cpu_attention_any.cpp"))
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.uint8: 3}  # as C++ numbers them
 
 _library = torch.library.Library("gpt_fast_sd", "DEF")
 _library.define(
@@ -30,19 +33,33 @@ _library.define(
 
 
 def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
-    """Whether the kernel serves such queries [B, N, T, H] and keys [B, K, S, H] on this machine.
+    """Whether a kernel serves such queries [B, N, T, H] and keys [B, K, S, H] on this machine.
 
-    Keys of uint8 are the upper plane of int8 ones, [B, K, S, H // 2].
+    Keys have the dtype of the queries, fp32, fp16 or bf16, or are int8; those of uint8 are the upper plane of int8
+    ones, [B, K, S, H // 2].
     """
-    held = k.dtype in (torch.bfloat16, torch.int8) or (k.dtype == torch.uint8 and 2 * k.shape[-1] == q.shape[-1])
-    served = q.dtype == torch.bfloat16 and held and q.device.type == "cpu"
-    return served and q.shape[-1] in HEAD_DIMS and available(q.shape[-1])
+    head_dim, planes = q.shape[-1], k.dtype == torch.uint8
+    held = k.dtype in (q.dtype, torch.int8) or (planes and 2 * k.shape[-1] == head_dim)
+    served = q.dtype.is_floating_point and q.dtype in DTYPES and held and q.device.type == "cpu"
+    return served and not head_dim % PAGE and head_dim <= MOST_DIMS and available(head_dim, q.dtype)
 
 
 @constant_where_traced
-def available(head_dim: int) -> bool:
-    """Whether this CPU and its compiler support the instructions of the kernel for a head dim."""
-    return builds(SOURCE, head_dim)
+def available(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether this CPU and its compiler support the instructions of the kernel for a head dim and dtype of queries."""
+    return builds(source_for(head_dim, dtype), head_dim)
+
+
+@constant_where_traced
+def is_here(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel need not be built."""
+    return is_built(source_for(head_dim, dtype), head_dim)
+
+
+def source_for(head_dim: int, dtype: torch.dtype) -> Path:
+    """The kernel for queries of such a head dim and dtype on this machine."""
+    own = chosen().own and head_dim in HEAD_DIMS and dtype == torch.bfloat16
+    return SOURCE if own and builds(SOURCE, head_dim) else ANY
 
 
 def cpu_attention(
@@ -52,9 +69,9 @@ def cpu_attention(
 ) -> Tensor:  # fmt: skip
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
-    bf16 q [B, N, T, H]; k, v [B, K, S, H], dense except the first two strides, bf16 or with fp16 scales [B, K, S]
-    int8; k_low, v_low, tail: of planes, see decode.py; fine: queries over int8 have 16 bits a number, not 8;
-    pos int64 [B, T] -> bf16 [B, N, T, H]
+    q [B, N, T, H]; k, v [B, K, S, H], dense except the first two strides, of q's dtype or with fp16 scales [B, K, S]
+    int8; k_low, v_low, tail: of planes, see decode.py; fine: queries over int8 have 16 bits a number at least, not 8;
+    pos int64 [B, T] -> [B, N, T, H] of q's dtype
     """
     beside = k_scale, v_scale, k_low, v_low, tail, fine
     out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, None, n_keys, *beside)
@@ -84,11 +101,14 @@ def cpu_attention_with_mass(
 
 
 @functools.cache
-def _kernel(head_dim: int) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-    kernel = library(SOURCE, head_dim)().attend_cpu
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes, kernel.restype = [pointer] * 11 + [size] * 15 + [ctypes.c_float, ctypes.c_int], None
-    return kernel
+def _kernel(head_dim: int, dtype: torch.dtype) -> tuple[ctypes._CFuncPtr, bool]:  # type: ignore[name-defined]
+    """The kernel for queries of this dtype, and whether it is the one for any CPU, which takes the dtypes."""
+    source = source_for(head_dim, dtype)
+    built, pointer, size = library(source, head_dim)(), ctypes.c_void_p, ctypes.c_int64
+    kernel = built.attend_any if source == ANY else built.attend_cpu
+    n_sizes = 16 if source == ANY else 15
+    kernel.argtypes, kernel.restype = [pointer] * 11 + [size] * n_sizes + [ctypes.c_float, ctypes.c_int], None
+    return kernel, source == ANY
 
 
 def _attend(
@@ -103,16 +123,18 @@ def _attend(
     assert k.stride()[2:] == (head_dim // 2 if planes else head_dim, 1)
     scales = [x for x in (k_scale, v_scale) if x is not None]
     apart = scales[0].stride()[:2] if scales else (0, 0)
-    assert len(scales) == 2 * (k.dtype != torch.bfloat16)
+    assert len(scales) == 2 * (k.dtype in (torch.int8, torch.uint8)) and (scales or k.dtype == q.dtype)
     assert all(x.dtype == torch.float16 and x.stride() == (*apart, 1) for x in scales)
     pos = pos.contiguous()
     index = None if index is None else index.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
     tensors = q, k, v, k_scale, v_scale, k_low, v_low, pos, index, out, mass
     given = (None if x is None else x.data_ptr() for x in tensors)
-    _kernel(head_dim)(
+    kernel, for_any = _kernel(head_dim, q.dtype)
+    how = (DTYPES[q.dtype], DTYPES[k.dtype]) if for_any else (fine,)
+    kernel(
         *given, n_rows, n_kv, n_heads // n_kv, n_tokens, n_keys if index is None else index.shape[-1], capacity,
-        *q.stride()[:3], *k.stride()[:2], *apart, tail, fine, head_dim**-0.5, torch.get_num_threads(),
+        *q.stride()[:3], *k.stride()[:2], *apart, tail, *how, head_dim**-0.5, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

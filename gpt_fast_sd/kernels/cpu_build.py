@@ -1,10 +1,15 @@
-"""C++ kernels for a CPU: built once by the compiler that torch.compile uses, kept in its cache."""
+"""C++ kernels for a CPU: built once by the compiler that torch.compile uses, kept in its cache, or built beforehand.
+
+A wheel for a platform carries them built, so that a machine without a compiler has them, too: see scripts/build_wheel.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import hashlib
+import platform
 import re
 import subprocess
 import threading
@@ -15,7 +20,10 @@ from typing import TypeVar
 
 import torch
 
-COMMON = Path(__file__).with_name("cpu_common.cpp")
+from .cpu_sets import SETS, InstructionSet, chosen
+
+BUILT = Path(__file__).with_name("built")  # in wheels for one platform
+COMMON, VECTORS = (Path(__file__).with_name(name) for name in ("cpu_common.cpp", "cpu_vectors.cpp"))
 Asked = TypeVar("Asked", bound=Callable[..., bool])
 Built = TypeVar("Built")
 
@@ -29,7 +37,7 @@ def known_isa() -> dict[str, bool]:
     """
     from torch._inductor import config
 
-    knows = torch.backends.cpu.get_cpu_capability() == "AVX512" and config.cpp.vec_isa_ok is None
+    knows = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and config.cpp.vec_isa_ok is None
     return {"cpp.vec_isa_ok": True} if knows else {}
 
 
@@ -46,14 +54,16 @@ def constant_where_traced(function: Asked) -> Asked:
 @functools.cache
 def builds(source: Path, head_dim: int = 0) -> bool:
     """Whether this CPU and its compiler know the instructions; no more than read, as to build takes seconds."""
-    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):  # none lacks but the latter
+    if not for_any(source) and not chosen().own:
         return False
+    if is_built(source, head_dim):
+        return True
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
-    flags = "-std=c++20", "-fsyntax-only", *(f"-mavx512{part}" for part in ("f", "dq", "bw", "vl", "bf16", "vnni"))
+    native = ("-march=native",) * (platform.system() != "Darwin")  # as torch does
     try:
-        command = (get_cpp_compiler(), *flags, "-x", "c++", "-")
+        command = (get_cpp_compiler(), "-std=c++20", "-fsyntax-only", *native, *flags(source), "-x", "c++", "-")
         return not subprocess.run(command, input=text(source, head_dim), capture_output=True, text=True).returncode
     except (InvalidCxxCompiler, OSError):
         return False
@@ -81,29 +91,59 @@ def rebuilding(build: Callable[[], Built]) -> Built:
 
 @functools.cache
 def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
-    """Begin to build a source -> a function that waits for it.
+    """Begin to build a source, if that was not done beforehand -> a function that waits for it.
 
     In a thread of its own: with one thread, torch's AsyncCompile.submit builds at once, under a lock that the build
     itself waits for.
     """
+    if is_built(source, head_dim):
+        return functools.partial(ctypes.CDLL, str(built_file(source, head_dim, chosen())))
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    with config.patch(known_isa()):
+    bits = {"cpp.simdlen": chosen().bits} if for_any(source) else {}
+    with config.patch(known_isa() | bits):
         beside = ThreadPoolExecutor(1).submit
-        loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(text(source, head_dim), submit_fn=beside)
+        loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(
+            text(source, head_dim), submit_fn=beside, extra_flags=flags(source)
+        )
     return functools.partial(rebuilding, loader)
 
 
-def text(source: Path, head_dim: int = 0) -> str:
-    """A source behind what all begin with, for one head dim if it is for any, without tiles if they are not granted.
+def text(source: Path, head_dim: int = 0, instructions: InstructionSet | None = None) -> str:
+    """A source behind what its kind begins with, for one head dim if it has any, without tiles if not chosen.
 
-    A compiler knows what a CPU has, but not whether the system grants it to this process, which has to ask.
+    instructions: those that are, if it is not for this process.
     """
     named = [f"#define HEAD_DIM {head_dim}\n"] if head_dim else []
-    if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
+    if not for_any(source) and (instructions or chosen()).name != "amx":
         named.append("#undef __AMX_BF16__\n#undef __AMX_INT8__\n")
-    return "".join([*named, *(path.read_text(encoding="utf-8") for path in (COMMON, source))])
+    common = VECTORS if for_any(source) else COMMON
+    return "".join([*named, *(path.read_text(encoding="utf-8") for path in (common, source))])
+
+
+@functools.cache
+def is_built(source: Path, head_dim: int = 0) -> bool:
+    """Whether a wheel brought this source built for the chosen instruction set."""
+    return built_file(source, head_dim, chosen()).is_file()
+
+
+def built_file(source: Path, head_dim: int, instructions: InstructionSet) -> Path:
+    """Where a wheel has what was built of this very text."""
+    if for_any(source) and instructions.own:
+        instructions = next(one for one in SETS if not one.own)
+    mark = hashlib.sha256(text(source, head_dim, instructions).encode()).hexdigest()[:16]
+    return BUILT / f"{source.stem}-{head_dim}-{instructions.name}-{mark}.so"
+
+
+def for_any(source: Path) -> bool:
+    """Whether a source is for any CPU, and compiled for the instruction set that is chosen."""
+    return source.stem.endswith("_any")
+
+
+def flags(source: Path) -> tuple[str, ...]:
+    """What the compiler is told beside torch's own flags, which are for this CPU."""
+    return chosen().flags if for_any(source) else ()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Products of few rows on a CPU: weights held once, packed for cpu_linear.cpp, behind a torch operator.
+"""Products of few rows on a CPU: weights held once, packed for cpu_linear.cpp and cpu_linear_any.cpp, as an operator.
 
 A library packs the weights again in every call, or reads them with a horizontal sum per row; packed once, a product
 reads each weight from memory a single time, and a row's last bits depend neither on other rows nor on threads.
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from . import cpu as attention
 from . import cpu_sampling as sampling
-from .cpu_build import builds, library
+from .cpu_build import builds, constant_where_traced, is_built, library
 from .int4 import BLOCK, Int4
 
-SOURCE = Path(__file__).with_name("cpu_linear.cpp")
+SOURCE, ANY = (Path(__file__).with_name(name) for name in ("cpu_linear.cpp", "cpu_linear_any.cpp"))
 BF16, INT8, INT4 = torch.bfloat16, torch.int8, torch.uint8  # of what is packed; a byte holds two of int4
 LANES, LINE = 32, 64  # outputs of a block, and bytes of inputs: a packed weight is whole blocks
 
@@ -30,16 +30,34 @@ _library.define(f"cpu_linear(Tensor x, Tensor packed, Tensor? bias, {_INT4}) -> 
 _library.define(f"cpu_swiglu(Tensor x, Tensor packed, {_INT4}) -> Tensor")
 
 
-def cpu_kernels(head_dim: int, vocab_size: int = 0) -> tuple[tuple[Path, int], ...]:
-    """The sources that `begin_building` builds for a model, each with its head dim."""
-    own = [(attention.SOURCE, head_dim)] if head_dim in attention.HEAD_DIMS else []
+def cpu_kernels(head_dim: int, dtype: torch.dtype, vocab_size: int = 0) -> tuple[tuple[Path, int], ...]:
+    """The sources that `begin_building` builds for a model in this dtype, each with its head dim."""
+    attends = not head_dim % attention.PAGE and head_dim <= attention.MOST_DIMS and dtype in attention.DTYPES
+    own = [(attention.source_for(head_dim, dtype), head_dim)] if attends else []
     drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY else []
-    return (*own, (SOURCE, 0), *drawn)
+    return (*own, *([(source(), 0)] if dtype == BF16 else []), *drawn)
 
 
-def packing_builds() -> bool:
-    """Whether the kernel can be built here."""
-    return builds(SOURCE)
+@constant_where_traced
+def kernels_are_built(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether nothing of what attends or multiplies has to be built: eager code may use it, and needs no compiler."""
+    return all(is_built(*one) for one in cpu_kernels(head_dim, dtype))
+
+
+def cpu_sources(head_dim: int) -> tuple[tuple[Path, int], ...]:
+    """All sources that any CPU may need for a head dim, each with that if it has one."""
+    attends = [(attention.SOURCE, head_dim)] if head_dim in attention.HEAD_DIMS else []
+    return (*attends, (attention.ANY, head_dim), (SOURCE, 0), (ANY, 0), (sampling.SOURCE, 0))
+
+
+def source() -> Path:
+    """The kernel for this machine."""
+    return SOURCE if builds(SOURCE) else ANY
+
+
+def packing_builds(*, at_once: bool = False) -> bool:
+    """Whether the kernel can be built here; at_once: whether it is built already."""
+    return is_built(source()) if at_once else builds(source())
 
 
 def packable(weight: Tensor) -> bool:
@@ -50,7 +68,7 @@ def packable(weight: Tensor) -> bool:
     if weight.dtype not in (BF16, INT8, INT4) or weight.device.type != "cpu" or weight.dim() != 2:
         return False
     row = BLOCK // 2 if weight.dtype == INT4 else LINE // weight.itemsize
-    return not weight.shape[0] % LANES and not weight.shape[1] % row and builds(SOURCE)
+    return not weight.shape[0] % LANES and not weight.shape[1] % row and packing_builds()
 
 
 def packed_linear(
@@ -136,7 +154,8 @@ def unpack_int4(packed: Int4, by_sums: bool = False) -> Int4:
 
 @functools.cache
 def _kernel() -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-    kernel = library(SOURCE)().linear_cpu
+    built = library(source())()
+    kernel = built.linear_any if source() == ANY else built.linear_cpu
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     kernel.argtypes, kernel.restype = [pointer] * 6 + [size] * 4 + [ctypes.c_int] * 3, None
     return kernel

@@ -1,6 +1,6 @@
 """Attention on a CPU: the C++ kernel in compiled steps that it serves, else PyTorch.
 
-Eager steps never call the C++ kernel, since it would have to be built first: eager code starts at once. All bodies keep
+Eager steps call the C++ kernel only if it was built beforehand: eager code starts at once. All bodies keep
 the promises of decode.py, prefill.py and sparse.py. Those in PyTorch have one more condition: values in view must be
 finite, whether or not a query sees them, as their weight is an exact zero (keys and scales may be anything). Empty keys
 past a row's own, in view because a neighbour is longer, change no bit of `attend_rows`; a matrix product over more keys
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass
+from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass, is_here
 from .planes import drafted, first_whole, joined
 from .sizes import page_sums
 
@@ -25,8 +25,8 @@ LEAST = -1e30  # a finite maximum for a query that sees nothing: its weights are
 
 
 def cpp_serves(q: Tensor, k: Tensor) -> bool:
-    """Whether the code being traced attends with the C++ kernel."""
-    return torch.compiler.is_compiling() and cpu_attention_fits(q, k)
+    """Whether this code attends with the C++ kernel: if it is being traced, or the kernel is there already."""
+    return (torch.compiler.is_compiling() or is_here(q.shape[-1], q.dtype)) and cpu_attention_fits(q, k)
 
 
 def attend(

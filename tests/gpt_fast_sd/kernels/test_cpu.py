@@ -31,7 +31,7 @@ cpu_attention, cpu_attention_at, cpu_attention_with_mass = (
     cpu.cpu_attention_at,
     cpu.cpu_attention_with_mass,
 )
-cpu_build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")
+cpu_build, cpu_sets = (importlib.import_module(f"gpt_fast_sd.kernels.{name}") for name in ("cpu_build", "cpu_sets"))
 PAGE = cpu.PAGE
 GROUPS = (1, 2, 3, 4, 5, 7, 8)
 HEAD_DIMS = (64, 128)
@@ -40,23 +40,24 @@ TILE = 64
 
 
 def why_not() -> str:
-    if not torch.cpu._is_avx512_bf16_supported():
-        return "this CPU has no AVX-512 bf16 dot products"
     return "" if cpu.available(64) else "no compiler here builds the kernel"
 
 
-@pytest.fixture(scope="module", params=["tiles", "dots"])
+@pytest.fixture(scope="module", params=cpu_sets.SETS, ids=lambda one: one.name)
 def body(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Once with all that this CPU has, and if it has AMX, once as in a process that may not use it."""
-    if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()) and request.param == "tiles":
-        pytest.skip("this CPU or its system has no AMX")
+    """With each instruction set that this CPU has."""
+    if not request.param.has():
+        pytest.skip(f"no {request.param.name} here")
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "dots":
-            patch.setattr(torch.cpu, "_init_amx", lambda: False)
-        for cached in (cpu_build.library, cpu._kernel):
-            cached.cache_clear()
+        patch.setenv(cpu_sets.VARIABLE, request.param.name)
+        forget()
         yield
-    for cached in (cpu_build.library, cpu._kernel):
+    forget()
+
+
+def forget() -> None:
+    """What was built for the last instruction set."""
+    for cached in (cpu_build.builds, cpu_build.library, cpu._kernel):
         cached.cache_clear()
 
 
@@ -375,10 +376,10 @@ def rebuilt() -> Iterator[None]:
 @needs_kernel
 @pytest.mark.parametrize(
     ("dtypes", "head_dim", "fits"),
-    [("bf16 bf16", 64, True), ("bf16 bf16", 128, True), ("bf16 bf16", 32, False), ("bf16 bf16", 80, False),
-     ("fp32 fp32", 64, False), ("fp32 bf16", 64, False), ("bf16 fp16", 64, False), ("fp16 fp16", 128, False)],
+    [("bf16 bf16", 64, True), ("bf16 bf16", 80, True), ("fp32 fp32", 16, True), ("fp16 fp16", 256, True),
+     ("bf16 bf16", 24, False), ("bf16 bf16", 272, False), ("fp32 bf16", 64, False), ("bf16 fp16", 64, False)],
 )  # fmt: skip
-def test_it_serves_bf16_queries_over_bf16_keys_of_64_or_128_dims(dtypes: str, head_dim: int, fits: bool) -> None:
+def test_it_serves_keys_of_the_queries_dtype_and_whole_sixteens_of_dims(dtypes: str, head_dim: int, fits: bool) -> None:
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     q, k = (torch.zeros(1, 2, 4, head_dim, dtype=kinds[name]) for name in dtypes.split())
     assert cpu_attention_fits(q, k) is fits
@@ -441,7 +442,7 @@ def test_what_attends_without_the_kernel_gives_the_same(
     step, graphs = traced(attend_all_ways)
     fast = step(*a_step(n_tokens), page)
     assert n_kernels(graphs[0]) == 3
-    monkeypatch.setattr(cpu, "available", lambda head_dim: False)
+    monkeypatch.setattr(cpu, "available", lambda *_: False)
     step, graphs = traced(attend_all_ways)
     compiled = step(*a_step(n_tokens), page)
     assert n_kernels(graphs[0]) == 0
@@ -455,7 +456,7 @@ def test_what_attends_without_the_kernel_gives_the_same(
 
 @needs_kernel
 def test_steps_that_run_eagerly_build_no_kernel(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(head_dim: int) -> None:
+    def built(*_: object) -> None:
         raise AssertionError("built")
 
     monkeypatch.setattr(cpu, "_kernel", built)
@@ -466,9 +467,9 @@ def test_steps_that_run_eagerly_build_no_kernel(rebuilt: None, monkeypatch: pyte
 def test_a_compiler_that_does_not_know_the_instructions_is_not_an_error(
     rebuilt: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "cpu_attention.cpp"
-    source.write_text("#error no such instructions\n")
-    monkeypatch.setattr(cpu, "SOURCE", source)
+    for name, file in (("SOURCE", "cpu_attention.cpp"), ("ANY", "cpu_attention_any.cpp")):
+        (source := tmp_path / file).write_text("#error no such instructions\n")
+        monkeypatch.setattr(cpu, name, source)
     assert not cpu.available(64)
     assert not cpu_attention_fits(*[torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)] * 2)
     step, graphs = traced(attend_all_ways)
@@ -505,14 +506,18 @@ def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkey
     assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
 
 
-def test_a_cpu_without_the_instructions_builds_nothing(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(source: Path, head_dim: int) -> str:
-        raise AssertionError("built")
-
+def test_a_cpu_without_avx512_gets_the_kernel_for_any(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(cpu_build, "text", built)
-    assert not cpu.available(64)
+    assert cpu.source_for(64, torch.bfloat16) == cpu.ANY
+    assert cpu_sets.chosen().name not in ("amx", "avx512_bf16")
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("asked", ["avx1024", "neon plain", "AVX2"])
+def test_an_instruction_set_that_is_not_here_is_named(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu_sets.VARIABLE, asked)
+    with pytest.raises(ValueError, match=f"GPT_FAST_SD_CPU is '{asked}': this CPU has .*plain"):
+        cpu_sets.chosen()
 
 
 @needs_kernel

@@ -145,7 +145,8 @@ def test_queries_of_two_bytes_lose_nothing_that_bf16_holds(head_dim: int, tail: 
         exact, _ = case.expected()
         off = (case.attend().double() - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
         errors[fine] = float(off.max())
-    assert errors[True] < 0.01 and errors[False] > 3 * errors[True]
+    narrow = cpu.source_for(head_dim, torch.bfloat16) == cpu.SOURCE  # elsewhere queries are fp32 anyway
+    assert errors[True] < 0.01 and (errors[False] > 3 * errors[True] if narrow else errors[False] == errors[True])
 
 
 def strange(case: Any, bad: float) -> Any:
@@ -199,7 +200,7 @@ def test_the_operators_pass_torchs_own_checks_with_planes() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize(("head_dim", "of_planes", "fits"), [(64, 32, True), (128, 64, True), (80, 40, False)])
+@pytest.mark.parametrize(("head_dim", "of_planes", "fits"), [(64, 32, True), (80, 40, True), (64, 64, False)])
 def test_it_serves_planes_of_half_a_head(head_dim: int, of_planes: int, fits: bool) -> None:
     q, k = torch.zeros(1, 2, 4, head_dim).bfloat16(), torch.zeros(1, 2, 4, of_planes, dtype=torch.uint8)
     assert cpu_attention_fits(q, k) is fits

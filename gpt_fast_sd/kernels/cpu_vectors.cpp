@@ -1,0 +1,188 @@
+// What the kernels for any CPU begin with: vectors as the compiler knows them, as wide as the instruction set has them.
+//
+// Only what no compiler makes of plain expressions is written out for an instruction set: 16-bit floats and products of
+// pairs. Sums never depend on how many rows are computed together, so a row has the same bits in any batch.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+typedef uint16_t bf16, fp16;
+enum Dtype { FP32, FP16, BF16, INT8 }; // as Python passes it
+namespace { // a process may load this built in several ways, whose names must not clash
+#if defined(__AVX512BW__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__ARM_NEON)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+typedef float F __attribute__((vector_size(4 * LANES)));
+typedef int32_t I __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+template <class V, class T> static inline V load(const T* from) { V x; memcpy(&x, from, sizeof x); return x; }
+template <class V, class T> static inline void store(T* to, V x) { memcpy(to, &x, sizeof x); }
+static inline F all(float x) { return x - F{}; } // -0 stays -0
+static inline I all(int32_t x) { return x - I{}; }
+static inline I numbers() { // of the lanes
+    I x;
+    for (int i = 0; i < LANES; i++) x[i] = i;
+    return x;
+}
+// sum + a * b, rounded once where the instruction set has that
+static inline F more(F sum, F a, F b) {
+#if defined(__AVX512F__)
+    return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+    return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+    return (F)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+    return sum + a * b;
+#endif
+}
+static inline F larger(F a, F b) { return a > b ? a : b; } // NaN: b
+static inline F floats(I x) { return __builtin_convertvector(x, F); }
+
+// Lane i of a and b in turns, where bit S of i says which: i, or the lane whose number differs in that bit.
+template <int S, bool OTHER, int... L> static inline F of_two(F a, F b, std::integer_sequence<int, L...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, ((L & S ? LANES : 0) + (OTHER ? L ^ S : L))...);
+#else
+    return __builtin_shuffle(a, b, I{((L & S ? LANES : 0) + (OTHER ? L ^ S : L))...});
+#endif
+}
+// The sums of 2 * S vectors, each in the lanes with its number: LANES of them give one sum a lane.
+template <int S> static inline F sums_of(const F* x) {
+    constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+    if constexpr (S == 0) return *x;
+    else {
+        const F a = sums_of<S / 2>(x), b = sums_of<S / 2>(x + S);
+        return of_two<S, false>(a, b, lanes) + of_two<S, true>(a, b, lanes);
+    }
+}
+static inline float sum_of(F x) {
+    float sum[LANES];
+    store(sum, x);
+    for (int n = LANES / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) sum[i] += sum[i + n];
+    return sum[0];
+}
+static inline float largest(F x) {
+    float of[LANES];
+    store(of, x);
+    return *std::max_element(of, of + LANES);
+}
+
+// 2^x for -126 <= x <= 126, relative error below 2e-7; less is as -126, and more as 126
+static inline F exp2_of(F x) {
+    const float magic = 12582912.f; // 1.5 * 2^23: adding it rounds to whole numbers
+    x = x < -126.f ? all(-126.f) : x > 126.f ? all(126.f) : x; // NaN stays
+    const F shifted = x + magic, f = x - (shifted - magic); // -0.5 .. 0.5
+    F y = all(1.5252734e-5f);
+    for (float c : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f}) y = more(all(c), y, f);
+    return (F)((I)y + ((I)shifted << 23));
+}
+
+// GCC takes these apart unless they are named
+static inline F widened(const bf16* x) {
+#if defined(__AVX512BW__)
+    const I bits = (I)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x));
+#elif defined(__AVX2__)
+    const I bits = (I)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x));
+#elif defined(__aarch64__)
+    const I bits = (I)vmovl_u16(vld1_u16(x));
+#else
+    const I bits = __builtin_convertvector(load<Halves>(x), I);
+#endif
+    return (F)(bits << 16);
+}
+static inline F of_bytes(const int8_t* x) {
+#if defined(__AVX512BW__)
+    return floats((I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)));
+#elif defined(__AVX2__)
+    return floats((I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
+#else
+    return floats(__builtin_convertvector(load<Bytes>(x), I));
+#endif
+}
+static inline float widened_one(bf16 x) { const uint32_t bits = (uint32_t)x << 16; float y; memcpy(&y, &bits, 4); return y; }
+static inline float of_half(fp16 x) {
+    const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = (uint32_t)(x & 0x7fff) << 13;
+    uint32_t bits = rest >= 0x0f800000 ? rest | 0x7f800000 : rest; // infinities and NaN
+    float y;
+    memcpy(&y, &bits, 4);
+    if (rest < 0x0f800000) y *= 0x1p112f;
+    memcpy(&bits, &y, 4);
+    bits |= sign;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+static inline F of_halves(const fp16* x) {
+#if defined(__AVX512F__)
+    return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x));
+#elif defined(__F16C__)
+    return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x));
+#elif defined(__aarch64__)
+    return (F)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
+#else
+    F y;
+    for (int i = 0; i < LANES; i++) y[i] = of_half(x[i]);
+    return y;
+#endif
+}
+
+// Rounded to even; NaN stays one.
+static inline void store_bf16(bf16* to, F x) {
+    const I bits = (I)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    const I kept = x == x ? rounded : bits | 0x400000;
+    store(to, __builtin_convertvector(kept >> 16 & 0xffff, Halves));
+}
+static inline void store_fp16(fp16* to, F x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
+#else
+    for (int i = 0; i < LANES; i++) {
+        uint32_t bits;
+        const float y = x[i], size = std::fabs(y);
+        memcpy(&bits, &y, 4);
+        const uint32_t sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+        uint32_t half;
+        if (rest > 0x7f800000) half = 0x7e00;
+        else if (size >= 65520.f) half = 0x7c00;
+        else if (size < 0x1p-14f) half = (uint32_t)std::nearbyint(size * 0x1p24f); // in steps of the smallest one
+        else half = (rest + 0xfff + (rest >> 13 & 1) - 0x38000000) >> 13;
+        to[i] = (fp16)(sign | half);
+    }
+#endif
+}
+
+// sum + the products of both 16-bit whole numbers in every lane
+static inline I pairs(I sum, I a, I b) {
+#if defined(__AVX512BW__)
+    return sum + (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return sum + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return sum + (I)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+}

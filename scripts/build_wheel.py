@@ -1,0 +1,79 @@
+"""Build a wheel for this platform that carries the C++ kernels built, for machines without a compiler.
+
+    python scripts/build_wheel.py --dist dist
+
+It holds the kernels for each instruction set of this kind of CPU and for the head dims of common models. Which of them
+a machine runs is chosen there; what the wheel lacks is built there, if there is a compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import refusing
+from flags import positive
+from gpt_fast_sd.kernels import InstructionSet, build_kernel, kernels_to_build, sets_of_this_kind
+
+PROGRAM = "build_wheel.py"
+ROOT = Path(__file__).resolve().parent.parent
+HEAD_DIMS = [64, 80, 96, 128, 256]
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--dist", metavar="DIR", type=Path, default=Path("dist"), help="where the wheel goes (default: dist)")
+    dims = " ".join(map(str, HEAD_DIMS))
+    add("--head-dims", metavar="N", type=positive, nargs="+", default=HEAD_DIMS, help=f"of models (default: {dims})")
+    add("--sets", metavar="NAME", nargs="+", help=f"of {', '.join(sets_of_this_kind())} (default: all)")
+    return parser.parse_args(argv)
+
+
+def asked(args: argparse.Namespace) -> list[InstructionSet]:
+    """The instruction sets to build for; ValueError for one that CPUs of this kind do not have, or a wrong head dim."""
+    known = sets_of_this_kind()
+    for name in args.sets or ():
+        if name not in known:
+            raise ValueError(f"--sets {name}: CPUs of this kind have {', '.join(known)}")
+    for head_dim in args.head_dims:
+        if head_dim % 16 or head_dim > 256:
+            raise ValueError(f"--head-dims {head_dim}: allowed are multiples of 16 up to 256")
+    return [known[name] for name in args.sets or known]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build the libraries, then the wheel around them."""
+    args = parse(argv)
+    with refusing(PROGRAM), tempfile.TemporaryDirectory() as folder:
+        jobs, tree = list(kernels_to_build(asked(args), args.head_dims)), Path(folder) / "tree"
+        for name in ("gpt_fast_sd", "model", "tp"):
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "built"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, tree)
+        for n, job in enumerate(jobs, 1):
+            of = f" of {job.head_dim} dims" if job.head_dim else ""
+            print(f"{n}/{len(jobs)} {job.source.stem}{of}, {job.instructions.name}", flush=True)
+            build_kernel(job, tree / "gpt_fast_sd" / "kernels")
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        settings = f"--config-settings=--build-option=--plat-name={platform}"
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", settings, "-w", str(args.dist), str(tree)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ValueError(f"pip cannot build the wheel: {(done.stderr.strip().splitlines() or ['?'])[-1]:.300}")
+        (wheel,) = args.dist.glob(f"gpt_fast_sd-*-{platform}.whl")
+        print(f"{wheel}, {wheel.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
