@@ -24,7 +24,7 @@ from gpt_fast_sd.tp import in_short
 
 from .by_layer import ByLayer, Layer, LayeredModel
 from .config import MAX_GAMMA, EngineConfig
-from .kernels import known_isa, rebuilding
+from .kernels import rebuilding, vector_options
 
 Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
 
@@ -114,7 +114,7 @@ def inductor_options(config: EngineConfig, device: torch.device) -> Options:
     """Inductor's options for an engine's steps on a device: its own CUDA graphs stay off, as rounds are captured."""
     if config.kv_dtype == "int8":  # scales in fp16 are stored beside keys in bf16, of which Inductor tells users
         warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
-    return {"max_autotune": config.max_autotune} if device.type == "cuda" else dict(known_isa())
+    return {"max_autotune": config.max_autotune} if device.type == "cuda" else dict(vector_options())
 
 
 def span(cache: KVCache, n_keys: int) -> Tensor:

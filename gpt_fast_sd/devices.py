@@ -160,24 +160,47 @@ def free_memory(device: torch.device, held: int = 0) -> int | None:
 def _control_groups() -> Iterator[tuple[int, int]]:
     """(limit, what is left of it) of each control group with a limit of memory that this process belongs to.
 
-    Caches of files are left: the kernel drops them first. Versions 1 and 2, see cgroups(7).
+    Caches of files are left: the kernel drops them first.
     """
+    for folder, version in _group_folders("memory"):
+        files = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = ("".join(_lines(folder / file)) for file in files)
+        if limit.isdecimal() and used.isdecimal():  # "max" is no limit
+            stat, prefix = _numbers(folder / "memory.stat"), "" if version == 2 else "total_"
+            caches = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            yield int(limit), int(limit) - max(0, int(used) - caches)
+
+
+def sensible_threads() -> int:
+    """Threads for a CPU's operators: what torch takes, the physical cores, or fewer where this process has fewer.
+
+    That is by its affinity, or by the time that control groups leave it; torch asks neither, and threads that wait for
+    each other on one core take many times as long. OMP_NUM_THREADS or MKL_NUM_THREADS, where set, are obeyed.
+    """
+    most: int = torch.get_num_threads()
+    if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
+        return most
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else most
+    shares = [most, own]
+    for folder, version in _group_folders("cpu"):
+        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        said = " ".join("".join(_lines(folder / file)) for file in files).split()
+        if len(said) == 2 and all(one.isdecimal() and int(one) for one in said):  # "max" and -1 are no limit
+            shares.append(-(-int(said[0]) // int(said[1])))
+    return max(1, min(shares))
+
+
+def _group_folders(controller: str) -> Iterator[tuple[Path, int]]:
+    """The folder of each control group that this process belongs to, and the version, 1 or 2: see cgroups(7)."""
     for line in _lines(PROC / "self" / "cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, name = rest.partition(":")
-        if number == "0":
-            root, files, prefix = CGROUPS, ("memory.max", "memory.current"), ""
-        elif "memory" in controllers.split(","):
-            root, files, prefix = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
-        else:
+        if number != "0" and controller not in controllers.split(","):
             continue
+        root = CGROUPS if number == "0" else CGROUPS / controller
         group = root / name.strip("/")  # in a container its name may be the host's: then the root alone is there
         for folder in [group, *group.parents][: len(group.parts) - len(root.parts) + 1]:
-            limit, used = ("".join(_lines(folder / file)) for file in files)
-            if limit.isdecimal() and used.isdecimal():  # "max" is no limit
-                stat = _numbers(folder / "memory.stat")
-                caches = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-                yield int(limit), int(limit) - max(0, int(used) - caches)
+            yield folder, 2 if number == "0" else 1
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -23,6 +23,7 @@ import torch
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.config import allowed_values
+from gpt_fast_sd.devices import sensible_threads
 from gpt_fast_sd.measuring.grid import known_drafters
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.registry import heeds, policies
@@ -209,7 +210,7 @@ def add_engine_flags(
 
     alone: the program runs in one process, so that there is no --tp.
     """
-    group, n = parser.add_argument_group("the model, and how it runs"), torch.get_num_threads()
+    group, n = parser.add_argument_group("the model, and how it runs"), sensible_threads()
     model = {"default": "bundled", "unset": "bundled", **(model or {})}
     text = f"{MODELS} (default: {model.pop('unset')})"
     group.add_argument("--model", **{"metavar": "M", "help": text, **model})

@@ -4,17 +4,17 @@ Attention: `decode_attention` (and with the mass of each page), `prefill_attenti
 Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages` and, for tokens, `likeliest`. If `triton_serves`,
 these are operators in Triton: `prepare_launches` does beforehand what Triton needs for launching any of them, and
 `launches` says how many kernels one call launches. On a CPU they are C++ if `cpu_attention_fits`, else PyTorch.
-For CPUs with AVX-512 bf16 dot products there are also `packed_linear` and `packed_swiglu`, products with bf16, int8 or
-int4 weights that `pack` or `pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with
+For a CPU there are also `packed_linear` and `packed_swiglu`, products with bf16, int8 or int4 weights that `pack` or
+`pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with
 weights from `quantize_rows` and `quantize_blocks`), and for large vocabularies
-`cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` in the background, with `known_isa` among
+`cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` in the background, with `vector_options` among
 Inductor's options.
 """
 
 from .choice import triton_serves
 from .cpu import cpu_attention_fits
 from .cpu_beforehand import build_kernel, kernels_to_build, sets_of_this_kind
-from .cpu_build import begin_building, known_isa, rebuilding
+from .cpu_build import begin_building, rebuilding, vector_options
 from .cpu_linear import (
     LANES,
     LINE,
@@ -31,7 +31,7 @@ from .cpu_linear import (
     unpack_int4,
 )
 from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits
-from .cpu_sets import InstructionSet
+from .cpu_sets import InstructionSet, chosen
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
 from .int4 import BLOCK, Int4, dequantize_blocks, int4_by_sums, int4_linear, power_between, quantize_blocks
@@ -60,6 +60,7 @@ __all__ = [
     "Int4",
     "begin_building",
     "build_kernel",
+    "chosen",
     "cpu_attention_fits",
     "cpu_distributions",
     "cpu_draw",
@@ -76,7 +77,6 @@ __all__ = [
     "kernels_are_built",
     "kernels_to_build",
     "key_mass",
-    "known_isa",
     "launches",
     "likeliest",
     "pack",
@@ -104,4 +104,5 @@ __all__ = [
     "triton_serves",
     "unpack",
     "unpack_int4",
+    "vector_options",
 ]

@@ -41,6 +41,17 @@ def known_isa() -> dict[str, bool]:
     return {"cpp.vec_isa_ok": True} if knows else {}
 
 
+def vector_options() -> dict[str, bool | int]:
+    """Inductor's options for the instruction set that is chosen.
+
+    Named, the width of vectors is a part of what its cache of graphs is looked up by. Otherwise a process takes loops
+    that were generated for vectors of another width, by another machine that shares the cache or under another
+    ATEN_CPU_CAPABILITY, and writes past the end of its tensors.
+    """
+    bits = chosen().bits
+    return {**known_isa(), **({"cpp.simdlen": bits} if bits else {})}
+
+
 def constant_where_traced(function: Asked) -> Asked:
     """The function, whose result is a constant of any graph that is traced through it.
 
@@ -101,8 +112,7 @@ def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    bits = {"cpp.simdlen": chosen().bits} if for_any(source) else {}
-    with config.patch(known_isa() | bits):
+    with config.patch(vector_options()):
         beside = ThreadPoolExecutor(1).submit
         loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(
             text(source, head_dim), submit_fn=beside, extra_flags=flags(source)
@@ -160,7 +170,7 @@ def begin_building(*sources: tuple[Path, int]) -> None:
         from torch._inductor import config
         from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-        with contextlib.suppress(Exception), config.patch(known_isa()):
+        with contextlib.suppress(Exception), config.patch(vector_options()):
             nothing = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(const float* of) {}\n'
             CppPythonBindingsCodeCache.load_pybinding(["const float*"], nothing)  # waited for first
             for source, head_dim in sources:

@@ -18,9 +18,9 @@ class InstructionSet:
     """What a CPU has beyond the least of its kind.
 
     has: whether this CPU, and its system, have it. own: whether kernels are written for it; others get those for any
-    CPU. A compiler is told to use all that this CPU has, but for what the flags take back. bits: of vectors for which
-    Inductor names instructions, 1: none; None: as many as it finds. march: the least CPU that has it, for compilers
-    that build for others than the one they run on.
+    CPU. A compiler is told to use all that this CPU has, but for what the flags take back. bits: of the vectors for
+    which Inductor generates code, 1: none; None: as it finds. march: the least CPU that has it, for compilers that
+    build for others than the one they run on.
     """
 
     name: str
@@ -42,9 +42,9 @@ def _has_amx() -> bool:
 
 
 SETS = (  # the best first
-    InstructionSet("amx", "sapphirerapids", _has_amx, own=True),
-    InstructionSet("avx512_bf16", "cooperlake", _has_avx512_bf16, own=True),
-    InstructionSet("avx512", "skylake-avx512", lambda: torch.cpu._is_avx512_supported()),
+    InstructionSet("amx", "sapphirerapids", _has_amx, own=True, bits=512),
+    InstructionSet("avx512_bf16", "cooperlake", _has_avx512_bf16, own=True, bits=512),
+    InstructionSet("avx512", "skylake-avx512", lambda: torch.cpu._is_avx512_supported(), bits=512),
     InstructionSet("avx2", "haswell", lambda: torch.cpu._is_avx2_supported(), ("-mno-avx512f",), 256),
     InstructionSet("neon", "armv8-a", lambda: platform.machine().lower() in ("aarch64", "arm64")),
     InstructionSet("plain", "x86-64" if IS_X86 else "", lambda: True, ("-mno-avx",) if IS_X86 else (), 1),

@@ -80,6 +80,21 @@ def is_near_tie(gap: float, *dtypes: str, best: float = 0.0) -> bool:
 
 
 @torch.inference_mode()
+def logits_in_fp32(model: Transformer, ids: Sequence[int]) -> Tensor | None:
+    """The logits [V] after T tokens, by a copy of the model in fp32, which is made for this call.
+
+    None for quantized weights, of which there is no such copy.
+    """
+    device, weights = model.embedding.weight.device, model.state_dict()
+    with device:
+        twin = Transformer(model.config).float()
+    if twin.state_dict().keys() != weights.keys():
+        return None
+    twin.load_state_dict(weights)
+    return logits_after(twin.eval(), ids)
+
+
+@torch.inference_mode()
 def logits_after(model: Transformer, ids: Sequence[int]) -> Tensor:
     """The logits [V] after T tokens, by one forward of the whole text in the model's own dtype.
 

@@ -17,6 +17,7 @@ import torch
 
 from .. import __version__
 from ..engine import Engine
+from ..kernels import chosen
 
 Record = dict[str, Any]
 
@@ -33,6 +34,7 @@ def environment(device: torch.device, *packages: str) -> Record:
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "instructions": chosen().name,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
     return found | ({"versions": {package: version(package) for package in packages}} if packages else {})

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.devices import free_memory, require_current, require_kernels
+from gpt_fast_sd.devices import free_memory, require_current, require_kernels, sensible_threads
 from gpt_fast_sd.tp import Group, start, take_device
 from scripts import batch, benchmark, generate
 from tests.helpers import tiny_model
@@ -505,3 +505,35 @@ def test_memory_of_others_and_what_is_held_untouched_both_count(
     (tmp_path / "meminfo").write_text("MemAvailable: 6291456 kB\n")
     found = free_memory(CPU, held=4 * GIB)
     assert found is not None and found // GIB == free
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/a\n", "cgroup/a/cpu.max": "max 100000\n"}, 64, 8),
+        ({"proc/self/cgroup": "0::/a\n", "cgroup/a/cpu.max": "150000 100000\n"}, 64, 2),
+        ({"proc/self/cgroup": "0::/a/b\n", "cgroup/cpu.max": "50000 100000\n", "cgroup/a/b/cpu.max": "max 1"}, 64, 1),
+        ({"proc/self/cgroup": "4:cpu,cpuacct:/a\n", "cgroup/cpu/a/cpu.cfs_quota_us": "300000\n",
+          "cgroup/cpu/a/cpu.cfs_period_us": "100000\n"}, 64, 3),
+        ({"proc/self/cgroup": "4:cpu:/\n", "cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+          "cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 64, 8),
+        ({"proc/self/cgroup": "0::/\n", "cgroup/cpu.max": "nonsense"}, 5, 5),
+        ({}, 1, 1),
+    ],
+)  # fmt: skip
+def test_threads_are_no_more_than_the_cores_that_a_process_has(
+    files: dict[str, str], cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight physical ones."""
+    for name, text in files.items():
+        (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr("gpt_fast_sd.devices.PROC", tmp_path / "proc")
+    monkeypatch.setattr("gpt_fast_sd.devices.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert sensible_threads() == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert sensible_threads() == 8

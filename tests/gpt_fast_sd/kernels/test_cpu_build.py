@@ -71,10 +71,10 @@ def test_a_run_goes_on_although_a_library_in_the_cache_is_torn(tmp_path: Path) -
     if not can_compile(torch.device("cpu")):
         pytest.skip("there is no C++ compiler")
     program = (
-        "import torch\nfrom gpt_fast_sd.compiling import CompiledStep\nfrom gpt_fast_sd.kernels import known_isa\n"
+        "import torch\nfrom gpt_fast_sd.compiling import CompiledStep\nfrom gpt_fast_sd.kernels import vector_options\n"
     )
     program += "def step(x):\n    return (x * 3.25 + 1).sin().sum()\n"
-    program += "print(float(CompiledStep(step, compiled=dict(known_isa()))(torch.arange(100.0))))\n"
+    program += "print(float(CompiledStep(step, compiled=dict(vector_options()))(torch.arange(100.0))))\n"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 
     def run() -> str:

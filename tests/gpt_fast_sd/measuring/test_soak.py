@@ -10,8 +10,9 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.acceptance import AcceptResult
+from gpt_fast_sd.measuring import lossless
 from gpt_fast_sd.measuring.proof import Finding
-from gpt_fast_sd.measuring.soak import Rest, Soaked, finding, soak
+from gpt_fast_sd.measuring.soak import Rest, Soaked, _ties, finding, soak
 from tests.helpers import random_ids, tiny_model
 
 SMALL = EngineConfig(batch_size=3, max_seq_len=256, compile=False)
@@ -67,6 +68,26 @@ def test_tokens_that_are_not_the_target_s_and_samples_that_do_not_repeat_are_fou
     found = soaked(one, DRAFTS[1:2], calls=12)
     assert any("below the best" in line for line in found.wrong)
     assert any("gave other tokens than before" in line for line in found.wrong)
+
+
+@pytest.mark.parametrize(("rank", "found_wrong"), [(1, False), (40, True)])
+def test_what_bf16_rounds_away_is_told_from_what_is_wrong(
+    rank: int, found_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no gap at all counts as a tie, fp32 tells a second best token that is near from one that is far."""
+    monkeypatch.setattr(lossless, "NEAR_TIE", {"bf16": 0.0})
+    one = Engine(tiny_model(dtype=torch.bfloat16), None, SMALL)
+    logits = {}
+    for seed in range(40):
+        ids = random_ids(30, seed=seed)
+        exact = lossless.logits_in_fp32(one.model, ids)
+        assert exact is not None
+        logits[float(exact.topk(2).values.diff().abs())] = ids, exact
+    (ids, exact), counted = logits[min(logits)], Soaked()
+    token = int(exact.argsort(descending=True)[rank])
+    if int(lossless.logits_after(one.model, ids).argmax()) == token:
+        token = int(exact.argmax())
+    assert _ties(one, DraftConfig(), ids, [token], counted) == 1 and bool(counted.wrong) is found_wrong
 
 
 def test_memory_that_grows_with_each_change_is_seen() -> None:
