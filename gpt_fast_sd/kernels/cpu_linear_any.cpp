@@ -111,11 +111,13 @@ template <int N> static inline void direct(const Product& p, const char* w, int6
         for (int v = 0; v < 2 * V; v++) store(sums + r * 2 * HALF + v * LANES, sum[r][v]);
 }
 
-// N rows x 16 outputs of weights that are widened: w [I, 16]. sums [N, 32], of which 16 are these
-template <int N> static inline void from_wide(const Product& p, const float* w, int64_t m, float* sums) {
+// N rows x 16 outputs of weights that are widened: w [I, 16]. sums [N, 32], of which 16 are these. next: the words of a
+// half that are asked for meanwhile, or null
+template <int N> static inline void from_wide(const Product& p, const float* w, const char* next, int64_t m, float* sums) {
     F sum[N][V] = {};
     const float* x = p.wide + m * p.I;
     for (int64_t i = 0; i < p.I; i++) {
+        if (next && i % 2 == 0) __builtin_prefetch(words(next, i / 32, 0) + i % 32 * 32);
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             const F weight = load<F>(w + i * HALF + v * LANES);
@@ -218,10 +220,17 @@ template <int N> static inline void by_sums(const Product& p, const char* w, con
         for (int v = 0; v < V; v++) store(sums + r * 2 * HALF + v * LANES, out[r][v]);
 }
 
-// of(n, m) for n rows from m on, until all M are done: N at a time, then half as many, then half of that.
+// of(n, m) for n rows from m on, until all M are done, in parts as even as they can be, of N at most.
+template <int N, class Of> static inline void of_rows(int64_t n, int64_t m, const Of& of) {
+    if (n == N) of(std::integral_constant<int, N>{}, m);
+    else if constexpr (N > 1) of_rows<N - 1>(n, m, of);
+}
 template <int N, class Of> static inline void in_parts(int64_t m, int64_t M, const Of& of) {
-    for (; m + N <= M; m += N) of(std::integral_constant<int, N>{}, m);
-    if constexpr (N > 1) in_parts<N / 2>(m, M, of);
+    for (int64_t left = (M - m + N - 1) / N; left; left--) {
+        const int64_t n = (M - m + left - 1) / left;
+        of_rows<N>(n, m, of);
+        m += n;
+    }
 }
 constexpr int DIRECT = std::min(6, SUMS / (2 * V)), WIDE = std::min(12, SUMS / V), WHOLE = std::min(6, SUMS / (2 * V)), SUMMED = std::max(1, WHOLE / 2);
 
@@ -254,7 +263,9 @@ template <Kind K> static void outputs(const Product& p, int64_t o, float* room) 
                     if constexpr (K == Kind::BF16) widen_bf16(w, I, half, wide[half]);
                     else widen_int4(w, blocks, I, half, wide[half]);
                 }
-                in_parts<WIDE>(from, end, [&](auto n, int64_t m) { from_wide<n()>(p, wide[half], m, at(m)); });
+                const bool first = K == Kind::BF16 && (from == 0 || M <= ROWS);
+                const char* next = half ? w + 2 * HALF * 2 * I : words(w, 0, 1);
+                in_parts<WIDE>(from, end, [&](auto n, int64_t m) { from_wide<n()>(p, wide[half], first && m == from ? next : nullptr, m, at(m)); });
             }
         }
         for (int64_t m = from; m < end; m++) p.put(K, sums[m - from], m, o);

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -39,6 +41,13 @@ def _has_avx512_bf16() -> bool:
 def _has_amx() -> bool:
     # a CPU may have tiles, and the system not grant them to this process, which has to ask
     return _has_avx512_bf16() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
+@functools.cache
+def is_intel() -> bool:
+    """Whether this is an Intel CPU, whose dot products of bf16 do half the operations of its fp32 ones."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text(errors="replace")
 
 
 SETS = (  # the best first
