@@ -1,7 +1,8 @@
 """A Hugging Face folder, a hub id or a GGUF file -> a Transformer, and a folder back.
 
 The model is built on the meta device; each stored tensor is then read once, some megabytes at a time, into its place
-in our fused layout, so the peak is the model and those. Every failure is a CheckpointError: one sentence that names the file.
+in our fused layout, so the peak is the model and those. Every failure is a CheckpointError: one sentence that names the
+file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,7 +91,8 @@ def find_downloaded(name: str) -> Path | None:
 def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in the folder; generation_config.json, if present, decides the end-of-text ids.
 
-    For a GGUF file its header decides everything.
+    Ids of a folder that are past its vocabulary are left out with a warning: no text ends with them, and what a text
+    begins with is the tokenizer's. For a GGUF file its header decides everything, and there they are refused.
     """
     if is_gguf(folder):
         from .gguf import read_header  # slow to import, and few runs need it
@@ -106,7 +109,22 @@ def read_config(folder: Path) -> ModelConfig:
         eos_ids = token_ids(later, "eos_token_id", str(generation))
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    return replace(config, eos_ids=eos_ids or config.eos_ids)
+    ends = _in_vocabulary(eos_ids, config, generation, "eos_token_id")
+    instead = _in_vocabulary(config.eos_ids, config, path, "eos_token_id")
+    bos = _in_vocabulary(() if config.bos_id is None else (config.bos_id,), config, path, "bos_token_id")
+    return replace(config, eos_ids=ends or instead, bos_id=next(iter(bos), None))
+
+
+def _in_vocabulary(ids: tuple[int, ...], config: ModelConfig, path: Path, field: str) -> tuple[int, ...]:
+    """Those ids that a text can hold; a warning names the others, which other programs keep and never meet."""
+    unknown = [str(i) for i in ids if i >= config.vocab_size]
+    if unknown:
+        warnings.warn(
+            f"{path}: {field} {', '.join(unknown):.80} is past the vocabulary of {config.vocab_size:,} tokens, and is "
+            "not used",
+            stacklevel=1,  # the same line whoever asks, so that it is said once
+        )
+    return tuple(i for i in ids if i < config.vocab_size)
 
 
 def read_stored_dtype(folder: Path) -> str | None:
