@@ -1,27 +1,29 @@
 """A Hugging Face folder, a hub id or a GGUF file -> a Transformer, and a folder back.
 
-The model is built on the meta device; each stored tensor is then read once, straight into its place in our fused
-layout, so the peak is the model and one tensor. Every failure is a CheckpointError: one sentence that names the file.
+The model is built on the meta device; each stored tensor is then read once, some megabytes at a time, into its place
+in our fused layout, so the peak is the model and those. Every failure is a CheckpointError: one sentence that names the
+file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .config import ModelConfig, stored_dtype, token_ids
-from .files import CheckpointError, first_line, is_gguf, read_json, readable_name, refuse_pointer
+from .files import CheckpointError, OpenFile, first_line, is_gguf, parse_json, read_json, readable_name, refuse_pointer
 from .float8 import FLOAT8, has_float8_cache, is_packed, is_stored_in_float8, is_unused, scale_shapes
 from .llama import Transformer
 from .rope import rope_frequencies
@@ -89,7 +91,8 @@ def find_downloaded(name: str) -> Path | None:
 def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in the folder; generation_config.json, if present, decides the end-of-text ids.
 
-    For a GGUF file its header decides everything.
+    Ids of a folder that are past its vocabulary are left out with a warning: no text ends with them, and what a text
+    begins with is the tokenizer's. For a GGUF file its header decides everything, and there they are refused.
     """
     if is_gguf(folder):
         from .gguf import read_header  # slow to import, and few runs need it
@@ -106,7 +109,22 @@ def read_config(folder: Path) -> ModelConfig:
         eos_ids = token_ids(later, "eos_token_id", str(generation))
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    return replace(config, eos_ids=eos_ids or config.eos_ids)
+    ends = _in_vocabulary(eos_ids, config, generation, "eos_token_id")
+    instead = _in_vocabulary(config.eos_ids, config, path, "eos_token_id")
+    bos = _in_vocabulary(() if config.bos_id is None else (config.bos_id,), config, path, "bos_token_id")
+    return replace(config, eos_ids=ends or instead, bos_id=next(iter(bos), None))
+
+
+def _in_vocabulary(ids: tuple[int, ...], config: ModelConfig, path: Path, field: str) -> tuple[int, ...]:
+    """Those ids that a text can hold; a warning names the others, which other programs keep and never meet."""
+    unknown = [str(i) for i in ids if i >= config.vocab_size]
+    if unknown:
+        warnings.warn(
+            f"{path}: {field} {', '.join(unknown):.80} is past the vocabulary of {config.vocab_size:,} tokens, and is "
+            "not used",
+            stacklevel=1,  # the same line whoever asks, so that it is said once
+        )
+    return tuple(i for i in ids if i < config.vocab_size)
 
 
 def read_stored_dtype(folder: Path) -> str | None:
@@ -196,7 +214,10 @@ def _units(tensor: Tensor, layout: Layout) -> tuple[Tensor, ...]:
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 _ROWS_AT_ONCE = 1024  # that are looked at
+_LONGEST_HEADER = 10**8  # bytes: safetensors' own limit
+_NUMBERS_AT_ONCE = 2**20  # that are read and put in place: what a core's cache holds
 _READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STORED = {**_READABLE, FLOAT8: torch.float8_e4m3fn}
 
 
 class StoredTensors(Protocol):
@@ -221,31 +242,73 @@ class StoredTensors(Protocol):
 
 
 class _SafetensorsFile:
+    """Its tensors are read, not mapped: looking at a mapped byte that is gone by then would end the process."""
+
     readable = _READABLE
 
     def __init__(self, path: Path) -> None:
-        self.handle: Any = safe_open(path, framework="pt")
+        self._file = OpenFile(path)
+        if self._file.n_bytes < 8:
+            raise OSError(f"it has only {self._file.n_bytes} bytes")
+        length = int.from_bytes(self._file.part(0, 8), "little")
+        if length > min(self._file.n_bytes - 8, _LONGEST_HEADER):
+            raise OSError(f"it has {self._file.n_bytes:,} bytes, but says that its header alone has {length:,}")
+        header = parse_json(self._file.part(8, length).decode())
+        if not isinstance(header, dict):
+            raise OSError("its header is no JSON object")
+        header.pop("__metadata__", None)
+        self._found = {name: _Place.of(name, raw, length + 8, self._file.n_bytes) for name, raw in header.items()}
 
     def names(self) -> list[str]:
-        return list(self.handle.keys())
+        return list(self._found)
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        stored = self.handle.get_slice(name)
-        return tuple(stored.get_shape()), stored.get_dtype()
+        place = self._found[name]
+        return place.shape, place.dtype
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        stored = self.handle.get_slice(name)
-        if not stored.get_shape():
-            number: Tensor = self.handle.get_tensor(name)
-            return number
-        part: Tensor = stored[rows] if len(stored.get_shape()) == 1 else stored[rows, columns]
-        return part
+        place = self._found[name]
+        dtype = _STORED[place.dtype]
+        n_rows, n_columns = (*place.shape, 1, 1)[:2]
+        first, stop, _ = rows.indices(n_rows)
+        left, right, _ = columns.indices(n_columns)
+        part = torch.empty(max(0, stop - first), max(0, right - left), dtype=dtype)
+        runs = part.view(torch.uint8).numpy()
+        for row, run in enumerate(runs.reshape(1, -1) if part.shape[1] == n_columns else runs, first):
+            self._file.fill(run, place.begin + (row * n_columns + left) * dtype.itemsize)
+        return part.reshape(part.shape[: len(place.shape)])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a safetensors file has a tensor, as its header says."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int  # bytes of the file before it
+
+    @staticmethod
+    def of(name: str, raw: object, begin: int, n_bytes: int) -> _Place:
+        """What a header's entry says; OSError unless it makes sense in a file of so many bytes."""
+        match raw:
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(first), int(end)]} if all(
+                isinstance(size, int) and size >= 0 for size in shape
+            ):
+                if not 0 <= first <= end or begin + end > n_bytes:
+                    raise OSError(f"it has {n_bytes:,} bytes, but {readable_name(name)} ends at byte {begin + end:,}")
+                if dtype in _STORED and math.prod(shape) * _STORED[dtype].itemsize != end - first:
+                    raise OSError(f"{readable_name(name)} is {dtype} of shape {shape}, but has {end - first:,} bytes")
+                return _Place(tuple(shape), dtype, begin + first)
+        raise OSError(f"its header describes {readable_name(name)} in no known way")
 
 
 class _PickleFile:
+    """Its tensors are mapped: whether the file has shrunk is looked at before each of them, and not meanwhile."""
+
     readable = _READABLE
 
     def __init__(self, path: Path) -> None:
+        self._file = OpenFile(path)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
             raise RuntimeError("it holds something other than named tensors")
@@ -260,15 +323,16 @@ class _PickleFile:
         return tuple(tensor.shape), spelling.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        self._file.require_whole()
         tensor = self.tensors[name]
         return tensor[rows] if tensor.dim() == 1 else tensor[rows, columns]
 
 
 class Weights:
-    """The stored tensors of a folder, memory-mapped: safetensors or, where there are none, pytorch_model.bin.
+    """The stored tensors of a folder: safetensors or, where there are none, pytorch_model.bin, memory-mapped.
 
-    Or those of a GGUF file and of the other parts that it is split into, which are read, not mapped. They are looked up
-    by their Hugging Face names, whatever the file calls them.
+    Or those of a GGUF file and of the other parts that it is split into. They are looked up by their Hugging Face
+    names, whatever the file calls them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -407,7 +471,7 @@ class Weights:
             if stored.is_meta:
                 raise OSError("it was saved without its numbers (on the meta device)")
             return stored
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {first_line(error)}") from None
 
     def read_into(
@@ -428,10 +492,12 @@ class Weights:
         first, last = first_row // unit, (first_row + ours.shape[0]) // unit
         columns = slice(first_column, first_column + ours.shape[1]) if ours.dim() == 2 else slice(None)
         for (name, rows, copies), place in zip(layout, _units(ours, layout), strict=True):
-            begin, end = first // copies, -(-last // copies)  # stored units, each for `copies` of ours
-            stored = read(name, slice(begin * rows, end * rows), columns).unflatten(0, (-1, rows))
-            own = torch.arange(first, last) // copies - begin
-            place.copy_(stored if copies == 1 else stored[own])  # [units, rows, ...]
+            for units in torch.arange(first, last).split(max(1, _NUMBERS_AT_ONCE // place[0].numel())):
+                since, until = int(units[0]), int(units[-1]) + 1
+                begin, end = since // copies, -(-until // copies)  # stored units, each for `copies` of ours
+                stored = read(name, slice(begin * rows, end * rows), columns).unflatten(0, (-1, rows))
+                part = place[since - first : until - first]  # [units, rows, ...]
+                part.copy_(stored if copies == 1 else stored[units // copies - begin])
 
     def in_blocks(
         self, layout: Layout, shape: tuple[int, ...], first_row: int = 0, first_column: int = 0
@@ -468,7 +534,7 @@ class Weights:
 def _open(path: Path, opener: type[_SafetensorsFile] | type[_PickleFile]) -> StoredTensors:
     try:
         return opener(path)
-    except (OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         refuse_pointer(path)
         raise CheckpointError(f"{path} is damaged or incomplete: {first_line(error)}") from None
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
 
 MOST_DIGITS = 400  # of a number, more than any float has
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
@@ -13,6 +18,38 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
 class CheckpointError(ValueError):
     """A model folder or file cannot be used; one sentence says which file and why."""
+
+
+class OpenFile:
+    """A file that is read, not mapped, and stays the one that was opened, even if another has taken its name."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        weakref.finalize(self, self._file.close)
+        self.n_bytes = os.fstat(self._file.fileno()).st_size  # when it was opened
+
+    def fill(self, buffer: NDArray[Any], offset: int) -> None:
+        """Read the bytes that begin there, contiguous numbers of any shape; OSError if the file has become shorter."""
+        self._file.seek(offset)
+        rest = memoryview(buffer.reshape(-1).view(np.uint8).data)
+        while rest:
+            n_read = self._file.readinto(rest)
+            if not n_read:
+                self.require_whole()
+                raise OSError(f"the file has {self.n_bytes:,} bytes, and ends before what it describes")
+            rest = rest[n_read:]
+
+    def require_whole(self) -> None:
+        """OSError if the file has become shorter."""
+        left = os.fstat(self._file.fileno()).st_size
+        if left < self.n_bytes:
+            raise OSError(f"the file had {self.n_bytes:,} bytes when it was opened, and has {left:,}")
+
+    def part(self, offset: int, count: int) -> bytes:
+        """These bytes; OSError if the file has become shorter."""
+        found = np.empty(count, np.uint8)
+        self.fill(found, offset)
+        return found.tobytes()
 
 
 def is_gguf(path: Path) -> bool:

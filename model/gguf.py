@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import struct
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +26,7 @@ from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
 from torch import Tensor
 
 from .config import Fields, ModelConfig, RopeScaling, yarn_length
-from .files import CheckpointError, first_line, gguf_parts, readable_name, refuse_pointer
+from .files import CheckpointError, OpenFile, first_line, gguf_parts, readable_name, refuse_pointer
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's models are written as llama
 MOST_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have a tenth of this
@@ -71,37 +69,24 @@ class _Reader(GGUFReader):
     """gguf's reader, which trusts a file, with checks; each array is one part, not one part per number.
 
     The library maps the file into memory, where a byte that is gone by the time it is read ends the process. Here no
-    byte of that map is touched: all are read from the file that was opened, even if another has taken its name.
+    byte of that map is touched: see OpenFile.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-        weakref.finalize(self, self._file.close)
-        self.n_bytes = os.fstat(self._file.fileno()).st_size
+        self.file = OpenFile(path)
+        self.n_bytes = self.file.n_bytes
         self._begin, self._window = 0, b""  # the part of the header that was read last, and where it begins
         self._in_header = True
         super().__init__(path)
         del self.data, self._window
-
-    def fill(self, buffer: np.ndarray, offset: int) -> None:
-        """Read the bytes that begin there, uint8 of any shape; OSError if the file has become shorter."""
-        self._file.seek(offset)
-        rest = memoryview(buffer.data).cast("B")
-        while rest:
-            n_read = self._file.readinto(rest)
-            if not n_read:
-                left = os.fstat(self._file.fileno()).st_size
-                raise OSError(f"the file had {self.n_bytes:,} bytes when it was opened, and has {left:,}")
-            rest = rest[n_read:]
 
     def _bytes(self, offset: int, count: int) -> bytes:
         """These bytes of the header."""
         begin, end = offset - self._begin, offset - self._begin + count
         if begin < 0 or end > len(self._window):
             self._require(offset + count)
-            window = np.empty(min(max(count, WINDOW), self.n_bytes - offset), np.uint8)
-            self.fill(window, offset)
-            self._begin, self._window = offset, window.tobytes()
+            self._begin = offset
+            self._window = self.file.part(offset, min(max(count, WINDOW), self.n_bytes - offset))
             begin, end = 0, count
         return self._window[begin:end]
 
@@ -541,7 +526,7 @@ class Header(Fields):
         for row in range(0, len(out), step):
             raw = held[: len(out) - row]
             try:
-                self._readers[part].fill(raw, stored.data_offset + (top + row) * row_bytes)
+                self._readers[part].file.fill(raw, stored.data_offset + (top + row) * row_bytes)
             except OSError as error:
                 raise CheckpointError(f"{part}: {name} cannot be read: {error.strerror or error}") from None
             own = np.ascontiguousarray(raw[:, begin * block_bytes : end * block_bytes]).reshape(1, -1)

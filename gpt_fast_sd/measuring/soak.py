@@ -33,6 +33,7 @@ LEFT = 0.25  # share of the calls that are left half-way
 LATE = 0.3  # share of the times that a prompt lets the engine wait
 AGAIN = 0.3  # share of the sampled requests that were asked before
 KEPT = 64  # sampled outputs of a policy that are kept for that
+LENGTHS = 64  # tokens of which every forward has a multiple
 PAIRS = 8  # of rests with one policy that growth is told of
 MOST_GROWTH = 4 * 2**20  # bytes per change of policy: torch keeps a mark at every weight of each step it has compiled
 KINDS: tuple[dict[str, Any], ...] = (
@@ -268,8 +269,10 @@ def _logits(engine: Engine, ids: Sequence[int], last: int) -> torch.Tensor:
     """
     if engine.config.kv_dtype not in (None, engine.dtype_name):
         return engine.logits(ids[:-1], last=last)
-    model = engine.model
-    tokens = torch.tensor([list(ids[:-1])], device=model.embedding.weight.device)
-    hidden = model.hidden(tokens, torch.arange(len(ids) - 1, device=tokens.device)[None], CausalSelf())[0, -last:]
+    model, n = engine.model, len(ids) - 1
+    # a library keeps what it made for each length that it meets, some MiB: there shall be few lengths
+    padded = [*ids[:-1], *[0] * (-n % LENGTHS)]
+    tokens = torch.tensor([padded], device=model.embedding.weight.device)
+    hidden = model.hidden(tokens, torch.arange(len(padded), device=tokens.device)[None], CausalSelf())[0, n - last : n]
     logits: torch.Tensor = model.output(hidden).float()
     return logits

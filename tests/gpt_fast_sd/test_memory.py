@@ -22,7 +22,7 @@ from gpt_fast_sd.graphs import MOST_STEPS
 from gpt_fast_sd.kernels import pack
 from gpt_fast_sd.loading import KV_TORCH_DTYPES
 from gpt_fast_sd.memory import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
-from gpt_fast_sd.model import PRESETS, SPLIT
+from gpt_fast_sd.model import PRESETS, SPLIT, Weights
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
@@ -305,7 +305,7 @@ def test_memory_is_checked_before_weights_are_loaded(monkeypatch: pytest.MonkeyP
         raise AssertionError("weights were read before the refusal")
 
     monkeypatch.setattr(loading, "free_memory", lambda device, held=0: 2**20)
-    monkeypatch.setattr("safetensors.safe_open", untouched)
+    monkeypatch.setattr(Weights, "_read", untouched)
     with pytest.raises(ValueError, match=r"batch_size 8 x max_seq_len 8,192 takes weights .* memory of cpu"):
         Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False))
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,6 +152,124 @@ def test_a_truncated_file_is_named(cut: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
     assert refusal(tmp_path).startswith(f"{path} is damaged or incomplete: ")
+
+
+SHRINKING = """
+import os, sys
+from pathlib import Path
+from gpt_fast_sd.model import CheckpointError, Weights, load_model
+for path in map(Path, sys.argv[1:]):
+    read = Weights._read
+    def shrink(self, name, rows, columns):
+        if name == "model.norm.weight":
+            os.truncate(path, path.stat().st_size // 2)
+        return read(self, name, rows, columns)
+    Weights._read = shrink
+    try:
+        load_model(path.parent)
+    except CheckpointError as error:
+        print(error)
+    Weights._read = read
+"""
+
+
+def test_a_file_that_shrinks_while_it_is_loaded_is_one_sentence(tmp_path: Path) -> None:
+    """Through a memory map, looking at a byte that is gone ended the process: SIGBUS."""
+    save(tmp_path / "a", replace(CONFIG, vocab_size=5000))
+    save(tmp_path / "b")
+    torch.save(load_file(tmp_path / "a" / "model.safetensors"), tmp_path / "b" / "pytorch_model.bin")
+    (tmp_path / "b" / "model.safetensors").unlink()
+    (tmp_path / "b" / "config.json").write_bytes((tmp_path / "a" / "config.json").read_bytes())
+    paths = [tmp_path / "a" / "model.safetensors", tmp_path / "b" / "pytorch_model.bin"]
+    sizes = [path.stat().st_size for path in paths]
+    done = subprocess.run(
+        [sys.executable, "-c", SHRINKING, *map(str, paths)],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-500:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line, path, size in zip(lines, paths, sizes, strict=True):
+        lost = f"the file had {size:,} bytes when it was opened, and has {size // 2:,}"
+        assert re.fullmatch(rf"{path}: (model\.norm|lm_head)\.weight cannot be read: {lost}", line)
+
+
+def test_a_file_that_is_removed_or_replaced_while_it_is_loaded_is_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, path, read = save(tmp_path), tmp_path / "model.safetensors", Weights._read
+
+    def replaced(self: Weights, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        if name == Q:
+            path.unlink()
+        if name == K:
+            path.write_bytes(b"another")
+        return read(self, name, rows, columns)
+
+    monkeypatch.setattr(Weights, "_read", replaced)
+    loaded = load_model(tmp_path)
+    assert path.read_bytes() == b"another"
+    assert all(torch.equal(loaded.get_parameter(name), tensor) for name, tensor in whole.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data_offsets": [0, 128]}, r"model\.norm\.weight is F32 of shape \[1\], but has 128 bytes"),
+        ({"data_offsets": [4, 0]}, r"model\.norm\.weight ends at byte"),
+        ({"data_offsets": [0, 10**6], "shape": [250_000]}, r"it has \d+ bytes, but model\.norm\.weight ends at byte"),
+        ({"data_offsets": [-4, 0]}, r"model\.norm\.weight ends at byte"),
+        ({"data_offsets": None}, r"its header describes model\.norm\.weight in no known way"),
+        ({"shape": [-1]}, r"its header describes model\.norm\.weight in no known way"),
+    ],
+)
+def test_a_header_that_lies_is_refused(change: dict[str, object], said: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | change
+    header = json.dumps({"model.norm.weight": entry}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
+    assert re.search(rf"model\.safetensors is damaged or incomplete: .*{said}", refusal(tmp_path))
+
+
+@pytest.mark.parametrize("header", [b"[]", b"{", b"\xff", b'{"a": 1, "a": 1}', b"[" * 10**5])
+def test_a_header_that_is_no_json_object_is_refused(header: bytes, tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert refusal(tmp_path).startswith(f"{path} is damaged or incomplete: ")
+
+
+def test_a_header_longer_than_any_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((10**9).to_bytes(8, "little"))
+        file.truncate(10**9 + 8)  # which takes no room on the disk
+    assert "bytes, but says that its header alone has 1,000,000,000" in refusal(tmp_path)
+
+
+def test_tensors_are_those_that_their_library_reads_in_whole_and_in_part(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(5, 7), "b": torch.randn(6).double(), "c": torch.tensor(2.5), "d": torch.randn(3, 4).bfloat16(),
+        "none": torch.empty(0, 4), "x": torch.randn(9, 2).half(),
+    }  # fmt: skip
+    save(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weights = Weights(tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(weights.read(name), tensor) and weights.read(name).dtype == tensor.dtype, name
+    for rows in (slice(1, 4), slice(2), slice(3, None), slice(4, 4)):
+        assert torch.equal(weights.read("b", rows), tensors["b"][rows])
+        for columns in (slice(None), slice(1, 3), slice(6, 20), slice(2, 2)):
+            assert torch.equal(weights.read("a", rows, columns), tensors["a"][rows, columns])
+
+
+def test_a_weight_is_read_in_parts_that_do_not_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = save(tmp_path)
+    monkeypatch.setattr("gpt_fast_sd.model.checkpoint._NUMBERS_AT_ONCE", 70)
+    loaded = load_model(tmp_path)
+    assert all(torch.equal(loaded.get_parameter(name), tensor) for name, tensor in whole.state_dict().items())
 
 
 @pytest.mark.parametrize("cut", [0, 20, -5])

@@ -2,12 +2,23 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpt_fast_sd.model import PRESETS, CheckpointError, ModelConfig, RopeScaling, preset, read_config, stored_dtype
+from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.model import (
+    PRESETS,
+    CheckpointError,
+    ModelConfig,
+    RopeScaling,
+    load_tokenizer,
+    preset,
+    read_config,
+    stored_dtype,
+)
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -233,6 +244,38 @@ def test_generation_config_decides_the_end_of_text_ids(
     tmp_path: Path, in_config: object, in_generation: dict[str, Any] | None, ends: tuple[int, ...]
 ) -> None:
     assert read_config(write(tmp_path, LLAMA | {"eos_token_id": in_config}, in_generation)).eos_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "bos", "ends", "said"),
+    [
+        ({"eos_token_id": 128}, None, 1, (), ["config.json: eos_token_id 128"]),
+        ({"eos_token_id": [2, 128, 10**10]}, {}, 1, (2,), ["config.json: eos_token_id 128, 10000000000"]),
+        ({"eos_token_id": 2}, {"eos_token_id": 99999}, 1, (2,), ["generation_config.json: eos_token_id 99999"]),
+        ({"eos_token_id": 128}, {"eos_token_id": [127, 2]}, 1, (127, 2), ["config.json: eos_token_id 128"]),
+        ({"bos_token_id": 128}, None, None, (2,), ["config.json: bos_token_id 128"]),
+    ],
+)
+def test_token_ids_past_the_vocabulary_are_left_out_and_named(
+    tmp_path: Path, in_config: dict[str, Any], in_generation: dict[str, Any] | None, bos: int | None,
+    ends: tuple[int, ...], said: list[str],
+) -> None:  # fmt: skip
+    write(tmp_path, LLAMA | {"bos_token_id": 1, "eos_token_id": 2} | in_config, in_generation)
+    with pytest.warns(UserWarning) as warned:
+        config = read_config(tmp_path)
+    assert (config.bos_id, config.eos_ids) == (bos, ends)
+    rest = " is past the vocabulary of 128 tokens, and is not used"
+    assert [str(one.message) for one in warned] == [f"{tmp_path}/{what}{rest}" for what in said]
+
+
+def test_a_text_ends_as_the_tokenizer_says_where_all_other_ends_are_past_the_vocabulary(tmp_path: Path) -> None:
+    shutil.copytree(BUNDLED, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token_id": 10**6, "eos_token_id": 10**6}))
+    with pytest.warns(UserWarning, match="past the vocabulary"):
+        config = read_config(path.parent)
+    tokenizer = load_tokenizer(path.parent, config)
+    assert tokenizer and (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
 
 
 def test_a_bad_end_of_text_id_names_generation_config(tmp_path: Path) -> None:

@@ -371,6 +371,10 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
         {"tokenizer.ggml.eos_token_id": 160},
         "eos_token_id is 160, but it must be a token id below 160",
     ),
+    "a BOS outside": (
+        {"tokenizer.ggml.bos_token_id": 160},
+        "bos_token_id is 160, but it must be a token id below 160",
+    ),
     "one of two parts": ({"split.count": 2}, "split.count is 2, but it must be 1"),
 }
 

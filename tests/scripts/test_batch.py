@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import batch
 import journal
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.access import Access
 from gpt_fast_sd.model import load_model, save_hugging_face
 from gpt_fast_sd.scheduling import Schedule
 from tests.helpers import few, random_ids, tiny_model
@@ -258,6 +260,55 @@ def test_an_engine_that_fails_on_every_line_ends_the_job_and_rejects_none(
     assert said.startswith(f"batch.py: the engine failed: {type(error).__name__}: ") and said.endswith("from here")
     assert not (tmp_path / "out.rejects.jsonl").exists()
     assert code_of(model, source, output) == 0 and len(read_lines(output)) == 9
+
+
+def test_an_engine_that_broke_before_a_line_is_tried_alone_ends_the_job_and_rejects_none(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It refuses every later call, and says that a new one must be built: a line is not to blame for that."""
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(9)), tmp_path / "out.jsonl"
+    failed, at_work = [], Access.at_work
+
+    def breaking(self: Access, *args: Any) -> Any:
+        if failed:
+            self.failure = failed[0]  # as that of a device which is lost
+        return at_work(self, *args)
+
+    with monkeypatch.context() as patched:
+        error = RuntimeError("once")
+        calls = fail_where(patched, lambda row: not failed.append("RuntimeError: once"), error)
+        patched.setattr(Access, "at_work", breaking)
+        assert code_of(model, source, output) == 1
+    assert len(calls) == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert any("each line is tried alone" in line for line in said)
+    assert "build a new engine" in said[-1] and said[-1].endswith("the same command goes on from here")
+    assert not (tmp_path / "out.rejects.jsonl").exists()
+    assert code_of(model, source, output) == 0 and len(read_lines(output)) == 9
+
+
+def test_an_error_among_several_processes_is_left_to_their_guard(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that is lost fails its peers in their own ways: no line is tried alone, and none is rejected."""
+    source, output = write_lines(tmp_path / "in.jsonl", prompts(9)), tmp_path / "out.jsonl"
+    lost = dist.DistBackendError("Connection closed by peer")
+    failed = fail_where(monkeypatch, lambda row: True, lost)
+    work = batch.run
+
+    def among_others(engine: Engine, *args: Any) -> int:
+        object.__setattr__(engine.parallel, "mesh", object())
+        try:
+            return work(engine, *args)
+        finally:
+            object.__setattr__(engine.parallel, "mesh", None)
+
+    monkeypatch.setattr(batch, "run", among_others)
+    with pytest.raises(dist.DistBackendError) as caught:
+        code_of(model, source, output)
+    assert caught.value is lost and len(failed) == 1
+    assert "tried alone" not in capsys.readouterr().err
+    assert not (tmp_path / "out.rejects.jsonl").exists()
 
 
 def test_an_input_without_a_prompt_gives_an_output_without_a_line(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.measuring import lossless
 from gpt_fast_sd.measuring.proof import Finding
-from gpt_fast_sd.measuring.soak import Rest, Soaked, _ties, finding, soak
+from gpt_fast_sd.measuring.soak import Rest, Soaked, _logits, _ties, finding, soak
+from gpt_fast_sd.model import KV, CausalSelf, Transformer
 from tests.helpers import random_ids, tiny_model
 
 SMALL = EngineConfig(batch_size=3, max_seq_len=256, compile=False)
@@ -49,6 +50,24 @@ def test_tokens_over_an_int8_cache_are_those_of_the_target_over_such_a_cache() -
     planes = DraftConfig(policy="quantized", gamma=2)
     found = soaked(Engine(tiny_model(), None, replace(SMALL, kv_dtype="int8"), planes), [DRAFTS[1], planes], calls=2)
     assert not found.wrong and found.greedy >= 5
+
+
+def test_forwards_have_few_lengths_and_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library keeps primitives for each length that it meets: a soak in bf16 grew by some MiB with every new one."""
+    one, ids, lengths, hidden = engine(), random_ids(150), set[int](), Transformer.hidden
+
+    def noted(self: Transformer, tokens: torch.Tensor, pos: torch.Tensor, kv: KV) -> torch.Tensor:
+        lengths.add(tokens.shape[1])
+        return hidden(self, tokens, pos, kv)
+
+    monkeypatch.setattr(Transformer, "hidden", noted)
+    for n in range(2, 151):
+        found = _logits(one, ids[:n], 1)
+        if n % 29 == 0:
+            with torch.no_grad():
+                whole = one.model(torch.tensor([ids[: n - 1]]), torch.arange(n - 1)[None], CausalSelf())[0, -1:]
+            assert torch.allclose(found, whole, atol=1e-5)  # fp32 sums in another order
+    assert {n for n in lengths if n % 64 == 0} == {64, 128, 192} and all(n % 64 == 0 or n % 29 == 28 for n in lengths)
 
 
 class Meddler:
