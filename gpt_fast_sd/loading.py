@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -282,7 +283,12 @@ def plan_for(
 
 
 def locate(model: str | Path) -> Path:
-    """The path of "bundled", an installed "smollm2", a local path or a hub id (downloaded when needed)."""
+    """The path of "bundled", an installed "smollm2", a local path or a hub id (downloaded when needed).
+
+    ValueError for what is no name.
+    """
+    if not isinstance(model, (str, os.PathLike)):
+        raise ValueError(f"a model is named by a text or path, got {type(model).__name__}")
     if str(model) == "bundled":
         return BUNDLED
     if str(model) == "smollm2":

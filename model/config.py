@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard
@@ -82,9 +83,12 @@ def yarn_length(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+MOST = 2**31 - 1  # of a size or count: what is computed of them stays far below the ends of int64
+
+
 def _positive(value: object) -> TypeGuard[float]:
-    """Whether it is a positive, finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    """Whether it is a positive number that a float holds."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _one_of(names: tuple[str, ...]) -> str:
@@ -318,10 +322,10 @@ class Fields:
             self.refuse(name, f"{allowed!r}" if allowed is not None else "absent: only float weights can be read")
 
     def whole(self, name: str) -> int:
-        """A whole number of at least 1."""
+        """A whole number from 1 to MOST."""
         value = self.raw.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.refuse(name, "a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+            self.refuse(name, f"a whole number of at least 1 and at most {MOST:,}")
         return value
 
     def number(self, name: str) -> float:

@@ -340,8 +340,15 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "zero heads": ({".attention.head_count": 0}, "attention.head_count is 0"),
     "heads by layer": ({".attention.head_count": [6, 6]}, r"attention.head_count is \[6, 6\]"),
     "heads that do not divide": ({".attention.head_count_kv": 4}, "n_heads must be a multiple of n_kv_heads"),
-    "absurd heads": ({".attention.head_count": 4_000_000_000}, "at most 160, the largest size of any tensor"),
-    "absurd width": ({".embedding_length": 2**62}, "at most 160, the largest size of any tensor"),
+    "wide heads": ({".attention.head_count": 4_000}, "at most 160, the largest size of any tensor"),
+    "absurd heads": (
+        {".attention.head_count": 4_000_000_000},
+        "head_count is 4000000000, but it must be a whole number of at least 1 and at most",
+    ),
+    "absurd width": (
+        {".embedding_length": 2**62},
+        "embedding_length is 4611686018427387904, but it must be a whole number of at",
+    ),
     "absurd layers": ({".block_count": 4_000_000_000}, "block_count is 4000000000, but it must be a number from 1 to"),
     "a layer too many": ({".block_count": 3}, "has no tensor blk.2.attn_q.weight, which its header asks for"),
     "a layer too few": ({".block_count": 1}, r"the header's model has no place for blk\.1\.\S+ and \d+ more tensors"),
