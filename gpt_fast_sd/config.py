@@ -85,9 +85,9 @@ def _countable(name: str, value: int) -> None:
 class EngineConfig:
     """How the target model runs.
 
-    dtype "auto" is fp32 on a CPU without bf16 instructions; precisions.py says which quantize runs where. cuda_graphs
-    "round" captures a round (draft, verify, judge, commit) as one graph and reads its result while the next one runs;
-    "off" launches every kernel from the host.
+    dtype "auto" is bf16 or fp32 on a CPU, see devices.natural_dtype; precisions.py says which quantize runs where.
+    cuda_graphs "round" captures a round (draft, verify, judge, commit) as one graph and reads its result while the next
+    one runs; "off" launches every kernel from the host.
     """
 
     batch_size: int = _flag(8, "slots; more prompts wait in a queue", metavar="B")
