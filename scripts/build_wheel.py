@@ -51,11 +51,21 @@ def asked(args: argparse.Namespace) -> list[InstructionSet]:
     return [known[name] for name in args.sets or known]
 
 
+def require_folder(flag: str, folder: Path) -> None:
+    """Make the folder where it is missing; ValueError where no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{flag} {folder}: {error.strerror or error}") from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Build the libraries, then the wheel around them."""
     args = parse(argv)
     with refusing(PROGRAM), tempfile.TemporaryDirectory() as folder:
         jobs, tree = list(kernels_to_build(asked(args), args.head_dims)), Path(folder) / "tree"
+        require_folder("--dist", args.dist)
         for name in ("gpt_fast_sd", "model", "tp"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "built"))
         for name in ("pyproject.toml", "README.md", "LICENSE"):

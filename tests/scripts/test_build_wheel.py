@@ -26,6 +26,17 @@ def test_what_it_cannot_build_is_refused(argv: list[str], said: str, capsys: pyt
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(build_wheel, "build_kernel", None)
+    for folder, said in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "dist", "Not a directory")):
+        with pytest.raises(SystemExit) as ended:
+            build_wheel.main(["--dist", str(folder)])
+        assert ended.value.code == 2 and f"--dist {folder}: {said}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_its_wheel_decodes_by_kernels_where_there_is_no_compiler(tmp_path: Path) -> None:
     if not packing_builds() or os.name != "posix":
