@@ -261,7 +261,7 @@ def plan_for(
                 require_copy(draft.quantize, config.quantize)
             ranks = theirs.size if step.model is own_draft else group.size
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
-    packs = config.compile or kernels_are_built(model.head_dim, dtype)
+    packs = config.compile or kernels_are_built(model.head_dim, dtype, model.vocab_size)
     packs = packs and dtype == torch.bfloat16 and device.type == "cpu"
     if config.quantize or draft.quantize:  # what is not packed may have to be unpacked in every product
         packs = packs and packing_builds()

@@ -37,7 +37,8 @@ class Runner:
         """Whether its steps use our kernels for a CPU: those that run eagerly only if these are built already."""
         if self.compiles or self.device.type != "cpu":
             return self.compiles
-        return kernels_are_built(self.model.config.head_dim, self.model.embedding.weight.dtype)
+        config = self.model.config
+        return kernels_are_built(config.head_dim, self.model.embedding.weight.dtype, config.vocab_size)
 
     @property
     def device(self) -> torch.device:

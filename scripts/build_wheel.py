@@ -22,6 +22,7 @@ from flags import positive
 from gpt_fast_sd.kernels import InstructionSet, build_kernel, kernels_to_build, sets_of_this_kind
 
 PROGRAM = "build_wheel.py"
+PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")
 ROOT = Path(__file__).resolve().parent.parent
 HEAD_DIMS = [64, 80, 96, 128, 256]
 
@@ -35,6 +36,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dist", metavar="DIR", type=Path, default=Path("dist"), help="where the wheel goes (default: dist)")
     dims = " ".join(map(str, HEAD_DIMS))
     add("--head-dims", metavar="N", type=positive, nargs="+", default=HEAD_DIMS, help=f"of models (default: {dims})")
+    add("--platform", metavar="TAG", default=PLATFORM, help=f"of the wheel's name (default: {PLATFORM})")
     add("--sets", metavar="NAME", nargs="+", help=f"of {', '.join(sets_of_this_kind())} (default: all)")
     return parser.parse_args(argv)
 
@@ -74,13 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             of = f" of {job.head_dim} dims" if job.head_dim else ""
             print(f"{n}/{len(jobs)} {job.source.stem}{of}, {job.instructions.name}", flush=True)
             build_kernel(job, tree / "gpt_fast_sd" / "kernels")
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        settings = f"--config-settings=--build-option=--plat-name={platform}"
-        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", settings, "-w", str(args.dist), str(tree)]
+        settings, own = f"--config-settings=--build-option=--plat-name={args.platform}", Path(folder) / "dist"
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", settings, "-w", str(own), str(tree)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ValueError(f"pip cannot build the wheel: {(done.stderr.strip().splitlines() or ['?'])[-1]:.300}")
-        (wheel,) = args.dist.glob(f"gpt_fast_sd-*-{platform}.whl")
+        (made,) = own.glob("*.whl")
+        wheel = Path(shutil.copy(made, args.dist))
         print(f"{wheel}, {wheel.stat().st_size / 2**20:.1f} MiB")
     return 0
 

@@ -9,8 +9,8 @@
 // S capacity, M keys in view or entries listed.
 namespace {
 constexpr int H = HEAD_DIM, VECTORS = H / LANES; // a multiple of 16
-constexpr int TILE = H > 128 ? 32 : 64, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 1024;
-constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is no NaN; scaled it stays exact
+constexpr int TILE = H > 128 ? 32 : 64, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 2048;
+constexpr float LOWEST = -0x1p126f; // finite, so that the difference of two is no NaN; scaled it stays exact
 constexpr float LEAST = -100.f; // of a weight's logarithm; less counts as 0: what it is multiplied by may be small, too
 constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
 constexpr int part(int n, int most) { // the largest divisor of n that is not above most
@@ -19,8 +19,11 @@ constexpr int part(int n, int most) { // the largest divisor of n that is not ab
 }
 constexpr int AT_ONCE = REGISTERS == 32 ? 16 : 8; // sums that stay in registers
 
+struct Query { // while a split is read
+    alignas(64) float q[H], weight[TILE];
+};
 struct Row { // one query of a split
-    alignas(64) float q[H], out[H], sum[LANES], weight[TILE];
+    alignas(64) float out[H], sum[LANES];
     float max, to_log2; // to_log2: times a score, whose exp2 is its weight
     int32_t limit; // last position it may see
 };
@@ -45,7 +48,13 @@ static inline void widen(Dtype dtype, const void* from, float* to, int64_t n) {
 // An entry of two planes, see planes.py: a byte of the upper one has the upper nibbles of dims i and i + H / 2. Without
 // the lower plane its nibble counts as 7.5, in the middle of what it may be.
 static void join(const uint8_t* upper, const uint8_t* lower, float* to) {
-    for (int i = 0; i < H / 2; i++) {
+    int i = 0;
+    for (; i + LANES <= H / 2; i += LANES) {
+        const I up = whole_bytes((const int8_t*)upper + i), low = lower ? whole_bytes((const int8_t*)lower + i) : I{};
+        store(to + i, floats(16 * (up & 15) - 128) + (lower ? floats(low & 15) : all(7.5f)));
+        store(to + i + H / 2, floats(16 * (up >> 4 & 15) - 128) + (lower ? floats(low >> 4 & 15) : all(7.5f)));
+    }
+    for (; i < H / 2; i++) {
         const uint8_t low = lower ? lower[i] : 0;
         to[i] = (float)(16 * (upper[i] & 15) - 128) + (lower ? (float)(low & 15) : 7.5f);
         to[i + H / 2] = (float)(16 * (upper[i] >> 4) - 128) + (lower ? (float)(low >> 4) : 7.5f);
@@ -53,7 +62,7 @@ static void join(const uint8_t* upper, const uint8_t* lower, float* to) {
 }
 
 // N rows' scores over a tile.
-template <int N> static inline void score(const Tile& tile, Row* rows) {
+template <int N> static inline void score(const Tile& tile, Query* queries) {
     for (int j = 0; j < TILE; j += LANES) { // past tile.n the tile holds zeros
         if (j >= tile.n) break;
         F sum[N][LANES] = {};
@@ -61,7 +70,7 @@ template <int N> static inline void score(const Tile& tile, Row* rows) {
         for (int c = 0; c < H; c += LANES) {
             F q[N];
 #pragma GCC unroll 4
-            for (int r = 0; r < N; r++) q[r] = load<F>(rows[r].q + c);
+            for (int r = 0; r < N; r++) q[r] = load<F>(queries[r].q + c);
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) {
                 const F k = load<F>(key + i * H + c);
@@ -70,18 +79,18 @@ template <int N> static inline void score(const Tile& tile, Row* rows) {
             }
         }
 #pragma GCC unroll 4
-        for (int r = 0; r < N; r++) store(rows[r].weight + j, sums_of<LANES / 2>(sum[r]) * load<F>(tile.key_scale + j));
+        for (int r = 0; r < N; r++) store(queries[r].weight + j, sums_of<LANES / 2>(sum[r]) * load<F>(tile.key_scale + j));
     }
 }
 
 // A row's scores -> what the values are multiplied by. Where its softmax stands moves on; returns by what has been
 // summed so far shrinks.
-static inline float soften(const Tile& tile, Row& row, float* page_sum, float* page_max) {
+static inline float soften(const Tile& tile, Row& row, float* weights, float* page_sum, float* page_max) {
     F best = all(LOWEST);
     for (int j = 0; j < TILE; j += LANES) {
         const I seen = load<I>(tile.position + j) <= row.limit;
-        const F score = seen ? load<F>(row.weight + j) : all(LOWEST);
-        store(row.weight + j, score);
+        const F score = seen ? load<F>(weights + j) : all(LOWEST);
+        store(weights + j, score);
         best = larger(score, best);
     }
     const float top = largest(best);
@@ -91,11 +100,11 @@ static inline float soften(const Tile& tile, Row& row, float* page_sum, float* p
     F sum = load<F>(row.sum) * shrink;
     for (int j = 0; j < TILE; j += LANES) {
         const I seen = load<I>(tile.position + j) <= row.limit;
-        const F power = (load<F>(row.weight + j) - max) * scale;
+        const F power = (load<F>(weights + j) - max) * scale;
         const F weight = seen & ~(power < LEAST) ? exp2_of(power) : F{};
         sum += weight;
         if (page_sum) page_sum[j / PAGE] += sum_of(weight);
-        store(row.weight + j, seen ? weight * load<F>(tile.value_scale + j) : F{}); // a scale may be NaN
+        store(weights + j, seen ? weight * load<F>(tile.value_scale + j) : F{}); // a scale may be NaN
     }
     if (page_sum) *page_max = row.max;
     store(row.sum, sum);
@@ -103,7 +112,7 @@ static inline float soften(const Tile& tile, Row& row, float* page_sum, float* p
 }
 
 // N rows' outputs take in the values of a tile.
-template <int N> static inline void mix(const Tile& tile, Row* rows, const float* shrink) {
+template <int N> static inline void mix(const Tile& tile, Row* rows, const Query* queries, const float* shrink) {
     constexpr int C = part(VECTORS, AT_ONCE / N);
     for (int c = 0; c < H; c += C * LANES) {
         F out[N][C];
@@ -115,7 +124,7 @@ template <int N> static inline void mix(const Tile& tile, Row* rows, const float
             const float* value = tile.value + j * H + c;
             F weight[N];
 #pragma GCC unroll 4
-            for (int r = 0; r < N; r++) weight[r] = all(rows[r].weight[j]);
+            for (int r = 0; r < N; r++) weight[r] = all(queries[r].weight[j]);
 #pragma GCC unroll 16
             for (int i = 0; i < C; i++) {
                 const F v = load<F>(value + i * LANES);
@@ -130,16 +139,16 @@ template <int N> static inline void mix(const Tile& tile, Row* rows, const float
     }
 }
 
-static void read_tile(const Tile& tile, Row* rows, int64_t n_rows, float* page_sum, float* page_max) {
+static void read_tile(const Tile& tile, Row* rows, Query* queries, int64_t n_rows, float* page_sum, float* page_max) {
     constexpr int N = AT_ONCE / LANES > 1 ? 2 : 1; // with fewer sums than that, each waits for the one before
     int64_t r = 0;
-    for (; r + N <= n_rows; r += N) score<N>(tile, rows + r);
-    for (; r < n_rows; r++) score<1>(tile, rows + r);
+    for (; r + N <= n_rows; r += N) score<N>(tile, queries + r);
+    for (; r < n_rows; r++) score<1>(tile, queries + r);
     float shrink[2];
     for (r = 0; r < n_rows; r++) {
-        shrink[r % 2] = soften(tile, rows[r], page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
-        if (r % 2) mix<2>(tile, rows + r - 1, shrink);
-        else if (r + 1 == n_rows) mix<1>(tile, rows + r, shrink);
+        shrink[r % 2] = soften(tile, rows[r], queries[r].weight, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
+        if (r % 2) mix<2>(tile, rows + r - 1, queries + r - 1, shrink);
+        else if (r + 1 == n_rows) mix<1>(tile, rows + r, queries + r, shrink);
     }
 }
 
@@ -214,7 +223,7 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
     }
     const int end = (tile.n + LANES - 1) / LANES * LANES; // scores are summed for LANES keys together
     if (!in_place) memset(at.key + tile.n * H, 0, 4 * (end - tile.n) * H);
-    for (int j = tile.n; j < end; j++) tile.key_scale[j] = tile.value_scale[j] = 1.f; // any number
+    for (int j = tile.n; j < TILE; j++) tile.key_scale[j] = tile.value_scale[j] = 1.f; // any number
 }
 
 static void attend(const Call& a, float scale, int threads) {
@@ -225,7 +234,7 @@ static void attend(const Call& a, float scale, int threads) {
     // kept between calls: fresh pages of memory would cost more than a small call
     static thread_local std::vector<Row> kept_rows;
     static thread_local std::vector<float> kept_sums, kept_maxima;
-    if ((int64_t)kept_rows.size() < B * K * n_splits * R) kept_rows.resize(B * K * n_splits * R);
+    if ((int64_t)kept_rows.size() < B * K * n_splits * R) kept_rows.clear(), kept_rows.resize(B * K * n_splits * R);
     if (a.mass) {
         kept_sums.assign(B * K * n_tiles * R * PAGES, 0.f);
         kept_maxima.assign(B * K * n_tiles * R, LOWEST);
@@ -235,6 +244,7 @@ static void attend(const Call& a, float scale, int threads) {
 
     auto merge = [&](int64_t bk) { // the splits of one kv head of one row
         const Row* splits = rows_of_all + bk * n_splits * R;
+        if (a.mass) memset(a.mass + bk * (M / PAGE), 0, M / PAGE * sizeof(float));
         for (int64_t r = 0; r < R; r++) {
             F merged[VECTORS] = {};
             float top = LOWEST, total = 0.f;
@@ -257,7 +267,6 @@ static void attend(const Call& a, float scale, int threads) {
             }
             if (!a.mass) continue;
             float* shares = a.mass + bk * (M / PAGE);
-            if (r == 0) memset(shares, 0, M / PAGE * sizeof(float));
             for (int64_t t = 0; t < n_tiles; t++) {
                 const int64_t n = (bk * n_tiles + t) * R + r;
                 if (page_max[n] == LOWEST) continue; // nothing seen here
@@ -270,6 +279,7 @@ static void attend(const Call& a, float scale, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         Scratch at; // of this thread: one that is thread_local would be looked up in every loop
+        std::vector<Query> queries(R);
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < B * K * n_splits; task++) {
             const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
@@ -278,11 +288,12 @@ static void attend(const Call& a, float scale, int threads) {
             for (int64_t r = 0; r < R; r++) {
                 Row& row = rows[r];
                 const int64_t place = a.pos[b * T + r % T];
-                widen(a.q_dtype, (const char*)a.q + (b * a.q_b + (head * a.G + r / T) * a.q_n + r % T * a.q_t) * a.width(), row.q, H);
-                bool finite = true;
-                for (float x : row.q) finite &= std::fabs(x) <= std::numeric_limits<float>::max();
+                widen(a.q_dtype, (const char*)a.q + (b * a.q_b + (head * a.G + r / T) * a.q_n + r % T * a.q_t) * a.width(), queries[r].q, H);
+                F none{}; // 0 unless some number is not finite
+                for (int c = 0; c < H; c += LANES) none += load<F>(queries[r].q + c) - load<F>(queries[r].q + c);
+                const bool finite = sum_of(none) == 0.f;
                 row.to_log2 = finite ? scale * 1.44269504f : std::numeric_limits<float>::quiet_NaN();
-                if (!finite) memset(row.q, 0, sizeof row.q); // its scores must be numbers: what it sees is told by the largest
+                if (!finite) memset(queries[r].q, 0, sizeof queries[r].q); // its scores must be numbers: what it sees is told by the largest
                 memset(row.out, 0, sizeof row.out), memset(row.sum, 0, sizeof row.sum);
                 row.max = LOWEST, row.limit = place < M || a.index ? (int32_t)std::min<int64_t>(place, NOWHERE - 1) : -1;
                 n_keys = std::max<int64_t>(n_keys, row.limit + 1);
@@ -292,7 +303,7 @@ static void attend(const Call& a, float scale, int threads) {
             for (int64_t start = split * SPLIT; start < end; start += TILE) {
                 gather(a, b, head, start, n_keys, at);
                 const int64_t n = (bk * n_tiles + start / TILE) * R;
-                read_tile(at.tile, rows, R, page_sum ? page_sum + n * PAGES : nullptr, page_max ? page_max + n : nullptr);
+                read_tile(at.tile, rows, queries.data(), R, page_sum ? page_sum + n * PAGES : nullptr, page_max ? page_max + n : nullptr);
             }
             if (n_splits == 1) merge(bk);
         }

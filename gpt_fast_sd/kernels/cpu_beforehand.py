@@ -11,7 +11,7 @@ from .cpu_build import BUILT, built_file, for_any, text
 from .cpu_linear import cpu_sources
 from .cpu_sets import IS_X86, SETS, InstructionSet
 
-# as torch compiles what it generates: results must not depend on who built a kernel
+# what decides about bits is as torch has it: products and sums that are written apart are not fused
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-finite-math-only", "-ffp-contract=off")
 
 

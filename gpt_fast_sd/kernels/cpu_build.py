@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -134,8 +135,16 @@ def text(source: Path, head_dim: int = 0, instructions: InstructionSet | None = 
 
 @functools.cache
 def is_built(source: Path, head_dim: int = 0) -> bool:
-    """Whether a wheel brought this source built for the chosen instruction set."""
-    return built_file(source, head_dim, chosen()).is_file()
+    """Whether a wheel brought this source built for the chosen instruction set, and it can be loaded here."""
+    file = built_file(source, head_dim, chosen())
+    if not file.is_file():
+        return False
+    try:
+        ctypes.CDLL(str(file))
+    except OSError as error:  # of a system that is older than the one that built it, or torn
+        warnings.warn(f"{file.name} cannot be loaded and is not used: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def built_file(source: Path, head_dim: int, instructions: InstructionSet) -> Path:

@@ -35,15 +35,16 @@ def cpu_kernels(head_dim: int, dtype: torch.dtype, vocab_size: int = 0) -> tuple
     """The sources that `begin_building` builds for a model in this dtype, each with its head dim."""
     attends = not head_dim % attention.PAGE and head_dim <= attention.MOST_DIMS and dtype in attention.DTYPES
     own = [(attention.source_for(head_dim, dtype), head_dim)] if attends else []
-    drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY else []
+    drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY and chosen().own else []
     multiplies = [(one, 0) for one in dict.fromkeys((source(), source(whole=True)))] if dtype == BF16 else []
     return (*own, *multiplies, *drawn)
 
 
 @constant_where_traced
-def kernels_are_built(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether nothing of what attends or multiplies has to be built: eager code may use it, and needs no compiler."""
-    return all(is_built(*one) for one in cpu_kernels(head_dim, dtype))
+def kernels_are_built(head_dim: int, dtype: torch.dtype, vocab_size: int = 0) -> bool:
+    """Whether nothing of a model's kernels has to be built: eager code may use them, and needs no compiler."""
+    needed = cpu_kernels(head_dim, dtype, vocab_size)
+    return bool(needed) and all(is_built(*one) for one in needed)
 
 
 def cpu_sources(head_dim: int) -> tuple[tuple[Path, int], ...]:

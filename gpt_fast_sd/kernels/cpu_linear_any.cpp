@@ -20,7 +20,7 @@ static inline F silu(F x) { // NaN and the infinities as they are elsewhere
 }
 static inline F rounded(F x) { // to bf16
     const I bits = (I)x;
-    return (F)((bits + 0x7fff + (bits >> 16 & 1)) & -65536);
+    return (F)((x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000) & -65536);
 }
 
 // A product, and rows of x as they are multiplied.

@@ -93,7 +93,7 @@ static inline F exp2_of(F x) {
     const F shifted = x + magic, f = x - (shifted - magic); // -0.5 .. 0.5
     F y = all(1.5252734e-5f);
     for (float c : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f}) y = more(all(c), y, f);
-    return (F)((I)y + ((I)shifted << 23));
+    return x == x ? (F)((I)y + ((I)shifted << 23)) : x; // a NaN's own bits would reach the exponent
 }
 
 // GCC takes these apart unless they are named
@@ -109,23 +109,22 @@ static inline F widened(const bf16* x) {
 #endif
     return (F)(bits << 16);
 }
-static inline F of_bytes(const int8_t* x) {
+static inline I whole_bytes(const int8_t* x) {
 #if defined(__AVX512BW__)
-    return floats((I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)));
+    return (I)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x));
 #elif defined(__AVX2__)
-    return floats((I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
+    return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x));
 #else
-    return floats(__builtin_convertvector(load<Bytes>(x), I));
+    return __builtin_convertvector(load<Bytes>(x), I);
 #endif
 }
+static inline F of_bytes(const int8_t* x) { return floats(whole_bytes(x)); }
 static inline float widened_one(bf16 x) { const uint32_t bits = (uint32_t)x << 16; float y; memcpy(&y, &bits, 4); return y; }
 static inline float of_half(fp16 x) {
-    const uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = (uint32_t)(x & 0x7fff) << 13;
-    uint32_t bits = rest >= 0x0f800000 ? rest | 0x7f800000 : rest; // infinities and NaN
-    float y;
-    memcpy(&y, &bits, 4);
-    if (rest < 0x0f800000) y *= 0x1p112f;
-    memcpy(&bits, &y, 4);
+    const uint32_t exponent = x >> 10 & 31, sign = (uint32_t)(x & 0x8000) << 16;
+    float y = (float)(x & 0x3ff) * 0x1p-24f; // below 2^-14; of no fp32 that is too small to be normal, as flushed ones would be
+    uint32_t bits = ((uint32_t)(x & 0x7fff) << 13) + (exponent == 31 ? 0x70000000 : 0x38000000);
+    if (!exponent) memcpy(&bits, &y, 4);
     bits |= sign;
     memcpy(&y, &bits, 4);
     return y;

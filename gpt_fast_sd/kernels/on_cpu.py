@@ -1,10 +1,10 @@
 """Attention on a CPU: the C++ kernel in compiled steps that it serves, else PyTorch.
 
-Eager steps call the C++ kernel only if it was built beforehand: eager code starts at once. All bodies keep
-the promises of decode.py, prefill.py and sparse.py. Those in PyTorch have one more condition: values in view must be
-finite, whether or not a query sees them, as their weight is an exact zero (keys and scales may be anything). Empty keys
-past a row's own, in view because a neighbour is longer, change no bit of `attend_rows`; a matrix product over more keys
-may round differently.
+Eager steps call the C++ kernel only if it was built beforehand: eager code starts at once. All bodies keep the promises
+of decode.py, prefill.py and sparse.py, on one more condition: values must be finite, in PyTorch all that are in view,
+in C++ those that any query of the row sees, as they have a weight that is an exact zero for other queries (keys and
+scales may be anything). Empty keys past a row's own, in view because a neighbour is longer, change no bit of
+`attend_rows`; a matrix product over more keys may round differently.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity, n_keys in view, N query heads, K kv heads, G = N // K,
         H head dim, R = G * T query rows that share one kv head, M entries named.

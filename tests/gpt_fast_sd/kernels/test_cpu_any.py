@@ -59,7 +59,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("head_dim", few(HEAD_DIMS, [16, 80, 256]))
 def test_attention_is_that_of_fp64_for_every_dtype_and_head_dim(instructions: str, head_dim: int) -> None:
     """Dense, listed and with mass; the same bits for a query alone, and for the entries listed."""
-    ends, n_tokens, n_keys = [5, 700, 1300], 3, 1344  # around an edge of splits, which have 1,024 keys
+    ends, n_tokens, n_keys = [5, 700, 2300], 3, 2368  # around an edge of splits, which have 2,048 keys
     pos = torch.tensor(ends)[:, None] + torch.arange(n_tokens)
     every = torch.arange(n_keys).expand(3, 2, -1)
     for dtype in (FP32, FP16, BF16):
@@ -120,6 +120,28 @@ def test_what_is_not_finite_shows_in_what_sees_it_and_nowhere_else(
             assert not sees.isfinite()
     k[:, :, 10:], v[:, :, 10:] = float("nan"), float("nan")  # behind the first row's end
     assert cpu.cpu_attention(q[:1], k[:1], v[:1], pos[:1], 128).equal(clean[:1])
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, -1, 0x7F800001])
+def test_a_nan_of_any_bits_stays_one(instructions: str, bits: int) -> None:
+    q, k, v = (noise(1, 1, n, 16, seed=seed) for seed, n in enumerate((1, 9, 9)))
+    k.view(torch.int32)[0, 0, 3, 2] = bits
+    got = cpu.cpu_attention(q, k, v, torch.tensor([[8]]), 9)
+    assert got.isnan().all()
+
+
+def test_scales_that_fp16_holds_below_its_normal_numbers_count_where_such_numbers_are_flushed(
+    instructions: str,
+) -> None:
+    q, pos = noise(1, 1, 1, 16), torch.tensor([[79]])
+    k, v = (torch.randint(-127, 128, (1, 1, 80, 16), dtype=torch.int8) for _ in range(2))
+    scale = torch.full((1, 1, 80), 3e-5).half()
+    expected = cpu.cpu_attention(q, k, v, pos, 80, scale, scale)
+    torch.set_flush_denormal(True)
+    try:
+        assert cpu.cpu_attention(q, k, v, pos, 80, scale, scale).equal(expected) and expected.any()
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize("n_in", [64, 576])

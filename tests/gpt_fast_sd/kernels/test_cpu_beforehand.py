@@ -82,14 +82,27 @@ def test_weights_are_packed_for_what_is_built(built: Path) -> None:
 
 
 def test_what_was_built_of_another_text_is_left_alone(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels_are_built(HEAD_DIM, torch.float32)
     text = cpu_build.text
     monkeypatch.setattr(cpu_build, "text", lambda *of: text(*of) + "// changed\n")
     cpu_build.is_built.cache_clear()
     assert not kernels_are_built(HEAD_DIM, torch.float32)
 
 
+@pytest.mark.parametrize("text", [b"", b"no library", b"\x7fELF" + bytes(60)])
+def test_a_library_that_cannot_be_loaded_is_a_warning(built: Path, text: bytes) -> None:
+    for file in built.iterdir():
+        file.unlink()
+        file.write_bytes(text)
+    cpu_build.is_built.cache_clear()
+    with pytest.warns(UserWarning, match="cannot be loaded and is not used"):
+        assert not kernels_are_built(HEAD_DIM, torch.float32)
+    assert generated(torch.float32)[0].target.uses_kernels is False
+
+
 def test_without_them_nothing_runs_eagerly_by_kernels(asked_anew: None) -> None:
-    assert not kernels_are_built(64, torch.bfloat16), "a checkout has none"
+    sizes = (64, torch.bfloat16), (72, torch.float32), (512, torch.float32), (64, torch.float64)
+    assert not any(kernels_are_built(*size) for size in sizes), "a checkout has none"
     assert generated(torch.float32)[0].target.uses_kernels is False
 
 
