@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -184,6 +185,8 @@ class DraftConfig:
                 _countable(name, getattr(self, name))
         _check_allowed(self, "page", "quantize", "kv_bits")
         self._check_views()
+        if self.draft_model is not None and not isinstance(self.draft_model, (str, os.PathLike)):
+            raise ValueError(f"draft_model must be a folder or a hub id, got {self.draft_model!r:.80}")
         needs_model = registry.policy_class(self.policy).needs_model(self)
         if needs_model and self.draft_model is None:
             raise ValueError(f"policy {self.policy!r} with a standalone draft needs draft_model, a folder or a hub id")

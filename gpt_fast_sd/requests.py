@@ -196,7 +196,9 @@ class Intake:
     def all(self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
         """A request per prompt, params one for all or one each; ValueError for the first that cannot run."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
+            raise ValueError(
+                f"prompts must be a list of texts or of lists of token ids, got {' '.join(repr(prompts).split()):.80}"
+            )
         if params is None or isinstance(params, SamplingParams):
             return [self.one(i, *_apart(prompt, params)) for i, prompt in enumerate(prompts)]
         if not isinstance(params, Sequence):
@@ -220,7 +222,9 @@ class Intake:
         if isinstance(prompts, Sequence):
             return Waiting(self.all(prompts, params))
         if not isinstance(prompts, Iterable):
-            raise ValueError(f"prompts must be a list of texts or of lists of token ids, got {prompts!r:.80}")
+            raise ValueError(
+                f"prompts must be a list of texts or of lists of token ids, got {' '.join(repr(prompts).split()):.80}"
+            )
         if not (params is None or isinstance(params, SamplingParams)):
             raise ValueError("prompts that are not a list take one SamplingParams, or come as (prompt, SamplingParams)")
         return Waiting(self.each(prompts, params))

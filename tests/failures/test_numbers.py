@@ -68,3 +68,15 @@ def test_threads_without_end_are_refused(threads: str, capsys: pytest.CaptureFix
 def test_what_is_no_model_is_a_value_error(model: Any) -> None:
     with pytest.raises(ValueError):
         Engine.from_pretrained(model)
+
+
+def test_a_tensor_for_prompts_and_a_number_for_a_model_are_one_sentence() -> None:
+    engine = Engine(tiny_model(), None, EngineConfig(batch_size=1, max_seq_len=64, compile=False))
+    two: Any = torch.zeros(2, 3, dtype=torch.int64)
+    for prompts in (two, [two]):
+        with pytest.raises(ValueError, match="must be") as caught:
+            engine.generate(prompts)
+        assert "\n" not in str(caught.value)
+    number: Any = 7
+    with pytest.raises(ValueError, match="draft_model must be a folder or a hub id, got 7"):
+        DraftConfig(policy="standalone", draft_model=number)
