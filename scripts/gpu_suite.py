@@ -78,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> list[Stage]:
     """The stages asked for; ValueError in one sentence."""
-    names = [name.strip() for name in args.stages.split(",")] if args.stages else list(STAGES)
+    names = [name.strip() for name in args.stages.split(",")] if args.stages is not None else list(STAGES)
     for name in names:
         if name not in STAGES:
             raise ValueError(f"--stages names {name!r}; there are {', '.join(STAGES)}")

@@ -156,6 +156,7 @@ def test_the_exit_code_distinguishes_done_left_and_failed(
         (["--tiny"], "; run this on a GPU, or dry with --device cpu --tiny"),
         (["--device", "cpu"], "--device cpu is for a dry run: give --tiny too"),
         ([*DRY, "--stages", "machine,lunch"], "--stages names 'lunch'; there are test-smoke,"),
+        ([*DRY, "--stages", ""], "--stages names ''; there are test-smoke,"),
         ([*DRY, "--budget-seconds", "0"], "--budget-seconds must be at least 405 for test-rounds, got 0"),
         ([*DRY, "--budget-seconds", "nan"], "--budget-seconds must be at least 405 for test-rounds, got nan"),
         (
