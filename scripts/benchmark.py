@@ -467,7 +467,7 @@ class ByPrecision(BySize):
             raise ValueError(f"{args.model} is stored in float8, and --sweep precision begins with nothing quantized")
         self.precisions = list(dict.fromkeys(map(Precision.parse, args.precisions)))
         device, stored = job.parallel.device, read_stored_dtype(locate(args.model))
-        dtype = TORCH_DTYPES[args.dtype] if args.dtype != "auto" else natural_dtype(stored, device, args.compile)
+        dtype = TORCH_DTYPES[args.dtype] if args.dtype != "auto" else natural_dtype(stored, device, not args.no_compile)
         for one in self.precisions:  # refused before any work
             config = one.engine(config_of(EngineConfig, args, batch_size=1, max_seq_len=1))
             check_kv_dtype(config, dtype, device)
@@ -615,7 +615,7 @@ def dtype_name(job: Job) -> str:
     """The weights' dtype as an engine will have it."""
     if job.args.dtype != "auto":
         return str(job.args.dtype)
-    dtype = natural_dtype(read_stored_dtype(locate(job.args.model)), job.parallel.device, job.args.compile)
+    dtype = natural_dtype(read_stored_dtype(locate(job.args.model)), job.parallel.device, not job.args.no_compile)
     return next(name for name, one in TORCH_DTYPES.items() if one == dtype)
 
 
