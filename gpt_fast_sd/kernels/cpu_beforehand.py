@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .cpu_build import BUILT, built_file, for_any, text
 from .cpu_linear import cpu_sources
-from .cpu_sets import IS_X86, SETS, InstructionSet
+from .cpu_sets import IS_X86, SETS, InstructionSet, without_own
 
 # what decides about bits is as torch has it: products and sums that are written apart are not fused
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-finite-math-only", "-ffp-contract=off")
@@ -25,8 +25,7 @@ class ToBuild(NamedTuple):
     @property
     def march(self) -> str:
         """The least CPU that has what it uses; kernels for any CPU need no more of AVX-512 than the first had."""
-        widest = next(one for one in SETS if not one.own)
-        return widest.march if for_any(self.source) and self.instructions.own else self.instructions.march
+        return (without_own(self.instructions) if for_any(self.source) else self.instructions).march
 
 
 def sets_of_this_kind() -> dict[str, InstructionSet]:

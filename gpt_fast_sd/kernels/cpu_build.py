@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from .cpu_sets import SETS, InstructionSet, chosen
+from .cpu_sets import InstructionSet, chosen, without_own
 
 BUILT = Path(__file__).with_name("built")  # in wheels for one platform
 COMMON, VECTORS = (Path(__file__).with_name(name) for name in ("cpu_common.cpp", "cpu_vectors.cpp"))
@@ -65,7 +65,10 @@ def constant_where_traced(function: Asked) -> Asked:
 
 @functools.cache
 def builds(source: Path, head_dim: int = 0) -> bool:
-    """Whether this CPU and its compiler know the instructions; no more than read, as to build takes seconds."""
+    """Whether this CPU and its compiler know the instructions; no more than read, as to build takes seconds.
+
+    A compiler that is there and refuses a source is a warning.
+    """
     if not for_any(source) and not chosen().own:
         return False
     if is_built(source, head_dim):
@@ -76,9 +79,15 @@ def builds(source: Path, head_dim: int = 0) -> bool:
     native = ("-march=native",) * (platform.system() != "Darwin")  # as torch does
     try:
         command = (get_cpp_compiler(), "-std=c++20", "-fsyntax-only", *native, *flags(source), "-x", "c++", "-")
-        return not subprocess.run(command, input=text(source, head_dim), capture_output=True, text=True).returncode
+        done = subprocess.run(command, input=text(source, head_dim), capture_output=True, text=True)
     except (InvalidCxxCompiler, OSError):
         return False
+    if done.returncode:
+        why = next(
+            (line.strip() for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}"
+        )
+        warnings.warn(f"{command[0]} cannot build {source.name}, which is slower without: {why:.200}", stacklevel=2)
+    return not done.returncode
 
 
 def rebuilding(build: Callable[[], Built]) -> Built:
@@ -149,8 +158,8 @@ def is_built(source: Path, head_dim: int = 0) -> bool:
 
 def built_file(source: Path, head_dim: int, instructions: InstructionSet) -> Path:
     """Where a wheel has what was built of this very text."""
-    if for_any(source) and instructions.own:
-        instructions = next(one for one in SETS if not one.own)
+    if for_any(source):
+        instructions = without_own(instructions)
     mark = hashlib.sha256(text(source, head_dim, instructions).encode()).hexdigest()[:16]
     return BUILT / f"{source.stem}-{head_dim}-{instructions.name}-{mark}.so"
 

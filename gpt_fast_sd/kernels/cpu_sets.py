@@ -60,6 +60,11 @@ SETS = (  # the best first
 )
 
 
+def without_own(instructions: InstructionSet) -> InstructionSet:
+    """The set for which kernels for any CPU are compiled where these instructions are: all of AVX-512 shares one."""
+    return next(one for one in SETS if not one.own) if instructions.own else instructions
+
+
 def sets_here() -> tuple[InstructionSet, ...]:
     """Those that this CPU and its system have, the best first."""
     return tuple(one for one in SETS if one.has())

@@ -24,12 +24,9 @@ HEAD_DIM = 16
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
     """What is known of built kernels is forgotten, before and after."""
-    for _ in range(2):
-        forget()
-        cpu_build.is_built.cache_clear()
-        cpu_linear._kernel.cache_clear()
-        if not _:
-            yield
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture
@@ -46,7 +43,6 @@ def built(tmp_path: Path, asked_anew: None, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, "BUILT", folder)
     monkeypatch.setenv(cpu_sets.VARIABLE, name)
     forget()
-    cpu_build.is_built.cache_clear()
     return folder
 
 
