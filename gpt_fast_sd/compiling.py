@@ -25,6 +25,7 @@ from gpt_fast_sd.tp import in_short
 from .by_layer import ByLayer, Layer, LayeredModel
 from .config import MAX_GAMMA, EngineConfig
 from .kernels import rebuilding, vector_options
+from .whole import WholeModel
 
 Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
 
@@ -35,12 +36,17 @@ class CompiledStep:
     A step over the layers of a model is compiled for one of them, see by_layer.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, compiled: bool | Options | None) -> None:
-        """compiled: Inductor's options, True for its own defaults; False and None: not compiled."""
+    def __init__(
+        self, fn: Callable[..., Any], *, compiled: bool | Options | None, whole: WholeModel | None = None
+    ) -> None:
+        """compiled: Inductor's options, True for its own defaults; False and None: not compiled.
+
+        whole: called in place of the model among the arguments; then nothing is compiled, either.
+        """
         self.graphs = 0
-        self._fn = fn
+        self._fn = fn if whole is None else functools.partial(_with_whole, fn, whole)
         self._options: Options = compiled if isinstance(compiled, dict) else {}
-        self._compiles = compiled is not None and compiled is not False
+        self._compiles = compiled is not None and compiled is not False and whole is None
         self._variants: dict[Hashable, Callable[..., Any]] = {}
         self._layered: LayeredModel | None = None
         self._layers: list[Layer] = []  # of the current call
@@ -80,6 +86,10 @@ class CompiledStep:
         built: Any = rebuilding(lambda: compile_fx(graph, inputs, config_patches=self._options))
         step: Callable[..., Any] = built
         return step
+
+
+def _with_whole(fn: Callable[..., Any], whole: WholeModel, *args: Any) -> Any:
+    return fn(*(whole if isinstance(arg, Transformer) else arg for arg in args))
 
 
 def _backend(this: weakref.ref[CompiledStep], graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:

@@ -142,9 +142,9 @@ class Engine:
         return plan_for(self.config, draft, self.model.config, theirs, self.dtype, self.parallel, self.device, planes)
 
     def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
-        # exact: plain and speculative decoding run the target with one width, over one number of keys
+        # exact: plain and speculative decoding run the target with one width, over one number of keys, if that matters
         most = gamma_tiers(self.model.config.group_size)[-1] if isinstance(draft.gamma, str) else draft.gamma
-        width = 1 + most if self.config.exact else 0  # without a policy, too
+        width = 1 + most if self.config.exact and not self.target.bits_by_row else 0  # without a policy, too
         theirs, wait = draft_group(draft, self.parallel), self.parallel.wait_for
         if draft_model:
             ready_draft(draft_model, theirs, self.target.uses_kernels and draft.quantize is None)

@@ -89,7 +89,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     plan.check(free_memory(device), device, config)
     if config.compile and device.type == "cpu" and not no_compiler():
         # while the weights are being read
-        begin_building(*cpu_kernels(model_config.head_dim, dtype, model_config.vocab_size))
+        begin_building_for(model_config, dtype)
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
     keep = keep_float8 if config.quantize == "float8" else None
     target = group.load(folder, device=device, dtype=dtype, settle=settle, keep=keep)
@@ -208,8 +208,14 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes:
     if runner.uses_kernels and device.type == "cpu":
         pack_linears(model)
     if compiled and device.type == "cpu":
-        begin_building(*cpu_kernels(model.config.head_dim, dtype, model.config.vocab_size))
+        begin_building_for(model.config, dtype)
     return runner
+
+
+def begin_building_for(model: ModelConfig, dtype: torch.dtype) -> None:
+    """Build what steps of such a model wait for, in the background; in bf16 most of them compile nothing."""
+    kernels = cpu_kernels(model.head_dim, dtype, model.vocab_size)
+    begin_building(*kernels, header=dtype != torch.bfloat16)
 
 
 def ready_draft(model: Transformer, group: Group, packs: bool) -> None:

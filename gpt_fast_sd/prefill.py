@@ -69,7 +69,7 @@ class Prefill:
         # nothing, and tried past the end of the cache
         longest = runner.cache.max_seq_len - 1  # the last token of a prompt is decoded
         self.sizes = [size for size in traits_of(runner.device).chunks if size <= max(longest, CHUNK)]
-        self._step = CompiledStep(prefill_step, compiled=runner.compiled)
+        self._step = CompiledStep(prefill_step, compiled=runner.compiled, whole=runner.whole)
         self._warm = False
         self._held: list[list[int]] = [[] for _ in range(runner.shape[1])]
 

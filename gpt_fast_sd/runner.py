@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -11,6 +12,8 @@ from gpt_fast_sd.tp import ALONE, Group
 
 from .compiling import Options
 from .kernels import kernels_are_built
+from .packing import all_packed
+from .whole import WholeModel, runs_whole
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,17 @@ class Runner:
             return self.compiles
         config = self.model.config
         return kernels_are_built(config.head_dim, self.model.embedding.weight.dtype, config.vocab_size)
+
+    @cached_property
+    def whole(self) -> WholeModel | None:
+        """On a CPU what runs all layers at once in its steps, asked for when its weights are packed; None: nothing."""
+        alone = self.device.type == "cpu" and self.group.size == 1
+        return WholeModel(self.model) if alone and self.uses_kernels and runs_whole(self.model, self.cache) else None
+
+    @property
+    def bits_by_row(self) -> bool:
+        """Whether the bits of a step's results for a token depend on its row alone, whatever else the step is fed."""
+        return self.whole is not None and all_packed(self.model)
 
     @property
     def device(self) -> torch.device:

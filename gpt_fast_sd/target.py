@@ -34,8 +34,8 @@ class TargetSteps:
         compiled = target.compiled
         if self.any_threads and isinstance(compiled, dict):
             compiled = {**compiled, "cpp.threads": 1}  # generated loops may split a long sum among threads
-        self.decode = CompiledStep(decode_step, compiled=compiled)  # one token per slot
-        self.verify = CompiledStep(decode_step, compiled=compiled)  # several
+        self.decode = CompiledStep(decode_step, compiled=compiled, whole=target.whole)  # one token per slot
+        self.verify = CompiledStep(decode_step, compiled=compiled, whole=target.whole)  # several
 
     @property
     def page(self) -> int:

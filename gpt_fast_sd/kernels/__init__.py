@@ -12,9 +12,11 @@ Inductor's options.
 """
 
 from .choice import triton_serves
+from .cpu import PAGE as MASS_PAGE
 from .cpu import cpu_attention_fits
 from .cpu_beforehand import build_kernel, kernels_to_build, sets_of_this_kind
 from .cpu_build import begin_building, rebuilding, vector_options
+from .cpu_layers import LayerCache, LayerWeights, Listed, Product, Spent, Stack, layers_build
 from .cpu_linear import (
     LANES,
     LINE,
@@ -47,17 +49,25 @@ from .prefill import (
     prefill_splits,
 )
 from .select import entries_of, guided_select, page_bounds, quest_pages, top_pages
+from .sizes import page_sums
 from .sparse import sparse_attention
 
 __all__ = [
     "BLOCK",
     "LANES",
     "LINE",
+    "MASS_PAGE",
     "MOST_TILED",
     "QUERY_BLOCK",
     "ROWS_AT_ONCE",
     "InstructionSet",
     "Int4",
+    "LayerCache",
+    "LayerWeights",
+    "Listed",
+    "Product",
+    "Spent",
+    "Stack",
     "begin_building",
     "build_kernel",
     "chosen",
@@ -78,6 +88,7 @@ __all__ = [
     "kernels_to_build",
     "key_mass",
     "launches",
+    "layers_build",
     "likeliest",
     "pack",
     "pack_int4",
@@ -87,6 +98,7 @@ __all__ = [
     "packed_swiglu",
     "packing_builds",
     "page_bounds",
+    "page_sums",
     "power_between",
     "prefill_attention",
     "prefill_attention_of_slots",

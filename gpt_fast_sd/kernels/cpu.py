@@ -101,7 +101,7 @@ def cpu_attention_with_mass(
 
 
 @functools.cache
-def _kernel(head_dim: int, dtype: torch.dtype) -> tuple[ctypes._CFuncPtr, bool]:  # type: ignore[name-defined]
+def kernel_for(head_dim: int, dtype: torch.dtype) -> tuple[ctypes._CFuncPtr, bool]:  # type: ignore[name-defined]
     """The kernel for queries of this dtype, and whether it is the one for any CPU, which takes the dtypes."""
     source = source_for(head_dim, dtype)
     built, pointer, size = library(source, head_dim)(), ctypes.c_void_p, ctypes.c_int64
@@ -130,7 +130,7 @@ def _attend(
     out = torch.empty(q.shape, dtype=q.dtype)
     tensors = q, k, v, k_scale, v_scale, k_low, v_low, pos, index, out, mass
     given = (None if x is None else x.data_ptr() for x in tensors)
-    kernel, for_any = _kernel(head_dim, q.dtype)
+    kernel, for_any = kernel_for(head_dim, q.dtype)
     how = (DTYPES[q.dtype], DTYPES[k.dtype]) if for_any else (fine,)
     kernel(
         *given, n_rows, n_kv, n_heads // n_kv, n_tokens, n_keys if index is None else index.shape[-1], capacity,

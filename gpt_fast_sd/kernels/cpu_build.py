@@ -175,12 +175,12 @@ def flags(source: Path) -> tuple[str, ...]:
 
 
 @functools.cache
-def begin_building(*sources: tuple[Path, int]) -> None:
-    """Start a thread that builds what the first compiled step waits for, while Python traces that step.
+def begin_building(*sources: tuple[Path, int], header: bool) -> None:
+    """Start a thread that builds what the first step waits for: the sources, each for a head dim.
 
-    That is Inductor's precompiled header, which takes 8 s at the first use of an Inductor on a machine, whatever is
-    compiled first, and the sources, each for a head dim. If a build fails here, it fails again when it is needed, and
-    the error is raised there.
+    header: before them Inductor's precompiled header, for steps that it compiles: that takes 8 s at the first use of an
+    Inductor on a machine, whatever is compiled first. If a build fails here, it fails again when it is needed, and the
+    error is raised there.
     """
     known_isa()  # here, before any thread changes the settings that it reads
 
@@ -190,7 +190,8 @@ def begin_building(*sources: tuple[Path, int]) -> None:
 
         with contextlib.suppress(Exception), config.patch(vector_options()):
             nothing = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(const float* of) {}\n'
-            CppPythonBindingsCodeCache.load_pybinding(["const float*"], nothing)  # waited for first
+            if header:
+                CppPythonBindingsCodeCache.load_pybinding(["const float*"], nothing)  # waited for first
             for source, head_dim in sources:
                 if builds(source, head_dim):
                     library(source, head_dim)

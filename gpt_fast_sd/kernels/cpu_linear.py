@@ -22,6 +22,7 @@ from .cpu_sets import chosen, is_intel
 from .int4 import BLOCK, Int4
 
 SOURCE, ANY = (Path(__file__).with_name(name) for name in ("cpu_linear.cpp", "cpu_linear_any.cpp"))
+LAYERS = Path(__file__).with_name("cpu_layers_any.cpp")  # see cpu_layers.py
 BF16, INT8, INT4 = torch.bfloat16, torch.int8, torch.uint8  # of what is packed; a byte holds two of int4
 LANES, LINE = 32, 64  # outputs of a block, and bytes of inputs: a packed weight is whole blocks
 
@@ -36,7 +37,7 @@ def cpu_kernels(head_dim: int, dtype: torch.dtype, vocab_size: int = 0) -> tuple
     attends = not head_dim % attention.PAGE and head_dim <= attention.MOST_DIMS and dtype in attention.DTYPES
     own = [(attention.source_for(head_dim, dtype), head_dim)] if attends else []
     drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY and chosen().own else []
-    multiplies = [(one, 0) for one in dict.fromkeys((source(), source(whole=True)))] if dtype == BF16 else []
+    multiplies = [(one, 0) for one in dict.fromkeys((source(), source(whole=True), LAYERS))] if dtype == BF16 else []
     return (*own, *multiplies, *drawn)
 
 
@@ -50,7 +51,7 @@ def kernels_are_built(head_dim: int, dtype: torch.dtype, vocab_size: int = 0) ->
 def cpu_sources(head_dim: int) -> tuple[tuple[Path, int], ...]:
     """All sources that any CPU may need for a head dim, each with that if it has one."""
     attends = [(attention.SOURCE, head_dim)] if head_dim in attention.HEAD_DIMS else []
-    return (*attends, (attention.ANY, head_dim), (SOURCE, 0), (ANY, 0), (sampling.SOURCE, 0))
+    return (*attends, (attention.ANY, head_dim), (SOURCE, 0), (ANY, 0), (LAYERS, 0), (sampling.SOURCE, 0))
 
 
 def source(*, whole: bool = False) -> Path:
@@ -162,7 +163,8 @@ def unpack_int4(packed: Int4, by_sums: bool = False) -> Int4:
 
 
 @functools.cache
-def _kernel(whole: bool) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+def kernel_for(whole: bool) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    """The kernel in C++; whole: for products of whole numbers."""
     path = source(whole=whole)
     built = library(path)()
     kernel = built.linear_any if path == ANY else built.linear_cpu
@@ -203,7 +205,7 @@ def _product(
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         apart = rows.stride(0)
     out = torch.empty((*x.shape[:-1], n_out // 2 if gated else n_out), dtype=BF16)
-    _kernel(kind is INT8 or by_sums)(
+    kernel_for(kind is INT8 or by_sums)(
         rows.data_ptr(), packed.data_ptr(), None if blocks is None else blocks.data_ptr(),
         None if scale is None else scale.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
         rows.numel() // n_in, n_in, n_out, apart, gated, by_sums, torch.get_num_threads(),

@@ -75,7 +75,12 @@ def chosen() -> InstructionSet:
 
     ValueError if it names none that is here.
     """
-    here, asked = sets_here(), os.environ.get(VARIABLE)
+    return _best_or(os.environ.get(VARIABLE))
+
+
+@functools.cache
+def _best_or(asked: str | None) -> InstructionSet:
+    here = sets_here()
     if not asked:
         return here[0]
     for one in here:

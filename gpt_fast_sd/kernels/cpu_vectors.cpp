@@ -3,10 +3,13 @@
 // Only what no compiler makes of plain expressions is written out for an instruction set: 16-bit floats and products of
 // pairs. Sums never depend on how many rows are computed together, so a row has the same bits in any batch.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 #if defined(__x86_64__) || defined(_M_X64)

@@ -28,6 +28,7 @@ from ..prefill import Filling
 from ..quantize import drafter
 from ..runner import Runner
 from ..sampling import DRAFT_STREAM
+from ..whole import SERVED, WholeModel
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,10 @@ class View(Drafts):
         """(make, args): a compiled step calls make(layers, span, *args); the tensors of args never move."""
         raise NotImplementedError
 
+    def whole_of(self, runner: Runner) -> WholeModel | None:
+        """What runs all layers of a model at once where it reads through this view; None: steps are compiled."""
+        return runner.whole if self.kv()[0] in SERVED else None
+
     def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
         """On the device, before a round's drafts: let the window slide to the committed end."""
 
@@ -319,7 +324,7 @@ class ModelDraft(DraftPolicy):
         self.vocabulary = Vocabulary(runner.group.mesh, runner.model.config.vocab_size)
         compiles_sampling = traits_of(runner.device).compiles_sampling
         self._choose = CompiledStep(BatchState.choose, compiled=runner.compiled if compiles_sampling else None)
-        self._step = CompiledStep(draft_step, compiled=runner.compiled)
+        self._step = CompiledStep(draft_step, compiled=runner.compiled, whole=view.whole_of(runner))
 
     @property
     def parts(self) -> tuple[Drafts, ...]:

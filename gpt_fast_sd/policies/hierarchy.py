@@ -142,7 +142,7 @@ class HierarchyDraft(DraftPolicy):
         self.wants_mass = view.wants_mass
         self.page: int | None = getattr(view, "page", None)
         self.refresh_every = max(view.refresh_every, cheap.refresh_every)
-        self._step = CompiledStep(middle_step, compiled=target.compiled)
+        self._step = CompiledStep(middle_step, compiled=target.compiled, whole=view.whole_of(target))
 
     @property
     def parts(self) -> tuple[Drafts, ...]:

@@ -98,7 +98,7 @@ class StandaloneDraft(ModelDraft):
         super().__init__(runner, view, "standalone")
         self.listeners, self.unfed = listeners, unfed
         self._prefill = Prefill(runner)
-        self._start = CompiledStep(draft_step, compiled=runner.compiled)
+        self._start = CompiledStep(draft_step, compiled=runner.compiled, whole=view.whole_of(runner))
         self._prepared: dict[int, Filling] = {}  # by slot, since it was last free
 
     @property

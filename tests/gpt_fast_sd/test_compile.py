@@ -163,7 +163,7 @@ def test_what_steps_wait_for_is_begun_to_build_before_weights_are_read(
         order.append("weights")
         raise ValueError("read")
 
-    monkeypatch.setattr("gpt_fast_sd.loading.begin_building", lambda *sources: order.append("build"))
+    monkeypatch.setattr("gpt_fast_sd.loading.begin_building", lambda *sources, **_: order.append("build"))
     monkeypatch.setattr("gpt_fast_sd.tp.Group.load", read)
     with pytest.raises(ValueError, match="read"):
         Engine.from_pretrained("bundled", EngineConfig(device="cpu", max_seq_len=64, compile=compile))

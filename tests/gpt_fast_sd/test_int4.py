@@ -78,10 +78,10 @@ def no_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that may not use tiles, and so multiplies by vectors."""
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     build.library.cache_clear()
-    cpu_linear._kernel.cache_clear()
+    cpu_linear.kernel_for.cache_clear()
     yield
     build.library.cache_clear()
-    cpu_linear._kernel.cache_clear()
+    cpu_linear.kernel_for.cache_clear()
 
 
 # ---- what is kept of a weight --------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def test_another_dtype_is_refused() -> None:
 def test_a_process_that_may_not_use_tiles_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     build.library.cache_clear()
-    cpu_linear._kernel.cache_clear()
+    cpu_linear.kernel_for.cache_clear()
     try:
         linear, weight, _ = packed(96, 64)
         for n_rows in ROWS:
@@ -258,7 +258,7 @@ def test_a_process_that_may_not_use_tiles_has_none(monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close(linear(x).double(), x.double() @ weight.T, rtol=2**-8, atol=1e-4)
     finally:
         build.library.cache_clear()
-        cpu_linear._kernel.cache_clear()
+        cpu_linear.kernel_for.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (4, 64), (3, 2, 160)])

@@ -32,8 +32,8 @@ cpu_attention, cpu_attention_at, cpu_attention_with_mass = (
     cpu.cpu_attention_at,
     cpu.cpu_attention_with_mass,
 )
-cpu_build, cpu_linear, cpu_sets = (
-    importlib.import_module(f"gpt_fast_sd.kernels.{name}") for name in ("cpu_build", "cpu_linear", "cpu_sets")
+cpu_build, cpu_layers, cpu_linear, cpu_sets = (
+    importlib.import_module(f"gpt_fast_sd.kernels.cpu_{name}") for name in ("build", "layers", "linear", "sets")
 )
 PAGE = cpu.PAGE
 GROUPS = (1, 2, 3, 4, 5, 7, 8)
@@ -67,8 +67,10 @@ def forced(name: str) -> Iterator[None]:
 
 def forget() -> None:
     """What was found and built for the last instruction set."""
-    for cached in (cpu_build.builds, cpu_build.is_built, cpu_build.library, cpu._kernel, cpu_linear._kernel):
-        cached.cache_clear()
+    for found in (cpu_build.builds, cpu_build.is_built, cpu_build.library):
+        found.cache_clear()
+    for kernel in (cpu.kernel_for, cpu_linear.kernel_for, cpu_layers.library_of_layers):
+        kernel.cache_clear()
 
 
 def needs_kernel(test: Callable[..., None]) -> Callable[..., None]:
@@ -375,7 +377,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 @pytest.fixture
 def rebuilt() -> Iterator[None]:
     """Ask again whether the kernel can be built, and again when the test is over."""
-    caches = (cpu_build.builds, cpu_build.library, cpu._kernel)
+    caches = (cpu_build.builds, cpu_build.library, cpu.kernel_for)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -469,7 +471,7 @@ def test_steps_that_run_eagerly_build_no_kernel(rebuilt: None, monkeypatch: pyte
     def built(*_: object) -> None:
         raise AssertionError("built")
 
-    monkeypatch.setattr(cpu, "_kernel", built)
+    monkeypatch.setattr(cpu, "kernel_for", built)
     attend_all_ways(*a_step(2), 16)
 
 

@@ -56,8 +56,8 @@ def generated(dtype: torch.dtype) -> tuple[Engine, list[list[int]]]:
 
 def test_eager_steps_use_what_is_built_and_say_the_same(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    kernel = cpu._kernel
-    monkeypatch.setattr(cpu, "_kernel", lambda *of: calls.append(of) or kernel(*of))
+    kernel = cpu.kernel_for
+    monkeypatch.setattr(cpu, "kernel_for", lambda *of: calls.append(of) or kernel(*of))
     engine, tokens = generated(torch.float32)
     assert kernels_are_built(HEAD_DIM, torch.float32) and engine.target.uses_kernels and calls
     for file in built.iterdir():

@@ -1,0 +1,102 @@
+"""A packed model whose steps on a CPU run all layers in one call: no compiler, no graph, no operators between them.
+
+Shapes: B slots, T tokens in this call, L layers, K kv heads, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gpt_fast_sd.model import SPLIT, Attention, Block, CacheLayer, KVCache, Transformer
+
+from .attending import DenseKV, ListedKV
+from .kernels import MASS_PAGE as PAGE
+from .kernels import LayerCache, LayerWeights, Listed, Product, Stack, layers_build, page_sums
+from .packing import (
+    PackedEmbedding,
+    PackedFeedForward,
+    PackedInt4Linear,
+    PackedInt8Linear,
+    PackedLinear,
+    SummedInt4Linear,
+    all_packed,
+)
+
+SERVED = DenseKV, ListedKV  # what steps may read through
+CACHED = torch.bfloat16, torch.int8, torch.uint8
+
+
+class WholeModel:
+    """In place of a Transformer in a step that reads the cache through one of SERVED."""
+
+    def __init__(self, model: Transformer) -> None:
+        """The weights are the model's own; a model that `runs_whole` allows."""
+        self.config, self.output = model.config, model.output
+        self.stack = Stack(
+            layers=[_weights_of(layer) for layer in model.layers],
+            embedding=model.embedding.weight,
+            embedding_is_packed=type(model.embedding) is PackedEmbedding,
+            norm=model.norm.weight,
+            freqs=model.rope_freqs,
+            rope_length=model.rope_length,
+            eps=model.norm.eps,
+            n_heads=model.config.n_heads,
+            n_kv_heads=model.config.n_kv_heads,
+        )
+
+    def hidden(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
+        """As Transformer.hidden: tokens, pos [B, T] -> [B, T, D]."""
+        first, caches = kv.layers[0], [_cache_of(layer) for layer in kv.layers]
+        if isinstance(kv, ListedKV):
+            listed = Listed(kv.kv_indices, kv.window_start, kv.window_width)
+            return self.stack(tokens, pos, caches, first.capacity, listed=listed, tail=first.tail, fine=first.fine)
+        n_keys, mass = kv.n_splits_carrier.shape[0] * SPLIT, None
+        if kv.page:
+            mass = torch.empty(len(caches), *first.k.shape[:2], n_keys // PAGE)
+        out = self.stack(tokens, pos, caches, n_keys, mass=mass, tail=first.tail, fine=first.fine)
+        if mass is not None:
+            kv.mass.extend(page_sums(mass.flatten(0, 1), kv.page // PAGE).unflatten(0, (len(caches), -1)))
+        return out
+
+    def __call__(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
+        """As Transformer.forward: tokens, pos [B, T] -> logits [B, T, V]."""
+        logits: Tensor = self.output(self.hidden(tokens, pos, kv))
+        return logits
+
+
+def runs_whole(model: Transformer, cache: KVCache) -> bool:
+    """Whether a WholeModel serves this model, held by one process, and its cache on this machine."""
+    dtypes = model.embedding.weight.dtype, model.rope_freqs.dtype
+    if dtypes != (torch.bfloat16, torch.float32) or cache.layers[0].k.dtype not in CACHED:
+        return False
+    plain = all(type(layer) is Block and type(layer.feed_forward) is PackedFeedForward for layer in model.layers)
+    embeds = type(model.embedding) in (nn.Embedding, PackedEmbedding)
+    return plain and embeds and all_packed(model.layers) and layers_build()
+
+
+def _weights_of(layer: nn.Module) -> LayerWeights:
+    assert isinstance(layer, Block) and isinstance(layer.attention, Attention)
+    attention, ffn = layer.attention, layer.feed_forward
+    return LayerWeights(
+        attention_norm=layer.attention_norm.weight,
+        ffn_norm=layer.ffn_norm.weight,
+        q_norm=getattr(attention.q_norm, "weight", None),
+        k_norm=getattr(attention.k_norm, "weight", None),
+        wqkv=_product_of(attention.wqkv),
+        wo=_product_of(attention.wo),
+        w_in=_product_of(ffn.w_in),
+        w_out=_product_of(ffn.w_out),
+    )
+
+
+def _product_of(linear: nn.Module) -> Product:
+    assert isinstance(linear, (PackedLinear, PackedInt8Linear, PackedInt4Linear))
+    if isinstance(linear, PackedLinear):
+        return Product(linear.weight, linear.bias)
+    blocks = linear.blocks if isinstance(linear, PackedInt4Linear) else None
+    return Product(linear.weight, linear.bias, linear.scale, blocks, isinstance(linear, SummedInt4Linear))
+
+
+def _cache_of(layer: CacheLayer) -> LayerCache:
+    return LayerCache(layer.k, layer.v, layer.k_scale, layer.v_scale, layer.k_low, layer.v_low)

@@ -1,0 +1,303 @@
+"""Steps that run all layers in one call of C++: what PyTorch computes of the same weights, row by row, bit by bit.
+
+Shapes: B rows, T tokens, L layers, K kv heads, C listed entries.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.attending import DenseKV, ListedKV
+from gpt_fast_sd.model import SPLIT, KVCache, RopeScaling, Transformer, as_int8, as_planes
+from gpt_fast_sd.packing import pack_linears
+from gpt_fast_sd.quantize import quantize
+from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.whole import WholeModel, runs_whole
+from tests.gpt_fast_sd.kernels.test_cpu import body, needs_kernel  # noqa: F401  needs_kernel asks for body
+from tests.gpt_fast_sd.test_exact import PARAMS, PROMPTS, Watched, covers
+from tests.helpers import few, random_ids, tiny_config, tiny_model
+
+on_cpu = importlib.import_module("gpt_fast_sd.kernels.on_cpu")
+
+BF16 = torch.bfloat16
+CONFIG = tiny_config(vocab_size=256, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=128)
+LLAMA3 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=256)
+YARN = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=256)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_embeddings": True},
+    "qwen2": {"qkv_bias": True, "tie_embeddings": True},
+    "qwen3": {"qk_norm": True},
+    "one kv head": {"n_kv_heads": 1},
+    "80 dims": {"head_dim": 80},
+    "llama3": {"rope_scaling": LLAMA3},
+    "yarn": {"rope_scaling": YARN},
+}
+CACHES = {"bf16": (BF16, False, 0), "int8": (torch.int8, False, 0), "planes": (torch.int8, True, 0)}
+ENDS = (5, 300, 690)  # of the rows
+
+
+def model_of(name: str, weights: str = "bf16", **changes: Any) -> Transformer:
+    """A model in bf16, packed, whose norms, biases and vocabulary are not the usual ones."""
+    model = tiny_model(replace(CONFIG, **MODELS[name], **changes))
+    generator = torch.Generator().manual_seed(1)
+    for place, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            noise = torch.rand(parameter.shape, generator=generator)
+            parameter.data = noise + 0.5 if "norm" in place else noise - 0.5
+        parameter.data = parameter.data.to(BF16)
+    if weights != "bf16":
+        quantize(model, weights.removesuffix(" for few rows"))
+    pack_linears(model, few_rows=weights.endswith("rows"))
+    return model.requires_grad_(False)
+
+
+class Ways:
+    """A filled cache, and steps over it; each step begins with a copy of the cache."""
+
+    def __init__(self, model: Transformer, cache: str = "bf16", *, tail: int = 0) -> None:
+        dtype, planes, _ = CACHES[cache]
+        self.model, self.tail = model, tail
+        self.cache = KVCache(model.config, len(ENDS), 3 * SPLIT, dtype=dtype, device=torch.device("cpu"), planes=planes)
+        ids = torch.tensor([random_ids(700, seed=row) for row in range(len(ENDS))])
+        model.hidden(ids, torch.arange(700).expand(len(ENDS), -1), DenseKV(self.cache.layers, torch.empty(3, 0)))
+
+    def tokens(self, n: int) -> tuple[Tensor, Tensor]:
+        """n tokens of each row, and where they stand."""
+        ids = torch.tensor([random_ids(n, seed=10 + row) for row in range(len(ENDS))])
+        return ids, torch.tensor(ENDS)[:, None] + torch.arange(n)
+
+    def step(
+        self, model: Transformer | WholeModel, n: int, *, page: int = 0, listed: bool = False, rows: slice = slice(None)
+    ) -> tuple[Tensor, KVCache, list[Tensor]]:
+        """-> logits [B, n, V], the cache after them, and the attention mass of each layer."""
+        cache = copy.deepcopy(self.cache.with_tail(self.tail) if self.tail else self.cache)
+        layers = [type(x)(*(part[rows] for part in x.buffers), tail=x.tail, fine=x.fine) for x in cache.layers]
+        tokens, pos = (x[rows] for x in self.tokens(n))
+        if not listed:
+            kv: Any = DenseKV(layers, torch.empty(3, 0), page)
+        else:
+            generator = torch.Generator().manual_seed(2)
+            n_kv = layers[0].k.shape[1]
+            lists = [
+                torch.stack([torch.randperm(690, generator=generator)[:48] for _ in range(len(ENDS) * n_kv)])
+                .view(len(ENDS), n_kv, -1)[rows]
+                .clone()
+                for _ in layers
+            ]
+            lists[0][0, 0, 7:] = -1
+            start = (torch.tensor(ENDS) - 60).clamp(min=0)[rows]
+            kv = ListedKV(layers, torch.empty(3, 0), lists, start.contiguous(), 80)
+        logits = model(tokens, pos, kv).float()
+        return logits, cache, getattr(kv, "mass", [])
+
+
+@pytest.fixture
+def by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager steps attend with the same kernels."""
+    monkeypatch.setattr(on_cpu, "is_here", lambda *_: True)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def off(got: Tensor, truth: Tensor) -> float:
+    """The error as a share of what it is an error of."""
+    return float((got.double() - truth.double()).norm() / truth.double().norm())
+
+
+STEPS: list[dict[str, Any]] = [
+    {"n": 1}, {"n": 5}, {"n": 5, "page": 16}, {"n": 2, "page": 64}, {"n": 1, "listed": True}, {"n": 3, "listed": True},
+    {"n": 40},
+]  # fmt: skip
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", few(MODELS, {"tied", "qwen2", "qwen3"}))
+@pytest.mark.parametrize("cache", CACHES)
+def test_it_is_the_model(by_operators: None, name: str, cache: str) -> None:
+    """Of the same operators called one by one it differs in what the sums of norms and the angles are rounded to."""
+    model = model_of(name)
+    ways, whole = Ways(model, cache, tail=0), WholeModel(model)
+    assert runs_whole(model, ways.cache)
+    for how in STEPS:
+        expected, stored, mass = ways.step(model, **how)
+        got, kept, own = ways.step(whole, **how)
+        assert got.shape == expected.shape and off(got, expected) < 0.02, how
+        for a, b in zip(kept.buffers, stored.buffers, strict=True):
+            # a number may be rounded the other way; in planes a step of the upper one
+            assert off(a, b) < (0.05 if a.dtype == torch.uint8 else 0.005), how
+        assert len(own) == len(mass) == (model.config.n_layers if how.get("page") else 0)
+        for a, b in zip(own, mass, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+
+
+@needs_kernel
+@pytest.mark.parametrize("weights", ["int8", "int4", "int4 for few rows"])
+def test_it_is_the_model_with_quantized_weights(by_operators: None, weights: str) -> None:
+    model = model_of("qwen2", weights)
+    ways, whole = Ways(model), WholeModel(model)
+    for how in STEPS[:1], STEPS[4:6]:
+        for each in how:
+            assert off(ways.step(whole, **each)[0], ways.step(model, **each)[0]) < 0.02
+
+
+@needs_kernel
+def test_a_draft_reads_the_upper_plane_and_the_tail(by_operators: None) -> None:
+    model = model_of("llama")
+    ways, whole = Ways(model, "planes", tail=64), WholeModel(model)
+    for how in STEPS[:2] + STEPS[4:6]:
+        assert off(ways.step(whole, **how)[0], ways.step(model, **how)[0]) < 0.02
+    assert off(Ways(model, "planes").step(whole, 1)[0], ways.step(whole, 1)[0]) > 0.001  # otherwise nothing is shown
+
+
+@needs_kernel
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_tokens_bits_depend_on_its_row_alone(cache: str) -> None:
+    """Neither on how many tokens are fed together, nor on other rows, nor on threads: so drafts are judged exactly."""
+    model = model_of("qwen2")
+    ways, whole = Ways(model, cache), WholeModel(model)
+    together = ways.step(whole, 20)[0]
+    for n in (1, 2, 5, 17):
+        assert torch.equal(ways.step(whole, n)[0], together[:, :n])
+    for row in range(len(ENDS)):
+        assert torch.equal(ways.step(whole, 5, rows=slice(row, row + 1))[0], together[row : row + 1, :5])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(ways.step(whole, 20)[0], together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+@pytest.mark.parametrize("cache", CACHES)
+def test_keys_and_values_are_stored_as_the_cache_rounds_them(cache: str) -> None:
+    """Embeddings of 1 and -1 leave a norm nothing to round, and position 0 an angle nothing."""
+    model = model_of("llama", n_layers=1, norm_eps=1e-30)
+    model.embedding.weight.copy_(torch.randn(model.embedding.weight.shape).sign())
+    layer = model.layers[0]
+    layer.attention_norm.weight.fill_(1.0)
+    layer.attention.wqkv.weight[: 2**10].mul_(1e-6)  # scales below fp16's normal numbers
+    ways = Ways(model, cache)
+    cache_of, tokens = ways.cache, torch.arange(3)[:, None]
+    WholeModel(model)(tokens, torch.zeros(3, 1, dtype=torch.int64), DenseKV(cache_of.layers, torch.empty(2, 0)))
+    qkv = layer.attention.wqkv(model.embedding(tokens)).unflatten(-1, (2, -1, 64))  # [3, 1, K, G + 2, H]
+    held = cache_of.layers[0]
+    for x, buffer, scales, low in (
+        (qkv[:, 0, :, -2], held.k, held.k_scale, held.k_low), (qkv[:, 0, :, -1], held.v, held.v_scale, held.v_low),
+    ):  # fmt: skip
+        if cache == "bf16":
+            assert torch.equal(buffer[:, :, 0], x)
+            continue
+        numbers, scale = as_int8(x)
+        assert scales is not None and torch.equal(scales[:, :, 0], scale)
+        if low is None:
+            assert torch.equal(buffer[:, :, 0], numbers)
+        else:
+            assert all(torch.equal(a[:, :, 0], b) for a, b in zip((buffer, low), as_planes(numbers), strict=True))
+
+
+@needs_kernel
+def test_a_row_that_is_not_a_number_is_alone_with_it() -> None:
+    model = model_of("tied")
+    ways, whole = Ways(model, "int8"), WholeModel(model)
+    good = ways.step(whole, 1)[0]
+    spoilt = copy.deepcopy(model)
+    spoilt.norm.weight.fill_(float("nan"))
+    assert ways.step(WholeModel(spoilt), 1)[0].isnan().all()
+    ways.cache.layers[1].v_scale[1] = float("nan")  # type: ignore[index]
+    got = ways.step(whole, 1)[0]
+    assert got[1].isnan().all() and torch.equal(got[[0, 2]], good[[0, 2]])
+
+
+@needs_kernel
+def test_what_does_not_exist_is_refused_before_anything_is_stored() -> None:
+    model = model_of("llama")
+    ways, whole = Ways(model), WholeModel(model)
+    before = [x.clone() for x in ways.cache.buffers]
+    for token, pos, said in ((256, 0, "token"), (-1, 0, "token"), (0, 4 * SPLIT, "position"), (0, -1, "position")):
+        tokens, at = torch.tensor([[0], [token], [0]]), torch.tensor([[0], [pos], [0]])
+        with pytest.raises(IndexError, match=f"a {said} is not among the {256 if said == 'token' else 4 * SPLIT}"):
+            whole(tokens, at, DenseKV(ways.cache.layers, torch.empty(2, 0)))
+    assert all(map(torch.equal, ways.cache.buffers, before))
+
+
+@needs_kernel
+def test_weights_may_move_and_change() -> None:
+    model = model_of("llama")
+    ways, whole = Ways(model), WholeModel(model)
+    first = ways.step(whole, 1)[0]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert torch.equal(ways.step(whole, 1)[0], first)
+    model.layers[1].attention.wo.weight.zero_()
+    assert not torch.equal(ways.step(whole, 1)[0], first)
+    again = WholeModel(model)
+    assert torch.equal(ways.step(whole, 1)[0], ways.step(again, 1)[0])
+
+
+def other(change: Callable[[Transformer], object]) -> Transformer:
+    model = model_of("llama")
+    change(model)
+    return model
+
+
+def test_what_it_does_not_serve_is_compiled() -> None:
+    config = replace(CONFIG, n_layers=1)
+    cpu = torch.device("cpu")
+    cache = KVCache(config, 1, SPLIT, dtype=BF16, device=cpu)
+    assert not runs_whole(tiny_model(config, dtype=BF16), cache), "weights that are not packed"
+    assert not runs_whole(tiny_model(config), KVCache(config, 1, SPLIT, dtype=torch.float32, device=cpu))
+    assert not runs_whole(model_of("llama"), KVCache(config, 1, SPLIT, dtype=torch.float32, device=cpu))
+    assert not runs_whole(other(lambda m: setattr(m, "rope_freqs", m.rope_freqs.to(BF16))), cache)
+    assert Runner(tiny_model(config), cache, None).whole is None
+
+
+DRAFTS: dict[str, DraftConfig] = {
+    "streaming": DraftConfig(policy="streaming", gamma=3, budget=64),
+    "snapkv": DraftConfig(policy="snapkv", gamma=2, budget=128),
+    "guided": DraftConfig(policy="guided", gamma=4, budget=96),
+    "quest": DraftConfig(policy="quest", gamma=3, budget=96),
+    "early_exit": DraftConfig(policy="early_exit", gamma=3, exit_layers=1, budget=64),
+    "hierarchy": DraftConfig(policy="hierarchy", gamma=3, budget=64),
+    "int8 weights": DraftConfig(policy="streaming", gamma=3, budget=64, quantize="int8"),
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", few(DRAFTS, {"guided", "quest", "int8 weights"}))
+def test_in_bf16_speculation_is_plain_decoding_token_for_token(name: str) -> None:
+    """A step of one token and a verification of several give the same bits, so not even near ties part."""
+    model = model_of("tied", max_seq_len=1024)
+    config = EngineConfig(batch_size=3, max_seq_len=1024, device="cpu", dtype="bf16")
+    one = Engine(model, config=config, draft=DRAFTS[name])
+    assert one.target.whole is not None and one.rounds.graphs == 0
+    prompts = [random_ids(n, seed=n) for n in (40, 300, 500, 7)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    plain = [x.tokens for x in one.generate(prompts, params, speculate=False)]
+    drafted = one.generate(prompts, params)
+    assert [x.tokens for x in drafted] == plain and one.stats.acceptance_rate > 0
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", few(["streaming", "guided", "lookup", "hierarchy"], {"guided"}))
+def test_exact_needs_no_wider_steps(name: str) -> None:
+    """Steps have the width that they need, and all bits are the same."""
+    one = Watched(name, 3, dtype="bf16", config=CONFIG, compile=True)
+    assert one.engine.target.bits_by_row and one.engine.rounds.width == 0
+    assert covers(one.run(PROMPTS, PARAMS), one.run(PROMPTS, PARAMS, speculate=False))
+    odd = Watched(name, 3, dtype="bf16", config=replace(CONFIG, vocab_size=258), compile=True)
+    assert odd.engine.target.whole is not None and odd.engine.rounds.width == 4, "a library multiplies with the head"
