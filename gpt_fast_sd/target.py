@@ -17,7 +17,6 @@ from .attending import DenseKV, asked_of
 from .batch_state import BatchState, RoundPlan
 from .compiling import CompiledStep, span, varying
 from .kernels import cpu_attention_fits, triton_serves
-from .packing import all_packed
 from .runner import Runner
 
 
@@ -30,12 +29,8 @@ class TargetSteps:
         A width also fixes the view to all of the cache: then no sum depends on what else is in the batch.
         """
         self.target, self.state, self.width = target, state, width
-        self.any_threads = width > 0 and sums_by_row(target)
-        compiled = target.compiled
-        if self.any_threads and isinstance(compiled, dict):
-            compiled = {**compiled, "cpp.threads": 1}  # generated loops may split a long sum among threads
-        self.decode = CompiledStep(decode_step, compiled=compiled, whole=target.whole)  # one token per slot
-        self.verify = CompiledStep(decode_step, compiled=compiled, whole=target.whole)  # several
+        self.decode = CompiledStep(decode_step, compiled=target.compiled, whole=target.whole)  # one token per slot
+        self.verify = CompiledStep(decode_step, compiled=target.compiled, whole=target.whole)  # several
 
     @property
     def page(self) -> int:
@@ -54,7 +49,7 @@ class TargetSteps:
             varying(tokens, pos)
         n_splits_carrier = span(cache, self.in_view(n_keys))
         # with several threads a library may sum one row of a product in a different order than the next
-        with one_thread() if self.width and not self.any_threads else contextlib.nullcontext():
+        with one_thread() if self.width else contextlib.nullcontext():
             out: tuple[Tensor, Tensor | None] = step(
                 self.target.model, tokens, pos, cache.layers, n_splits_carrier, page, variant=page
             )
@@ -88,16 +83,6 @@ def reads_own_keys(target: Runner) -> bool:
     Other attention reads for every row, including idle ones, as many keys as the longest one has in view.
     """
     return triton_serves(target.device) or (target.uses_kernels and cpp_fits(target))
-
-
-def sums_by_row(target: Runner) -> bool:
-    """Whether compiled steps of a model on a CPU multiply and attend only with our kernels.
-
-    Each of a row's sums is then made by one thread, so that its last bits do not depend on threads. This says nothing
-    about several processes: a library adds their parts.
-    """
-    ours = isinstance(target.compiled, dict) and target.group.size == 1 and cpp_fits(target)
-    return ours and all_packed(target.model)
 
 
 def cpp_fits(target: Runner) -> bool:

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens in this call, D model width, F feed-forward width, V v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -143,6 +144,17 @@ class Transformer(nn.Module):
             self.output.weight = self.embedding.weight
         self.rope_length = config.rope_scaling.length if config.rope_scaling else 1.0
         self.register_buffer("rope_freqs", rope_frequencies(config), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
+        """As nn.Module's, behind `to` and all its kin, but frequencies are not rounded to 16 bits.
+
+        A position times a rounded frequency is off by radians after a few hundred tokens.
+        """
+        before = self.rope_freqs
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.rope_freqs.dtype.itemsize < before.dtype.itemsize and not before.is_meta:
+            self.rope_freqs = before.to(self.rope_freqs.device)
+        return self
 
     def first_layers(self, n: int) -> Transformer:
         """A model of the first n layers with the same embedding, norm and head; the weights are shared, not copied."""

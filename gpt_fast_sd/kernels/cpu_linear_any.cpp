@@ -10,6 +10,8 @@ enum class Kind { BF16, INT8, INT4, SUMS }; // of weights; SUMS: int4, by sums o
 namespace {
 constexpr int HALF = 16, LINE = 64, WORDS = 16; // outputs; bytes of their words, which are as many
 constexpr int V = HALF / LANES; // vectors of a half
+constexpr int TOGETHER = V == 1 ? 2 : 1; // halves of widened weights that share what is read of x
+constexpr int WIDENED = 192; // inputs whose weights are widened at a time, and stay in the first cache
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12; // of those in registers
 constexpr int UNREAD = 4096; // bytes ahead that are asked for
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
@@ -89,7 +91,7 @@ struct Product {
 static inline const char* words(const char* w, int64_t line, int half) { return w + (2 * line + half) * WORDS * LINE; }
 
 // N rows x 32 outputs of bf16 weights w as they lie. sums [N, 32]
-template <int N> static inline void direct(const Product& p, const char* w, int64_t m, float* sums) {
+template <int N> static __attribute__((noinline)) void direct(const Product& p, const char* w, int64_t m, float* sums) {
     F sum[N][2 * V] = {};
     const float* x = p.wide + m * p.I;
     for (int64_t line = 0; line < p.I / 32; line++)
@@ -100,7 +102,7 @@ template <int N> static inline void direct(const Product& p, const char* w, int6
                 if (v % V == 0) __builtin_prefetch(at + UNREAD);
                 const I two = load<I>(at);
                 const F first = (F)(two << 16), second = (F)(two & -65536);
-#pragma GCC unroll 6
+#pragma GCC unroll 8
                 for (int r = 0; r < N; r++) {
                     sum[r][v] = more(sum[r][v], all(x[r * p.I]), first);
                     sum[r][v] = more(sum[r][v], all(x[r * p.I + 1]), second);
@@ -111,26 +113,29 @@ template <int N> static inline void direct(const Product& p, const char* w, int6
         for (int v = 0; v < 2 * V; v++) store(sums + r * 2 * HALF + v * LANES, sum[r][v]);
 }
 
-// N rows x 16 outputs of weights that are widened: w [I, 16]. sums [N, 32], of which 16 are these. next: the words of a
-// half that are asked for meanwhile, or null
-template <int N> static inline void from_wide(const Product& p, const float* w, const char* next, int64_t m, float* sums) {
-    F sum[N][V] = {};
-    const float* x = p.wide + m * p.I;
-    for (int64_t i = 0; i < p.I; i++) {
-        if (next && i % 2 == 0) __builtin_prefetch(words(next, i / 32, 0) + i % 32 * 32);
+// N rows x 16 outputs of each of TOGETHER halves, with n weights of each that are widened: w [TOGETHER, WIDENED, 16], of
+// inputs from `from` on. sums [N, 32], to some of which they are added. next: what is asked for meanwhile, or null
+template <int N> static __attribute__((noinline)) void from_wide(const Product& p, const float* w, int64_t from, int64_t n, const char* next, int64_t m, float* sums) {
+    constexpr int OF = TOGETHER * V;
+    F sum[N][OF];
+    for (int r = 0; r < N; r++)
+        for (int v = 0; v < OF; v++) sum[r][v] = load<F>(sums + r * 2 * HALF + v * LANES);
+    const float* x = p.wide + m * p.I + from;
+    for (int64_t i = 0; i < n; i++) {
+        if (next) __builtin_prefetch(next + i * 32 * TOGETHER);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
-            const F weight = load<F>(w + i * HALF + v * LANES);
+        for (int v = 0; v < OF; v++) {
+            const F weight = load<F>(w + (v / V * WIDENED + i) * HALF + v % V * LANES);
 #pragma GCC unroll 12
             for (int r = 0; r < N; r++) sum[r][v] = more(sum[r][v], all(x[r * p.I + i]), weight);
         }
     }
     for (int r = 0; r < N; r++)
-        for (int v = 0; v < V; v++) store(sums + r * 2 * HALF + v * LANES, sum[r][v]);
+        for (int v = 0; v < OF; v++) store(sums + r * 2 * HALF + v * LANES, sum[r][v]);
 }
 
-static void widen_bf16(const char* w, int64_t I_, int half, float* to) {
-    for (int64_t line = 0; line < I_ / 32; line++)
+static void widen_bf16(const char* w, int64_t from, int64_t n, int half, float* to) {
+    for (int64_t line = from / 32; line < (from + n) / 32; line++)
         for (int word = 0; word < WORDS; word++, to += 2 * HALF)
             for (int v = 0; v < V; v++) {
                 const I two = load<I>(words(w, line, half) + word * LINE + v * 4 * LANES);
@@ -140,10 +145,10 @@ static void widen_bf16(const char* w, int64_t I_, int half, float* to) {
 }
 
 // int4: of a block of 32 inputs, 16 bits hold those of outputs 4 a to 4 a + 3 for an input: [2 halves, 4, 32].
-static void widen_int4(const char* w, const char* blocks, int64_t I_, int half, float* to) {
+static void widen_int4(const char* w, const char* blocks, int64_t from, int64_t n, int half, float* to) {
     I shift;
     for (int i = 0; i < LANES; i++) shift[i] = 4 * (i % 8);
-    for (int64_t g = 0; g < I_ / 32; g++) {
+    for (int64_t g = from / 32; g < (from + n) / 32; g++) {
         const uint16_t* four = (const uint16_t*)(w + (2 * g + half) * 4 * LINE);
         const fp16* of = (const fp16*)(blocks + (2 * g + half) * LINE);
         F scale[V], least[V];
@@ -232,10 +237,10 @@ template <int N, class Of> static inline void in_parts(int64_t m, int64_t M, con
         m += n;
     }
 }
-constexpr int DIRECT = std::min(6, SUMS / (2 * V)), WIDE = std::min(12, SUMS / V), WHOLE = std::min(6, SUMS / (2 * V)), SUMMED = std::max(1, WHOLE / 2);
+constexpr int DIRECT = std::min(8, SUMS / (2 * V)), WIDE = std::min(8, SUMS / (TOGETHER * V)), WHOLE = std::min(6, SUMS / (2 * V)), SUMMED = std::max(1, WHOLE / 2);
 
-// Outputs o .. o + 31 of all rows. room: [I, 16]
-template <Kind K> static void outputs(const Product& p, int64_t o, float* room) {
+// Outputs o .. o + 31 of all rows. wide: [TOGETHER, WIDENED, 16]
+template <Kind K> static void outputs(const Product& p, int64_t o, float* wide) {
     const int64_t M = p.M, I = p.I;
     const char* w = p.w + o * (K == Kind::BF16 ? 2 * I : K == Kind::INT8 ? I : I / 2);
     const char* blocks = K == Kind::INT4 || K == Kind::SUMS ? p.blocks + o * (I / 32) * 4 : nullptr;
@@ -249,24 +254,30 @@ template <Kind K> static void outputs(const Product& p, int64_t o, float* room) 
     }
     constexpr int64_t ROWS = 48; // whose sums are kept until both halves are there
     alignas(64) float sums[ROWS][2 * HALF];
-    float* wide[2] = {room, room + (M > ROWS ? HALF * I : 0)};
     for (int64_t from = 0; from < M; from += ROWS) {
         const int64_t end = std::min(M, from + ROWS);
-        for (int half = 0; half < 2; half++) {
-            auto at = [&](int64_t m) { return sums[m - from] + HALF * half; };
-            if constexpr (K == Kind::INT8) in_parts<WHOLE>(from, end, [&](auto n, int64_t m) { int8_half<n()>(p, w, half, m, at(m)); });
-            else if constexpr (K == Kind::SUMS) {
+        auto at = [&](int64_t m, int half) { return sums[m - from] + HALF * half; };
+        if constexpr (K == Kind::INT8)
+            for (int half = 0; half < 2; half++) in_parts<WHOLE>(from, end, [&](auto n, int64_t m) { int8_half<n()>(p, w, half, m, at(m, half)); });
+        else if constexpr (K == Kind::SUMS)
+            for (int half = 0; half < 2; half++) {
                 const int64_t apart = HALF * (I / 32);
-                in_parts<SUMMED>(from, end, [&](auto n, int64_t m) { by_sums<n()>(p, w + half * HALF * I / 2, blocks + half * apart * 4, m, at(m)); });
-            } else {
-                if (from == 0 || M <= ROWS) {
-                    if constexpr (K == Kind::BF16) widen_bf16(w, I, half, wide[half]);
-                    else widen_int4(w, blocks, I, half, wide[half]);
-                }
-                const bool first = K == Kind::BF16 && (from == 0 || M <= ROWS);
-                const char* next = half ? w + 2 * HALF * 2 * I : words(w, 0, 1);
-                in_parts<WIDE>(from, end, [&](auto n, int64_t m) { from_wide<n()>(p, wide[half], first && m == from ? next : nullptr, m, at(m)); });
+                in_parts<SUMMED>(from, end, [&](auto n, int64_t m) { by_sums<n()>(p, w + half * HALF * I / 2, blocks + half * apart * 4, m, at(m, half)); });
             }
+        else {
+            memset(sums, 0, sizeof sums);
+            for (int64_t i = 0; i < I; i += WIDENED)
+                for (int half = 0; half < 2; half += TOGETHER) {
+                    const int64_t n_in = std::min<int64_t>(WIDENED, I - i);
+                    for (int h = 0; h < TOGETHER; h++) {
+                        if constexpr (K == Kind::BF16) widen_bf16(w, i, n_in, half + h, wide + h * HALF * WIDENED);
+                        else widen_int4(w, blocks, i, n_in, half + h, wide + h * HALF * WIDENED);
+                    }
+                    const bool asks = K == Kind::BF16 && from == 0;
+                    in_parts<WIDE>(from, end, [&](auto n, int64_t m) {
+                        from_wide<n()>(p, wide, i, n_in, asks && m == from ? words(w, (i + WIDENED) / 32, half) : nullptr, m, at(m, half));
+                    });
+                }
         }
         for (int64_t m = from; m < end; m++) p.put(K, sums[m - from], m, o);
     }
@@ -284,15 +295,13 @@ template <Kind K> static void multiply_all(Product p, int threads) {
     for (int64_t m = 0; m < p.M && !together; m++) p.take(K, m);
 #pragma omp parallel num_threads(threads)
     {
-        static thread_local std::vector<float> of_w;
-        if ((K == Kind::BF16 || K == Kind::INT4) && (int64_t)of_w.size() < 2 * HALF * p.I) of_w.resize(2 * HALF * p.I);
+        alignas(64) float wide[TOGETHER * WIDENED * HALF];
         if (together) {
 #pragma omp for
             for (int64_t m = 0; m < p.M; m++) p.take(K, m);
         }
-        float* room = of_w.data();
 #pragma omp for schedule(static) nowait
-        for (int64_t o = 0; o < p.O; o += 2 * HALF) outputs<K>(p, o, room);
+        for (int64_t o = 0; o < p.O; o += 2 * HALF) outputs<K>(p, o, wide);
     }
 }
 }

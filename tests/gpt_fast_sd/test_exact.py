@@ -19,6 +19,7 @@ from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.kernels import cpu_attention_fits
 from gpt_fast_sd.model import ModelConfig
+from gpt_fast_sd.target import decode_step
 from tests.drafts import POLICIES, draft_of
 from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
 
@@ -159,6 +160,7 @@ def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: p
 
     kernels: list[int] = []
     monkeypatch.setattr(CompiledStep, "_inductor", as_traced)
+    monkeypatch.setattr("gpt_fast_sd.runner.runs_whole", lambda *_: False)  # in one call nothing is traced
     compiled_bits_are_the_same(name, "bf16", WIDE)
     q, k = torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16)
     # once in what runs for each layer, and not before or after them
@@ -197,7 +199,7 @@ def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
     for n_threads in (1, 2, 3):
         torch.set_num_threads(n_threads)
         one = Watched("streaming", gamma, dtype="bf16", config=PACKED, compile=True, batch_size=slots)
-        assert one.engine.rounds.any_threads
+        assert one.engine.target.whole is not None and not one.engine.rounds.width
         runs.append(one.run(PROMPTS, PARAMS))
     for other in runs[1:]:
         assert other[0] == runs[0][0] and other[1].keys() == runs[0][1].keys()
@@ -206,35 +208,26 @@ def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("slots", "gamma"), few([(1, 1), (5, 4), (1, 4), (5, 1)], [(5, 1)]))
-def test_steps_of_our_kernels_are_bit_identical_on_any_number_of_threads(
-    slots: int, gamma: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on: list[int] = []
-    product = cpu_linear._product
-
-    def counted(*args: Any) -> Tensor:
-        on.append(torch.get_num_threads())
-        out: Tensor = product(*args)
-        return out
-
-    monkeypatch.setattr(cpu_linear, "_product", counted)
-    monkeypatch.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph)
+def test_steps_of_our_kernels_are_bit_identical_on_any_number_of_threads(slots: int, gamma: int) -> None:
     bits_are_the_same_on_any_number_of_threads(slots, gamma)
-    assert set(on) == {1, 2, 3} and on == sorted(on)  # each run on its own number throughout
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("slots", "gamma"), [(1, 1), (5, 4)])
-def test_compiled_steps_are_bit_identical_on_any_number_of_threads(slots: int, gamma: int) -> None:
-    with warnings.catch_warnings(record=True):
-        if not can_compile(torch.device("cpu")):
-            pytest.skip("there is no C++ compiler")
-    bits_are_the_same_on_any_number_of_threads(slots, gamma)
-
-
-def test_what_a_library_sums_runs_on_one_thread() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "config"), [("fp32", PACKED), ("bf16", tiny_config()), ("bf16", replace(PACKED, ffn_dim=200))]
+)
+def test_what_a_library_sums_runs_on_one_thread(
+    dtype: str, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights of another dtype, heads that no kernel serves, and a width that the products' blocks do not divide."""
-    for dtype, config in (("fp32", PACKED), ("bf16", tiny_config()), ("bf16", replace(PACKED, ffn_dim=200))):
-        assert not Watched("off", dtype=dtype, config=config, compile=True).engine.rounds.any_threads
-    assert not Watched("off", dtype="bf16", config=PACKED).engine.rounds.any_threads  # eager
+    on = set[int]()
+
+    def noted(*args: Any) -> Any:
+        on.add(torch.get_num_threads())
+        return decode_step(*args)
+
+    monkeypatch.setattr("gpt_fast_sd.target.decode_step", noted)
+    one = Watched("off", dtype=dtype, config=config)
+    torch.set_num_threads(3)
+    one.run(PROMPTS[:1], PARAMS[0])
+    assert one.engine.rounds.width and on == {1} and torch.get_num_threads() == 3

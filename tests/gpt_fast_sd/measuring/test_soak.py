@@ -89,11 +89,14 @@ def test_tokens_that_are_not_the_target_s_and_samples_that_do_not_repeat_are_fou
     assert any("gave other tokens than before" in line for line in found.wrong)
 
 
-@pytest.mark.parametrize(("rank", "found_wrong"), [(1, False), (40, True)])
+@pytest.mark.parametrize(("rank", "repeats", "found_wrong"), [(1, True, False), (1, False, True), (40, True, True)])
 def test_what_bf16_rounds_away_is_told_from_what_is_wrong(
-    rank: int, found_wrong: bool, monkeypatch: pytest.MonkeyPatch
+    rank: int, repeats: bool, found_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no gap at all counts as a tie, fp32 tells a second best token that is near from one that is far."""
+    """Where no gap at all counts as a tie, fp32 tells a second best token that is near from one that is far.
+
+    repeats: whether the engine finds the token the best one again.
+    """
     monkeypatch.setattr(lossless, "NEAR_TIE", {"bf16": 0.0})
     one = Engine(tiny_model(dtype=torch.bfloat16), None, SMALL)
     logits = {}
@@ -106,6 +109,9 @@ def test_what_bf16_rounds_away_is_told_from_what_is_wrong(
     token = int(exact.argsort(descending=True)[rank])
     if int(lossless.logits_after(one.model, ids).argmax()) == token:
         token = int(exact.argmax())
+    own = lossless.logits_after(one.model, ids).clone()
+    own[token if repeats else int(exact.argmax())] = own.max() + 1e-3
+    monkeypatch.setattr(one, "logits", lambda asked, last: own[None] if asked == ids else None)
     assert _ties(one, DraftConfig(), ids, [token], counted) == 1 and bool(counted.wrong) is found_wrong
 
 
