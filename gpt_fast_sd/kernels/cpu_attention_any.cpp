@@ -17,6 +17,7 @@ constexpr int part(int n, int most) { // the largest divisor of n that is not ab
     while (n % most) most--;
     return most;
 }
+constexpr int MANY = 8; // rows that take so long that the next tile is better asked for; few only read, in order
 constexpr int AT_ONCE = REGISTERS == 32 ? 16 : 8; // sums that stay in registers
 
 struct Query { // while a split is read
@@ -33,6 +34,8 @@ struct Tile {
     alignas(64) float key_scale[TILE], value_scale[TILE];
     alignas(64) int32_t position[TILE]; // NOWHERE: does not exist
     int n; // entries from n on do not exist
+    const char *next_key, *next_value; // what the next tile reads, so many bytes of each: 0 if it is not in one piece
+    int64_t next;
 };
 
 template <class T, F (*WIDE)(const T*)> static inline void widen_all(const void* from, float* to, int64_t n) {
@@ -139,13 +142,26 @@ template <int N> static inline void mix(const Tile& tile, Row* rows, const Query
     }
 }
 
+// A row's share of the next tile, so that it comes while this one is multiplied.
+static inline void ask(const char* next, int64_t bytes, int64_t row, int64_t n_rows) {
+    const int64_t lines = (bytes + 63) / 64;
+    for (int64_t i = lines * row / n_rows; i < lines * (row + 1) / n_rows; i++) __builtin_prefetch(next + 64 * i);
+}
+
 static void read_tile(const Tile& tile, Row* rows, Query* queries, int64_t n_rows, float* page_sum, float* page_max) {
     constexpr int N = AT_ONCE / LANES > 1 ? 2 : 1; // with fewer sums than that, each waits for the one before
     int64_t r = 0;
-    for (; r + N <= n_rows; r += N) score<N>(tile, queries + r);
-    for (; r < n_rows; r++) score<1>(tile, queries + r);
+    for (; N > 1 && r + N <= n_rows; r += N) {
+        ask(tile.next_key, tile.next, r, n_rows), ask(tile.next_key, tile.next, r + 1, n_rows);
+        score<N>(tile, queries + r);
+    }
+    for (; r < n_rows; r++) {
+        ask(tile.next_key, tile.next, r, n_rows);
+        score<1>(tile, queries + r);
+    }
     float shrink[2];
     for (r = 0; r < n_rows; r++) {
+        ask(tile.next_value, tile.next, r, n_rows);
         shrink[r % 2] = soften(tile, rows[r], queries[r].weight, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
         if (r % 2) mix<2>(tile, rows + r - 1, queries + r - 1, shrink);
         else if (r + 1 == n_rows) mix<1>(tile, rows + r, queries + r, shrink);
@@ -196,6 +212,8 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
         }
     }
     tile.key = at.key, tile.value = at.value;
+    tile.next = named || a.G * a.T < MANY ? 0 : std::max<int64_t>(0, std::min<int64_t>(TILE, n_keys - start - TILE)) * entry;
+    tile.next_key = keys + (start + TILE) * entry, tile.next_value = values + (start + TILE) * entry;
     const bool in_place = a.k_dtype == FP32 && !named && tile.n == TILE;
     if (in_place) tile.key = (const float*)(keys + start * entry), tile.value = (const float*)(values + start * entry);
     else if (!named && !a.k_low) {
