@@ -89,7 +89,9 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     plan.check(free_memory(device), device, config)
     if config.compile and device.type == "cpu" and not no_compiler():
         # while the weights are being read
-        begin_building_for(model_config, dtype)
+        views = registry.policy_class(draft.policy).views(draft)
+        compiles = group.size > 1 or any(registry.view_class(name).compiles for name in views)
+        begin_building_for(model_config, dtype, compiles=compiles)
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
     keep = keep_float8 if config.quantize == "float8" else None
     target = group.load(folder, device=device, dtype=dtype, settle=settle, keep=keep)
@@ -208,14 +210,14 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes:
     if runner.uses_kernels and device.type == "cpu":
         pack_linears(model)
     if compiled and device.type == "cpu":
-        begin_building_for(model.config, dtype)
+        begin_building_for(model.config, dtype, compiles=runner.whole is None)
     return runner
 
 
-def begin_building_for(model: ModelConfig, dtype: torch.dtype) -> None:
-    """Build what steps of such a model wait for, in the background; in bf16 most of them compile nothing."""
+def begin_building_for(model: ModelConfig, dtype: torch.dtype, *, compiles: bool) -> None:
+    """Build in the background what steps of such a model wait for. compiles: whether some are compiled even in bf16."""
     kernels = cpu_kernels(model.head_dim, dtype, model.vocab_size)
-    begin_building(*kernels, header=dtype != torch.bfloat16)
+    begin_building(*kernels, header=compiles or dtype != torch.bfloat16)
 
 
 def ready_draft(model: Transformer, group: Group, packs: bool) -> None:

@@ -12,7 +12,6 @@ from gpt_fast_sd.tp import ALONE, Group
 
 from .compiling import Options
 from .kernels import kernels_are_built
-from .packing import all_packed
 from .whole import WholeModel, runs_whole
 
 
@@ -52,7 +51,7 @@ class Runner:
     @property
     def bits_by_row(self) -> bool:
         """Whether the bits of a step's results for a token depend on its row alone, whatever else the step is fed."""
-        return self.whole is not None and all_packed(self.model)
+        return self.whole is not None
 
     @property
     def device(self) -> torch.device:

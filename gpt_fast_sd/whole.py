@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import SPLIT, Attention, Block, CacheLayer, KVCache, Transformer
+from gpt_fast_sd.model import SPLIT, Attention, Block, CacheLayer, KVCache, RMSNorm, Transformer
 
 from .attending import DenseKV, ListedKV
 from .kernels import MASS_PAGE as PAGE
-from .kernels import LayerCache, LayerWeights, Listed, Product, Stack, layers_build, page_sums
+from .kernels import LayerCache, LayerWeights, Listed, Product, Stack, cpu_attention_fits, layers_build, page_sums
 from .packing import (
     PackedEmbedding,
     PackedFeedForward,
@@ -31,7 +31,10 @@ class WholeModel:
     """In place of a Transformer in a step that reads the cache through one of SERVED."""
 
     def __init__(self, model: Transformer) -> None:
-        """The weights are the model's own; a model that `runs_whole` allows."""
+        """The weights are the model's own; a model that `runs_whole` allows.
+
+        They may move and change; modules and parameters that are put in their places are not seen.
+        """
         self.config, self.output = model.config, model.output
         self.stack = Stack(
             layers=[_weights_of(layer) for layer in model.layers],
@@ -53,7 +56,8 @@ class WholeModel:
             return self.stack(tokens, pos, caches, first.capacity, listed=listed, tail=first.tail, fine=first.fine)
         n_keys, mass = kv.n_splits_carrier.shape[0] * SPLIT, None
         if kv.page:
-            mass = torch.empty(len(caches), *first.k.shape[:2], n_keys // PAGE)
+            size = len(caches), *first.k.shape[:2], n_keys // PAGE
+            mass = torch.empty(size, dtype=torch.float32, device="cpu")
         out = self.stack(tokens, pos, caches, n_keys, mass=mass, tail=first.tail, fine=first.fine)
         if mass is not None:
             kv.mass.extend(page_sums(mass.flatten(0, 1), kv.page // PAGE).unflatten(0, (len(caches), -1)))
@@ -67,12 +71,22 @@ class WholeModel:
 
 def runs_whole(model: Transformer, cache: KVCache) -> bool:
     """Whether a WholeModel serves this model, held by one process, and its cache on this machine."""
+    first = cache.layers[0]
     dtypes = model.embedding.weight.dtype, model.rope_freqs.dtype
-    if dtypes != (torch.bfloat16, torch.float32) or cache.layers[0].k.dtype not in CACHED:
+    if dtypes != (torch.bfloat16, torch.float32) or first.k.dtype not in CACHED or not all_packed(model):
         return False
-    plain = all(type(layer) is Block and type(layer.feed_forward) is PackedFeedForward for layer in model.layers)
-    embeds = type(model.embedding) in (nn.Embedding, PackedEmbedding)
-    return plain and embeds and all_packed(model.layers) and layers_build()
+    queries = first.k.new_empty(*first.k.shape[:2], 0, first.head_dim, dtype=torch.bfloat16)
+    return is_plain(model) and cpu_attention_fits(queries, first.k) and layers_build()
+
+
+def is_plain(model: Transformer) -> bool:
+    """Whether its layers are those of model/llama.py, and nothing is hooked to them."""
+    kinds = Block, Attention, PackedFeedForward, RMSNorm, nn.Identity, nn.ModuleList, nn.Embedding, PackedEmbedding
+    modules = [module for module in model.modules() if not isinstance(module, nn.Linear)][1:]
+    norms = [module for module in modules if isinstance(module, RMSNorm)]
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    same = all(norm.eps == model.norm.eps for norm in norms)
+    return type(model) is Transformer and all(type(m) in kinds for m in modules) and same and not hooked
 
 
 def _weights_of(layer: nn.Module) -> LayerWeights:

@@ -20,7 +20,7 @@ from .checkpoint import (
 )
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
 from .files import CheckpointError, gguf_parts, parse_json, read_json
-from .llama import Attention, Block, FeedForward, Linear, Transformer
+from .llama import Attention, Block, FeedForward, Linear, RMSNorm, Transformer
 from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "KVCache",
     "Linear",
     "ModelConfig",
+    "RMSNorm",
     "RopeScaling",
     "StreamDecoder",
     "Tokenizer",

@@ -152,7 +152,7 @@ class Transformer(nn.Module):
         """
         before = self.rope_freqs
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.rope_freqs.dtype.itemsize < before.dtype.itemsize and not before.is_meta:
+        if self.rope_freqs.dtype.itemsize < torch.float32.itemsize <= before.dtype.itemsize and not before.is_meta:
             self.rope_freqs = before.to(self.rope_freqs.device)
         return self
 

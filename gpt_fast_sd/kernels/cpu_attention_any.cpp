@@ -8,7 +8,8 @@
 // Names: B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
 // S capacity, M keys in view or entries listed.
 namespace {
-constexpr int H = HEAD_DIM, VECTORS = H / LANES; // a multiple of 16
+constexpr int H = HEAD_DIM, VECTORS = H / LANES;
+static_assert(H % 16 == 0 && H <= 256);
 constexpr int TILE = H > 128 ? 32 : 64, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 2048;
 constexpr float LOWEST = -0x1p126f; // finite, so that the difference of two is no NaN; scaled it stays exact
 constexpr float LEAST = -100.f; // of a weight's logarithm; less counts as 0: what it is multiplied by may be small, too

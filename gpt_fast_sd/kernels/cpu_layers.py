@@ -13,14 +13,14 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import cpu as attention
 from . import cpu_linear as products
-from .cpu_build import builds, is_built, library
+from .cpu_build import builds, library
 
 _WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _WORDS_OF_A_LAYER = 4 + 4 * 8  # of Layer in C++
@@ -97,9 +97,9 @@ class Listed(NamedTuple):
         return True, self.kv_indices[0].shape[-1], self.window_width, self.window_start.data_ptr()
 
 
-def layers_build(*, at_once: bool = False) -> bool:
-    """Whether the kernel can be built here; at_once: whether it is built already."""
-    return (is_built if at_once else builds)(products.LAYERS)
+def layers_build() -> bool:
+    """Whether the kernel can be built here, or is."""
+    return builds(products.LAYERS)
 
 
 @functools.cache
@@ -123,16 +123,12 @@ class Stack:
     n_kv_heads: int
 
     def __post_init__(self) -> None:
-        """TypeError for what the kernel would misread."""
-        narrow = [self.embedding, self.norm, *(x for layer in self.layers for x in layer[:4] if x is not None)]
-        wrong = any(x.dtype != torch.bfloat16 or not x.is_contiguous() for x in narrow)
-        if wrong or self.freqs.dtype != torch.float32:
-            raise TypeError("norms and embeddings of a stack are contiguous and bf16, frequencies fp32")
-        self._tensors = [x for layer in self.layers for x in _tensors(layer)]
+        """What is read of the tensors: they may move and change, but not be replaced."""
+        self._tensors = [self.embedding, self.norm, self.freqs, *(x for layer in self.layers for x in _tensors(layer))]
         self.watched: list[Spent] | None = None  # to be told of each call
         self._words: list[int] = []
         self._table = (_WORD * 0)()
-        self._cached: dict[tuple[int, ...], ctypes.Array[ctypes.c_int64]] = {}  # Cached in C++, by its words
+        self._cached: dict[Any, ctypes.Array[ctypes.c_int64]] = {}  # Cached in C++
 
     def __call__(
         self, tokens: Tensor, pos: Tensor, caches: Sequence[LayerCache], n_keys: int, *, listed: Listed | None = None,
@@ -147,16 +143,9 @@ class Stack:
         head_dim, first = 2 * len(self.freqs), caches[0]
         attend, attends_any = attention.kernel_for(head_dim, torch.bfloat16)
         tokens, pos = tokens.contiguous(), pos.contiguous()
-        out = torch.empty(*tokens.shape, self.embedding.shape[1], dtype=torch.bfloat16)
-        lists = listed.kv_indices if listed else [None] * len(caches)
-        words = tuple(
-            0 if x is None else x.data_ptr() for cache, own in zip(caches, lists, strict=True) for x in (*cache, own)
-        )
-        if words not in self._cached:
-            _check(tokens, caches, len(self.layers), listed)
-            if len(self._cached) > 8:
-                self._cached.clear()
-            self._cached[words] = (_WORD * len(words))(*words)
+        assert tokens.shape == pos.shape and tokens.dtype == pos.dtype == torch.int64
+        out = torch.empty(*tokens.shape, self.embedding.shape[1], dtype=torch.bfloat16, device="cpu")
+        weights, cached = self._weights(), self._pointers(tokens, caches, listed)  # held until the call returns
         where = (False, 0, 0, None) if listed is None else listed.words()
         spent = None if self.watched is None else (_WORD * 3)()
         scales = (0, 0) if first.k_scale is None else first.k_scale.stride()[:2]
@@ -165,11 +154,13 @@ class Stack:
             first.k.shape[2], *first.k.stride()[:2], *scales, tail, fine, attention.DTYPES[first.k.dtype],
             n_keys, *where[:3], tokens.data_ptr(), pos.data_ptr(), where[3],
             self.embedding.data_ptr(), self.norm.data_ptr(), self.freqs.data_ptr(), ctypes.cast(attend, _POINTER),
-            ctypes.addressof(self._weights()), ctypes.addressof(self._cached[words]), out.data_ptr(),
+            ctypes.addressof(weights), ctypes.addressof(cached), out.data_ptr(),
             None if mass is None else mass.data_ptr(), None if spent is None else ctypes.addressof(spent),
             self.embedding_is_packed, attends_any, torch.get_num_threads(), self.eps, self.rope_length,
         )  # fmt: skip
         wrong = library_of_layers().layers_any(ctypes.byref(call))
+        if wrong == 3:
+            raise MemoryError(f"no memory for a step of {tokens.numel():,} tokens")
         if wrong:
             what, most = (("token", len(self.embedding)), ("position", first.k.shape[2]))[wrong - 1]
             raise IndexError(f"a {what} is not among the {most} that there are")
@@ -178,37 +169,77 @@ class Stack:
             self.watched.append(Spent(tokens.shape[1], listed is not None, products, attended, layers))
         return out
 
+    def _pointers(
+        self, tokens: Tensor, caches: Sequence[LayerCache], listed: Listed | None
+    ) -> ctypes.Array[ctypes.c_int64]:
+        """Cached in C++ for each layer; made, and looked at, when it is asked for first."""
+        lists = listed.kv_indices if listed else [None] * len(caches)
+        words = tuple(
+            0 if x is None else x.data_ptr() for cache, own in zip(caches, lists, strict=True) for x in (*cache, own)
+        )
+        k = caches[0].k
+        key = words, k.shape, k.stride(), len(tokens), lists[0].shape if lists[0] is not None else None
+        found = self._cached.get(key)
+        if found is None:
+            _check(len(tokens), 2 * len(self.freqs), caches, len(self.layers), listed)
+            if len(self._cached) > 8:
+                self._cached.clear()
+            found = self._cached[key] = (_WORD * len(words))(*words)
+        return found
+
     def _weights(self) -> ctypes.Array[ctypes.c_int64]:
-        """Layer in C++ for each layer; again if any tensor has moved."""
+        """Layer in C++ for each layer; again, and looked at, if any tensor has moved.
+
+        TypeError or ValueError for what the kernel would misread.
+        """
         words = [0 if x is None else x.data_ptr() for x in self._tensors]
         if words != self._words:
-            here, table = iter(words), list[int]()
+            self._check_weights()
+            here, table = iter(words[3:]), list[int]()
             for layer in self.layers:
                 table += [next(here) for _ in range(4)]
                 for product in layer[4:]:
                     assert isinstance(product, Product)
                     packed, bias, scale, blocks = (next(here) for _ in range(4))
                     multiply = products.kernel_for(product.packed.dtype == torch.int8 or product.by_sums)
-                    n_out, n_in = product.packed.shape
-                    n_in *= 2 if product.blocks is not None else 1
+                    n_out, n_in = products.sizes_of(*product)
                     address = ctypes.cast(multiply, _POINTER).value or 0
                     table += [address, packed, blocks, scale, bias, n_in, n_out, product.by_sums]
             assert len(table) == len(self.layers) * _WORDS_OF_A_LAYER
             self._words, self._table = words, (_WORD * len(table))(*table)
         return self._table
 
+    def _check_weights(self) -> None:
+        n_heads, n_kv, head_dim, dim = self.n_heads, self.n_kv_heads, 2 * len(self.freqs), self.embedding.shape[1]
+        own, heads = len(self.layers[0].w_out.packed), (n_heads * head_dim, (n_heads + 2 * n_kv) * head_dim)
+        ffn = products.sizes_of(*self.layers[0].w_out)[1]
+        expected = [(heads[1], dim), (dim, heads[0]), (2 * ffn, dim), (own, ffn)]
+        for layer in self.layers:
+            sizes = [products.sizes_of(*product) for product in (layer.wqkv, layer.wo, layer.w_in, layer.w_out)]
+            if sizes != expected or own != dim:
+                raise ValueError(f"products of a layer are of {expected}, got {sizes}")
+        of_width = [self.norm, *(norm for layer in self.layers for norm in (layer.attention_norm, layer.ffn_norm))]
+        of_heads = [norm for layer in self.layers for norm in (layer.q_norm, layer.k_norm)]
+        norms = [(x, n) for n, several in ((dim, of_width), (head_dim, of_heads)) for x in several if x is not None]
+        narrow = [self.embedding, *(x for x, _ in norms)]
+        wrong = any(x.dtype != torch.bfloat16 or not x.is_contiguous() for x in narrow)
+        if wrong or any(x.shape != (n,) for x, n in norms) or self.freqs.dtype != torch.float32:
+            raise TypeError("norms and embeddings of a stack are contiguous and bf16, frequencies fp32")
+
 
 def _tensors(layer: LayerWeights) -> list[Tensor | None]:
     return [*layer[:4], *(x for product in layer[4:] for x in product[:4])]
 
 
-def _check(tokens: Tensor, caches: Sequence[LayerCache], n_layers: int, listed: Listed | None) -> None:
+def _check(n_rows: int, head_dim: int, caches: Sequence[LayerCache], n_layers: int, listed: Listed | None) -> None:
     """What the kernel relies on, of buffers that it has not seen yet."""
     first = caches[0]
-    assert len(caches) == n_layers and tokens.dtype == torch.int64
+    assert len(caches) == n_layers and first.k.shape[3] * (1 if first.k_low is None else 2) == head_dim
     assert all(x.k.stride() == x.v.stride() == first.k.stride() and x.k.shape == first.k.shape for x in caches)
-    assert first.k.shape[0] == len(tokens) and first.k.stride(3) == 1 and first.k.stride(2) == first.k.shape[3]
+    assert first.k.shape[0] == n_rows and first.k.stride(3) == 1 and first.k.stride(2) == first.k.shape[3]
     if listed:
         shape = listed.kv_indices[0].shape
-        assert len(listed.kv_indices) == n_layers and listed.window_start.is_contiguous()
+        start = listed.window_start
+        assert len(listed.kv_indices) == n_layers and start.shape == (n_rows,) and start.is_contiguous()
+        assert start.dtype == torch.int64 and shape[:2] == first.k.shape[:2]
         assert all(x.shape == shape and x.is_contiguous() and x.dtype == torch.int64 for x in listed.kv_indices)

@@ -46,39 +46,29 @@ struct Call {
     int64_t embedding_is_packed, attends_any, threads;
     double eps, rope_length;
 };
+static_assert(sizeof(void*) == 8 && sizeof(Layer) == 36 * 8 && sizeof(Cached) == 7 * 8 && sizeof(Call) == 37 * 8);
 
 namespace {
-static inline bf16 narrowed(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return (bf16)((x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000) >> 16);
-}
+// n is a multiple of 16, and so of the lanes
 static inline void widen(const bf16* from, float* to, int64_t n) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) store(to + i, widened(from + i));
-    for (; i < n; i++) to[i] = widened_one(from[i]);
+    for (int64_t i = 0; i < n; i += LANES) store(to + i, widened(from + i));
 }
 static inline void narrow(const float* from, bf16* to, int64_t n) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) store_bf16(to + i, load<F>(from + i));
-    for (; i < n; i++) to[i] = narrowed(from[i]);
+    for (int64_t i = 0; i < n; i += LANES) store_bf16(to + i, load<F>(from + i));
 }
 
 // x / rms(x), rounded, times the weight, rounded: x in fp32, which is overwritten
 static void norm(float* x, const bf16* weight, int64_t n, double eps, bf16* to) {
     F squares{};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) squares = more(squares, load<F>(x + i), load<F>(x + i));
-    float sum = sum_of(squares);
-    for (; i < n; i++) sum += x[i] * x[i];
-    const float by = 1.f / std::sqrt(sum / (float)n + (float)eps);
-    for (i = 0; i < n; i++) x[i] *= by;
+    for (int64_t i = 0; i < n; i += LANES) squares = more(squares, load<F>(x + i), load<F>(x + i));
+    const float by = 1.f / std::sqrt(sum_of(squares) / (float)n + (float)eps);
+    for (int64_t i = 0; i < n; i++) x[i] *= by;
     narrow(x, to, n);
-    for (i = 0; i < n; i++) x[i] = widened_one(to[i]) * widened_one(weight[i]);
+    for (int64_t i = 0; i < n; i++) x[i] = widened_one(to[i]) * widened_one(weight[i]);
     narrow(x, to, n);
 }
 
-// Pair (i, i + H / 2) turned by its angle, in fp32, rounded: one head
+// Pair (i, i + H / 2) of a head turned by its angle
 static void rotate(float* x, const float* cos, const float* sin, int64_t H) {
     for (int64_t i = 0; i < H / 2; i++) {
         const float a = x[i], b = x[i + H / 2];
@@ -150,7 +140,8 @@ struct Step {
             take(h, M * a.D), take(qkv, M * first.wqkv.O), take(q, M * a.N * a.H), take(attended, M * a.N * a.H);
             take(mixed, M * a.N * a.H), take(gated, M * first.w_out.I), take(y, M * a.D);
             if (a.is_listed) take(index, a.B * a.K * n_listed), take(limit, M);
-            if (!pass) held.reset(new char[bytes]);
+            if (!pass) held.reset(new (std::nothrow) char[bytes]);
+            if (!held) return;
         }
     }
 
@@ -168,8 +159,9 @@ struct Step {
         timed(0, [&] { by.multiply(x, by.packed, by.blocks, by.scale, by.bias, to, M, by.I, by.O, by.I, gate, (int)by.by_sums, (int)a.threads); });
     }
 
-    // Nothing is read or written where a token or a position does not exist: 1, 2.
+    // Nothing is read or written where a token or a position does not exist, or there is no memory: 1, 2, 3.
     int begin() {
+        if (!held) return 3;
         for (int64_t m = 0; m < M; m++) {
             if (a.tokens[m] < 0 || a.tokens[m] >= a.V) return 1;
             if (a.pos[m] < 0 || a.pos[m] >= a.S) return 2;
@@ -272,8 +264,8 @@ struct Step {
 };
 }
 
-// Tokens [B, T] at pos [B, T] -> normed final states [M, D] in call->out; 1 for a token, 2 for a position that does not
-// exist, and then nothing was done.
+// Tokens [B, T] at pos [B, T] -> normed final states [M, D] in call->out. 1 for a token, 2 for a position that does not
+// exist, 3 for want of memory: then nothing was done.
 extern "C" int layers_any(const Call* call) {
     Step step(*call);
     int wrong = 0;

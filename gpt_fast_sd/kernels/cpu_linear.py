@@ -162,6 +162,27 @@ def unpack_int4(packed: Int4, by_sums: bool = False) -> Int4:
     return Int4(numbers, blocks.reshape(packed.blocks.shape), packed.power)
 
 
+def sizes_of(
+    packed: Tensor, bias: Tensor | None, scale: Tensor | None, blocks: Tensor | None, by_sums: bool
+) -> tuple[int, int]:
+    """Outputs and inputs of a packed weight, see packed_linear; TypeError or ValueError for what no kernel takes."""
+    kind = BF16 if scale is None else INT8 if blocks is None else INT4
+    if packed.dtype is not kind or not packed.is_contiguous():
+        raise TypeError(f"packed weights are contiguous {kind}, got {packed.dtype}")
+    if scale is not None and (scale.dtype is not torch.float32 or scale.shape != packed.shape[:1]):
+        raise TypeError(f"packed weights have an fp32 scale for each output, got {scale.dtype} {tuple(scale.shape)}")
+    n_out, n_in = packed.shape
+    if bias is not None and (bias.dtype is not BF16 or bias.shape != (n_out,)):
+        raise TypeError(f"packed weights have a bf16 bias for each output, got {bias.dtype} {tuple(bias.shape)}")
+    if blocks is not None:
+        n_in *= 2
+        if blocks.dtype is not torch.float16 or blocks.shape != (n_out, n_in // BLOCK, 2) or not blocks.is_contiguous():
+            raise TypeError(f"packed int4 weights have fp16 blocks, got {blocks.dtype} {tuple(blocks.shape)}")
+        if by_sums and n_in % 64:
+            raise ValueError(f"int4 products by sums need inputs that 64 divides, got {n_in}")
+    return n_out, n_in
+
+
 @functools.cache
 def kernel_for(whole: bool) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     """The kernel in C++; whole: for products of whole numbers."""
@@ -183,20 +204,9 @@ def _product(
     gated: bool,
 ) -> Tensor:
     # in a step with a single row, this Python code takes longer than the product of a small weight
-    kind = BF16 if scale is None else INT8 if blocks is None else INT4
-    if x.dtype is not BF16 or packed.dtype is not kind or not packed.is_contiguous():
-        raise TypeError(f"packed weights are contiguous {kind} and multiply bf16, got {packed.dtype} and {x.dtype}")
-    if scale is not None and (scale.dtype is not torch.float32 or scale.shape != packed.shape[:1]):
-        raise TypeError(f"packed weights have an fp32 scale for each output, got {scale.dtype} {tuple(scale.shape)}")
-    if bias is not None and bias.dtype is not BF16:
-        raise TypeError(f"the bias of packed weights is bf16, got {bias.dtype}")
-    n_out, n_in = packed.shape
-    if blocks is not None:
-        n_in *= 2
-        if blocks.dtype is not torch.float16 or blocks.shape != (n_out, n_in // BLOCK, 2) or not blocks.is_contiguous():
-            raise TypeError(f"packed int4 weights have fp16 blocks, got {blocks.dtype} {tuple(blocks.shape)}")
-        if by_sums and n_in % 64:
-            raise ValueError(f"int4 products by sums need inputs that 64 divides, got {n_in}")
+    if x.dtype is not BF16:
+        raise TypeError(f"packed weights multiply bf16, got {x.dtype}")
+    n_out, n_in = sizes_of(packed, bias, scale, blocks, by_sums)
     if x.shape[-1] != n_in:
         raise ValueError(f"packed weights of {n_in} inputs need rows of {n_in} numbers, got {tuple(x.shape)}")
     rows, apart = x, n_in  # [M, I], from one row to the next
@@ -205,7 +215,7 @@ def _product(
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         apart = rows.stride(0)
     out = torch.empty((*x.shape[:-1], n_out // 2 if gated else n_out), dtype=BF16)
-    kernel_for(kind is INT8 or by_sums)(
+    kernel_for(packed.dtype is INT8 or by_sums)(
         rows.data_ptr(), packed.data_ptr(), None if blocks is None else blocks.data_ptr(),
         None if scale is None else scale.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
         rows.numel() // n_in, n_in, n_out, apart, gated, by_sums, torch.get_num_threads(),

@@ -3,7 +3,8 @@
 // sums whole numbers of 16 bits.
 //
 // Each output of each row is one sum over all inputs in order, so it has the same bits whatever is computed beside it.
-// Few rows multiply weights as they are read; for more, those of 16 outputs are widened once and stay in a cache.
+// Few rows multiply weights as they are read; for more, those of a block's outputs and WIDENED inputs are widened, and
+// stay in the first cache while up to 48 rows are multiplied with them.
 //
 // Names: M rows, I inputs, O outputs; a word is 4 bytes of inputs of one output, a half is 16 of a block's 32 outputs.
 enum class Kind { BF16, INT8, INT4, SUMS }; // of weights; SUMS: int4, by sums of whole numbers
@@ -275,7 +276,7 @@ template <Kind K> static void outputs(const Product& p, int64_t o, float* wide) 
                     }
                     const bool asks = K == Kind::BF16 && from == 0;
                     in_parts<WIDE>(from, end, [&](auto n, int64_t m) {
-                        from_wide<n()>(p, wide, i, n_in, asks && m == from ? words(w, (i + WIDENED) / 32, half) : nullptr, m, at(m, half));
+                        from_wide<n()>(p, wide, i, n_in, asks && m == from ? words(w, (i + WIDENED) / 32, 0) + half * WIDENED * 32 : nullptr, m, at(m, half));
                     });
                 }
         }

@@ -263,15 +263,15 @@ def _ties(engine: Engine, draft: DraftConfig, prompt: Sequence[int], output: Seq
 def _rounded_away(engine: Engine, ids: Sequence[int], token: int, logits: torch.Tensor) -> bool:
     """Whether roundings of 16 bits alone may have made this token the best after ids, against a forward's logits [V].
 
-    The engine, asked again in another slot, must find it so, too; and its logits may be no farther from those of the
-    model in fp32 than the forward's are, within what two ways to round differ by.
+    The engine, asked again for this text alone, must find it so, too; and its logits may be no farther from those of
+    the model in fp32 than the forward's are, within what two ways to round differ by.
     """
     if engine.dtype_name == "fp32" or engine.config.kv_dtype not in (None, engine.dtype_name):
         return False
     exact = lossless.logits_in_fp32(engine.model, ids)
     if exact is None:
         return False
-    own = engine.logits(ids, last=1)[0]
+    own = engine.logits(ids, last=1)[0].to(exact.device)
     best = float(own.max())
     decides = lossless.is_near_tie(best - float(own[token]), *dtypes_of(engine), best=best)
     return decides and bool((own - exact).abs().max() <= FARTHER * (logits - exact).abs().max())

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpt_fast_sd.kernels import Spent
+from gpt_fast_sd.kernels import Spent, Stack
 
 from .. import SamplingParams
 from ..engine import Engine
@@ -60,20 +60,21 @@ class RoundTime:
     tokens: float
 
 
-def watch(engine: Engine) -> list[Spent]:
-    """What the engine's models will tell of their calls. ValueError if they run otherwise than whole."""
+def watch(engine: Engine, told: list[Spent]) -> list[Stack]:
+    """Let the engine's models tell of their calls. ValueError if they run otherwise than whole."""
     runners = [engine.target]
     if isinstance(engine.policy, ModelDraft):
         runners.append(engine.policy.runner)
-    told: list[Spent] = []
     for runner in runners:
         if runner.whole is None:
             raise ValueError(
                 "the steps of this engine are made of operators, which nobody times: steps are timed of models in bf16 "
                 "on a CPU that has a C++ compiler"
             )
-        runner.whole.stack.watched = told
-    return told
+    stacks = [runner.whole.stack for runner in runners if runner.whole is not None]
+    for stack in stacks:
+        stack.watched = told
+    return stacks
 
 
 def least_seconds(runner: Runner, chip: Chip, batch: int, n_tokens: int, reads: int) -> float:
@@ -89,7 +90,8 @@ def time_steps(
     engine: Engine, prompts: Sequence[Sequence[int]], n_new: int, chip: Chip
 ) -> tuple[list[StepTime], list[RoundTime]]:
     """Generate plainly and with drafts -> the engine's steps and rounds. prompts: as many as slots, equally long."""
-    told, steps, rounds = watch(engine), list[StepTime](), list[RoundTime]()
+    told, steps, rounds = list[Spent](), list[StepTime](), list[RoundTime]()
+    watched = watch(engine, told)
     batch, context = len(prompts), len(prompts[0])
     params = SamplingParams(max_tokens=n_new, ignore_eos=True)
     engine.generate([list(prompt) for prompt in prompts], params)  # prefill, and whatever is built at first use
@@ -98,11 +100,12 @@ def time_steps(
         told.clear()
         engine.generate([list(prompt) for prompt in prompts], params, speculate=speculative)
         for kind in ("draft", "verify") if speculative else ("plain",):
-            found = [x for x in told if x.n_tokens <= MOST_TOKENS and (x.n_tokens > 1) is (kind == "verify")]
+            found = [x for x in told if x.n_tokens <= MOST_TOKENS and x.listed is (kind == "draft")]
+            found = [x for x in found if (x.n_tokens > 1) is (kind == "verify")]
             kept = found[UNTIMED:] or found
             if not kept:
                 continue
-            runner, reads = (drafter, engine.draft.budget) if kept[0].listed else (engine.target, context)
+            runner, reads = (drafter, engine.draft.budget) if kind == "draft" else (engine.target, context)
             least = least_seconds(runner, chip, batch, kept[0].n_tokens, min(reads, context))
             parts = {
                 name: 1e3 * statistics.median(getattr(x, name) for x in kept)
@@ -122,6 +125,8 @@ def time_steps(
                 verify=1e3 * stats.verify_seconds / n, host=1e3 * stats.host_seconds / n, tokens=stats.tokens_per_round,
             )
         )  # fmt: skip
+    for stack in watched:
+        stack.watched = None
     return steps, rounds
 
 

@@ -209,6 +209,7 @@ class View(Drafts):
     about = ""  # what it reads, in a phrase
     flags: tuple[str, ...] = ("budget",)  # the fields of DraftConfig that it uses
     of_target = False  # whether it needs the target's verification to select
+    compiles = False  # whether some of its steps on a CPU are compiled where all layers of others run in one call
     n_observed = 0  # committed tokens that it feeds again to select, in a pass of its own
 
     runner: Runner

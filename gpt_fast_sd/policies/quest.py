@@ -57,6 +57,7 @@ class QuestView(View):
 
     about = "for each token the pages of its cache that may matter most to it, and a window"
     flags = ("budget", "page")
+    compiles = True
 
     @classmethod
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> QuestView:

@@ -100,7 +100,7 @@ class SnapKVView(SlotView):
 
     about = "what the latest tokens attended to most when it last looked, and a window"
     flags = ("budget", "refresh")
-    n_observed = OBSERVED
+    n_observed, compiles = OBSERVED, True
 
     @classmethod
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> SnapKVView:
