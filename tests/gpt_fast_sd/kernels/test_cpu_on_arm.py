@@ -117,3 +117,13 @@ def test_products_are_their_references(tmp_path: Path) -> None:
         gate, up = F.linear(x.double(), weight.double()).unflatten(-1, (-1, 2)).unbind(-1)
         got = product(x, pack(weight), None, None, None, gated=True)
         torch.testing.assert_close(got.double(), F.silu(gate) * up, rtol=2.0**-8, atol=1e-5)
+
+
+def test_all_layers_of_a_step_compile(tmp_path: Path) -> None:
+    """They are not run: they call the kernels above, which a program of the emulator would have to load."""
+    assert COMPILER
+    plain = next(iter(sets_of_this_kind().values()))
+    command = [COMPILER, *beforehand.FLAGS, "-Werror", "-Wall", "-fopenmp", "-march=armv8-a", "-x", "c++", "-c", "-"]
+    code = cpu_build.text(cpu_linear.LAYERS, 0, plain)
+    done = subprocess.run([*command, "-o", str(tmp_path / "layers.o")], input=code, text=True, capture_output=True)
+    assert not done.returncode, done.stderr
