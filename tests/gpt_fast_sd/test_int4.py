@@ -342,7 +342,7 @@ def test_what_the_kernel_does_not_serve_is_multiplied_by_pytorch() -> None:
 
 def test_other_tensors_are_refused() -> None:
     kernel = packed(linear_of(64, 64)[0])
-    with pytest.raises(TypeError, match=r"packed weights are contiguous torch\.uint8 and multiply bf16, got .*float32"):
+    with pytest.raises(TypeError, match=r"packed weights multiply bf16, got torch\.float32"):
         kernel(torch.randn(2, 64))
     with pytest.raises(TypeError, match=r"packed int4 weights have fp16 blocks, got torch\.float32 \(64, 2, 2\)"):
         packed_linear(torch.randn(2, 64).to(BF16), kernel.weight, None, kernel.scale, kernel.blocks.float())

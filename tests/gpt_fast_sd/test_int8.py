@@ -208,5 +208,5 @@ def test_what_the_kernel_does_not_serve_is_multiplied_by_pytorch() -> None:
 
 
 def test_another_dtype_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"packed weights are contiguous torch\.int8 and multiply bf16, got .*float32"):
+    with pytest.raises(TypeError, match=r"packed weights multiply bf16, got torch\.float32"):
         packed(linear_of(64, 64)[0])(torch.randn(2, 64))
