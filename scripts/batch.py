@@ -462,7 +462,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def work(job: Job, engine: Engine, writer: Writer) -> int:
     """Continue this replica's lines, with a progress bar; return how many tokens that gave."""
     if engine.compiled and job.parallel.is_main:
-        print("compiling (seconds to two minutes the first time, cached then) ...", file=sys.stderr, flush=True)
+        print("compiling (up to two minutes the first time, cached afterwards) ...", file=sys.stderr, flush=True)
     if job.parallel.is_main:
         engine.on_progress = ProgressLine()
     engine.warm_up()

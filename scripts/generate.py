@@ -129,7 +129,7 @@ def generate(args: argparse.Namespace, parallel: Parallel) -> None:
     with refusing(PROGRAM):
         engine, prompts, params = prepare(args, parallel)
     if engine.compiled:
-        say(parallel, "compiling (seconds to two minutes the first time, cached then) ...")
+        say(parallel, "compiling (up to two minutes the first time, cached afterwards) ...")
     screen = Screen(engine, prompts, args)
     engine.on_progress = screen.progress if parallel.is_main else None
     engine.warm_up()

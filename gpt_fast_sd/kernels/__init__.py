@@ -5,8 +5,8 @@ Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages` and, for t
 these are operators in Triton: `prepare_launches` does beforehand what Triton needs for launching any of them, and
 `launches` says how many kernels one call launches. On a CPU they are C++ if `cpu_attention_fits`, else PyTorch.
 For a CPU there are also `packed_linear` and `packed_swiglu`, products with bf16, int8 or int4 weights that `pack` or
-`pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with
-weights from `quantize_rows` and `quantize_blocks`), and for large vocabularies
+`pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with weights from `quantize_rows`
+and `quantize_blocks`), `Stack`, which runs all layers of a packed model in one call, and for large vocabularies
 `cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` in the background, with `vector_options` among
 Inductor's options.
 """

@@ -54,12 +54,13 @@ struct Product {
         const float largest = widened_one(most);
         x_scale[m] = (largest < 1e-30f ? 1e-30f : largest) / (127.f * 128.f);
         const float inverse = 1.f / x_scale[m], magic = 12582912.f; // adding it rounds to whole numbers, ties to even
+        const bool finite = most < 0x7f80; // else there are no whole numbers, and zeros times the scale are NaN
         int32_t* to = whole + m * 2 * plane();
         int32_t total = 0;
         for (int64_t i = 0; i < I; i += 4) {
             int32_t part[2][4];
             for (int j = 0; j < 4; j++) {
-                const int32_t n = (int32_t)((widened_one(row[i + j]) * inverse + magic) - magic), upper = (n + 64) >> 7;
+                const int32_t n = finite ? (int32_t)((widened_one(row[i + j]) * inverse + magic) - magic) : 0, upper = (n + 64) >> 7;
                 part[0][j] = upper, part[1][j] = n - 128 * upper, total += n;
             }
             for (int k = 0; k < 2; k++) {
