@@ -91,7 +91,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         # while the weights are being read
         views = registry.policy_class(draft.policy).views(draft)
         compiles = group.size > 1 or any(registry.view_class(name).compiles for name in views)
-        begin_building_for(model_config, dtype, compiles=compiles)
+        begin_building_for(model_config, dtype, kv_dtype_of(config, dtype), compiles=compiles)
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
     keep = keep_float8 if config.quantize == "float8" else None
     target = group.load(folder, device=device, dtype=dtype, settle=settle, keep=keep)
@@ -210,13 +210,13 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes:
     if runner.uses_kernels and device.type == "cpu":
         pack_linears(model)
     if compiled and device.type == "cpu":
-        begin_building_for(model.config, dtype, compiles=runner.whole is None)
+        begin_building_for(model.config, dtype, kv_dtype, compiles=runner.whole is None)
     return runner
 
 
-def begin_building_for(model: ModelConfig, dtype: torch.dtype, *, compiles: bool) -> None:
+def begin_building_for(model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, *, compiles: bool) -> None:
     """Build in the background what steps of such a model wait for. compiles: whether some are compiled even in bf16."""
-    kernels = cpu_kernels(model.head_dim, dtype, model.vocab_size)
+    kernels = cpu_kernels(model.head_dim, dtype, model.vocab_size, kv_dtype)
     begin_building(*kernels, header=compiles or dtype != torch.bfloat16)
 
 
@@ -269,7 +269,8 @@ def plan_for(
                 require_copy(draft.quantize, config.quantize)
             ranks = theirs.size if step.model is own_draft else group.size
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
-    packs = config.compile or kernels_are_built(model.head_dim, dtype, model.vocab_size)
+    kv_dtype = kv_dtype_of(config, dtype)
+    packs = config.compile or kernels_are_built(model.head_dim, dtype, model.vocab_size, kv_dtype)
     packs = packs and dtype == torch.bfloat16 and device.type == "cpu"
     if config.quantize or draft.quantize:  # what is not packed may have to be unpacked in every product
         packs = packs and packing_builds()
@@ -278,7 +279,7 @@ def plan_for(
         draft,
         own,
         own_draft,
-        kv_dtype_of(config, dtype),
+        kv_dtype,
         device=device,
         weights=weights,
         groups=len({size for size in (group.size, theirs.size) if size > 1}),

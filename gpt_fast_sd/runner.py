@@ -39,8 +39,8 @@ class Runner:
         """Whether its steps use our kernels for a CPU: those that run eagerly only if these are built already."""
         if self.compiles or self.device.type != "cpu":
             return self.compiles
-        config = self.model.config
-        return kernels_are_built(config.head_dim, self.model.embedding.weight.dtype, config.vocab_size)
+        config, dtype = self.model.config, self.model.embedding.weight.dtype
+        return kernels_are_built(config.head_dim, dtype, config.vocab_size, self.cache.dtype)
 
     @cached_property
     def whole(self) -> WholeModel | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cpu_build import builds, constant_where_traced, is_built, library
-from .cpu_sets import chosen
+from .cpu_sets import chosen, widens
 
 PAGE = 16  # keys whose attention mass is summed
 HEAD_DIMS = 64, 128  # of the kernel for AVX-512; that for any CPU: multiples of 16
@@ -41,25 +42,25 @@ def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
     head_dim, planes = q.shape[-1], k.dtype == torch.uint8
     held = k.dtype in (q.dtype, torch.int8) or (planes and 2 * k.shape[-1] == head_dim)
     served = q.dtype.is_floating_point and q.dtype in DTYPES and held and q.device.type == "cpu"
-    return served and not head_dim % PAGE and head_dim <= MOST_DIMS and available(head_dim, q.dtype)
+    return served and not head_dim % PAGE and head_dim <= MOST_DIMS and available(head_dim, q.dtype, k.dtype)
 
 
 @constant_where_traced
-def available(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether this CPU and its compiler support the instructions of the kernel for a head dim and dtype of queries."""
-    return builds(source_for(head_dim, dtype), head_dim)
+def available(head_dim: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether this CPU and its compiler support the instructions of the kernel for a head dim and these dtypes."""
+    return builds(source_for(head_dim, dtype, kv_dtype), head_dim)
 
 
 @constant_where_traced
-def is_here(head_dim: int, dtype: torch.dtype) -> bool:
+def is_here(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
     """Whether the kernel need not be built."""
-    return is_built(source_for(head_dim, dtype), head_dim)
+    return is_built(source_for(head_dim, dtype, kv_dtype), head_dim)
 
 
-def source_for(head_dim: int, dtype: torch.dtype) -> Path:
-    """The kernel for queries of such a head dim and dtype on this machine."""
+def source_for(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Path:
+    """The kernel on this machine for queries of such a head dim and dtype, and for a cache of kv_dtype."""
     own = chosen().own and head_dim in HEAD_DIMS and dtype == torch.bfloat16
-    return SOURCE if own and builds(SOURCE, head_dim) else ANY
+    return SOURCE if own and not (kv_dtype == dtype and widens()) and builds(SOURCE, head_dim) else ANY
 
 
 def cpu_attention(
@@ -101,9 +102,9 @@ def cpu_attention_with_mass(
 
 
 @functools.cache
-def kernel_for(head_dim: int, dtype: torch.dtype) -> tuple[ctypes._CFuncPtr, bool]:  # type: ignore[name-defined]
-    """The kernel for queries of this dtype, and whether it is the one for any CPU, which takes the dtypes."""
-    source = source_for(head_dim, dtype)
+def kernel_for(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Any, bool]:
+    """The kernel for queries and a cache of these dtypes, and whether it is the one for any CPU, which takes them."""
+    source = source_for(head_dim, dtype, kv_dtype)
     built, pointer, size = library(source, head_dim)(), ctypes.c_void_p, ctypes.c_int64
     kernel = built.attend_any if source == ANY else built.attend_cpu
     n_sizes = 16 if source == ANY else 15
@@ -130,7 +131,7 @@ def _attend(
     out = torch.empty(q.shape, dtype=q.dtype)
     tensors = q, k, v, k_scale, v_scale, k_low, v_low, pos, index, out, mass
     given = (None if x is None else x.data_ptr() for x in tensors)
-    kernel, for_any = kernel_for(head_dim, q.dtype)
+    kernel, for_any = kernel_for(head_dim, q.dtype, k.dtype)
     how = (DTYPES[q.dtype], DTYPES[k.dtype]) if for_any else (fine,)
     kernel(
         *given, n_rows, n_kv, n_heads // n_kv, n_tokens, n_keys if index is None else index.shape[-1], capacity,

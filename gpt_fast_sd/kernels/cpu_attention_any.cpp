@@ -2,24 +2,19 @@
 // and for what both do alike. There the products are those of one instruction set; here they are fp32, of keys and
 // values that are widened a tile at a time, so the dtype of the cache costs loading it and no body of its own.
 //
-// Scores have a dim in every lane until LANES keys are summed together; outputs have a dim in every lane throughout.
-// Neither asks how many rows there are.
+// A tile's keys are transposed as they are widened, so scores have a key in every lane and no sum goes across lanes; outputs
+// have a dim in every lane. Both take as many rows together as fit the registers; what a row gets does not depend on them.
 //
 // Names: B batch, K kv heads, G query heads a kv head, T queries a head, R = G * T rows of one kv head, H head dim,
 // S capacity, M keys in view or entries listed.
 namespace {
 constexpr int H = HEAD_DIM, VECTORS = H / LANES;
 static_assert(H % 16 == 0 && H <= 256);
-constexpr int TILE = H > 128 ? 32 : 64, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 2048;
+constexpr int TILE = 32, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 2048; // a tile widened stays in L1
 constexpr float LOWEST = -0x1p126f; // finite, so that the difference of two is no NaN; scaled it stays exact
 constexpr float LEAST = -100.f; // of a weight's logarithm; less counts as 0: what it is multiplied by may be small, too
 constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
-constexpr int part(int n, int most) { // the largest divisor of n that is not above most
-    while (n % most) most--;
-    return most;
-}
-constexpr int MANY = 8; // rows that take so long that the next tile is better asked for; few only read, in order
-constexpr int AT_ONCE = REGISTERS == 32 ? 16 : 8; // sums that stay in registers
+constexpr int ROWS = REGISTERS == 32 ? 6 : 3, WIDE = 4; // rows together, and vectors of each, whose sums fit the registers
 
 struct Query { // while a split is read
     alignas(64) float q[H], weight[TILE];
@@ -31,22 +26,54 @@ struct Row { // one query of a split
 };
 
 struct Tile {
-    const float *key, *value; // [TILE, H]
+    const float *key, *value; // [H, TILE], [TILE, H]
     alignas(64) float key_scale[TILE], value_scale[TILE];
     alignas(64) int32_t position[TILE]; // NOWHERE: does not exist
+    int32_t last; // the largest of these
     int n; // entries from n on do not exist
     const char *next_key, *next_value; // what the next tile reads, so many bytes of each: 0 if it is not in one piece
     int64_t next;
 };
 
-template <class T, F (*WIDE)(const T*)> static inline void widen_all(const void* from, float* to, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) store(to + i, WIDE((const T*)from + i));
+// LANES numbers of a dtype, from number i on.
+template <Dtype D> static inline F wide(const void* from, int64_t i) {
+    if constexpr (D == BF16) return widened((const bf16*)from + i);
+    else if constexpr (D == FP16) return of_halves((const fp16*)from + i);
+    else if constexpr (D == INT8) return of_bytes((const int8_t*)from + i);
+    else return load<F>((const float*)from + i);
+}
+template <class Do> static inline void of(Dtype dtype, Do with) {
+    if (dtype == BF16) with(std::integral_constant<Dtype, BF16>{});
+    else if (dtype == FP16) with(std::integral_constant<Dtype, FP16>{});
+    else if (dtype == INT8) with(std::integral_constant<Dtype, INT8>{});
+    else with(std::integral_constant<Dtype, FP32>{});
 }
 static inline void widen(Dtype dtype, const void* from, float* to, int64_t n) {
-    if (dtype == BF16) widen_all<bf16, widened>(from, to, n);
-    else if (dtype == FP16) widen_all<fp16, of_halves>(from, to, n);
-    else if (dtype == INT8) widen_all<int8_t, of_bytes>(from, to, n);
-    else memcpy(to, from, 4 * n);
+    of(dtype, [&](auto d) {
+        for (int64_t i = 0; i < n; i += LANES) store(to + i, wide<decltype(d)::value>(from, i));
+    });
+}
+
+// N * LANES dims of LANES keys, wherever each lies, widened and by dims: to columns of [H, TILE]. N dims share a lane until
+// they are transposed.
+template <Dtype D, int N> static inline void turn_dims(const char* const* from, int64_t h, float* to) {
+    F x[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) x[i] = N == 1 ? wide<D>(from[i], h) : load<F>(from[i] + 4 / N * h);
+    turn(x);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) {
+            const I bits = (I)x[i];
+            store(to + (h + N * i + n) * TILE, N == 1 ? x[i] : N == 2 ? (F)(n ? bits & -0x10000 : bits << 16) : floats(bits << (24 - 8 * n) >> 24));
+        }
+}
+template <Dtype D> static inline void turn_keys(const char* const* from, float* to) {
+    constexpr int N = D == BF16 ? 2 : D == INT8 ? 4 : 1;
+    int64_t h = 0;
+    for (; h + N * LANES <= H; h += N * LANES) turn_dims<D, N>(from, h, to);
+    for (; h < H; h += LANES) turn_dims<D, 1>(from, h, to);
 }
 
 // An entry of two planes, see planes.py: a byte of the upper one has the upper nibbles of dims i and i + H / 2. Without
@@ -67,80 +94,80 @@ static void join(const uint8_t* upper, const uint8_t* lower, float* to) {
 
 // N rows' scores over a tile.
 template <int N> static inline void score(const Tile& tile, Query* queries) {
-    for (int j = 0; j < TILE; j += LANES) { // past tile.n the tile holds zeros
-        if (j >= tile.n) break;
-        F sum[N][LANES] = {};
-        const float* key = tile.key + j * H;
-        for (int c = 0; c < H; c += LANES) {
-            F q[N];
+    constexpr int C = std::min(WIDE, TILE / LANES);
+    for (int j = 0; j < TILE && j < tile.n; j += C * LANES) {
+        F sum[N][C] = {};
+        for (int h = 0; h < H; h++) {
+            F key[C];
 #pragma GCC unroll 4
-            for (int r = 0; r < N; r++) q[r] = load<F>(queries[r].q + c);
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) {
-                const F k = load<F>(key + i * H + c);
+            for (int c = 0; c < C; c++) key[c] = load<F>(tile.key + h * TILE + j + c * LANES);
+#pragma GCC unroll 6
+            for (int r = 0; r < N; r++) {
+                const F q = all(queries[r].q[h]);
 #pragma GCC unroll 4
-                for (int r = 0; r < N; r++) sum[r][i] = more(sum[r][i], q[r], k);
+                for (int c = 0; c < C; c++) sum[r][c] = more(sum[r][c], q, key[c]);
             }
         }
+#pragma GCC unroll 6
+        for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-        for (int r = 0; r < N; r++) store(queries[r].weight + j, sums_of<LANES / 2>(sum[r]) * load<F>(tile.key_scale + j));
+            for (int c = 0; c < C; c++) store(queries[r].weight + j + c * LANES, sum[r][c] * load<F>(tile.key_scale + j + c * LANES));
     }
 }
 
 // A row's scores -> what the values are multiplied by. Where its softmax stands moves on; returns by what has been
-// summed so far shrinks.
-static inline float soften(const Tile& tile, Row& row, float* weights, float* page_sum, float* page_max) {
-    F best = all(LOWEST);
-    for (int j = 0; j < TILE; j += LANES) {
-        const I seen = load<I>(tile.position + j) <= row.limit;
-        const F score = seen ? load<F>(weights + j) : all(LOWEST);
-        store(weights + j, score);
-        best = larger(score, best);
+// summed so far shrinks. WHOLE: it sees the whole tile.
+template <bool WHOLE> static inline float soften(const Tile& tile, Row& row, float* weights, float* page_sum, float* page_max) {
+    constexpr int V = TILE / LANES;
+    F score[V], best = all(LOWEST);
+#pragma GCC unroll 16
+    for (int c = 0; c < V; c++) {
+        score[c] = load<F>(weights + c * LANES);
+        if (!WHOLE) score[c] = load<I>(tile.position + c * LANES) <= row.limit ? score[c] : all(LOWEST);
+        best = larger(score[c], best);
     }
     const float top = largest(best);
     float shrink = 1.f;
     if (top > row.max) shrink = exp2f((row.max - top) * row.to_log2), row.max = top;
     const F scale = all(row.to_log2), max = all(row.max);
     F sum = load<F>(row.sum) * shrink;
-    for (int j = 0; j < TILE; j += LANES) {
-        const I seen = load<I>(tile.position + j) <= row.limit;
-        const F power = (load<F>(weights + j) - max) * scale;
-        const F weight = seen & ~(power < LEAST) ? exp2_of(power) : F{};
+#pragma GCC unroll 16
+    for (int c = 0; c < V; c++) {
+        const F power = (score[c] - max) * scale, little = power < LEAST ? F{} : exp2_within(power);
+        const I seen = load<I>(tile.position + c * LANES) <= row.limit;
+        const F weight = WHOLE ? little : seen ? little : F{};
         sum += weight;
-        if (page_sum) page_sum[j / PAGE] += sum_of(weight);
-        store(weights + j, seen ? weight * load<F>(tile.value_scale + j) : F{}); // a scale may be NaN
+        if (page_sum) page_sum[c * LANES / PAGE] += sum_of(weight);
+        const F worth = weight * load<F>(tile.value_scale + c * LANES);
+        store(weights + c * LANES, WHOLE ? worth : seen ? worth : F{}); // a scale may be NaN
     }
     if (page_sum) *page_max = row.max;
     store(row.sum, sum);
     return shrink;
 }
 
-// N rows' outputs take in the values of a tile.
-template <int N> static inline void mix(const Tile& tile, Row* rows, const Query* queries, const float* shrink) {
-    constexpr int C = part(VECTORS, AT_ONCE / N);
-    for (int c = 0; c < H; c += C * LANES) {
-        F out[N][C];
+// C vectors of N rows' outputs take in the values of a tile.
+template <int N, int C> static inline void mix(const Tile& tile, int from, Row* rows, const Query* queries, const float* shrink) {
+    F out[N][C];
+#pragma GCC unroll 6
+    for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-        for (int r = 0; r < N; r++)
-#pragma GCC unroll 16
-            for (int i = 0; i < C; i++) out[r][i] = load<F>(rows[r].out + c + i * LANES) * shrink[r];
-        for (int j = 0; j < tile.n; j++) {
-            const float* value = tile.value + j * H + c;
-            F weight[N];
+        for (int c = 0; c < C; c++) out[r][c] = load<F>(rows[r].out + from + c * LANES) * shrink[r];
+    for (int j = 0; j < tile.n; j++) {
+        F value[C];
 #pragma GCC unroll 4
-            for (int r = 0; r < N; r++) weight[r] = all(queries[r].weight[j]);
-#pragma GCC unroll 16
-            for (int i = 0; i < C; i++) {
-                const F v = load<F>(value + i * LANES);
+        for (int c = 0; c < C; c++) value[c] = load<F>(tile.value + j * H + from + c * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < N; r++) {
+            const F weight = all(queries[r].weight[j]);
 #pragma GCC unroll 4
-                for (int r = 0; r < N; r++) out[r][i] = more(out[r][i], weight[r], v);
-            }
+            for (int c = 0; c < C; c++) out[r][c] = more(out[r][c], weight, value[c]);
         }
-#pragma GCC unroll 4
-        for (int r = 0; r < N; r++)
-#pragma GCC unroll 16
-            for (int i = 0; i < C; i++) store(rows[r].out + c + i * LANES, out[r][i]);
     }
+#pragma GCC unroll 6
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) store(rows[r].out + from + c * LANES, out[r][c]);
 }
 
 // A row's share of the next tile, so that it comes while this one is multiplied.
@@ -149,24 +176,23 @@ static inline void ask(const char* next, int64_t bytes, int64_t row, int64_t n_r
     for (int64_t i = lines * row / n_rows; i < lines * (row + 1) / n_rows; i++) __builtin_prefetch(next + 64 * i);
 }
 
+template <int N> static void read_rows(const Tile& tile, Row* rows, Query* queries, float* page_sum, float* page_max) {
+    score<N>(tile, queries);
+    float shrink[N];
+    for (int r = 0; r < N; r++) {
+        const auto of_row = tile.last <= rows[r].limit ? soften<true> : soften<false>;
+        shrink[r] = of_row(tile, rows[r], queries[r].weight, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
+    }
+    constexpr int REST = VECTORS % WIDE;
+    for (int c = 0; c < VECTORS - REST; c += WIDE) mix<N, WIDE>(tile, c * LANES, rows, queries, shrink);
+    if constexpr (REST) mix<N, REST>(tile, (VECTORS - REST) * LANES, rows, queries, shrink);
+}
+
 static void read_tile(const Tile& tile, Row* rows, Query* queries, int64_t n_rows, float* page_sum, float* page_max) {
-    constexpr int N = AT_ONCE / LANES > 1 ? 2 : 1; // with fewer sums than that, each waits for the one before
-    int64_t r = 0;
-    for (; N > 1 && r + N <= n_rows; r += N) {
-        ask(tile.next_key, tile.next, r, n_rows), ask(tile.next_key, tile.next, r + 1, n_rows);
-        score<N>(tile, queries + r);
-    }
-    for (; r < n_rows; r++) {
-        ask(tile.next_key, tile.next, r, n_rows);
-        score<1>(tile, queries + r);
-    }
-    float shrink[2];
-    for (r = 0; r < n_rows; r++) {
-        ask(tile.next_value, tile.next, r, n_rows);
-        shrink[r % 2] = soften(tile, rows[r], queries[r].weight, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
-        if (r % 2) mix<2>(tile, rows + r - 1, queries + r - 1, shrink);
-        else if (r + 1 == n_rows) mix<1>(tile, rows + r, queries + r, shrink);
-    }
+    in_parts<ROWS>(0, n_rows, [&](auto n, int64_t r) {
+        for (int i = 0; i < n(); i++) ask(tile.next_key, tile.next, r + i, n_rows), ask(tile.next_value, tile.next, r + i, n_rows);
+        read_rows<n()>(tile, rows + r, queries + r, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
+    });
 }
 
 // What a call is given: see attend_any.
@@ -185,15 +211,15 @@ struct Call {
 };
 
 struct Scratch {
-    alignas(64) float key[TILE * H], value[TILE * H];
+    alignas(64) float key[TILE * H], value[TILE * H], joined[LANES * H];
     Tile tile;
 };
 
 // The tile of kv head `head` of batch row b that begins at `start`, n_keys being its entries in all.
 static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_t n_keys, Scratch& at) {
-    const int64_t number = a.k_dtype == INT8 ? 1 : a.k_dtype == FP32 ? 4 : 2, from = (b * a.kv_b + head * a.kv_k) * number;
+    const int64_t number = a.k_dtype == INT8 ? 1 : a.k_dtype == FP32 ? 4 : 2, of_head = (b * a.kv_b + head * a.kv_k) * number;
     const int64_t entry = a.entry(), scales = b * a.scale_b + head * a.scale_k;
-    const char *keys = (const char*)a.k + from, *values = (const char*)a.v + from;
+    const char *keys = (const char*)a.k + of_head, *values = (const char*)a.v + of_head;
     const int64_t* named = a.index ? a.index + (b * a.K + head) * a.M + start : nullptr;
     const int64_t whole_from = a.tail ? a.pos[b * a.T] - a.tail + 1 : 0; // before: read of the upper plane alone
     Tile& tile = at.tile;
@@ -204,8 +230,13 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
             const I position = numbers() + (int32_t)(start + j);
             store(tile.position + j, position > last ? all(NOWHERE) : position);
         }
+        tile.last = tile.n == TILE ? last : NOWHERE;
     } else {
-        for (int j = 0; j < TILE; j++) tile.position[j] = j < tile.n && named[j] >= 0 ? (int32_t)named[j] : NOWHERE;
+        tile.last = 0;
+        for (int j = 0; j < TILE; j++) {
+            tile.position[j] = j < tile.n && named[j] >= 0 ? (int32_t)named[j] : NOWHERE;
+            tile.last = std::max(tile.last, tile.position[j]);
+        }
         // the next tile's entries, wherever they are
         for (int64_t j = TILE; j < std::min<int64_t>(2 * TILE, a.M - start); j++) {
             const int64_t place = std::clamp<int64_t>(named[j], 0, a.S - 1) * entry;
@@ -213,35 +244,41 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
         }
     }
     tile.key = at.key, tile.value = at.value;
-    tile.next = named || a.G * a.T < MANY ? 0 : std::max<int64_t>(0, std::min<int64_t>(TILE, n_keys - start - TILE)) * entry;
+    tile.next = named ? 0 : std::max<int64_t>(0, std::min<int64_t>(TILE, n_keys - start - TILE)) * entry;
     tile.next_key = keys + (start + TILE) * entry, tile.next_value = values + (start + TILE) * entry;
-    const bool in_place = a.k_dtype == FP32 && !named && tile.n == TILE;
-    if (in_place) tile.key = (const float*)(keys + start * entry), tile.value = (const float*)(values + start * entry);
-    else if (!named && !a.k_low) {
-        widen(a.k_dtype, keys + start * entry, at.key, (int64_t)tile.n * H);
-        widen(a.k_dtype, values + start * entry, at.value, (int64_t)tile.n * H);
-    }
+    const bool in_order = !named && !a.k_low;
+    if (in_order && a.k_dtype == FP32) tile.value = (const float*)(values + start * entry);
+    else if (in_order) widen(a.k_dtype, values + start * entry, at.value, (int64_t)tile.n * H);
     const bool together = !a.k_scale || (!named && tile.n == TILE); // scales
     for (int j = 0; j < TILE && together; j += LANES) {
         store(tile.key_scale + j, a.k_scale ? of_halves(a.k_scale + scales + start + j) : all(1.f));
         store(tile.value_scale + j, a.v_scale ? of_halves(a.v_scale + scales + start + j) : all(1.f));
     }
-    for (int j = 0; j < tile.n; j++) {
-        const int64_t place = named ? std::clamp<int64_t>(named[j], 0, a.S - 1) : start + j;
-        if (!together) tile.key_scale[j] = of_half(a.k_scale[scales + place]), tile.value_scale[j] = of_half(a.v_scale[scales + place]);
-        const char *key = keys + place * entry, *value = values + place * entry;
-        if (named && named[j] < 0) { // counts as 0, whatever lies there
-            memset(at.key + j * H, 0, 4 * H), memset(at.value + j * H, 0, 4 * H);
-        } else if (a.k_low) {
-            const bool whole = place >= whole_from;
-            join((const uint8_t*)key, whole ? a.k_low + from + place * entry : nullptr, at.key + j * H);
-            join((const uint8_t*)value, whole ? a.v_low + from + place * entry : nullptr, at.value + j * H);
-        } else if (named) {
-            widen(a.k_dtype, key, at.key + j * H, H), widen(a.k_dtype, value, at.value + j * H, H);
+    static const char zeros[4 * H] = {}; // what does not exist counts as 0, whatever lies there
+    for (int from = 0; from < tile.n; from += LANES) {
+        const char* key[LANES];
+        for (int i = 0; i < LANES; i++) key[i] = from + i < tile.n ? keys + (start + from + i) * entry : zeros;
+        for (int j = from; j < std::min(from + LANES, tile.n) && !(in_order && together); j++) {
+            const bool exists = !named || named[j] >= 0;
+            const int64_t place = named ? std::clamp<int64_t>(named[j], 0, a.S - 1) : start + j;
+            if (!together) tile.key_scale[j] = of_half(a.k_scale[scales + place]), tile.value_scale[j] = of_half(a.v_scale[scales + place]);
+            if (in_order) continue;
+            const char *first = exists ? keys + place * entry : zeros, *value = exists ? values + place * entry : zeros;
+            key[j - from] = first;
+            float* to = at.value + j * H;
+            if (a.k_low) {
+                const bool whole = exists && place >= whole_from;
+                float* joined = at.joined + (j - from) * H;
+                key[j - from] = exists ? (const char*)joined : zeros;
+                join((const uint8_t*)first, whole ? a.k_low + of_head + place * entry : nullptr, joined);
+                join((const uint8_t*)value, whole ? a.v_low + of_head + place * entry : nullptr, to);
+                if (!exists) memset(to, 0, 4 * H);
+            } else {
+                widen(a.k_dtype, value, to, H);
+            }
         }
+        of(a.k_low ? FP32 : a.k_dtype, [&](auto d) { turn_keys<decltype(d)::value>(key, at.key + from); });
     }
-    const int end = (tile.n + LANES - 1) / LANES * LANES; // scores are summed for LANES keys together
-    if (!in_place) memset(at.key + tile.n * H, 0, 4 * (end - tile.n) * H);
     for (int j = tile.n; j < TILE; j++) tile.key_scale[j] = tile.value_scale[j] = 1.f; // any number
 }
 

@@ -141,7 +141,7 @@ class Stack:
         exist; then nothing was stored.
         """
         head_dim, first = 2 * len(self.freqs), caches[0]
-        attend, attends_any = attention.kernel_for(head_dim, torch.bfloat16)
+        attend, attends_any = attention.kernel_for(head_dim, torch.bfloat16, first.k.dtype)
         tokens, pos = tokens.contiguous(), pos.contiguous()
         assert tokens.shape == pos.shape and tokens.dtype == pos.dtype == torch.int64
         out = torch.empty(*tokens.shape, self.embedding.shape[1], dtype=torch.bfloat16, device="cpu")

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import cpu as attention
 from . import cpu_sampling as sampling
 from .cpu_build import builds, constant_where_traced, is_built, library
-from .cpu_sets import chosen, is_intel
+from .cpu_sets import chosen, widens
 from .int4 import BLOCK, Int4
 
 SOURCE, ANY = (Path(__file__).with_name(name) for name in ("cpu_linear.cpp", "cpu_linear_any.cpp"))
@@ -32,19 +32,26 @@ _library.define(f"cpu_linear(Tensor x, Tensor packed, Tensor? bias, {_INT4}) -> 
 _library.define(f"cpu_swiglu(Tensor x, Tensor packed, {_INT4}) -> Tensor")
 
 
-def cpu_kernels(head_dim: int, dtype: torch.dtype, vocab_size: int = 0) -> tuple[tuple[Path, int], ...]:
-    """The sources that `begin_building` builds for a model in this dtype, each with its head dim."""
+def cpu_kernels(
+    head_dim: int, dtype: torch.dtype, vocab_size: int = 0, kv_dtype: torch.dtype | None = None
+) -> tuple[tuple[Path, int], ...]:
+    """The sources that `begin_building` builds for a model in this dtype, each with its head dim.
+
+    kv_dtype: of its cache, if it is another.
+    """
     attends = not head_dim % attention.PAGE and head_dim <= attention.MOST_DIMS and dtype in attention.DTYPES
-    own = [(attention.source_for(head_dim, dtype), head_dim)] if attends else []
+    own = [(attention.source_for(head_dim, dtype, kv_dtype or dtype), head_dim)] if attends else []
     drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY and chosen().own else []
     multiplies = [(one, 0) for one in dict.fromkeys((source(), source(whole=True), LAYERS))] if dtype == BF16 else []
     return (*own, *multiplies, *drawn)
 
 
 @constant_where_traced
-def kernels_are_built(head_dim: int, dtype: torch.dtype, vocab_size: int = 0) -> bool:
+def kernels_are_built(
+    head_dim: int, dtype: torch.dtype, vocab_size: int = 0, kv_dtype: torch.dtype | None = None
+) -> bool:
     """Whether nothing of a model's kernels has to be built: eager code may use them, and needs no compiler."""
-    needed = cpu_kernels(head_dim, dtype, vocab_size)
+    needed = cpu_kernels(head_dim, dtype, vocab_size, kv_dtype)
     return bool(needed) and all(is_built(*one) for one in needed)
 
 
@@ -55,14 +62,8 @@ def cpu_sources(head_dim: int) -> tuple[tuple[Path, int], ...]:
 
 
 def source(*, whole: bool = False) -> Path:
-    """The kernel for this machine; whole: for products of whole numbers.
-
-    Without tiles, Intel's dot products of bf16 take longer than to widen bf16 and to multiply fp32: the weights of 12
-    layers of SmolLM2 1.1x with one row, 1.6x with 4, 1.5x with 8, 1.3x with 40, measured with one thread.
-    """
-    if not builds(SOURCE) or (not whole and chosen().name == "avx512_bf16" and is_intel()):
-        return ANY
-    return SOURCE
+    """The kernel for this machine; whole: for products of whole numbers."""
+    return ANY if not builds(SOURCE) or (widens() and not whole) else SOURCE
 
 
 def packing_builds(*, at_once: bool = False) -> bool:

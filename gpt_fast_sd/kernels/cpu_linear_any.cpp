@@ -227,18 +227,6 @@ template <int N> static inline void by_sums(const Product& p, const char* w, con
         for (int v = 0; v < V; v++) store(sums + r * 2 * HALF + v * LANES, out[r][v]);
 }
 
-// of(n, m) for n rows from m on, until all M are done, in parts as even as they can be, of N at most.
-template <int N, class Of> static inline void of_rows(int64_t n, int64_t m, const Of& of) {
-    if (n == N) of(std::integral_constant<int, N>{}, m);
-    else if constexpr (N > 1) of_rows<N - 1>(n, m, of);
-}
-template <int N, class Of> static inline void in_parts(int64_t m, int64_t M, const Of& of) {
-    for (int64_t left = (M - m + N - 1) / N; left; left--) {
-        const int64_t n = (M - m + left - 1) / left;
-        of_rows<N>(n, m, of);
-        m += n;
-    }
-}
 constexpr int DIRECT = std::min(8, SUMS / (2 * V)), WIDE = std::min(8, SUMS / (TOGETHER * V)), WHOLE = std::min(6, SUMS / (2 * V)), SUMMED = std::max(1, WHOLE / 2);
 
 // Outputs o .. o + 31 of all rows. wide: [TOGETHER, WIDENED, 16]

@@ -45,7 +45,7 @@ def _has_amx() -> bool:
 
 @functools.cache
 def is_intel() -> bool:
-    """Whether this is an Intel CPU: the one that was measured has dot products of bf16 that are slower than fp32."""
+    """Whether this is an Intel CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text(errors="replace")
 
@@ -68,6 +68,15 @@ def without_own(instructions: InstructionSet) -> InstructionSet:
 def sets_here() -> tuple[InstructionSet, ...]:
     """Those that this CPU and its system have, the best first."""
     return tuple(one for one in SETS if one.has())
+
+
+def widens() -> bool:
+    """Whether kernels had better widen bf16 and multiply fp32 than use this CPU's dot products of bf16.
+
+    So on Intel's without tiles, measured with one thread: products of 12 layers of SmolLM2 take 1.1x less with one row
+    and 1.3x with 40, attention to 7,500 keys of 5 tokens of a model with 3 query heads a kv head 1.6x.
+    """
+    return chosen().name == "avx512_bf16" and is_intel()
 
 
 def chosen() -> InstructionSet:

@@ -60,23 +60,33 @@ static inline F more(F sum, F a, F b) {
 static inline F larger(F a, F b) { return a > b ? a : b; } // NaN: b
 static inline F floats(I x) { return __builtin_convertvector(x, F); }
 
-// Lane i of a and b in turns, where bit S of i says which: i, or the lane whose number differs in that bit.
-template <int S, bool OTHER, int... L> static inline F of_two(F a, F b, std::integer_sequence<int, L...>) {
+// Lanes with these numbers, of a and then of b.
+template <int... L> static inline F lanes_of(F a, F b) {
 #ifdef __clang__
-    return __builtin_shufflevector(a, b, ((L & S ? LANES : 0) + (OTHER ? L ^ S : L))...);
+    return __builtin_shufflevector(a, b, L...);
 #else
-    return __builtin_shuffle(a, b, I{((L & S ? LANES : 0) + (OTHER ? L ^ S : L))...});
+    return __builtin_shuffle(a, b, I{L...});
 #endif
 }
-// The sums of 2 * S vectors, each in the lanes with its number: LANES of them give one sum a lane.
-template <int S> static inline F sums_of(const F* x) {
-    constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
-    if constexpr (S == 0) return *x;
-    else {
-        const F a = sums_of<S / 2>(x), b = sums_of<S / 2>(x + S);
-        return of_two<S, false>(a, b, lanes) + of_two<S, true>(a, b, lanes);
+// LANES vectors transposed: by halves, by quarters, and so on, those which are not on the diagonal change places.
+template <int S, int... L> static inline void turn_by(F* x, std::integer_sequence<int, L...> lanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i & S) continue;
+        const F a = x[i], b = x[i | S];
+        x[i] = lanes_of<(L & S ? LANES + (L ^ S) : L)...>(a, b);
+        x[i | S] = lanes_of<(L & S ? LANES + L : L | S)...>(a, b);
     }
+    if constexpr (S > 1) turn_by<S / 2>(x, lanes);
 }
+static inline void turn(F* x) { turn_by<LANES / 2>(x, std::make_integer_sequence<int, LANES>{}); }
+template <int S, int... L> static inline F largest_by(F x, std::integer_sequence<int, L...> lanes) {
+    x = larger(x, lanes_of<(L ^ S)...>(x, x));
+    if constexpr (S > 1) return largest_by<S / 2>(x, lanes);
+    else return x;
+}
+static inline float largest(F x) { return largest_by<LANES / 2>(x, std::make_integer_sequence<int, LANES>{})[0]; }
+
 static inline float sum_of(F x) {
     float sum[LANES];
     store(sum, x);
@@ -84,21 +94,17 @@ static inline float sum_of(F x) {
         for (int i = 0; i < n; i++) sum[i] += sum[i + n];
     return sum[0];
 }
-static inline float largest(F x) {
-    float of[LANES];
-    store(of, x);
-    return *std::max_element(of, of + LANES);
-}
 
-// 2^x for -126 <= x <= 126, relative error below 2e-7; less is as -126, and more as 126
-static inline F exp2_of(F x) {
-    const float magic = 12582912.f; // 1.5 * 2^23: adding it rounds to whole numbers
-    x = x < -126.f ? all(-126.f) : x > 126.f ? all(126.f) : x; // NaN stays
+// 2^x for -126 <= x <= 126, relative error below 2e-7; NaN stays
+static inline F exp2_within(F x) {
+    const float magic = 12583039.f; // 1.5 * 2^23 + 127: adding it rounds to whole numbers, biased as exponents are
     const F shifted = x + magic, f = x - (shifted - magic); // -0.5 .. 0.5
-    F y = all(1.5252734e-5f);
-    for (float c : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f}) y = more(all(c), y, f);
-    return x == x ? (F)((I)y + ((I)shifted << 23)) : x; // a NaN's own bits would reach the exponent
+    F y = all(1.5345812e-4f);
+    for (float c : {1.3399931e-3f, 9.6184890e-3f, 5.5503288e-2f, 2.4022647e-1f, 6.9314721e-1f, 1.f}) y = more(all(c), y, f);
+    return y * (F)((I)shifted << 23);
 }
+// less is as -126, and more as 126
+static inline F exp2_of(F x) { return exp2_within(x < -126.f ? all(-126.f) : x > 126.f ? all(126.f) : x); }
 
 // GCC takes these apart unless they are named
 static inline F widened(const bf16* x) {
@@ -187,5 +193,18 @@ static inline I pairs(I sum, I a, I b) {
 #else
     return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
+}
+
+// of(n, m) for n rows from m on, until all M are done, in parts as even as they can be, of N at most.
+template <int N, class Of> static inline void of_rows(int64_t n, int64_t m, const Of& of) {
+    if (n == N) of(std::integral_constant<int, N>{}, m);
+    else if constexpr (N > 1) of_rows<N - 1>(n, m, of);
+}
+template <int N, class Of> static inline void in_parts(int64_t m, int64_t M, const Of& of) {
+    for (int64_t left = (M - m + N - 1) / N; left; left--) {
+        const int64_t n = (M - m + left - 1) / left;
+        of_rows<N>(n, m, of);
+        m += n;
+    }
 }
 }

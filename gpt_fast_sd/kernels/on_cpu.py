@@ -26,7 +26,7 @@ LEAST = -1e30  # a finite maximum for a query that sees nothing: its weights are
 
 def cpp_serves(q: Tensor, k: Tensor) -> bool:
     """Whether this code attends with the C++ kernel: if it is being traced, or the kernel is there already."""
-    return (torch.compiler.is_compiling() or is_here(q.shape[-1], q.dtype)) and cpu_attention_fits(q, k)
+    return (torch.compiler.is_compiling() or is_here(q.shape[-1], q.dtype, k.dtype)) and cpu_attention_fits(q, k)
 
 
 def attend(

@@ -38,21 +38,27 @@ cpu_build, cpu_layers, cpu_linear, cpu_sets = (
 PAGE = cpu.PAGE
 GROUPS = (1, 2, 3, 4, 5, 7, 8)
 HEAD_DIMS = (64, 128)
-KEY_SPLIT = 4096  # of the kernel: SPLIT in cpu_attention.cpp
-TILE = 64
+KEY_SPLIT, TILE = 4096, 64  # of the kernel in cpu_attention.cpp; in that for any CPU half of both
+ANOTHER = "avx512_bf16, as of another maker than Intel"
 
 
 def why_not() -> str:
     return "" if cpu.available(64) else "no compiler here builds the kernel"
 
 
-@pytest.fixture(scope="module", params=cpu_sets.SETS, ids=lambda one: one.name)
+@pytest.fixture(scope="module", params=[*(one.name for one in cpu_sets.SETS), ANOTHER])
 def body(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With each instruction set that this CPU has."""
-    if not request.param.has():
-        pytest.skip(f"no {request.param.name} here")
-    with forced(request.param.name):
-        yield
+    """With each instruction set that this CPU has, and with kernels that Intel's CPUs do not take for bf16."""
+    name = request.param.partition(",")[0]
+    if not next(one for one in cpu_sets.SETS if one.name == name).has():
+        pytest.skip(f"no {name} here")
+    if request.param == ANOTHER and not cpu_sets.is_intel():
+        pytest.skip("this is one")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == ANOTHER:
+            patch.setattr(cpu_sets, "is_intel", lambda: False)
+        with forced(name):
+            yield
 
 
 @contextlib.contextmanager
@@ -135,7 +141,8 @@ def test_attention_is_that_of_fp64_for_any_number_of_queries(head_dim: int, grou
 
 
 EDGES = [
-    edge + by for edge in (TILE, 2 * TILE, KEY_SPLIT - TILE, KEY_SPLIT, KEY_SPLIT + TILE, 2 * KEY_SPLIT)
+    edge + by for edge in (TILE // 2, TILE, 2 * TILE, KEY_SPLIT // 2, KEY_SPLIT - TILE, KEY_SPLIT, KEY_SPLIT + TILE,
+                           2 * KEY_SPLIT)
     for by in (-2, -1, 0, 1)
 ]  # fmt: skip
 
@@ -143,7 +150,7 @@ EDGES = [
 @needs_kernel
 @pytest.mark.parametrize(("head_dim", "n_tokens"), few([(64, 1), (64, 3), (128, 2)], [(64, 3)]))
 def test_rows_may_end_anywhere_around_the_edges_of_tiles_and_splits(head_dim: int, n_tokens: int) -> None:
-    for ends in ([2, *EDGES[:8]], EDGES[8:16], EDGES[16:]):
+    for ends in ([2, *EDGES[:8]], EDGES[8:16], EDGES[16:24], EDGES[24:]):
         case = Case(ends, n_tokens=n_tokens, n_kv=1, group=2, head_dim=head_dim, capacity=2 * KEY_SPLIT + TILE)
         n_keys = max(ends) + 1
         assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, n_keys), case.expected())
@@ -307,7 +314,7 @@ def test_of_listed_entries_each_query_sees_those_before_it(n_tokens: int, run: i
 def test_more_entries_than_a_split_may_be_listed(run: int) -> None:
     case = Case([6000, 4200], n_kv=1, group=2)
     case.k, case.v = case.finite()
-    for n in (KEY_SPLIT - 1, KEY_SPLIT, KEY_SPLIT + 1):
+    for n in (edge + by for edge in (KEY_SPLIT // 2, KEY_SPLIT) for by in (-1, 0, 1)):
         index = listing(case, n, run)
         assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
 
@@ -377,7 +384,7 @@ def test_the_operators_pass_torchs_own_checks() -> None:
 @pytest.fixture
 def rebuilt() -> Iterator[None]:
     """Ask again whether the kernel can be built, and again when the test is over."""
-    caches = (cpu_build.builds, cpu_build.library, cpu.kernel_for)
+    caches = (cpu_build.builds, cpu_build.library, cpu.kernel_for, cpu_sets._best_or)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -521,7 +528,8 @@ def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkey
 
 def test_a_cpu_without_avx512_gets_the_kernel_for_any(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert cpu.source_for(64, torch.bfloat16) == cpu.ANY
+    monkeypatch.delenv(cpu_sets.VARIABLE, raising=False)
+    assert cpu.source_for(64, torch.bfloat16, torch.bfloat16) == cpu.ANY
     assert cpu_sets.chosen().name not in ("amx", "avx512_bf16")
     monkeypatch.undo()
 

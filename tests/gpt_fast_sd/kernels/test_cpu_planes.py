@@ -145,7 +145,7 @@ def test_queries_of_two_bytes_lose_nothing_that_bf16_holds(head_dim: int, tail: 
         exact, _ = case.expected()
         off = (case.attend().double() - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
         errors[fine] = float(off.max())
-    narrow = cpu.source_for(head_dim, torch.bfloat16) == cpu.SOURCE  # elsewhere queries are fp32 anyway
+    narrow = cpu.source_for(head_dim, torch.bfloat16, torch.uint8) == cpu.SOURCE  # elsewhere queries are fp32 anyway
     assert errors[True] < 0.01 and (errors[False] > 3 * errors[True] if narrow else errors[False] == errors[True])
 
 
