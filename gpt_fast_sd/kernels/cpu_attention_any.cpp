@@ -92,12 +92,27 @@ static void join(const uint8_t* upper, const uint8_t* lower, float* to) {
     }
 }
 
+// The lines of the next tile that rows from .. to of n_rows ask for, a few at each of so many steps, so that they come while
+// this tile is multiplied. All at once they would hold up what is read meanwhile.
+struct Ahead {
+    const char* line;
+    int64_t left, each;
+    Ahead(const char* next, int64_t bytes, int64_t from, int64_t to, int64_t n_rows, int64_t steps) {
+        const int64_t lines = (bytes + 63) / 64, first = lines * from / n_rows;
+        line = next + 64 * first, left = lines * to / n_rows - first, each = (left + steps - 1) / steps;
+    }
+    void ask() {
+        for (int64_t i = 0; i < each && left; i++, left--, line += 64) __builtin_prefetch(line);
+    }
+};
+
 // N rows' scores over a tile.
-template <int N> static inline void score(const Tile& tile, Query* queries) {
+template <int N> static inline void score(const Tile& tile, Query* queries, Ahead keys) {
     constexpr int C = std::min(WIDE, TILE / LANES);
     for (int j = 0; j < TILE && j < tile.n; j += C * LANES) {
         F sum[N][C] = {};
         for (int h = 0; h < H; h++) {
+            keys.ask();
             F key[C];
 #pragma GCC unroll 4
             for (int c = 0; c < C; c++) key[c] = load<F>(tile.key + h * TILE + j + c * LANES);
@@ -147,13 +162,14 @@ template <bool WHOLE> static inline float soften(const Tile& tile, Row& row, flo
 }
 
 // C vectors of N rows' outputs take in the values of a tile.
-template <int N, int C> static inline void mix(const Tile& tile, int from, Row* rows, const Query* queries, const float* shrink) {
+template <int N, int C> static inline void mix(const Tile& tile, int from, Row* rows, const Query* queries, const float* shrink, Ahead& values) {
     F out[N][C];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) out[r][c] = load<F>(rows[r].out + from + c * LANES) * shrink[r];
     for (int j = 0; j < tile.n; j++) {
+        values.ask();
         F value[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) value[c] = load<F>(tile.value + j * H + from + c * LANES);
@@ -170,28 +186,23 @@ template <int N, int C> static inline void mix(const Tile& tile, int from, Row* 
         for (int c = 0; c < C; c++) store(rows[r].out + from + c * LANES, out[r][c]);
 }
 
-// A row's share of the next tile, so that it comes while this one is multiplied.
-static inline void ask(const char* next, int64_t bytes, int64_t row, int64_t n_rows) {
-    const int64_t lines = (bytes + 63) / 64;
-    for (int64_t i = lines * row / n_rows; i < lines * (row + 1) / n_rows; i++) __builtin_prefetch(next + 64 * i);
-}
-
-template <int N> static void read_rows(const Tile& tile, Row* rows, Query* queries, float* page_sum, float* page_max) {
-    score<N>(tile, queries);
+// Rows from .. from + N of n_rows.
+template <int N> static void read_rows(const Tile& tile, Row* rows, Query* queries, float* page_sum, float* page_max, int64_t from, int64_t n_rows) {
+    constexpr int REST = VECTORS % WIDE, PARTS = VECTORS / WIDE + (REST > 0);
+    score<N>(tile, queries, Ahead(tile.next_key, tile.next, from, from + N, n_rows, H));
     float shrink[N];
     for (int r = 0; r < N; r++) {
         const auto of_row = tile.last <= rows[r].limit ? soften<true> : soften<false>;
         shrink[r] = of_row(tile, rows[r], queries[r].weight, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
     }
-    constexpr int REST = VECTORS % WIDE;
-    for (int c = 0; c < VECTORS - REST; c += WIDE) mix<N, WIDE>(tile, c * LANES, rows, queries, shrink);
-    if constexpr (REST) mix<N, REST>(tile, (VECTORS - REST) * LANES, rows, queries, shrink);
+    Ahead values(tile.next_value, tile.next, from, from + N, n_rows, TILE * PARTS);
+    for (int c = 0; c < VECTORS - REST; c += WIDE) mix<N, WIDE>(tile, c * LANES, rows, queries, shrink, values);
+    if constexpr (REST) mix<N, REST>(tile, (VECTORS - REST) * LANES, rows, queries, shrink, values);
 }
 
 static void read_tile(const Tile& tile, Row* rows, Query* queries, int64_t n_rows, float* page_sum, float* page_max) {
     in_parts<ROWS>(0, n_rows, [&](auto n, int64_t r) {
-        for (int i = 0; i < n(); i++) ask(tile.next_key, tile.next, r + i, n_rows), ask(tile.next_value, tile.next, r + i, n_rows);
-        read_rows<n()>(tile, rows + r, queries + r, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
+        read_rows<n()>(tile, rows + r, queries + r, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr, r, n_rows);
     });
 }
 
