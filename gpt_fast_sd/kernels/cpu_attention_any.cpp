@@ -25,14 +25,31 @@ struct Row { // one query of a split
     int32_t limit; // last position it may see
 };
 
+// The lines of the next tile, if it is in one piece: asked for a few at a time all through this one, so that they come
+// meanwhile. A core waits for no more than some at once, and asked for together they would hold up what is read.
+struct Ahead {
+    const char *key, *value;
+    int64_t keys, values; // lines that are left of each
+    int64_t each, owed; // 1,024ths of a line: for a product of vectors, and so far
+
+    Ahead() = default;
+    Ahead(const char* key, const char* value, int64_t bytes, int64_t products) : key(key), value(value), keys((bytes + 63) / 64), values(keys) {
+        each = 1024 * 2 * keys / products + 1, owed = 0;
+    }
+    void ask(int64_t products) { // that are done meanwhile
+        owed += each * products;
+        for (; owed >= 1024 && keys; owed -= 1024, keys--, key += 64) __builtin_prefetch(key);
+        for (; owed >= 1024 && values; owed -= 1024, values--, value += 64) __builtin_prefetch(value);
+    }
+};
+
 struct Tile {
     const float *key, *value; // [H, TILE], [TILE, H]
     alignas(64) float key_scale[TILE], value_scale[TILE];
     alignas(64) int32_t position[TILE]; // NOWHERE: does not exist
     int32_t last; // the largest of these
     int n; // entries from n on do not exist
-    const char *next_key, *next_value; // what the next tile reads, so many bytes of each: 0 if it is not in one piece
-    int64_t next;
+    mutable Ahead ahead;
 };
 
 // LANES numbers of a dtype, from number i on.
@@ -92,27 +109,13 @@ static void join(const uint8_t* upper, const uint8_t* lower, float* to) {
     }
 }
 
-// The lines of the next tile that rows from .. to of n_rows ask for, a few at each of so many steps, so that they come while
-// this tile is multiplied. All at once they would hold up what is read meanwhile.
-struct Ahead {
-    const char* line;
-    int64_t left, each;
-    Ahead(const char* next, int64_t bytes, int64_t from, int64_t to, int64_t n_rows, int64_t steps) {
-        const int64_t lines = (bytes + 63) / 64, first = lines * from / n_rows;
-        line = next + 64 * first, left = lines * to / n_rows - first, each = (left + steps - 1) / steps;
-    }
-    void ask() {
-        for (int64_t i = 0; i < each && left; i++, left--, line += 64) __builtin_prefetch(line);
-    }
-};
-
 // N rows' scores over a tile.
-template <int N> static inline void score(const Tile& tile, Query* queries, Ahead keys) {
+template <int N> static inline void score(const Tile& tile, Query* queries) {
     constexpr int C = std::min(WIDE, TILE / LANES);
     for (int j = 0; j < TILE && j < tile.n; j += C * LANES) {
         F sum[N][C] = {};
         for (int h = 0; h < H; h++) {
-            keys.ask();
+            if (h % 8 == 0) tile.ahead.ask(8 * N * C);
             F key[C];
 #pragma GCC unroll 4
             for (int c = 0; c < C; c++) key[c] = load<F>(tile.key + h * TILE + j + c * LANES);
@@ -162,14 +165,14 @@ template <bool WHOLE> static inline float soften(const Tile& tile, Row& row, flo
 }
 
 // C vectors of N rows' outputs take in the values of a tile.
-template <int N, int C> static inline void mix(const Tile& tile, int from, Row* rows, const Query* queries, const float* shrink, Ahead& values) {
+template <int N, int C> static inline void mix(const Tile& tile, int from, Row* rows, const Query* queries, const float* shrink) {
     F out[N][C];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) out[r][c] = load<F>(rows[r].out + from + c * LANES) * shrink[r];
     for (int j = 0; j < tile.n; j++) {
-        values.ask();
+        if (j % 8 == 0) tile.ahead.ask(8 * N * C);
         F value[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) value[c] = load<F>(tile.value + j * H + from + c * LANES);
@@ -186,23 +189,21 @@ template <int N, int C> static inline void mix(const Tile& tile, int from, Row* 
         for (int c = 0; c < C; c++) store(rows[r].out + from + c * LANES, out[r][c]);
 }
 
-// Rows from .. from + N of n_rows.
-template <int N> static void read_rows(const Tile& tile, Row* rows, Query* queries, float* page_sum, float* page_max, int64_t from, int64_t n_rows) {
-    constexpr int REST = VECTORS % WIDE, PARTS = VECTORS / WIDE + (REST > 0);
-    score<N>(tile, queries, Ahead(tile.next_key, tile.next, from, from + N, n_rows, H));
+template <int N> static void read_rows(const Tile& tile, Row* rows, Query* queries, float* page_sum, float* page_max) {
+    constexpr int REST = VECTORS % WIDE;
+    score<N>(tile, queries);
     float shrink[N];
     for (int r = 0; r < N; r++) {
         const auto of_row = tile.last <= rows[r].limit ? soften<true> : soften<false>;
         shrink[r] = of_row(tile, rows[r], queries[r].weight, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
     }
-    Ahead values(tile.next_value, tile.next, from, from + N, n_rows, TILE * PARTS);
-    for (int c = 0; c < VECTORS - REST; c += WIDE) mix<N, WIDE>(tile, c * LANES, rows, queries, shrink, values);
-    if constexpr (REST) mix<N, REST>(tile, (VECTORS - REST) * LANES, rows, queries, shrink, values);
+    for (int c = 0; c < VECTORS - REST; c += WIDE) mix<N, WIDE>(tile, c * LANES, rows, queries, shrink);
+    if constexpr (REST) mix<N, REST>(tile, (VECTORS - REST) * LANES, rows, queries, shrink);
 }
 
 static void read_tile(const Tile& tile, Row* rows, Query* queries, int64_t n_rows, float* page_sum, float* page_max) {
     in_parts<ROWS>(0, n_rows, [&](auto n, int64_t r) {
-        read_rows<n()>(tile, rows + r, queries + r, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr, r, n_rows);
+        read_rows<n()>(tile, rows + r, queries + r, page_sum ? page_sum + r * PAGES : nullptr, page_sum ? page_max + r : nullptr);
     });
 }
 
@@ -255,11 +256,15 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
         }
     }
     tile.key = at.key, tile.value = at.value;
-    tile.next = named ? 0 : std::max<int64_t>(0, std::min<int64_t>(TILE, n_keys - start - TILE)) * entry;
-    tile.next_key = keys + (start + TILE) * entry, tile.next_value = values + (start + TILE) * entry;
+    const int64_t next = start + TILE, n_next = named ? 0 : std::clamp<int64_t>(n_keys - next, 0, TILE);
+    constexpr int64_t OF_ROW = 2 * TILE * VECTORS, OF_KEY = 4 * OF_ROW / TILE; // to gather a tile takes as long as four rows
+    tile.ahead = Ahead(keys + next * entry, values + next * entry, n_next * entry, (a.G * a.T + 4) * OF_ROW);
     const bool in_order = !named && !a.k_low;
     if (in_order && a.k_dtype == FP32) tile.value = (const float*)(values + start * entry);
-    else if (in_order) widen(a.k_dtype, values + start * entry, at.value, (int64_t)tile.n * H);
+    for (int j = 0; j < tile.n && in_order && a.k_dtype != FP32; j++) {
+        tile.ahead.ask(OF_KEY / 2);
+        widen(a.k_dtype, values + (start + j) * entry, at.value + j * H, H);
+    }
     const bool together = !a.k_scale || (!named && tile.n == TILE); // scales
     for (int j = 0; j < TILE && together; j += LANES) {
         store(tile.key_scale + j, a.k_scale ? of_halves(a.k_scale + scales + start + j) : all(1.f));
@@ -274,21 +279,23 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
             const int64_t place = named ? std::clamp<int64_t>(named[j], 0, a.S - 1) : start + j;
             if (!together) tile.key_scale[j] = of_half(a.k_scale[scales + place]), tile.value_scale[j] = of_half(a.v_scale[scales + place]);
             if (in_order) continue;
-            const char *first = exists ? keys + place * entry : zeros, *value = exists ? values + place * entry : zeros;
-            key[j - from] = first;
+            tile.ahead.ask(OF_KEY / 2);
+            const char* value = exists ? values + place * entry : zeros;
             float* to = at.value + j * H;
+            key[j - from] = exists ? keys + place * entry : zeros;
             if (a.k_low) {
                 const bool whole = exists && place >= whole_from;
                 float* joined = at.joined + (j - from) * H;
-                key[j - from] = exists ? (const char*)joined : zeros;
-                join((const uint8_t*)first, whole ? a.k_low + of_head + place * entry : nullptr, joined);
+                join((const uint8_t*)key[j - from], whole ? a.k_low + of_head + place * entry : nullptr, joined);
                 join((const uint8_t*)value, whole ? a.v_low + of_head + place * entry : nullptr, to);
+                key[j - from] = exists ? (const char*)joined : zeros;
                 if (!exists) memset(to, 0, 4 * H);
             } else {
                 widen(a.k_dtype, value, to, H);
             }
         }
         of(a.k_low ? FP32 : a.k_dtype, [&](auto d) { turn_keys<decltype(d)::value>(key, at.key + from); });
+        tile.ahead.ask(OF_KEY / 2 * LANES);
     }
     for (int j = tile.n; j < TILE; j++) tile.key_scale[j] = tile.value_scale[j] = 1.f; // any number
 }
