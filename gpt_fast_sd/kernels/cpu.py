@@ -46,9 +46,12 @@ def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
 
 
 @constant_where_traced
-def available(head_dim: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether this CPU and its compiler support the instructions of the kernel for a head dim and these dtypes."""
-    return builds(source_for(head_dim, dtype, kv_dtype), head_dim)
+def available(head_dim: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> bool:
+    """Whether this CPU and its compiler support the instructions of the kernel for a head dim and these dtypes.
+
+    kv_dtype: of the cache, if it is another.
+    """
+    return builds(source_for(head_dim, dtype, kv_dtype or dtype), head_dim)
 
 
 @constant_where_traced

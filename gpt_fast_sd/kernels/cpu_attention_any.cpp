@@ -10,7 +10,7 @@
 namespace {
 constexpr int H = HEAD_DIM, VECTORS = H / LANES;
 static_assert(H % 16 == 0 && H <= 256);
-constexpr int TILE = 32, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 2048; // a tile widened stays in L1
+constexpr int TILE = 32, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 2048; // a tile of up to 64 dims stays in L1, widened
 constexpr float LOWEST = -0x1p126f; // finite, so that the difference of two is no NaN; scaled it stays exact
 constexpr float LEAST = -100.f; // of a weight's logarithm; less counts as 0: what it is multiplied by may be small, too
 constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
@@ -25,7 +25,7 @@ struct Row { // one query of a split
     int32_t limit; // last position it may see
 };
 
-// The lines of the next tile, if it is in one piece: asked for a few at a time all through this one, so that they come
+// The lines of the next tile, where keys are read in order: asked for a few at a time all through this one, so that they come
 // meanwhile. A core waits for no more than some at once, and asked for together they would hold up what is read.
 struct Ahead {
     const char *key, *value;
@@ -227,15 +227,15 @@ struct Scratch {
     Tile tile;
 };
 
-// The tile of kv head `head` of batch row b that begins at `start`, n_keys being its entries in all.
-static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_t n_keys, Scratch& at) {
+// The tile of kv head `head` of batch row b that begins at `start`, of a split that ends at `end`.
+static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_t end, Scratch& at) {
     const int64_t number = a.k_dtype == INT8 ? 1 : a.k_dtype == FP32 ? 4 : 2, of_head = (b * a.kv_b + head * a.kv_k) * number;
     const int64_t entry = a.entry(), scales = b * a.scale_b + head * a.scale_k;
     const char *keys = (const char*)a.k + of_head, *values = (const char*)a.v + of_head;
     const int64_t* named = a.index ? a.index + (b * a.K + head) * a.M + start : nullptr;
     const int64_t whole_from = a.tail ? a.pos[b * a.T] - a.tail + 1 : 0; // before: read of the upper plane alone
     Tile& tile = at.tile;
-    tile.n = (int)std::min<int64_t>(TILE, n_keys - start);
+    tile.n = (int)std::min<int64_t>(TILE, end - start);
     if (!named) {
         const int32_t last = (int32_t)start + tile.n - 1;
         for (int j = 0; j < TILE; j += LANES) {
@@ -256,9 +256,9 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
         }
     }
     tile.key = at.key, tile.value = at.value;
-    const int64_t next = start + TILE, n_next = named ? 0 : std::clamp<int64_t>(n_keys - next, 0, TILE);
+    const int64_t n_next = named ? 0 : std::clamp<int64_t>(end - start - TILE, 0, TILE), next = n_next ? (start + TILE) * entry : 0;
     constexpr int64_t OF_ROW = 2 * TILE * VECTORS, OF_KEY = 4 * OF_ROW / TILE; // to gather a tile takes as long as four rows
-    tile.ahead = Ahead(keys + next * entry, values + next * entry, n_next * entry, (a.G * a.T + 4) * OF_ROW);
+    tile.ahead = Ahead(keys + next, values + next, n_next * entry, (a.G * a.T + 4) * OF_ROW);
     const bool in_order = !named && !a.k_low;
     if (in_order && a.k_dtype == FP32) tile.value = (const float*)(values + start * entry);
     for (int j = 0; j < tile.n && in_order && a.k_dtype != FP32; j++) {
@@ -273,7 +273,7 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
     static const char zeros[4 * H] = {}; // what does not exist counts as 0, whatever lies there
     for (int from = 0; from < tile.n; from += LANES) {
         const char* key[LANES];
-        for (int i = 0; i < LANES; i++) key[i] = from + i < tile.n ? keys + (start + from + i) * entry : zeros;
+        for (int i = 0; i < LANES; i++) key[i] = !named && from + i < tile.n ? keys + (start + from + i) * entry : zeros;
         for (int j = from; j < std::min(from + LANES, tile.n) && !(in_order && together); j++) {
             const bool exists = !named || named[j] >= 0;
             const int64_t place = named ? std::clamp<int64_t>(named[j], 0, a.S - 1) : start + j;
@@ -375,7 +375,7 @@ static void attend(const Call& a, float scale, int threads) {
             n_keys = a.index ? M : std::min(n_keys, M);
             const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
             for (int64_t start = split * SPLIT; start < end; start += TILE) {
-                gather(a, b, head, start, n_keys, at);
+                gather(a, b, head, start, end, at);
                 const int64_t n = (bk * n_tiles + start / TILE) * R;
                 read_tile(at.tile, rows, queries.data(), R, page_sum ? page_sum + n * PAGES : nullptr, page_max ? page_max + n : nullptr);
             }

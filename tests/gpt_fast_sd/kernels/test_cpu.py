@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_rows_may_end_anywhere_around_the_edges_of_tiles_and_splits(head_dim: in
 
 
 @needs_kernel
-@pytest.mark.parametrize("capacity", [1, 2, 63, 64, 65, 100, 4095, 4096, 4097, 4160])
+@pytest.mark.parametrize("capacity", [1, 2, 31, 33, 63, 64, 65, 100, 2047, 2049, 4095, 4096, 4097, 4160])
 def test_a_cache_may_end_anywhere_and_nothing_past_it_is_read(capacity: int) -> None:
     case = Case([capacity - 1, capacity // 2], n_kv=2, group=3, capacity=capacity)
     assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, capacity), case.expected())
@@ -184,7 +185,7 @@ def test_queries_may_stand_in_any_order_and_at_position_0() -> None:
 
 @needs_kernel
 def test_no_value_and_no_key_past_a_row_reaches_it_whatever_it_is() -> None:
-    for end in (0, 1, 62, 63, 64, 200, 4095, 4096):
+    for end in (0, 1, 30, 31, 32, 62, 63, 64, 200, 2047, 2048, 4095, 4096):
         case = Case([end, 4200], n_tokens=1, n_kv=1, head_dim=128)
         expected = case.expected()
         for bad in (float("nan"), float("inf"), float("-inf"), 3e38):
@@ -524,6 +525,24 @@ def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkey
     monkeypatch.undo()  # the rest of a step is compiled all the same
     step, graphs = traced(attend_all_ways)
     assert all(x.isfinite().all() for x in step(*a_step(2), 16)) and n_kernels(graphs[0]) == 0
+
+
+def test_a_maker_decides_which_kernel_bf16_caches_get(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16, others = torch.bfloat16, (torch.int8, torch.uint8)
+    monkeypatch.delenv(cpu_sets.VARIABLE, raising=False)
+    monkeypatch.setattr(cpu, "builds", lambda *_: True)
+    for name, of_intel in itertools.product(("amx", "avx512_bf16"), (True, False)):
+        best = next(one for one in cpu_sets.SETS if one.name == name)
+        monkeypatch.setattr(cpu_sets, "_best_or", lambda _, best=best: best)
+        monkeypatch.setattr(cpu_sets, "is_intel", lambda of_intel=of_intel: of_intel)
+        monkeypatch.setattr(cpu, "chosen", cpu_sets.chosen)
+        wide = cpu.ANY if of_intel and name != "amx" else cpu.SOURCE
+        assert cpu.source_for(64, bf16, bf16) == wide
+        assert {cpu.source_for(128, bf16, one) for one in others} == {cpu.SOURCE}
+        assert cpu.source_for(80, bf16, torch.int8) == cpu.source_for(64, torch.float32, torch.float32) == cpu.ANY
+        assert (wide, 64) in cpu_linear.cpu_kernels(64, bf16) and (cpu.SOURCE, 64) in cpu_linear.cpu_kernels(
+            64, bf16, kv_dtype=torch.int8
+        )
 
 
 def test_a_cpu_without_avx512_gets_the_kernel_for_any(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:

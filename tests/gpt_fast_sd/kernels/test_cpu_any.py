@@ -22,13 +22,14 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.kernels import dequantize_blocks, int4_by_sums, int8_linear, quantize_blocks, quantize_rows
+from gpt_fast_sd.model import as_planes
 from gpt_fast_sd.target import reads_own_keys
 from tests.gpt_fast_sd.kernels.references import attend_reference
 from tests.gpt_fast_sd.kernels.test_cpu import forced
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
-cpu, cpu_linear, cpu_sets = (
-    importlib.import_module(f"gpt_fast_sd.kernels.{name}") for name in ("cpu", "cpu_linear", "cpu_sets")
+cpu, cpu_linear, cpu_sets, planes = (
+    importlib.import_module(f"gpt_fast_sd.kernels.{name}") for name in ("cpu", "cpu_linear", "cpu_sets", "planes")
 )  # behind the door
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # what an output's rounding costs, or in fp32 all sums and an exp2
@@ -82,6 +83,29 @@ def test_attention_is_that_of_fp64_for_every_dtype_and_head_dim(instructions: st
             last = pos[:, -1:, None].expand(-1, 2, -1)
             listed = torch.where(every <= last, every, -1)
             assert cpu.cpu_attention_at(q, k, v, listed, pos, *beside).equal(got)
+
+
+@pytest.mark.parametrize("head_dim", few(HEAD_DIMS, [16, 48, 80, 256]))
+def test_planes_give_the_bits_of_bytes_and_drafts_what_the_upper_one_says(instructions: str, head_dim: int) -> None:
+    pos, n_keys = torch.tensor([[40, 41], [2050, 2051]]), 2112
+    q = noise(2, 6, 2, head_dim, seed=1).to(BF16)
+    (k, k_scale), (v, v_scale) = (quantized(noise(2, 2, n_keys, head_dim, seed=seed)) for seed in (2, 3))
+    (k_upper, k_low), (v_upper, v_low) = (as_planes(x) for x in (k, v))
+    beside = k_scale, v_scale, k_low, v_low
+    whole = cpu.cpu_attention(q, k, v, pos, n_keys, k_scale, v_scale)
+    assert cpu.cpu_attention(q, k_upper, v_upper, pos, n_keys, *beside).equal(whole)
+    tail = 17
+    read = torch.arange(n_keys) >= planes.first_whole(pos, tail)[:, None, None]  # [B, 1, S]
+    keys, values = (
+        planes.drafted(upper, low, read.expand(-1, 2, -1), torch.float64) * scale.double()[..., None]
+        for upper, low, scale in ((k_upper, k_low, k_scale), (v_upper, v_low, v_scale))
+    )
+    expected, size = attend_reference(q, keys, values, pos), attend_reference(q, keys, values.abs(), pos)
+    got = cpu.cpu_attention(q, k_upper, v_upper, pos, n_keys, *beside, tail)
+    assert ((got.double() - expected).abs() <= 1.05 * ROUNDING[BF16] * size + 1e-6).all()
+    every = torch.arange(n_keys).expand(2, 2, -1)
+    listed = torch.where(every <= pos[:, -1:, None], every, -1)
+    assert cpu.cpu_attention_at(q, k_upper, v_upper, listed, pos, *beside, tail).equal(got)
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -147,8 +147,9 @@ def test_normal_queries_cost_two_hundredths_of_the_output(head_dim: int, group: 
 @needs_kernel
 @pytest.mark.parametrize(("head_dim", "n_tokens"), [(64, 3), (128, 1)])
 def test_rows_may_end_anywhere_around_the_edges_of_tiles_and_splits(head_dim: int, n_tokens: int) -> None:
-    edges = [edge + by for edge in (TILE, KEY_SPLIT - TILE, KEY_SPLIT, KEY_SPLIT + TILE) for by in (-2, -1, 0, 1)]
-    for ends in ([2, *edges[:8]], edges[8:]):
+    middles = TILE // 2, TILE, KEY_SPLIT // 2, KEY_SPLIT - TILE, KEY_SPLIT, KEY_SPLIT + TILE
+    edges = [edge + by for edge in middles for by in (-2, -1, 0, 1)]
+    for ends in ([2, *edges[:8]], edges[8:16], edges[16:]):
         case = Case(ends, n_tokens=n_tokens, n_kv=1, head_dim=head_dim)
         assert is_close(case.attend(), case.expected())
 

@@ -89,7 +89,8 @@ def test_a_draft_reads_the_upper_plane_and_the_last_entries_whole(head_dim: int,
 @needs_kernel
 @pytest.mark.parametrize("tail", [1, 17, TAIL, 1000])
 def test_the_tail_may_begin_anywhere(tail: int) -> None:
-    edges = [edge + by for edge in (TILE, KEY_SPLIT - TILE, KEY_SPLIT, KEY_SPLIT + TILE) for by in (-1, 0, 1)]
+    middles = TILE // 2, TILE, KEY_SPLIT // 2, KEY_SPLIT - TILE, KEY_SPLIT, KEY_SPLIT + TILE
+    edges = [edge + by for edge in middles for by in (-1, 0, 1)]
     case = Planes([2, *edges], tail=tail, n_kv=1, n_tokens=2)
     assert is_close(case.attend(), case.expected())
 
