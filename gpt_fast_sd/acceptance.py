@@ -76,10 +76,12 @@ def verify_sampled(
 
 def _n_leading(good: Tensor, max_accept: Tensor) -> Tensor:
     """How many of each row's first max_accept entries are true before a false one: [B, gamma], [B] -> int64 [B]."""
+    if not good.shape[1]:
+        return torch.zeros_like(max_accept)
     counted = torch.arange(good.shape[1], device=good.device) < max_accept[:, None]
     return (good & counted).cumprod(-1, dtype=torch.int64).sum(-1)
 
 
 def _each_row_at(x: Tensor, index: Tensor) -> Tensor:
     """x[b, index[b]] for every row b: [B, T, ...], int64 [B] -> [B, ...]."""
-    return x[torch.arange(x.shape[0], device=x.device), index]
+    return x[torch.arange(x.shape[0], device=x.device), index] if x.shape[1] > 1 else x[:, 0]

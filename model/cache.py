@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -108,12 +109,12 @@ class CacheLayer:
         """Positions that can ever be in view."""
         return self.k.shape[2] - SPLIT
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> int:
         """Bytes of one position of one slot."""
         return _bytes_of_a_token(self.buffers)
 
-    @property
+    @cached_property
     def bytes_per_entry(self) -> int:
         """Bytes that reading an entry takes that lies before the tail; without one, those of a position."""
         return _bytes_of_a_token(self.buffers[:4]) if self.tail else self.bytes_per_token

@@ -12,10 +12,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import all_gather, broadcast
 
+BLOCK = 256  # logits of which a CPU finds the largest value before it asks where that stands
+FEW = 2**14  # logits in all that it looks through one by one
+
 
 def rows_held(vocab_size: int, n_ranks: int) -> int:
     """Rows of the vocabulary on each of so many ranks: equal on all, so the last may hold rows of padding."""
     return -(-vocab_size // n_ranks)
+
+
+def first_best(x: Tensor) -> Tensor:
+    """x.argmax(-1), where ties go to the first and a NaN is the largest of all: [..., R] -> int64 [...].
+
+    On a CPU torch finds a largest value by vectors but its place one entry at a time, some 15 times as slowly: for 40
+    rows of 49,152 logits, 3 ms. So the place is sought among the largest of each block, and then inside one block.
+    """
+    n = x.shape[-1]
+    if x.device.type != "cpu" or n < 2 * BLOCK or x.numel() < FEW:
+        return x.argmax(-1)
+    n_whole = n // BLOCK * BLOCK
+    largest = x[..., :n_whole].unflatten(-1, (-1, BLOCK)).amax(-1)  # [..., n // BLOCK]
+    if n_whole < n:
+        largest = torch.cat([largest, x[..., n_whole:].amax(-1, keepdim=True)], -1)
+    start = largest.argmax(-1, keepdim=True) * BLOCK
+    place = (start + torch.arange(BLOCK)).clamp(max=n - 1)  # [..., BLOCK], past the end the last one again and again
+    first: Tensor = start + x.gather(-1, place).argmax(-1, keepdim=True)  # [..., 1]
+    return first[..., 0]
 
 
 class Vocabulary:
@@ -28,13 +50,13 @@ class Vocabulary:
     def argmax(self, logits: Tensor) -> Tensor:
         """The best token, ties go to the lowest id: fp32 [..., R] -> int64 [...]."""
         if self.mesh is None:
-            return logits.argmax(-1)
+            return first_best(logits)
         n_rows = logits.shape[-1]
         first = self.mesh.get_local_rank() * n_rows
         if self.size is not None and first + n_rows > self.size:  # rows of padding are never the best
             padding = torch.arange(first, first + n_rows, device=logits.device) >= self.size  # [R]
             logits = logits.masked_fill(padding, float("-inf"))
-        token = logits.argmax(-1)
+        token = first_best(logits)
         best = logits.gather(-1, token[..., None])[..., 0]
         # an id below 2**24 is exact in fp32; on a tie the first rank has the lowest ids
         pairs = torch.stack([best, (token + first).float()])  # [2, ...]

@@ -1,0 +1,66 @@
+"""The best token of each row of logits: what argmax finds, though a CPU does not look through a row one by one."""
+
+import math
+
+import pytest
+import torch
+from gpt_fast_sd.tp.vocab import BLOCK, FEW, Vocabulary, first_best
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt_fast_sd.tp import vocab
+
+SIZES = [1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 4096, 32_003, 49_152, 50_257]
+
+
+@pytest.fixture(params=[0, FEW], ids=["by blocks", "as it comes"])
+def _few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocab, "FEW", request.param)
+
+
+@pytest.mark.usefixtures("_few")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_argmax(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    for shape in ((size,), (1, size), (3, 2, size), (0, 2, size)):
+        x = torch.randn(shape).to(dtype)  # bf16 has ties
+        assert torch.equal(first_best(x), x.argmax(-1))
+    last = torch.full((2, size), -1.0).to(dtype)
+    last[:, -1] = 1
+    assert first_best(last).tolist() == [size - 1] * 2
+
+
+@pytest.mark.usefixtures("_few")
+@pytest.mark.parametrize("size", SIZES)
+def test_ties_go_to_the_first_and_nan_is_the_largest(size: int) -> None:
+    torch.manual_seed(size)
+    for values in ([1.0], [-math.inf], [math.inf], [0.0, -0.0], [1.0, math.inf], [0.0, math.nan], [math.inf, math.nan]):
+        rare = (torch.rand(8, size) < 4 / size).long() if len(values) > 1 else torch.zeros(8, size).long()
+        x = torch.tensor(values)[rare]
+        assert torch.equal(first_best(x), x.argmax(-1)), values
+
+
+@pytest.mark.usefixtures("_few")
+def test_rows_may_lie_apart() -> None:
+    x = torch.randn(6, 3, 1500)
+    for view in (x[::2, :, 100:1300], x.transpose(0, 1), torch.randn(1200, 5).T, torch.randn(1, 1200).expand(4, -1)):
+        assert torch.equal(first_best(view), view.argmax(-1))
+
+
+class Searches(TorchDispatchMode):
+    """Sizes of the rows that argmax looks through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.argmax.default:
+            self.sizes.append(args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_logits_are_not_looked_through_one_by_one() -> None:
+    with Searches() as searches:
+        Vocabulary().argmax(torch.zeros(8, 5, 49_152))
+    assert searches.sizes == [49_152 // BLOCK, BLOCK]
