@@ -18,7 +18,7 @@ from torch import Tensor
 from . import cpu as attention
 from . import cpu_sampling as sampling
 from .cpu_build import builds, constant_where_traced, is_built, library
-from .cpu_sets import chosen, widens
+from .cpu_sets import widens
 from .int4 import BLOCK, Int4
 
 SOURCE, ANY = (Path(__file__).with_name(name) for name in ("cpu_linear.cpp", "cpu_linear_any.cpp"))
@@ -41,7 +41,7 @@ def cpu_kernels(
     """
     attends = not head_dim % attention.PAGE and head_dim <= attention.MOST_DIMS and dtype in attention.DTYPES
     own = [(attention.source_for(head_dim, dtype, kv_dtype or dtype), head_dim)] if attends else []
-    drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY and chosen().own else []
+    drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY else []
     multiplies = [(one, 0) for one in dict.fromkeys((source(), source(whole=True), LAYERS))] if dtype == BF16 else []
     return (*own, *multiplies, *drawn)
 

@@ -1,4 +1,4 @@
-"""cpu_sampling.cpp as torch operators: logits to distributions, filters and all, and distributions to tokens.
+"""cpu_sampling_any.cpp as torch operators: logits to distributions, filters and all, and distributions to tokens.
 
 Plain tensor operations read and write the vocabulary some twenty times, and sort it for top-p; the kernel keeps what
 `likeliest` keeps (except for the last bit of an exp), by the same exact sums, while a row stays in a core's cache.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cpu_build import builds, constant_where_traced, library
 
-SOURCE = Path(__file__).with_name("cpu_sampling.cpp")
+SOURCE = Path(__file__).with_name("cpu_sampling_any.cpp")
 LEAST_VOCABULARY = 8192  # below it a model's own steps are small, too, and eager operations need no build
 
 _library = torch.library.Library("gpt_fast_sd", "FRAGMENT")
@@ -34,7 +34,7 @@ def cpu_sampling_fits(rows: Tensor) -> bool:
 
 @constant_where_traced
 def available() -> bool:
-    """Whether this CPU and its compiler support the instructions."""
+    """Whether the kernel can be built here, or is."""
     return builds(SOURCE)
 
 
@@ -54,13 +54,14 @@ def cpu_draw(p: Tensor, u: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernels() -> tuple[ctypes._CFuncPtr, ctypes._CFuncPtr]:  # type: ignore[name-defined]
+def kernels() -> tuple[ctypes._CFuncPtr, ctypes._CFuncPtr]:  # type: ignore[name-defined]
+    """Distributions and draws in C++."""
     built = library(SOURCE)()
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    built.distributions_cpu.argtypes = [pointer] * 6 + [size] * 2 + [ctypes.c_int]
-    built.draw_cpu.argtypes = [pointer] * 3 + [size] * 2 + [ctypes.c_int]
-    built.distributions_cpu.restype = built.draw_cpu.restype = None
-    return built.distributions_cpu, built.draw_cpu
+    built.distributions_any.argtypes = [pointer] * 6 + [size] * 2 + [ctypes.c_int]
+    built.draw_any.argtypes = [pointer] * 3 + [size] * 2 + [ctypes.c_int]
+    built.distributions_any.restype = built.draw_any.restype = None
+    return built.distributions_any, built.draw_any
 
 
 @torch.library.impl(_library, "cpu_distributions", "CPU")
@@ -71,7 +72,7 @@ def _distributions(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     logits, *held = (x.contiguous() for x in (logits, *filters))
     p = torch.empty_like(logits)
     pointers = [x.data_ptr() for x in (logits, *held, p)]
-    _kernels()[0](*pointers, *logits.shape, torch.get_num_threads())
+    kernels()[0](*pointers, *logits.shape, torch.get_num_threads())
     return p
 
 
@@ -80,7 +81,7 @@ def _draw(p: Tensor, u: Tensor) -> Tensor:
     assert p.dtype == u.dtype == torch.float32 and len(p) == len(u)
     p, u = p.contiguous(), u.contiguous()
     tokens = torch.empty(len(p), dtype=torch.int64)
-    _kernels()[1](p.data_ptr(), u.data_ptr(), tokens.data_ptr(), *p.shape, torch.get_num_threads())
+    kernels()[1](p.data_ptr(), u.data_ptr(), tokens.data_ptr(), *p.shape, torch.get_num_threads())
     return tokens
 
 

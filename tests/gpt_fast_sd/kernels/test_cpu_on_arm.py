@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.kernels import (
     dequantize_blocks,
     int4_by_sums,
@@ -28,12 +29,13 @@ from gpt_fast_sd.kernels import (
     quantize_rows,
     sets_of_this_kind,
 )  # fmt: skip
+from gpt_fast_sd.sampling import SamplingTable, draw, probabilities
 from tests.gpt_fast_sd.kernels.references import attend_reference
 from tests.gpt_fast_sd.kernels.test_cpu_any import BF16, FP16, FP32, ROUNDING, noise, quantized
 
-beforehand, cpu, cpu_build, cpu_linear = (
+beforehand, cpu, cpu_build, cpu_linear, cpu_sampling = (
     importlib.import_module(f"gpt_fast_sd.kernels.{name}")
-    for name in ("cpu_beforehand", "cpu", "cpu_build", "cpu_linear")
+    for name in ("cpu_beforehand", "cpu", "cpu_build", "cpu_linear", "cpu_sampling")
 )  # behind the door
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 pytestmark = [
@@ -46,7 +48,8 @@ def program(source: Path, head_dim: int, to: Path) -> Path:
     """The kernel with a program around it, for the least CPU that has NEON."""
     assert COMPILER
     plain = next(iter(sets_of_this_kind().values()))
-    code = cpu_build.text(source, head_dim, plain) + Path(__file__).with_name("on_arm.cpp").read_text()
+    named = "#define SAMPLES\n" * (source == cpu_sampling.SOURCE)
+    code = named + cpu_build.text(source, head_dim, plain) + Path(__file__).with_name("on_arm.cpp").read_text()
     command = [COMPILER, *beforehand.FLAGS, "-fopenmp", "-static", "-march=armv8-a", "-x", "c++", "-", "-o", str(to)]
     done = subprocess.run(command, input=code, text=True, capture_output=True, check=False)
     assert not done.returncode, done.stderr
@@ -117,6 +120,24 @@ def test_products_are_their_references(tmp_path: Path) -> None:
         gate, up = F.linear(x.double(), weight.double()).unflatten(-1, (-1, 2)).unbind(-1)
         got = product(x, pack(weight), None, None, None, gated=True)
         torch.testing.assert_close(got.double(), F.silu(gate) * up, rtol=2.0**-8, atol=1e-5)
+
+
+def test_what_is_drawn_is_what_tensors_keep_and_draw(tmp_path: Path) -> None:
+    built, n_vocab = program(cpu_sampling.SOURCE, 0, tmp_path / "sample"), 9001
+    filters = [(n_vocab, 1.0, 0.0), (50, 1.0, 0.0), (n_vocab, 0.9, 0.0), (n_vocab, 1.0, 0.05), (3000, 0.97, 0.01)]
+    n, u = len(filters), torch.arange(5) / 5 + 0.05
+    logits, held = noise(n, n_vocab, seed=1) * 3, SamplingTable.empty(n, n_vocab, torch.device("cpu"))
+    for slot, (top_k, top_p, min_p) in enumerate(filters):
+        held.assign(slot, SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p), slot, n_vocab)
+    expected = probabilities(logits, held, kernel=False)
+    least = held.min_p.log()
+    said = run(
+        built, [4 * n * n_vocab, 8 * n, n, n_vocab], [logits, held.temperature, held.top_k, held.top_p, least, u]
+    )
+    p = torch.frombuffer(bytearray(said[: -8 * n]), dtype=FP32).view(n, n_vocab)
+    assert (p > 0).equal(expected > 0)
+    torch.testing.assert_close(p, expected, rtol=1e-6, atol=1e-37)
+    assert torch.frombuffer(bytearray(said[-8 * n :]), dtype=torch.int64).equal(draw(p, u, kernel=False))
 
 
 def test_all_layers_of_a_step_compile(tmp_path: Path) -> None:

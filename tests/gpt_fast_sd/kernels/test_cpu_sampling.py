@@ -1,4 +1,4 @@
-"""The CPU's distributions and draws against plain Python and the tensor operations that they replace.
+"""The CPU's distributions and draws, with each instruction set, against plain Python and the operations they replace.
 
 Shapes: B rows, V vocabulary.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from gpt_fast_sd import SamplingParams, sampling
 from gpt_fast_sd.kernels import cpu_distributions, cpu_draw, cpu_sampling_fits, likeliest
 from gpt_fast_sd.sampling import SamplingTable
 from tests.gpt_fast_sd.kernels.rows import expected, rows_of_every_kind
+from tests.gpt_fast_sd.kernels.test_cpu import forced
 from tests.helpers import few
 
-kernel = importlib.import_module("gpt_fast_sd.kernels.cpu_sampling")  # not exported by its package
+kernel, cpu_sets = (importlib.import_module(f"gpt_fast_sd.kernels.{name}") for name in ("cpu_sampling", "cpu_sets"))
 
-pytestmark = pytest.mark.skipif(not kernel.available(), reason="no such kernel on this CPU, or no compiler for it")
+pytestmark = pytest.mark.usefixtures("instructions")
 
 LARGE = 49_152
 FILTERS = [
@@ -36,6 +38,16 @@ FILTERS = [
     {"min_p": 1.0},
     {"top_k": 3000, "top_p": 0.97, "min_p": 0.01},
 ]
+
+
+@pytest.fixture(scope="module", params=[one for one in cpu_sets.SETS if not one.own], ids=lambda one: one.name)
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.param.has():
+        pytest.skip(f"no {request.param.name} here")
+    with forced(request.param.name):
+        if not kernel.available():
+            pytest.skip("no compiler here builds the kernel")
+        yield
 
 
 def spread(logits: Tensor, top_k: list[int], top_p: list[float], *, min_p: float = 0.0, by: float = 1.0) -> Tensor:

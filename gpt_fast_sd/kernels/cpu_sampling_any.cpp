@@ -1,0 +1,261 @@
+// Logits to distributions, and distributions to tokens, on any CPU: a row stays in a core's cache.
+//
+// It keeps what `likeliest` keeps, except for the last bit of an exp: weights are exp in fp64 in whole units of 2**-44
+// of the best token's, so their sums are exact in any order. A row's last bits depend neither on other rows nor on
+// threads.
+//
+// Names: R rows, V vocabulary; the key of a score is the bits of -score, the better a token the smaller its key.
+namespace {
+constexpr double UNIT = 17592186044416.0; // 2**44
+constexpr int SET = 256;                  // tokens whose best ones, or whose sum, are recorded
+constexpr int SOME = 64;                  // tokens of which it is asked whether any matters
+constexpr int HALF = LANES / 2;
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+typedef double D __attribute__((vector_size(4 * LANES)));
+typedef int64_t L __attribute__((vector_size(4 * LANES)));
+typedef float FewF __attribute__((vector_size(2 * LANES)));
+typedef int32_t FewI __attribute__((vector_size(2 * LANES)));
+
+struct Token { uint32_t key, place; };
+static inline bool operator<(const Token& a, const Token& b) { return a.key != b.key ? a.key < b.key : a.place < b.place; }
+
+struct Workspace { std::vector<Token> tokens; std::vector<float> scores, best; };
+
+static inline D wide(double x) { return x - D{}; }
+static inline D doubles(const float* x) { return __builtin_convertvector(load<FewF>(x), D); }
+template <class V> static inline auto total(V x) {
+    auto sum = x[0];
+    for (int i = 1; i < HALF; i++) sum += x[i];
+    return sum;
+}
+// sum + a * b, rounded once where the instruction set has that
+static inline D more(D sum, D a, D b) {
+#if defined(__AVX512F__)
+    return (D)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)sum);
+#elif defined(__FMA__)
+    return (D)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)sum);
+#elif defined(__aarch64__)
+    return (D)vfmaq_f64((float64x2_t)sum, (float64x2_t)a, (float64x2_t)b);
+#else
+    return sum + a * b;
+#endif
+}
+
+// exp of numbers at or below 0, to within a rounding or two of fp64; 0 below 2**-1009, NaN for NaN
+static inline D exp_of(D x) {
+    const D magic = wide(6755399441055744.0); // 1.5 * 2**52: adding it rounds to whole numbers, in the lowest bits
+    const D shifted = more(magic, x, wide(1.4426950408889634)), n = shifted - magic;
+    D r = more(x, n, wide(-6.93147180369123816490e-01)); // ln 2 in two parts
+    r = more(r, n, wide(-1.90821492927058770002e-10));
+    D p = wide(1.0 / 6227020800.0); // Taylor's: |r| <= 0.35, the next term is below 2**-57
+    for (double c : {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0})
+        p = more(wide(c), p, r);
+    return x < -700.0 ? D{} : p * (D)(((L)shifted + 1023) << 52);
+}
+// in whole units, truncated after adding a half, as the reference rounds; 0 for NaN
+static inline L units(D e) {
+    const D magic = wide(4503599627370496.0), x = more(wide(0.5), e, wide(UNIT)), near = x + magic; // 2**52
+    return ((L)near - (L)magic + (L)(near - magic > x)) & (L)(e == e); // a comparison's true is -1
+}
+
+// The largest of n scores, n whole vectors; a NaN is none.
+static inline float best_of(const float* scores, int n) {
+    F most = all(NONE);
+    for (int i = 0; i < n; i += LANES) most = larger(load<F>(scores + i), most);
+    return largest(most);
+}
+
+// The tokens of scores [V] at or above a bound, in the order of their places.
+static int64_t list(const float* scores, int64_t V, float bound, std::vector<Token>& tokens) {
+    if ((int64_t)tokens.size() < V + 1) tokens.resize(V + 1);
+    int64_t n = 0;
+    for (int64_t i = 0; i < V; i += SOME) {
+        if (bound > NONE && best_of(scores + i, SOME) < bound) continue;
+        for (int64_t j = i; j < std::min(i + SOME, V); j++) {
+            uint32_t bits;
+            memcpy(&bits, scores + j, 4);
+            tokens[n] = {bits & 0x7FFFFFFF, (uint32_t)j}; // the one past those that count is scratch
+            n += scores[j] >= bound;
+        }
+    }
+    return n;
+}
+
+// The k-th best key: at or above the k-th best of many tokens' scores there are at least k tokens.
+static uint32_t cut_by_count(const float* scores, int64_t V, int64_t k, Workspace& room) {
+    float bound = NONE;
+    const int64_t n_best = V / SET * LANES;
+    if (k <= n_best) {
+        room.best.resize(n_best);
+        for (int64_t i = 0; i < V / SET; i++) {
+            F most = all(NONE);
+            for (int j = 0; j < SET; j += LANES) most = larger(load<F>(scores + i * SET + j), most);
+            store(&room.best[i * LANES], most);
+        }
+        std::nth_element(room.best.begin(), room.best.begin() + k - 1, room.best.begin() + n_best, [](float a, float b) { return a > b; });
+        bound = room.best[k - 1];
+    }
+    const int64_t n = list(scores, V, bound, room.tokens);
+    std::nth_element(room.tokens.begin(), room.tokens.begin() + k - 1, room.tokens.begin() + n);
+    return room.tokens[k - 1].key;
+}
+
+// The weight of n tokens.
+static int64_t weigh(const Token* tokens, int64_t n) {
+    L sums{};
+    const auto add = [&](const Token* from) {
+        const FewI keys = __builtin_convertvector(load<L>(from), FewI); // a key is the low half
+        sums += units(exp_of(-__builtin_convertvector((FewF)keys, D)));
+    };
+    int64_t i = 0;
+    for (; i + HALF <= n; i += HALF) add(tokens + i);
+    if (i < n) {
+        Token last[HALF];
+        std::fill(std::copy(tokens + i, tokens + n, last), last + HALF, Token{0x7F800000, 0}); // of no weight
+        add(last);
+    }
+    return total(sums);
+}
+
+// The last token of the smallest set that weighs top_p of those whose key is at most `most`.
+static Token cut_by_weight(const float* scores, int64_t V, double top_p, uint32_t most, Workspace& room) {
+    float least;
+    memcpy(&least, &most, 4);
+    least = -least;
+    const float light = std::max(least, -32.0f); // what is below weighs less than half a unit
+    L sums{};
+    for (int64_t i = 0; i < V; i += SOME) {
+        if (best_of(scores + i, SOME) < light) continue;
+        for (int j = 0; j < SOME; j += HALF) {
+            const D s = doubles(scores + i + j);
+            sums += units(exp_of(s)) & (L)(s >= (double)light);
+        }
+    }
+    const int64_t whole = total(sums);
+    int64_t wanted = std::max<int64_t>((int64_t)((double)whole * top_p), 1);
+    int64_t n = 0;
+    for (float bound = -3.0f;; bound *= 2) { // as a rule, few tokens have most of the weight
+        n = list(scores, V, std::max(bound, least), room.tokens);
+        if (bound <= least || weigh(room.tokens.data(), n) >= wanted) break;
+    }
+    Token *from = room.tokens.data(), *to = from + n;
+    while (to - from > 32) {
+        Token* middle = from + (to - from) / 8; // few have most of the weight
+        std::nth_element(from, middle, to);
+        const int64_t better = weigh(from, middle - from);
+        if (better >= wanted) to = middle;
+        else from = middle, wanted -= better;
+    }
+    std::sort(from, to);
+    while (from + 1 < to && (wanted -= weigh(from, 1)) > 0) from++;
+    return *from;
+}
+
+// The first place of the best of logits [V]; a NaN is none.
+static int64_t first_best(const float* x, int64_t V) {
+    float most = NONE;
+    int64_t set = 0, place = 0;
+    for (int64_t i = 0; i < V; i += SET) {
+        float here = i + SET <= V ? best_of(x + i, SET) : NONE;
+        if (i + SET > V)
+            for (int64_t j = i; j < V; j++) here = x[j] > here ? x[j] : here;
+        if (here > most) most = here, set = i;
+    }
+    for (place = set; place < V && x[place] != most; place++);
+    return place < V ? place : 0;
+}
+
+// x [V] -> scores [V], (x - best) / temperature, and -inf up to whole sets of SOME; whether all are numbers.
+static bool score(const float* x, int64_t V, float best, float temperature, float* scores) {
+    I strange{};
+    for (int64_t i = 0; i < V; i += LANES) {
+        F s = all(NONE);
+        if (i + LANES <= V) s = load<F>(x + i);
+        else memcpy(&s, x + i, (V - i) * 4);
+        s = (s - best) / temperature;
+        strange |= (I)(s != s);
+        store(scores + i, s);
+    }
+    for (int64_t i = V; i < (V + SOME - 1) / SOME * SOME; i++) scores[i] = NONE;
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) any |= strange[i];
+    return !any;
+}
+
+static void distribution(const float* x, int64_t V, float temperature, int64_t top_k, double top_p, double log_min_p, float* p, Workspace& room) {
+    const int64_t best = first_best(x, V);
+    if (!(temperature > 0)) {
+        memset(p, 0, V * 4);
+        p[best] = 1.0f;
+        return;
+    }
+    if ((int64_t)room.scores.size() < V + SOME) room.scores.resize(V + SOME);
+    float* scores = room.scores.data();
+    if (!score(x, V, x[best], temperature, scores)) {
+        std::fill(p, p + V, std::numeric_limits<float>::quiet_NaN());
+        return;
+    }
+    Token cut = {0x7F800000, (uint32_t)(V - 1)};
+    if (top_k < V) cut.key = cut_by_count(scores, V, top_k, room);
+    if (top_p < 1.0) cut = cut_by_weight(scores, V, top_p, cut.key, room);
+    float at, least = (float)log_min_p;
+    memcpy(&at, &cut.key, 4);
+    at = -at;
+    if ((double)least < log_min_p) least = std::nextafterf(least, 1.0f);
+    for (int64_t i = (int64_t)cut.place + 1; i < V; i++) scores[i] = scores[i] == at ? NONE : scores[i];
+    least = std::max(least, at);
+    D sums{};
+    for (int64_t i = 0; i < V; i += SOME) {
+        if (best_of(scores + i, SOME) < least) {
+            memset(scores + i, 0, SOME * 4);
+            continue;
+        }
+        for (int j = 0; j < SOME; j += HALF) {
+            const D s = doubles(scores + i + j), e = s >= (double)least ? exp_of(s) : D{};
+            sums += e;
+            store(scores + i + j, __builtin_convertvector(e, FewF));
+        }
+    }
+    const float share = (float)(1.0 / total(sums));
+    for (int64_t i = 0; i < V; i++) p[i] = scores[i] * share;
+}
+}
+
+// logits, p [R, V]; temperature, top_k, top_p, log_min_p [R]
+extern "C" void distributions_any(const float* logits, const float* temperature, const int64_t* top_k, const double* top_p, const double* log_min_p, float* p, int64_t R, int64_t V, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        static thread_local Workspace room;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t r = 0; r < R; r++) distribution(logits + r * V, V, temperature[r], top_k[r], top_p[r], log_min_p[r], p + r * V, room);
+    }
+}
+
+// The first token where the running sum of p [R, V] exceeds u [R] of the whole -> tokens [R]
+extern "C" void draw_any(const float* p, const float* u, int64_t* tokens, int64_t R, int64_t V, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t r = 0; r < R; r++) {
+        const float* row = p + r * V;
+        static thread_local std::vector<double> ends; // running sums at the ends of sets
+        ends.assign(1, 0.0);
+        for (int64_t i = 0; i < V; i += SET) {
+            D sums{};
+            int64_t j = i;
+            for (; j + HALF <= std::min(i + SET, V); j += HALF) sums += doubles(row + j);
+            double sum = total(sums);
+            for (; j < std::min(i + SET, V); j++) sum += row[j];
+            ends.push_back(ends.back() + sum);
+        }
+        const double target = (double)u[r] * ends.back();
+        const int64_t set = std::min<int64_t>(std::upper_bound(ends.begin(), ends.end(), target) - ends.begin(), ends.size() - 1) - 1;
+        double sum = ends[set];
+        int64_t token = set * SET;
+        for (int64_t i = set * SET; i < std::min((set + 1) * SET, V); i++) // a possible one, whatever the rounding
+            if (row[i] > 0) {
+                token = i, sum += row[i];
+                if (sum > target) break;
+            }
+        tokens[r] = token;
+    }
+}
