@@ -15,6 +15,7 @@ from gpt_fast_sd.tp import Vocabulary
 
 from .acceptance import WHOLE, AcceptResult, verify_greedy, verify_sampled
 from .config import SamplingParams
+from .kernels import cpu_sampling_serves, cpu_uniform
 from .sampling import GREEDY, Kind, SamplingTable, draw, probabilities, uniform
 
 
@@ -123,6 +124,8 @@ class BatchState:
 
     def uniform(self, pos: Tensor, stream: int) -> Tensor:
         """A number in [0, 1) for each row's seed and position: int64 [B] or [B, T] -> fp32, the same shape."""
+        if self.kernel and cpu_sampling_serves(pos.device, self.vocab_size):
+            return cpu_uniform(self.table.seed, pos, stream)
         seed = self.table.seed if pos.dim() == 1 else self.table.seed[:, None]
         return uniform(seed, pos, stream)
 

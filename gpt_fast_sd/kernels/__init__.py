@@ -32,7 +32,7 @@ from .cpu_linear import (
     unpack,
     unpack_int4,
 )
-from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits
+from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits, cpu_sampling_serves, cpu_uniform
 from .cpu_sets import InstructionSet, chosen
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
@@ -76,6 +76,8 @@ __all__ = [
     "cpu_draw",
     "cpu_kernels",
     "cpu_sampling_fits",
+    "cpu_sampling_serves",
+    "cpu_uniform",
     "decode_attention",
     "decode_attention_with_mass",
     "dequantize_blocks",

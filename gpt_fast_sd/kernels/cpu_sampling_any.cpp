@@ -232,6 +232,21 @@ extern "C" void distributions_any(const float* logits, const float* temperature,
     }
 }
 
+// sampling.uniform: a number in [0, 1) for each seed [R] and position [R, T] -> numbers [R, T]; words wrap at 32 bits
+extern "C" void uniform_any(const int64_t* seeds, const int64_t* positions, float* numbers, int64_t R, int64_t T, int64_t stream) {
+    for (int64_t i = 0; i < R * T; i++) {
+        const uint64_t seed = (uint64_t)seeds[i / T];
+        uint32_t h = 0x9E3779B9u;
+        for (uint32_t word : {(uint32_t)seed, (uint32_t)(seed >> 32), (uint32_t)positions[i], (uint32_t)stream}) {
+            h ^= word;
+            h ^= h >> 16, h *= 0x7FEB352Du;
+            h ^= h >> 15, h *= 0x846CA68Bu;
+            h ^= h >> 16;
+        }
+        numbers[i] = (float)(h >> 8) * 0x1p-24f;
+    }
+}
+
 // The first token where the running sum of p [R, V] exceeds u [R] of the whole -> tokens [R]
 extern "C" void draw_any(const float* p, const float* u, int64_t* tokens, int64_t R, int64_t V, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)

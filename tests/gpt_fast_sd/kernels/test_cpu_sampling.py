@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import SamplingParams, sampling
-from gpt_fast_sd.kernels import cpu_distributions, cpu_draw, cpu_sampling_fits, likeliest
+from gpt_fast_sd.kernels import cpu_distributions, cpu_draw, cpu_sampling_fits, cpu_uniform, likeliest
 from gpt_fast_sd.sampling import SamplingTable
 from tests.gpt_fast_sd.kernels.rows import expected, rows_of_every_kind
 from tests.gpt_fast_sd.kernels.test_cpu import forced
@@ -167,3 +167,13 @@ def test_a_token_of_probability_0_is_never_drawn(u: float) -> None:
 def test_a_small_vocabulary_needs_no_compiler() -> None:
     assert not cpu_sampling_fits(torch.zeros(8, 4096)) and cpu_sampling_fits(torch.zeros(1, LARGE))
     assert not cpu_sampling_fits(torch.zeros(8, LARGE, device="meta"))
+
+
+@pytest.mark.parametrize("stream", range(5))
+def test_random_numbers_have_the_bits_that_tensors_give(stream: int) -> None:
+    seed = torch.cat([torch.tensor([0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63)]), torch.randint(2**62, (93,))])
+    for pos in (torch.arange(100), torch.randint(2**40, (100, 7)), torch.randint(9, (100, 8))[:, :-1]):
+        row = seed if pos.dim() == 1 else seed[:, None]
+        assert cpu_uniform(seed, pos, stream).equal(sampling.uniform(row, pos, stream))
+    assert cpu_uniform(seed, torch.zeros(100, 0, dtype=torch.int64), stream).shape == (100, 0)
+    assert cpu_uniform(seed[:0], torch.zeros(0, 3, dtype=torch.int64), stream).shape == (0, 3)
