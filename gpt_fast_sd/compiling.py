@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -178,6 +179,8 @@ def can_compile(device: torch.device) -> bool:
 
 def no_compiler() -> str | None:
     """Why Inductor cannot build code for this CPU; None if it can."""
+    if why := _cannot_write():  # first: Inductor is not even imported where it cannot
+        return why
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -185,6 +188,24 @@ def no_compiler() -> str | None:
         return _fails(get_cpp_compiler())
     except (InvalidCxxCompiler, OSError):  # the latter: of what CXX names
         return "none was found"
+
+
+def _cannot_write() -> str | None:
+    """Why Inductor, and our kernels with it, cannot keep what they build. ValueError where torch itself would fail."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        if named:
+            os.makedirs(named, exist_ok=True)  # as torch does when a model is made
+    except OSError as error:
+        why = f"is no folder, and none can be made there: {error.strerror}"
+        raise ValueError(f"TORCHINDUCTOR_CACHE_DIR is {named!r}, which {why}") from None
+    try:
+        with tempfile.TemporaryFile(dir=named) as file:  # Inductor's own folder lies where temporary files do
+            file.write(bytes(2**20))  # more than a kernel and its source
+    except OSError as error:
+        place = named or "the folder for temporary files"
+        return f"{place} cannot hold what it builds: {error.strerror} (TORCHINDUCTOR_CACHE_DIR names another folder)"
+    return None
 
 
 @functools.cache

@@ -227,8 +227,8 @@ struct Scratch {
     Tile tile;
 };
 
-// The tile of kv head `head` of batch row b that begins at `start`, of a split that ends at `end`.
-static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_t end, Scratch& at) {
+// The tile of kv head `head` of batch row b that begins at `start`, of a split that ends at `end`; most: the last position seen.
+static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_t end, int64_t most, Scratch& at) {
     const int64_t number = a.k_dtype == INT8 ? 1 : a.k_dtype == FP32 ? 4 : 2, of_head = (b * a.kv_b + head * a.kv_k) * number;
     const int64_t entry = a.entry(), scales = b * a.scale_b + head * a.scale_k;
     const char *keys = (const char*)a.k + of_head, *values = (const char*)a.v + of_head;
@@ -270,14 +270,17 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
         store(tile.key_scale + j, a.k_scale ? of_halves(a.k_scale + scales + start + j) : all(1.f));
         store(tile.value_scale + j, a.v_scale ? of_halves(a.v_scale + scales + start + j) : all(1.f));
     }
-    static const char zeros[4 * H] = {}; // what does not exist counts as 0, whatever lies there
+    static const char zeros[4 * H] = {}; // what no query sees counts as 0, whatever lies there
     for (int from = 0; from < tile.n; from += LANES) {
         const char* key[LANES];
         for (int i = 0; i < LANES; i++) key[i] = !named && from + i < tile.n ? keys + (start + from + i) * entry : zeros;
         for (int j = from; j < std::min(from + LANES, tile.n) && !(in_order && together); j++) {
-            const bool exists = !named || named[j] >= 0;
+            const bool exists = !named || (named[j] >= 0 && named[j] <= most);
             const int64_t place = named ? std::clamp<int64_t>(named[j], 0, a.S - 1) : start + j;
-            if (!together) tile.key_scale[j] = of_half(a.k_scale[scales + place]), tile.value_scale[j] = of_half(a.v_scale[scales + place]);
+            if (!together) {
+                tile.key_scale[j] = exists ? of_half(a.k_scale[scales + place]) : 0.f;
+                tile.value_scale[j] = exists ? of_half(a.v_scale[scales + place]) : 0.f;
+            }
             if (in_order) continue;
             tile.ahead.ask(OF_KEY / 2);
             const char* value = exists ? values + place * entry : zeros;
@@ -369,13 +372,14 @@ static void attend(const Call& a, float scale, int threads) {
                 row.to_log2 = finite ? scale * 1.44269504f : std::numeric_limits<float>::quiet_NaN();
                 if (!finite) memset(queries[r].q, 0, sizeof queries[r].q); // its scores must be numbers: what it sees is told by the largest
                 memset(row.out, 0, sizeof row.out), memset(row.sum, 0, sizeof row.sum);
-                row.max = LOWEST, row.limit = place < M || a.index ? (int32_t)std::min<int64_t>(place, NOWHERE - 1) : -1;
+                row.max = LOWEST, row.limit = place < M || a.index ? (int32_t)std::clamp<int64_t>(place, -1, NOWHERE - 1) : -1;
                 n_keys = std::max<int64_t>(n_keys, row.limit + 1);
             }
+            const int64_t most = n_keys - 1; // that any query sees
             n_keys = a.index ? M : std::min(n_keys, M);
             const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
             for (int64_t start = split * SPLIT; start < end; start += TILE) {
-                gather(a, b, head, start, end, at);
+                gather(a, b, head, start, end, most, at);
                 const int64_t n = (bk * n_tiles + start / TILE) * R;
                 read_tile(at.tile, rows, queries.data(), R, page_sum ? page_sum + n * PAGES : nullptr, page_max ? page_max + n : nullptr);
             }

@@ -127,7 +127,21 @@ def library(source: Path, head_dim: int = 0) -> Callable[[], ctypes.CDLL]:
         loader: Callable[[], ctypes.CDLL] = CppCodeCache.load_async(
             text(source, head_dim), submit_fn=beside, extra_flags=flags(source)
         )
-    return functools.partial(rebuilding, loader)
+    return functools.partial(_built, source, loader)
+
+
+def _built(source: Path, loader: Callable[[], ctypes.CDLL]) -> ctypes.CDLL:
+    """The library. OSError with what the compiler says if it knows the source's syntax and fails all the same."""
+    from torch._inductor.exc import CppCompileError
+
+    try:
+        return rebuilding(loader)
+    except CppCompileError as error:
+        output = str(error).partition("Output:")[2]
+        said = [line.strip() for line in output.splitlines() if re.search("error|fatal|cannot", line, re.IGNORECASE)]
+        why = said[0] if said else "it says nothing"
+        doing = f"the compiler fails to build {source.name}, without which compile=False (--no-compile) runs"
+        raise OSError(f"{doing}: {why:.200}") from None
 
 
 def text(source: Path, head_dim: int = 0, instructions: InstructionSet | None = None) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import io
+import os
+import tempfile
 import warnings
 import weakref
 from pathlib import Path
@@ -144,6 +148,31 @@ def test_a_compiler_that_cannot_build_is_one_warning_and_the_engine_runs_eagerly
     assert f"{broken} cannot build a module for Python {said}: running eagerly" in str(warning.message)
     assert graphs(one) == (0, 0)
     assert got == tokens(make(SMALL, compile=False), upto=40)
+
+
+def test_where_nothing_can_be_written_one_warning_is_given_and_the_engine_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, *_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Full())
+    with pytest.warns(UserWarning) as caught:
+        one = make(SMALL, compile=True)
+        got = tokens(one, upto=40)
+    (warning,) = caught
+    assert f"{tmp_path} cannot hold what it builds: No space left on device" in str(warning.message)
+    assert graphs(one) == (0, 0)
+    assert got == tokens(make(SMALL, compile=False), upto=40)
+
+
+def test_a_cache_folder_that_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(file))
+    with pytest.raises(ValueError, match=f"TORCHINDUCTOR_CACHE_DIR is '{file}', which is no folder.*: File exists"):
+        make(SMALL, compile=True)
 
 
 def test_an_engine_asked_not_to_compile_does_not_look_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,33 @@ def test_planes_give_the_bits_of_bytes_and_drafts_what_the_upper_one_says(instru
     assert cpu.cpu_attention_at(q, k_upper, v_upper, listed, pos, *beside, tail).equal(got)
 
 
+def test_listed_entries_that_no_query_sees_count_as_nothing_whatever_they_hold(instructions: str) -> None:
+    q, pos = noise(1, 4, 2, 64), torch.tensor([[10, 11]])
+    k, v = (noise(1, 2, 128, 64, seed=seed) for seed in (1, 2))
+    every = torch.arange(64).expand(1, 2, -1)
+    for dtype in (FP32, FP16, BF16, torch.int8):
+        beside: tuple[Tensor | None, ...] = (None, None)
+        if dtype == torch.int8:
+            (keys, k_scale), (values, v_scale) = (quantized(x) for x in (k, v))
+            beside, spoilt = (k_scale, v_scale), (k_scale, v_scale)
+        else:
+            keys, values = k.to(dtype), v.to(dtype)
+            spoilt = keys, values
+        asked = q if dtype == torch.int8 else q.to(dtype)
+        clean = cpu.cpu_attention_at(asked, keys, values, every, pos, *beside)
+        for x in spoilt:
+            x[:, :, 12:] = float("nan")
+        assert cpu.cpu_attention_at(asked, keys, values, every, pos, *beside).equal(clean)
+
+
+@pytest.mark.parametrize("place", [-1, -(2**31), -(2**32), -(2**63)])
+def test_a_query_before_all_keys_sees_none(instructions: str, place: int) -> None:
+    q, pos = noise(1, 2, 1, 64), torch.tensor([[place]])
+    k, v = (noise(1, 2, 48, 64, seed=seed) for seed in (1, 2))
+    assert not cpu.cpu_attention(q, k, v, pos, 48).any()
+    assert not cpu.cpu_attention_at(q, k, v, torch.arange(48).expand(1, 2, -1), pos).any()
+
+
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [B, K, S, H] and fp16 scales [B, K, S]."""
     scale = (x.float().abs().amax(-1) / 127).half()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from gpt_fast_sd.compiling import can_compile
 from gpt_fast_sd.kernels import rebuilding
 
+cpu_build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # behind the door
 TORN = ["file too short", "invalid ELF header", "cannot read file data: Error 21"]
 
 
@@ -89,3 +91,17 @@ def test_a_run_goes_on_although_a_library_in_the_cache_is_torn(tmp_path: Path) -
         library.write_bytes(b"")
     assert {run()} == expected
     assert any(library.stat().st_size for library in tmp_path.rglob("*.so"))
+
+
+def test_a_compiler_that_knows_the_syntax_and_fails_is_one_sentence(
+    tmp_path: Path,
+) -> None:
+    from torch._inductor.exc import CppCompileError
+
+    (source := tmp_path / "seven.cpp").write_text("")
+
+    def fails() -> None:
+        raise CppCompileError(["c++", "seven.cpp"], "{standard input}: Error: no such instruction: vfmadd231ps\nmore")
+
+    with pytest.raises(OSError, match=r"fails to build seven\.cpp.*compile=False.*Error: no such instruction: vfmadd"):
+        cpu_build._built(source, fails)

@@ -65,6 +65,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         torch.full((B,), -1.0, dtype=torch.float64),
     ),
     "cpu_draw": lambda: (torch.rand(B, 50).softmax(-1), torch.rand(B)),
+    "cpu_uniform": lambda: (torch.randint(99, (B,)), torch.randint(99, (B, 3)), 1),
     "int8_linear": lambda: (queries(), *kernels.quantize_rows(torch.randn(96, H)), torch.randn(96).bfloat16()),
     "decode_attention": lambda: (queries(), entries(), entries(), places(), 256, 256),
     "decode_attention_with_mass": lambda: (queries(), entries(), entries(), places(), 256, 256, 64),
