@@ -28,14 +28,16 @@ def first_best(x: Tensor) -> Tensor:
     rows of 49,152 logits, 3 ms. So the place is sought among the largest of each block, and then inside one block.
     """
     n = x.shape[-1]
-    if x.device.type != "cpu" or n < 2 * BLOCK or x.numel() < FEW:
+    # a graph asks of no size that may vary, and finds the place by itself
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or n < 2 * BLOCK or x.numel() < FEW:
         return x.argmax(-1)
     n_whole = n // BLOCK * BLOCK
     largest = x[..., :n_whole].unflatten(-1, (-1, BLOCK)).amax(-1)  # [..., n // BLOCK]
     if n_whole < n:
         largest = torch.cat([largest, x[..., n_whole:].amax(-1, keepdim=True)], -1)
     start = largest.argmax(-1, keepdim=True) * BLOCK
-    place = (start + torch.arange(BLOCK)).clamp(max=n - 1)  # [..., BLOCK], past the end the last one again and again
+    place = start + torch.arange(BLOCK, device=x.device)  # [..., BLOCK]
+    place = place.clamp(max=n - 1)  # past the end the last one again and again
     first: Tensor = start + x.gather(-1, place).argmax(-1, keepdim=True)  # [..., 1]
     return first[..., 0]
 

@@ -93,7 +93,7 @@ def _distributions(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
 def _draw(p: Tensor, u: Tensor) -> Tensor:
     assert p.dtype == u.dtype == torch.float32 and len(p) == len(u)
     p, u = p.contiguous(), u.contiguous()
-    tokens = torch.empty(len(p), dtype=torch.int64)
+    tokens = p.new_empty(len(p), dtype=torch.int64)
     kernels()[1](p.data_ptr(), u.data_ptr(), tokens.data_ptr(), *p.shape, torch.get_num_threads())
     return tokens
 
@@ -102,7 +102,7 @@ def _draw(p: Tensor, u: Tensor) -> Tensor:
 def _uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
     assert seed.dtype == position.dtype == torch.int64 and seed.shape == position.shape[:1]
     seed, position = seed.contiguous(), position.contiguous()
-    numbers = torch.empty(position.shape)
+    numbers = position.new_empty(position.shape, dtype=torch.float32)
     n_rows = len(seed)
     each = position.numel() // n_rows if n_rows else 0
     kernels()[2](seed.data_ptr(), position.data_ptr(), numbers.data_ptr(), n_rows, each, stream)

@@ -66,3 +66,16 @@ def test_many_logits_are_not_looked_through_one_by_one() -> None:
     with Searches() as searches:
         Vocabulary().argmax(torch.zeros(8, 5, 49_152))
     assert searches.sizes == [49_152 // BLOCK, BLOCK]
+
+
+def test_one_graph_serves_any_number_of_tokens() -> None:
+    """As judging is compiled, where it is: a size that varies must be asked nothing."""
+    graphs = []
+    step = torch.compile(
+        first_best, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
+    )
+    for n_tokens in (5, 16, 17, 3):
+        x = torch.randn(1, n_tokens, 1000)
+        torch._dynamo.mark_dynamic(x, 1, min=3, max=17)
+        assert torch.equal(step(x), x.argmax(-1))
+    assert len(graphs) == 1
