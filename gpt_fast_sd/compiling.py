@@ -193,17 +193,18 @@ def no_compiler() -> str | None:
 def _cannot_write() -> str | None:
     """Why Inductor, and our kernels with it, cannot keep what they build. ValueError where torch itself would fail."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folder = None if named is None else os.path.abspath(named)  # as torch reads it
     try:
-        if named:
-            os.makedirs(named, exist_ok=True)  # as torch does when a model is made
+        if folder:
+            os.makedirs(folder, exist_ok=True)  # as torch does when a model is made
     except OSError as error:
         why = f"is no folder, and none can be made there: {error.strerror}"
         raise ValueError(f"TORCHINDUCTOR_CACHE_DIR is {named!r}, which {why}") from None
     try:
-        with tempfile.TemporaryFile(dir=named) as file:  # Inductor's own folder lies where temporary files do
+        with tempfile.TemporaryFile(dir=folder) as file:  # Inductor's own folder lies where temporary files do
             file.write(bytes(2**20))  # more than a kernel and its source
     except OSError as error:
-        place = named or "the folder for temporary files"
+        place = folder or "the folder for temporary files"
         return f"{place} cannot hold what it builds: {error.strerror} (TORCHINDUCTOR_CACHE_DIR names another folder)"
     return None
 

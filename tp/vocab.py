@@ -28,7 +28,7 @@ def first_best(x: Tensor) -> Tensor:
     rows of 49,152 logits, 3 ms. So the place is sought among the largest of each block, and then inside one block.
     """
     n = x.shape[-1]
-    # a graph asks of no size that may vary, and finds the place by itself
+    # where a step is traced, sizes vary of which nothing may be asked
     if x.device.type != "cpu" or torch.compiler.is_compiling() or n < 2 * BLOCK or x.numel() < FEW:
         return x.argmax(-1)
     n_whole = n // BLOCK * BLOCK

@@ -277,10 +277,7 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
         for (int j = from; j < std::min(from + LANES, tile.n) && !(in_order && together); j++) {
             const bool exists = !named || (named[j] >= 0 && named[j] <= most);
             const int64_t place = named ? std::clamp<int64_t>(named[j], 0, a.S - 1) : start + j;
-            if (!together) {
-                tile.key_scale[j] = exists ? of_half(a.k_scale[scales + place]) : 0.f;
-                tile.value_scale[j] = exists ? of_half(a.v_scale[scales + place]) : 0.f;
-            }
+            if (!together) tile.key_scale[j] = of_half(a.k_scale[scales + place]), tile.value_scale[j] = of_half(a.v_scale[scales + place]);
             if (in_order) continue;
             tile.ahead.ask(OF_KEY / 2);
             const char* value = exists ? values + place * entry : zeros;

@@ -12,7 +12,6 @@ constexpr int SOME = 64;                  // tokens of which it is asked whether
 constexpr int HALF = LANES / 2;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-typedef double D __attribute__((vector_size(4 * LANES)));
 typedef int64_t L __attribute__((vector_size(4 * LANES)));
 typedef float FewF __attribute__((vector_size(2 * LANES)));
 typedef int32_t FewI __attribute__((vector_size(2 * LANES)));
@@ -29,19 +28,6 @@ template <class V> static inline auto total(V x) {
     for (int i = 1; i < HALF; i++) sum += x[i];
     return sum;
 }
-// sum + a * b, rounded once where the instruction set has that
-static inline D more(D sum, D a, D b) {
-#if defined(__AVX512F__)
-    return (D)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)sum);
-#elif defined(__FMA__)
-    return (D)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)sum);
-#elif defined(__aarch64__)
-    return (D)vfmaq_f64((float64x2_t)sum, (float64x2_t)a, (float64x2_t)b);
-#else
-    return sum + a * b;
-#endif
-}
-
 // exp of numbers at or below 0, to within a rounding or two of fp64; 0 below 2**-1009, NaN for NaN
 static inline D exp_of(D x) {
     const D magic = wide(6755399441055744.0); // 1.5 * 2**52: adding it rounds to whole numbers, in the lowest bits

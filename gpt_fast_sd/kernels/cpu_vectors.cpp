@@ -3,6 +3,7 @@
 // Only what no compiler makes of plain expressions is written out for an instruction set: 16-bit floats and products of
 // pairs. Sums never depend on how many rows are computed together, so a row has the same bits in any batch.
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -31,7 +32,9 @@ constexpr int LANES = 4, REGISTERS = 32;
 #else
 constexpr int LANES = 4, REGISTERS = 16;
 #endif
+static_assert(std::endian::native == std::endian::little); // what is packed and what halves of words are taken for
 typedef float F __attribute__((vector_size(4 * LANES)));
+typedef double D __attribute__((vector_size(4 * LANES)));
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
@@ -53,6 +56,17 @@ static inline F more(F sum, F a, F b) {
     return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #elif defined(__aarch64__)
     return (F)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+    return sum + a * b;
+#endif
+}
+static inline D more(D sum, D a, D b) {
+#if defined(__AVX512F__)
+    return (D)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)sum);
+#elif defined(__FMA__)
+    return (D)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)sum);
+#elif defined(__aarch64__)
+    return (D)vfmaq_f64((float64x2_t)sum, (float64x2_t)a, (float64x2_t)b);
 #else
     return sum + a * b;
 #endif
