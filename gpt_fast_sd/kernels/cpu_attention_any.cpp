@@ -11,6 +11,7 @@ namespace {
 constexpr int H = HEAD_DIM, VECTORS = H / LANES;
 static_assert(H % 16 == 0 && H <= 256);
 constexpr int TILE = 32, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 2048; // a tile of up to 64 dims stays in L1, widened
+constexpr int BLOCK = 64, TASKS = 8; // rows that read a split together, at least; parts of the work for each thread, as far as there are rows
 constexpr float LOWEST = -0x1p126f; // finite, so that the difference of two is no NaN; scaled it stays exact
 constexpr float LEAST = -100.f; // of a weight's logarithm; less counts as 0: what it is multiplied by may be small, too
 constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
@@ -227,8 +228,9 @@ struct Scratch {
     Tile tile;
 };
 
-// The tile of kv head `head` of batch row b that begins at `start`, of a split that ends at `end`; most: the last position seen.
-static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_t end, int64_t most, Scratch& at) {
+// The tile of kv head `head` of batch row b that begins at `start`, of a split that ends at `end`, for n_rows of its rows; most: the
+// last position that they see.
+static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_t end, int64_t most, int64_t n_rows, Scratch& at) {
     const int64_t number = a.k_dtype == INT8 ? 1 : a.k_dtype == FP32 ? 4 : 2, of_head = (b * a.kv_b + head * a.kv_k) * number;
     const int64_t entry = a.entry(), scales = b * a.scale_b + head * a.scale_k;
     const char *keys = (const char*)a.k + of_head, *values = (const char*)a.v + of_head;
@@ -258,7 +260,7 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
     tile.key = at.key, tile.value = at.value;
     const int64_t n_next = named ? 0 : std::clamp<int64_t>(end - start - TILE, 0, TILE), next = n_next ? (start + TILE) * entry : 0;
     constexpr int64_t OF_ROW = 2 * TILE * VECTORS, OF_KEY = 4 * OF_ROW / TILE; // to gather a tile takes as long as four rows
-    tile.ahead = Ahead(keys + next, values + next, n_next * entry, (a.G * a.T + 4) * OF_ROW);
+    tile.ahead = Ahead(keys + next, values + next, n_next * entry, (n_rows + 4) * OF_ROW);
     const bool in_order = !named && !a.k_low;
     if (in_order && a.k_dtype == FP32) tile.value = (const float*)(values + start * entry);
     for (int j = 0; j < tile.n && in_order && a.k_dtype != FP32; j++) {
@@ -305,6 +307,9 @@ static void attend(const Call& a, float scale, int threads) {
     int64_t longest = a.index ? M : 0; // keys that some query sees, or entries listed
     for (int64_t i = 0; i < B * T && !a.index; i++) longest = std::max(longest, a.pos[i] < M ? a.pos[i] + 1 : 0);
     const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
+    if (!B) return;
+    const int64_t tasks = B * K * n_splits, wanted = a.mass ? 1 : (TASKS * threads + tasks - 1) / tasks; // mass is summed over all rows
+    const int64_t n_rows = std::clamp<int64_t>((R + wanted - 1) / wanted, std::min<int64_t>(BLOCK, R), R), n_blocks = R ? (R + n_rows - 1) / n_rows : 1;
     // kept between calls: fresh pages of memory would cost more than a small call
     static thread_local std::vector<Row> kept_rows;
     static thread_local std::vector<float> kept_sums, kept_maxima;
@@ -316,10 +321,10 @@ static void attend(const Call& a, float scale, int threads) {
     Row* rows_of_all = kept_rows.data(); // by address: each worker has thread_locals of its own
     float *page_sum = a.mass ? kept_sums.data() : nullptr, *page_max = a.mass ? kept_maxima.data() : nullptr;
 
-    auto merge = [&](int64_t bk) { // the splits of one kv head of one row
+    auto merge = [&](int64_t bk, int64_t block) { // the splits of a block of the rows of a kv head
         const Row* splits = rows_of_all + bk * n_splits * R;
         if (a.mass) memset(a.mass + bk * (M / PAGE), 0, M / PAGE * sizeof(float));
-        for (int64_t r = 0; r < R; r++) {
+        for (int64_t r = block * n_rows; r < std::min(R, (block + 1) * n_rows); r++) {
             F merged[VECTORS] = {};
             float top = LOWEST, total = 0.f;
             for (int64_t s = 0; s < n_splits; s++) top = std::max(top, splits[s * R + r].max);
@@ -353,16 +358,17 @@ static void attend(const Call& a, float scale, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         Scratch at; // of this thread: one that is thread_local would be looked up in every loop
-        std::vector<Query> queries(R);
+        std::vector<Query> queries(n_rows);
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < B * K * n_splits; task++) {
-            const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
-            Row* rows = rows_of_all + task * R;
+        for (int64_t task = 0; task < tasks * n_blocks; task++) {
+            const int64_t block = task % n_blocks, split = task / n_blocks % n_splits, bk = task / n_blocks / n_splits, head = bk % K, b = bk / K;
+            const int64_t from = block * n_rows, here = std::min(n_rows, R - from);
+            Row* rows = rows_of_all + (bk * n_splits + split) * R + from;
             int64_t n_keys = 0;
-            for (int64_t r = 0; r < R; r++) {
+            for (int64_t r = 0; r < here; r++) {
                 Row& row = rows[r];
-                const int64_t place = a.pos[b * T + r % T];
-                widen(a.q_dtype, (const char*)a.q + (b * a.q_b + (head * a.G + r / T) * a.q_n + r % T * a.q_t) * a.width(), queries[r].q, H);
+                const int64_t g = (from + r) / T, t = (from + r) % T, place = a.pos[b * T + t];
+                widen(a.q_dtype, (const char*)a.q + (b * a.q_b + (head * a.G + g) * a.q_n + t * a.q_t) * a.width(), queries[r].q, H);
                 F none{}; // 0 unless some number is not finite
                 for (int c = 0; c < H; c += LANES) none += load<F>(queries[r].q + c) - load<F>(queries[r].q + c);
                 const bool finite = sum_of(none) == 0.f;
@@ -376,15 +382,15 @@ static void attend(const Call& a, float scale, int threads) {
             n_keys = a.index ? M : std::min(n_keys, M);
             const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
             for (int64_t start = split * SPLIT; start < end; start += TILE) {
-                gather(a, b, head, start, end, most, at);
+                gather(a, b, head, start, end, most, here, at);
                 const int64_t n = (bk * n_tiles + start / TILE) * R;
-                read_tile(at.tile, rows, queries.data(), R, page_sum ? page_sum + n * PAGES : nullptr, page_max ? page_max + n : nullptr);
+                read_tile(at.tile, rows, queries.data(), here, page_sum ? page_sum + n * PAGES : nullptr, page_max ? page_max + n : nullptr);
             }
-            if (n_splits == 1) merge(bk);
+            if (n_splits == 1) merge(bk, block);
         }
         if (n_splits > 1) {
 #pragma omp for
-            for (int64_t bk = 0; bk < B * K; bk++) merge(bk);
+            for (int64_t n = 0; n < B * K * n_blocks; n++) merge(n / n_blocks, n % n_blocks);
         }
     }
 }

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.kernels import dequantize_blocks, int4_by_sums, int8_linear, quantize_blocks, quantize_rows
-from gpt_fast_sd.model import as_planes
+from gpt_fast_sd.model import as_int8, as_planes
 from gpt_fast_sd.target import reads_own_keys
 from tests.gpt_fast_sd.kernels.references import attend_reference
 from tests.gpt_fast_sd.kernels.test_cpu import forced
@@ -250,6 +250,30 @@ def test_bits_do_not_depend_on_threads(instructions: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(a.equal(b) for one in results[1:] for a, b in zip(one, results[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.int8])
+def test_a_long_chunk_is_read_by_blocks_of_queries_which_show_in_no_bit(instructions: str, dtype: torch.dtype) -> None:
+    """402 rows of a kv head: in one block where mass is summed, else in more of them the more threads there are."""
+    n_tokens, n_keys = 201, 2304
+    q, k, v = noise(2, 4, n_tokens, 32), noise(2, 2, n_keys, 32, seed=1), noise(2, 2, n_keys, 32, seed=2)
+    scales: tuple[Tensor, ...] = ()
+    if dtype == torch.int8:
+        (k, k_scale), (v, v_scale), q = as_int8(k), as_int8(v), q.to(BF16)
+        scales = k_scale, v_scale
+    else:
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    pos = torch.tensor([[1950], [0]]) + torch.arange(n_tokens)  # over an edge of splits, and from the first entry on
+    alone = torch.cat([cpu.cpu_attention(q[:, :, t : t + 1], k, v, pos[:, t : t + 1], n_keys, *scales)
+                       for t in range(n_tokens)], 2)  # fmt: skip
+    assert cpu.cpu_attention_with_mass(q, k, v, pos, n_keys, *scales)[0].equal(alone)
+    before = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3, 40):
+            torch.set_num_threads(n)
+            assert cpu.cpu_attention(q, k, v, pos, n_keys, *scales).equal(alone), n
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", few([FP32, BF16], [BF16]))
