@@ -5,6 +5,10 @@ Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, K kv he
 
 from __future__ import annotations
 
+import errno
+import importlib
+import mmap
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,8 @@ from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_mod
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
 B = 4
+cache_module = importlib.import_module("gpt_fast_sd.model.cache")  # behind the door
+HUGE_PAGE = cache_module.HUGE_PAGE
 CANARY = -7.5  # exact in every float type
 
 
@@ -287,3 +293,50 @@ def test_cached_logits_equal_transformers_token_by_token(family: str, tmp_path: 
         expected = out.logits[0, -1]
         # fp32 sums in another order: measured at most 2e-6 of the largest logit
         assert (row - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_large_buffers_ask_for_huge_pages_and_small_ones_do_not(dtype: torch.dtype) -> None:
+    cpu = torch.device("cpu")
+    large = KVCache(tiny_config(n_layers=1), B, 2**21 // (B * 2), dtype=dtype, device=cpu)
+    small = KVCache(tiny_config(n_layers=1), B, 300, dtype=dtype, device=cpu)
+    buffers = [large.layers[0].k, large.layers[0].v]
+    assert all(x.nbytes >= HUGE_PAGE and not x.any() for x in buffers)
+    if asks_for_huge_pages(torch.zeros(1)) or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("no huge pages here, or all memory asks for them")
+    assert all(asks_for_huge_pages(x) for x in buffers)
+    assert not any(asks_for_huge_pages(x) for x in small.buffers)
+    for x in buffers:  # a tensor like any other
+        x[1, :, 7] = 3
+        assert x.sum() == 3 * x.shape[1] * x.shape[3] and x.clone().equal(x) and x.data_ptr() % 64 == 0
+
+
+def asks_for_huge_pages(x: Tensor) -> bool:
+    """Whether the mapping that holds a tensor is marked so, as /proc/PID/smaps says."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= x.data_ptr() < end
+        elif first == "VmFlags:" and inside:
+            return "hg" in rest
+    raise AssertionError("no mapping holds it")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
+def test_a_machine_without_huge_pages_or_without_the_mapping_has_the_same_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    for stand_in in (Refusing, full):
+        monkeypatch.setattr(cache_module.mmap, "mmap", stand_in)
+        cache = KVCache(tiny_config(n_layers=1), B, 2**21 // B, dtype=torch.bfloat16, device=torch.device("cpu"))
+        assert cache.layers[0].k.nbytes >= HUGE_PAGE and not any(x.any() for x in cache.buffers)
