@@ -19,7 +19,7 @@ from typing import Any
 from common import refusing, started
 from files import check_files, save
 from flags import given_beside, positive, sizes
-from gpt_fast_sd.config import KV_DTYPES, QUANTIZATIONS
+from gpt_fast_sd.config import KV_BITS, KV_DTYPES, QUANTIZATIONS
 from gpt_fast_sd.loading import TORCH_DTYPES
 from gpt_fast_sd.measuring import forecast, planning
 from gpt_fast_sd.measuring.chips import CHIPS
@@ -56,6 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-dtype", choices=KV_DTYPES, help="of the KV cache (default: as --dtype)")
     add("--quantize", choices=QUANTIZATIONS, help="of the layers' weights (default: none)")
     add("--draft-quantize", choices=QUANTIZATIONS, help="of a copy that drafts, or of a draft model (default: none)")
+    add("--draft-kv-bits", type=int, choices=KV_BITS, help="that drafts read of an int8 cache's numbers (default: all)")
     add(
         "--estimate", choices=list(forecast.ESTIMATES), help="what kernels reach: roofline, all of the rates; good, as "
         "public ones; expected, as ours were estimated to (default: that, but for measured or given rates roofline)",
@@ -103,8 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             system, kept = system_of(args), forecast.Kept.of(args.acceptance)
             policies = [name.strip() for name in args.policy.split(",")] if args.policy else None
             drafts = planning.drafts_of(
-                system, policies, args.budget, args.gamma, args.draft_model, kept.measured, args.draft_quantize
-            )
+                system, policies, args.budget, args.gamma, args.draft_model, kept.measured, args.draft_quantize,
+                args.draft_kv_bits,
+            )  # fmt: skip
             contexts = args.context or [max(1, min(8000, system.model.n_positions - system.room))]
             estimate = args.estimate or ("roofline" if args.device in (None, "this") else "expected")
             document = planning.plan(system, drafts, kept, args.batch, contexts, estimate)

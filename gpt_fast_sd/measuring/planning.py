@@ -20,27 +20,28 @@ from .tables import Column, Table
 
 def drafts_of(
     system: System, policies: Sequence[str] | None, budget: int | None, gamma: int | None, draft_model: str | None,
-    measured: Sequence[Record] = (), quantize: str | None = None,
+    measured: Sequence[Record] = (), quantize: str | None = None, kv_bits: int | None = None,
 ) -> list[DraftConfig]:  # fmt: skip
     """A configuration of each policy; None: those that have a published acceptance, and budgets as published.
 
     measured: results with an acceptance, whose drafts are planned if neither policies nor a budget are given. quantize:
-    of the weights of models that draft.
+    of the weights of models that draft. kv_bits: that drafts read of each number of the target's cache.
     """
     if measured and not (policies or budget):
         pairs = dict.fromkeys((one["policy"], one["budget"]) for one in measured)
         wanted = [Setting(policy=name, budget=size) for name, size in pairs if name in registry.policies()]
-        return [one.draft(gamma or "auto", {"draft_model": draft_model, "quantize": quantize}) for one in wanted]
+        known = {"draft_model": draft_model, "quantize": quantize, "kv_bits": kv_bits}
+        return [one.draft(gamma or "auto", known) for one in wanted]
     drafts = []
     for name in policies or default_policies(system):
-        known: Record = {"policy": name, "gamma": gamma or "auto"}
+        fields: Record = {"policy": name, "gamma": gamma or "auto"}
         if budget or name in PROFILES:
-            known["budget"] = budget or PROFILES[name].budget
+            fields["budget"] = budget or PROFILES[name].budget
         if name in registry.policies() and registry.policy_class(name).own_cache:
-            known["draft_model"] = draft_model
-        if quantize and "quantize" in registry.heeds(name):
-            known["quantize"] = quantize
-        drafts.append(DraftConfig(**known))
+            fields["draft_model"] = draft_model
+        asked = {"quantize": quantize, "kv_bits": kv_bits}
+        fields |= {field: value for field, value in asked.items() if value and field in registry.heeds(name)}
+        drafts.append(DraftConfig(**fields))
         if not drafts[-1].max_gamma:
             raise ValueError(f"policy {name!r} drafts nothing: there is nothing to plan")
     return drafts
@@ -66,6 +67,7 @@ def plan(
         "settings": {
             "estimate": estimate, "dtype": system.dtype, "kv_dtype": system.kv_dtype, "quantize": system.quantize,
             "draft_quantize": next((draft.quantize for draft in drafts if draft.quantize), None),
+            "draft_kv_bits": next((draft.kv_bits for draft in drafts if draft.kv_bits), None),
             "max_new_tokens": system.room, "tp": system.tp, "positions": system.model.max_seq_len,
             "chip": {
                 "name": chip.name, "bandwidth": chip.bandwidth, "peak": chip.peak,
@@ -124,6 +126,9 @@ def text(document: Record, subject: str) -> str:
     memory = f", {chip['memory'] / GIB:.0f} GiB" if chip["memory"] else ""
     weights = f"{settings['quantize'] or settings['dtype']}, KV cache {settings['kv_dtype'] or settings['dtype']}"
     weights += f", drafts' weights {settings['draft_quantize']}" if settings.get("draft_quantize") else ""
+    weights += (
+        f", of which drafts read {settings['draft_kv_bits']} bits a number" if settings.get("draft_kv_bits") else ""
+    )
     lines = [
         f"{subject}, weights {weights}, on {n} x {chip['name']}: {chip['bandwidth'] / 1e9:,.0f} GB/s, "
         f"{chip['peak'] / 1e12:,.4g} TFLOP/s{memory}{' each' if n > 1 else ''}",

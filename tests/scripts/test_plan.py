@@ -51,6 +51,27 @@ def test_weights_of_few_bits_cost_their_bytes_and_their_acceptance(
     assert found["int4"]["acceptance"][0] == pytest.approx(0.97 * found["none"]["acceptance"][0])
 
 
+def test_drafts_that_read_half_of_each_number_are_planned_and_only_of_an_int8_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, argv = {}, [*LLAMA, "--device", "H200", "--batch", "64", "--context", "32k", "--budget", "4096"]
+    argv += ["--acceptance", "lookup=0.5"]
+    for name, flags in {"whole": [], "half": ["--draft-kv-bits", "4"]}.items():
+        said = ["--policy", "streaming,lookup", "--kv-dtype", "int8", *flags, "--json", str(tmp_path / "plan.json")]
+        assert plan.main([*argv, *said]) == 0
+        document = json.loads((tmp_path / "plan.json").read_text())
+        assert document["settings"]["draft_kv_bits"] == (4 if flags else None)
+        found[name] = document["cells"]
+    out = capsys.readouterr().out
+    assert out.count("KV cache int8, of which drafts read 4 bits a number, on") == 1
+    assert found["half"][0]["draft_ms"] < found["whole"][0]["draft_ms"]
+    assert found["half"][0]["verify_ms"] == found["whole"][0]["verify_ms"]
+    assert found["half"][1] == found["whole"][1]  # lookup, which reads no cache
+    with pytest.raises(SystemExit):
+        plan.main([*argv, "--policy", "streaming", "--draft-kv-bits", "4"])
+    assert "int8" in capsys.readouterr().err
+
+
 def test_what_was_measured_is_shown_beside_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--measured", str(ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json")]) == 0
     out = capsys.readouterr().out
