@@ -6,11 +6,8 @@ Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, L layer
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-import mmap
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .buffers import zeros
 from .config import ModelConfig
 
 SPLIT = 256  # positions; the capacity, and the part of it that is in view, are whole splits
-HUGE_PAGE = 2**21  # bytes
 
 
 class KV(Protocol):
@@ -152,24 +149,6 @@ def _bytes_of_a_token(buffers: Iterable[Tensor]) -> int:
     return sum(x.shape[1] * math.prod(x.shape[3:]) * x.element_size() for x in buffers)
 
 
-def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.zeros; large ones on a CPU in huge pages, where Linux has some.
-
-    A step reads all keys and values once, and looks an address up for every page: with pages of 4 KiB, every 32 entries
-    (attention of one token over 8 x 16,000 entries takes 0.9 times as long in huge ones).
-    """
-    n_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or sys.platform != "linux" or n_bytes < HUGE_PAGE:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    try:
-        held = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # no memory, of which PyTorch says more
-        return torch.zeros(shape, dtype=dtype, device=device)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        held.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(held, dtype=dtype).view(shape).zero_()  # written, so that the memory is had now
-
-
 class KVCache:
     """Static keys and values of B slots; seq_len [B] is the only record of what is committed, the rest is scratch.
 
@@ -189,7 +168,7 @@ class KVCache:
         entries = batch_size, config.n_kv_heads, self.capacity + SPLIT
 
         def two(*of_entry: int, dtype: torch.dtype = dtype) -> list[Tensor]:
-            return [_zeros(*entries, *of_entry, dtype=dtype, device=device) for _ in range(2)]
+            return [zeros(*entries, *of_entry, dtype=dtype, device=device) for _ in range(2)]
 
         def layer() -> CacheLayer:
             if dtype != torch.int8:

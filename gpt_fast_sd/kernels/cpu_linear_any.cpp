@@ -169,27 +169,40 @@ static void widen_int4(const char* w, const char* blocks, int64_t from, int64_t 
     }
 }
 
-// N rows x 16 outputs of int8 weights. sums [N, 32]
+// N rows x 16 outputs of int8 weights, in CHAINS parts of each sum, since few sums would wait for each other. sums [N, 32]
 template <int N> static inline void int8_half(const Product& p, const char* w, int half, int64_t m, float* sums) {
-    I sum[N][2][V] = {};
+    constexpr int CHAINS = LANES == 16 ? 1 : 8 * N * V <= SUMS ? 4 : 4 * N * V <= SUMS ? 2 : 1; // wide vectors wait for memory
+    I sum[N][2][V][CHAINS] = {};
     const int32_t* x = p.whole + m * 2 * p.plane();
     for (int64_t line = 0; line < p.I / 64; line++)
+#pragma GCC unroll 2
         for (int word = 0; word < WORDS; word++, x += 2) {
             const char* at = words(w, line, half) + word * LINE;
             __builtin_prefetch(at + UNREAD);
+            const int first = CHAINS == 4 ? word % 2 * 2 : 0, second = CHAINS == 1 ? 0 : first + 1;
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
                 const Shorts four = (Shorts)load<I>(at + v * 4 * LANES);
                 const I even = (I)(four << 8 >> 8), odd = (I)(four >> 8);
 #pragma GCC unroll 12
                 for (int part = 0; part < 2 * N; part++) {
-                    I& own = sum[part / 2][part % 2][v];
-                    own = pairs(pairs(own, even, all(x[part * p.plane()])), odd, all(x[part * p.plane() + 1]));
+                    I* own = sum[part / 2][part % 2][v];
+                    if (N == 1 && LANES == 16) {
+                        own[0] += pairs(even, all(x[part * p.plane()])) + pairs(odd, all(x[part * p.plane() + 1]));
+                    } else {
+                        own[first] = pairs(own[first], even, all(x[part * p.plane()]));
+                        own[second] = pairs(own[second], odd, all(x[part * p.plane() + 1]));
+                    }
                 }
             }
         }
     for (int r = 0; r < N; r++)
-        for (int v = 0; v < V; v++) store(sums + r * 2 * HALF + v * LANES, more(floats(sum[r][1][v]), floats(sum[r][0][v]), all(128.f)));
+        for (int v = 0; v < V; v++) {
+            I whole[2] = {};
+            for (int part = 0; part < 2; part++)
+                for (int c = 0; c < CHAINS; c++) whole[part] += sum[r][part][v][c];
+            store(sums + r * 2 * HALF + v * LANES, more(floats(whole[1]), floats(whole[0]), all(128.f)));
+        }
 }
 
 // N rows x 16 outputs of int4 weights by sums, whose words have four inputs and those 16 further. sums [N, 32]

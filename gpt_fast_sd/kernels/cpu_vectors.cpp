@@ -196,16 +196,26 @@ static inline void store_fp16(fp16* to, F x) {
 #endif
 }
 
-// sum + the products of both 16-bit whole numbers in every lane
-static inline I pairs(I sum, I a, I b) {
+// the sum of the products of both 16-bit whole numbers in every lane
+static inline I pairs(I a, I b) {
 #if defined(__AVX512BW__)
-    return sum + (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+    return (I)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-    return sum + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
-    return sum + (I)_mm_madd_epi16((__m128i)a, (__m128i)b);
+    return (I)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
-    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+// added to a sum, in one instruction where there is VNNI, which takes longer until its sum is there
+static inline I pairs(I sum, I a, I b) {
+#if defined(__AVX512BW__) && defined(__AVX512VNNI__)
+    return (I)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && defined(__AVXVNNI__)
+    return (I)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#else
+    return sum + pairs(a, b);
 #endif
 }
 

@@ -22,8 +22,7 @@ from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_mod
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
 B = 4
-cache_module = importlib.import_module("gpt_fast_sd.model.cache")  # behind the door
-HUGE_PAGE = cache_module.HUGE_PAGE
+buffers = importlib.import_module("gpt_fast_sd.model.buffers")  # behind the door
 CANARY = -7.5  # exact in every float type
 
 
@@ -301,13 +300,13 @@ def test_large_buffers_ask_for_huge_pages_and_small_ones_do_not(dtype: torch.dty
     cpu = torch.device("cpu")
     large = KVCache(tiny_config(n_layers=1), B, 2**21 // (B * 2), dtype=dtype, device=cpu)
     small = KVCache(tiny_config(n_layers=1), B, 300, dtype=dtype, device=cpu)
-    buffers = [large.layers[0].k, large.layers[0].v]
-    assert all(x.nbytes >= HUGE_PAGE and not x.any() for x in buffers)
+    halves = [large.layers[0].k, large.layers[0].v]
+    assert all(x.nbytes >= buffers.HUGE_PAGE and not x.any() for x in halves)
     if asks_for_huge_pages(torch.zeros(1)) or not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("no huge pages here, or all memory asks for them")
-    assert all(asks_for_huge_pages(x) for x in buffers)
+    assert all(asks_for_huge_pages(x) for x in halves)
     assert not any(asks_for_huge_pages(x) for x in small.buffers)
-    for x in buffers:  # a tensor like any other
+    for x in halves:  # a tensor like any other
         x[1, :, 7] = 3
         assert x.sum() == 3 * x.shape[1] * x.shape[3] and x.clone().equal(x) and x.data_ptr() % 64 == 0
 
@@ -337,6 +336,6 @@ def test_a_machine_without_huge_pages_or_without_the_mapping_has_the_same_cache(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     for stand_in in (Refusing, full):
-        monkeypatch.setattr(cache_module.mmap, "mmap", stand_in)
+        monkeypatch.setattr(buffers.mmap, "mmap", stand_in)
         cache = KVCache(tiny_config(n_layers=1), B, 2**21 // B, dtype=torch.bfloat16, device=torch.device("cpu"))
-        assert cache.layers[0].k.nbytes >= HUGE_PAGE and not any(x.any() for x in cache.buffers)
+        assert cache.layers[0].k.nbytes >= buffers.HUGE_PAGE and not any(x.any() for x in cache.buffers)
