@@ -8,7 +8,7 @@
 // A tile is 64 keys. The softmax has a key in every lane, so that few rows cost few exponentials. With AMX, products take
 // up to 16 rows at once, with keys as the cache stores them; their scores are transposed, four rows at a time. Without,
 // the tile is transposed once and each query then costs only dot products, no horizontal sum; up to six rows are taken
-// at a time, as many as fit the registers.
+// at a time, as many as fit the registers. The next tile is asked for all the while, into L2, as L1 has no room for it.
 //
 // int8 keys and values have a scale each, one a token and kv head, that stays outside the products. A row of queries is
 // rounded to int8 by its own largest; its weights of a tile, times the scales of the values, to uint8 by theirs. Products
@@ -33,6 +33,7 @@
 typedef uint16_t bf16, fp16;
 namespace { // a process may hold this built in two ways, whose names must not meet
 constexpr int TILE = 64, PAGE = 16, SPLIT = 4096;
+constexpr int BLOCK = 64, TASKS = 8; // rows that read a split together, at least; parts of the work for each thread, as far as there are rows
 constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys and of the next, 16 rows of 16
 template <class E> constexpr bool BYTES = sizeof(E) == 1;
 template <class E> constexpr int IN_DWORD = 4 / sizeof(E);
@@ -529,8 +530,45 @@ template <class E> static inline __m512 more(__m512 sum, __m512i many, uint32_t 
     else return _mm512_dpbf16_ps(sum, (__m512bh)many, (__m512bh)every);
 }
 
-template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max) {
-    constexpr int C = H / 16, V = TILE / 16;
+// The lines of the next tile, where keys are read in order: asked for a few at a time all through this one, so that they come
+// meanwhile. A core waits for no more than some at once, and asked for together they would hold up what is read.
+struct Ahead {
+    const char *key = nullptr, *value = nullptr;
+    int64_t left = 0, each = 0; // lines of each; so many are asked for at once
+
+    void ask() {
+        for (int64_t n = std::min(each, left); n > 0; n--, left--, key += 64, value += 64) _mm_prefetch(key, _MM_HINT_T1), _mm_prefetch(value, _MM_HINT_T1);
+    }
+};
+
+// The outputs of N rows take in the values of a tile.
+template <int N, class E, int H, int NQ> static inline void mix(Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, int from, const float* unit, const float* shrink, Ahead& ahead) {
+    constexpr int C = H / 16;
+    __m512 out[N][C];
+#pragma GCC unroll 6
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++)
+            out[r][c] = BYTES<E> ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_load_ps(rows[r].out + 16 * c), _mm512_set1_ps(shrink[r]));
+    for (int begin = 0; begin < TILE / IN_DWORD<E>; begin += 8) {
+        ahead.ask();
+        for (int j = begin; j < begin + 8; j++)
+#pragma GCC unroll 6
+            for (int r = 0; r < N; r++)
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) out[r][c] = more<E>(out[r][c], at.value[j][c], at.weight[j / 16][from + r][j % 16]);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) {
+            if constexpr (BYTES<E>) add(rows[r].out + 16 * c, out[r][c], unit[r], shrink[r]);
+            else _mm512_store_ps(rows[r].out + 16 * c, out[r][c]);
+        }
+}
+
+template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, Ahead& ahead) {
+    constexpr int V = TILE / 16;
     __m512 score[N][V];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++)
@@ -542,44 +580,29 @@ template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& ti
             for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
                 for (int c = 0; c < V; c++) score[r][c] = (__m512)_mm512_add_epi32(many((__m512i)score[r][c]), at.key_sum[c]);
-        for (int h = 0; h < H / IN_DWORD<E>; h++)
+        for (int from = 0; from < H / IN_DWORD<E>; from += 8) {
+            ahead.ask();
+            for (int h = from; h < from + 8; h++)
 #pragma GCC unroll 6
-            for (int r = 0; r < N; r++)
+                for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-                for (int c = 0; c < V; c++) score[r][c] = more<E>(score[r][c], at.key[h][c], rows[r].q[part][h]);
+                    for (int c = 0; c < V; c++) score[r][c] = more<E>(score[r][c], at.key[h][c], rows[r].q[part][h]);
+        }
     }
     float shrink[N], unit[N];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum ? page_sum + r * V : nullptr, page_max + r);
-    constexpr int STEP = H == 64 ? N : N > 2 ? N / 2 : N; // rows whose outputs fit the registers
-    static_assert(N % STEP == 0);
-    for (int from = 0; from < N; from += STEP) {
-        __m512 out[STEP][C];
-#pragma GCC unroll 6
-        for (int r = 0; r < STEP; r++)
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++)
-                out[r][c] = BYTES<E> ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_load_ps(rows[from + r].out + 16 * c), _mm512_set1_ps(shrink[from + r]));
-        for (int j = 0; j < TILE / IN_DWORD<E>; j++)
-#pragma GCC unroll 6
-            for (int r = 0; r < STEP; r++)
-#pragma GCC unroll 8
-                for (int c = 0; c < C; c++) out[r][c] = more<E>(out[r][c], at.value[j][c], at.weight[j / 16][from + r][j % 16]);
-#pragma GCC unroll 6
-        for (int r = 0; r < STEP; r++)
-#pragma GCC unroll 8
-            for (int c = 0; c < C; c++) {
-                if constexpr (BYTES<E>) add(rows[from + r].out + 16 * c, out[r][c], unit[from + r], shrink[from + r]);
-                else _mm512_store_ps(rows[from + r].out + 16 * c, out[r][c]);
-            }
-    }
+    constexpr int STEP = H == 64 ? N : std::min(N, 3); // rows whose outputs fit the registers
+    in_parts<STEP>(0, N, [&](auto n, int64_t r) { mix<decltype(n)::value>(at, rows + r, r, unit + r, shrink + r, ahead); });
 }
 
-template <class E, int H, int NQ> static void read_tile(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, int64_t n_rows, float* page_sum, float* page_max, bool ahead) {
-    constexpr int V = TILE / 16, D = H / IN_DWORD<E>;
+template <class E, int H, int NQ> static void read_tile(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, int64_t n_rows, float* page_sum, float* page_max, bool more_tiles) {
+    constexpr int V = TILE / 16, D = H / IN_DWORD<E>, LINES = TILE * H * sizeof(E) / 64;
+    const int64_t parts = (n_rows + 5) / 6, asks = V * (D / 16) + TILE / 4 + parts * (D / 8 * NQ + TILE / IN_DWORD<E> / 8);
+    Ahead ahead;
+    if (more_tiles) ahead = {(const char*)(tile.key[0] + TILE * H), (const char*)(tile.value[0] + TILE * H), LINES, LINES / asks + 1};
     for (int c = 0; c < V; c++) {
-        if (ahead) fetch<H>(tile.key[c] + TILE * H, 16); // part of a later tile, while this one is computed
-        for (int h = 0; h < D; h += 16) transpose((const char*)tile.key[c] + 4 * h, 4 * D, (char*)&at.key[h][c], 64 * V);
+        for (int h = 0; h < D; h += 16) ahead.ask(), transpose((const char*)tile.key[c] + 4 * h, 4 * D, (char*)&at.key[h][c], 64 * V);
         if constexpr (BYTES<E>) { // queries are 128 too large
             __m512 sum = _mm512_setzero_ps();
 #pragma GCC unroll 16
@@ -587,19 +610,13 @@ template <class E, int H, int NQ> static void read_tile(const Tile<E>& tile, Scr
             at.key_sum[c] = _mm512_sub_epi32(_mm512_setzero_si512(), (__m512i)sum);
         }
     }
-    for (int c = 0; c < TILE; c += 16) {
-        if (ahead) fetch<H>(tile.value[c / 16] + TILE * H, 16);
-        group_values<H>(tile, at.value, c, c + 16);
+    for (int c = 0; c < TILE; c += 4) {
+        ahead.ask();
+        group_values<H>(tile, at.value, c, c + 4);
     }
-    int64_t r = 0;
-    auto read = [&](auto n) {
-        read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr);
-        r += n;
-    };
-    while (r + 6 <= n_rows && n_rows - r != 8) read(std::integral_constant<int, 6>{});
-    while (r + 4 <= n_rows) read(std::integral_constant<int, 4>{});
-    while (r + 2 <= n_rows) read(std::integral_constant<int, 2>{});
-    while (r < n_rows) read(std::integral_constant<int, 1>{});
+    in_parts<6>(0, n_rows, [&](auto n, int64_t r) {
+        read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr, ahead);
+    });
 }
 
 // The rows of a split while its tiles are read.
@@ -629,6 +646,9 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
     int64_t longest = index ? M : 0; // keys that some query sees, or entries listed
     for (int64_t i = 0; i < B * T && !index; i++) longest = std::max(longest, pos[i] < M ? pos[i] + 1 : 0);
     const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
+    if (!B) return;
+    const int64_t tasks = B * K * n_splits, wanted = mass ? 1 : (TASKS * threads + tasks - 1) / tasks; // mass is summed over all rows
+    const int64_t n_rows = std::clamp<int64_t>(((R + wanted - 1) / wanted + 15) / 16 * 16, BLOCK, std::max<int64_t>(places, BLOCK)), n_blocks = std::max<int64_t>(1, (R + n_rows - 1) / n_rows);
     // kept between calls: fresh pages of memory would cost more than a small call
     static thread_local std::vector<Row<E, H, NQ>> kept_rows;
     static thread_local std::vector<float> kept_sums, kept_maxima;
@@ -640,10 +660,10 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
     Row<E, H, NQ>* all = kept_rows.data(); // by address: each worker has thread_locals of its own
     float *page_sum = mass ? kept_sums.data() : nullptr, *page_max = mass ? kept_maxima.data() : nullptr;
 
-    auto merge = [&](int64_t bk) { // the splits of one kv head of one row
+    auto merge = [&](int64_t bk, int64_t block) { // the splits of a block of the rows of a kv head
         const Row<E, H, NQ>* splits = all + bk * n_splits * places;
         std::vector<float> top(R, LOWEST), total(R, 0.f);
-        for (int64_t r = 0; r < R; r++) {
+        for (int64_t r = block * n_rows; r < std::min(R, (block + 1) * n_rows); r++) {
             __m512 merged[H / 16] = {};
             for (int64_t s = 0; s < n_splits; s++) top[r] = std::max(top[r], splits[s * places + r].max);
             for (int64_t s = 0; s < n_splits; s++) {
@@ -675,16 +695,17 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
     {
     begin();
 #pragma omp for schedule(dynamic) nowait
-    for (int64_t task = 0; task < B * K * n_splits; task++) {
-        const int64_t split = task % n_splits, bk = task / n_splits, head = bk % K, b = bk / K;
+    for (int64_t task = 0; task < tasks * n_blocks; task++) {
+        const int64_t block = task % n_blocks, split = task / n_blocks % n_splits, bk = task / n_blocks / n_splits, head = bk % K, b = bk / K;
+        const int64_t from = block * n_rows, here = std::min(n_rows, R - from);
         const E *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
         const fp16 *key_scales = k_scale + b * scale_b + head * scale_k, *value_scales = v_scale + b * scale_b + head * scale_k; // of bytes
         const uint8_t *lower_keys = k_low + b * kv_b + head * kv_k, *lower_values = v_low + b * kv_b + head * kv_k; // of planes
         const int64_t whole_from = tail ? pos[b * T] - tail + 1 : 0; // entries before are read of the upper plane alone
-        Row<E, H, NQ>* rows = all + task * places;
+        Row<E, H, NQ>* rows = all + (bk * n_splits + split) * places + from;
         int64_t n_keys = 0;
-        for (int64_t r = 0; r < R; r++) {
-            const int64_t g = r / T, t = r % T;
+        for (int64_t r = 0; r < here; r++) {
+            const int64_t g = (from + r) / T, t = (from + r) % T;
             rows[r].to_log2 = to_log2 * take(q + b * q_b + (head * G + g) * q_n + t * q_t, rows[r]);
             memset(rows[r].out, 0, sizeof rows[r].out);
             memset(rows[r].sum, 0, sizeof rows[r].sum);
@@ -693,7 +714,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
             n_keys = std::max(n_keys, rows[r].limit + 1);
         }
         n_keys = index ? M : std::min(n_keys, M);
-        Rows<E, H, NQ> reading(rows, R);
+        Rows<E, H, NQ> reading(rows, here);
         Picked<E, H>& at = reading.at;
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {
@@ -777,14 +798,14 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
             reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && !k_low && start + 2 * TILE <= end);
         }
         reading.finish();
-        if (n_splits == 1) merge(bk);
+        if (n_splits == 1) merge(bk, block);
     }
     end();
     }
 
     if (n_splits > 1)
 #pragma omp parallel for num_threads(threads)
-        for (int64_t bk = 0; bk < B * K; bk++) merge(bk);
+        for (int64_t n = 0; n < B * K * n_blocks; n++) merge(n / n_blocks, n % n_blocks);
 }
 
 }

@@ -15,6 +15,7 @@ constexpr int BLOCK = 64, TASKS = 8; // rows that read a split together, at leas
 constexpr float LOWEST = -0x1p126f; // finite, so that the difference of two is no NaN; scaled it stays exact
 constexpr float LEAST = -100.f; // of a weight's logarithm; less counts as 0: what it is multiplied by may be small, too
 constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
+constexpr int NEAR = LANES == 16 ? 3 : 2; // where the next tile waits: in L1, or in L2, as L1 is no larger than a tile and the next on older CPUs
 constexpr int ROWS = REGISTERS == 32 ? 6 : 3, WIDE = 4; // rows together, and vectors of each, whose sums fit the registers
 
 struct Query { // while a split is read
@@ -39,8 +40,8 @@ struct Ahead {
     }
     void ask(int64_t products) { // that are done meanwhile
         owed += each * products;
-        for (; owed >= 1024 && keys; owed -= 1024, keys--, key += 64) __builtin_prefetch(key);
-        for (; owed >= 1024 && values; owed -= 1024, values--, value += 64) __builtin_prefetch(value);
+        for (; owed >= 1024 && keys; owed -= 1024, keys--, key += 64) __builtin_prefetch(key, 0, NEAR);
+        for (; owed >= 1024 && values; owed -= 1024, values--, value += 64) __builtin_prefetch(value, 0, NEAR);
     }
 };
 

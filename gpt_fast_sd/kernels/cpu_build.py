@@ -24,7 +24,7 @@ import torch
 from .cpu_sets import InstructionSet, chosen, without_own
 
 BUILT = Path(__file__).with_name("built")  # in wheels for one platform
-COMMON, VECTORS = (Path(__file__).with_name(name) for name in ("cpu_common.cpp", "cpu_vectors.cpp"))
+PARTS, COMMON, VECTORS = (Path(__file__).with_name(f"cpu_{name}.cpp") for name in ("parts", "common", "vectors"))
 Asked = TypeVar("Asked", bound=Callable[..., bool])
 Built = TypeVar("Built")
 
@@ -153,7 +153,7 @@ def text(source: Path, head_dim: int = 0, instructions: InstructionSet | None = 
     if not for_any(source) and (instructions or chosen()).name != "amx":
         named.append("#undef __AMX_BF16__\n#undef __AMX_INT8__\n")
     common = VECTORS if for_any(source) else COMMON
-    return "".join([*named, *(path.read_text(encoding="utf-8") for path in (common, source))])
+    return "".join([*named, *(path.read_text(encoding="utf-8") for path in (PARTS, common, source))])
 
 
 @functools.cache
