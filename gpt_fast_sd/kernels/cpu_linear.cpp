@@ -276,6 +276,9 @@ template <bool INT8, int N> static inline void block(const int* x, const int* of
     for (int r = 0; r < N * PLANES; r++) sum[r][0] = sum[r][1] = INT8 ? _mm512_castsi512_ps(_mm512_set1_epi32(offset[r])) : _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i++)
         for (int p = 0; p < 16; p++) {
+            // in the order of addresses, which is not that of loads: those come from two places, where no prefetcher sees a stream
+            const char* soon = w + 2 * (i * TILE + LINE * p) + AHEAD;
+            _mm_prefetch(soon, _MM_HINT_T1), _mm_prefetch(soon + LINE, _MM_HINT_T1);
             const __m512i a = _mm512_xor_si512(_mm512_loadu_si512(w + 2 * i * TILE + LINE * p), above);
             const __m512i b = _mm512_xor_si512(_mm512_loadu_si512(w + (2 * i + 1) * TILE + LINE * p), above);
 #pragma GCC unroll 8

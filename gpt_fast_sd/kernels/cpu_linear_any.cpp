@@ -14,7 +14,7 @@ constexpr int V = HALF / LANES; // vectors of a half
 constexpr int TOGETHER = V == 1 ? 2 : 1; // halves of widened weights that share what is read of x
 constexpr int WIDENED = 192; // inputs whose weights are widened at a time, and stay in the first cache
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12; // of those in registers
-constexpr int UNREAD = 4096; // bytes ahead that are asked for
+constexpr int UNREAD = 8192; // bytes ahead that are asked for
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 
 static inline F silu(F x) { // NaN and the infinities as they are elsewhere
@@ -92,16 +92,23 @@ struct Product {
 // The words of half h of a block's outputs; a block has 2 halves of 16 words, one after the other, for each 64 bytes of inputs.
 static inline const char* words(const char* w, int64_t line, int half) { return w + (2 * line + half) * WORDS * LINE; }
 
+// What both halves need soon, in the order of addresses, which is not that of loads: those jump from one half's line to the
+// next, and no prefetcher sees a stream in that.
+static inline void ask(const char* w, int64_t line, int word) {
+    const char* soon = words(w, line, 0) + 2 * word * LINE + UNREAD;
+    __builtin_prefetch(soon, 0, 2), __builtin_prefetch(soon + LINE, 0, 2); // into the second cache
+}
+
 // N rows x 32 outputs of bf16 weights w as they lie. sums [N, 32]
 template <int N> static __attribute__((noinline)) void direct(const Product& p, const char* w, int64_t m, float* sums) {
     F sum[N][2 * V] = {};
     const float* x = p.wide + m * p.I;
     for (int64_t line = 0; line < p.I / 32; line++)
         for (int word = 0; word < WORDS; word++, x += 2) {
+            ask(w, line, word);
 #pragma GCC unroll 8
             for (int v = 0; v < 2 * V; v++) {
                 const char* at = words(w, line, v / V) + word * LINE + v % V * 4 * LANES;
-                if (v % V == 0) __builtin_prefetch(at + UNREAD);
                 const I two = load<I>(at);
                 const F first = (F)(two << 16), second = (F)(two & -65536);
 #pragma GCC unroll 8
@@ -178,7 +185,7 @@ template <int N> static inline void int8_half(const Product& p, const char* w, i
 #pragma GCC unroll 2
         for (int word = 0; word < WORDS; word++, x += 2) {
             const char* at = words(w, line, half) + word * LINE;
-            __builtin_prefetch(at + UNREAD);
+            if (half == 0) ask(w, line, word);
             const int first = CHAINS == 4 ? word % 2 * 2 : 0, second = CHAINS == 1 ? 0 : first + 1;
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
