@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .acceptance import Override
@@ -92,18 +91,10 @@ class Round(TargetSteps):
 def accept_step(state: BatchState, kind: Kind, logits: Tensor, draft: Draft, replay: Override | None) -> Tensor:
     """Accept and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], all that the host reads of a round.
 
-    A row holds what BatchState.commit gives, then who proposed each draft, then the first refused draft, if any.
+    Its rows are those of BatchState.commit.
     """
     max_accept = torch.minimum(draft.count, state.remaining - 1).clamp(min=0)  # [B], room for the target's own token
-    # a token's randomness depends only on its row's seed and its position
-    pos = state.seq_len[:, None] + torch.arange(logits.shape[1], device=logits.device)  # [B, gamma + 1]
-    result, _ = state.accept(
-        logits, pos, kind, draft.tokens, draft.q, max_accept, accept=ACCEPT_STREAM, own=TARGET_STREAM
-    )
+    result, _ = state.accept(logits, kind, draft.tokens, draft.q, max_accept, accept=ACCEPT_STREAM, own=TARGET_STREAM)
     if replay is not None:
         result = replay.apply(result, draft.tokens, max_accept)
-    by_whom = draft.proposer if draft.proposer is not None else torch.zeros_like(draft.tokens)  # [B, gamma]
-    # commit puts the next token in its place; and it writes the rows, and the drafts may be a view of these
-    refused = F.pad(draft.tokens, (0, 1)).gather(1, result.n_accepted[:, None])  # [B, 1]
-    committed = state.commit(draft.tokens, max_accept, result)  # [B, gamma + 4]
-    return torch.cat([committed, by_whom, refused], 1)
+    return state.commit(draft.tokens, max_accept, result, draft.proposer)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
-from .kernels import cpu_distributions, cpu_draw, cpu_sampling_fits, likeliest
+from .kernels import cpu_distributions, cpu_draw, cpu_draw_serves, cpu_sampling_fits, likeliest
 
 # What a random number decides; each (seed, position, stream) has its own.
 TARGET_STREAM = 0  # the target's own token: plain decoding, and the one after the accepted drafts
@@ -120,7 +120,7 @@ def draw(p: Tensor, u: Tensor, *, kernel: bool = True) -> Tensor:
 
     p need not sum to 1. A token of probability 0 is never drawn, whatever the rounding of the sum.
     """
-    if kernel and cpu_sampling_fits(p):
+    if kernel and cpu_draw_serves(p.device):
         return cpu_draw(p, u)
     cumulative = p.double().cumsum(-1)  # fp64: an fp32 sum over 128K tokens loses the tail
     target = u.double()[:, None] * cumulative[:, -1:]

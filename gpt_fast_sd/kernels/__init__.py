@@ -6,9 +6,10 @@ these are operators in Triton: `prepare_launches` does beforehand what Triton ne
 `launches` says how many kernels one call launches. On a CPU they are C++ if `cpu_attention_fits`, else PyTorch.
 For a CPU there are also `packed_linear` and `packed_swiglu`, products with bf16, int8 or int4 weights that `pack` or
 `pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with weights from `quantize_rows`
-and `quantize_blocks`), `Stack`, which runs all layers of a packed model in one call, and for large vocabularies
-`cpu_distributions` and `cpu_draw`. `begin_building` builds `cpu_kernels` in the background, with `vector_options` among
-Inductor's options.
+and `quantize_blocks`), `Stack`, which runs all layers of a packed model in one call, `cpu_judge_greedy`,
+`cpu_judge_sampled`, `cpu_draw` and `cpu_commit` for what a round does besides, and for large vocabularies
+`cpu_distributions`. `begin_building` builds `cpu_kernels` in the background, with `vector_options` among Inductor's
+options.
 """
 
 from .choice import triton_serves
@@ -32,7 +33,16 @@ from .cpu_linear import (
     unpack,
     unpack_int4,
 )
-from .cpu_sampling import cpu_distributions, cpu_draw, cpu_sampling_fits, cpu_sampling_serves, cpu_uniform
+from .cpu_round import (
+    cpu_commit,
+    cpu_draw,
+    cpu_draw_serves,
+    cpu_judge_greedy,
+    cpu_judge_sampled,
+    cpu_round_serves,
+    cpu_uniform,
+)
+from .cpu_sampling import cpu_distributions, cpu_sampling_fits
 from .cpu_sets import InstructionSet, chosen
 from .decode import decode_attention, decode_attention_with_mass, split_for
 from .filters import likeliest
@@ -72,11 +82,15 @@ __all__ = [
     "build_kernel",
     "chosen",
     "cpu_attention_fits",
+    "cpu_commit",
     "cpu_distributions",
     "cpu_draw",
+    "cpu_draw_serves",
+    "cpu_judge_greedy",
+    "cpu_judge_sampled",
     "cpu_kernels",
+    "cpu_round_serves",
     "cpu_sampling_fits",
-    "cpu_sampling_serves",
     "cpu_uniform",
     "decode_attention",
     "decode_attention_with_mass",

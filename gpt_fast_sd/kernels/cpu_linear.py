@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cpu as attention
+from . import cpu_round as rounds
 from . import cpu_sampling as sampling
 from .cpu_build import builds, constant_where_traced, is_built, library
 from .cpu_sets import widens
@@ -43,7 +44,7 @@ def cpu_kernels(
     own = [(attention.source_for(head_dim, dtype, kv_dtype or dtype), head_dim)] if attends else []
     drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY else []
     multiplies = [(one, 0) for one in dict.fromkeys((source(), source(whole=True), LAYERS))] if dtype == BF16 else []
-    return (*own, *multiplies, *drawn)
+    return (*own, *multiplies, (rounds.SOURCE, 0), *drawn)
 
 
 @constant_where_traced
@@ -51,14 +52,21 @@ def kernels_are_built(
     head_dim: int, dtype: torch.dtype, vocab_size: int = 0, kv_dtype: torch.dtype | None = None
 ) -> bool:
     """Whether nothing of a model's kernels has to be built: eager code may use them, and needs no compiler."""
-    needed = cpu_kernels(head_dim, dtype, vocab_size, kv_dtype)
-    return bool(needed) and all(is_built(*one) for one in needed)
+    return all(is_built(*one) for one in cpu_kernels(head_dim, dtype, vocab_size, kv_dtype))
 
 
 def cpu_sources(head_dim: int) -> tuple[tuple[Path, int], ...]:
     """All sources that any CPU may need for a head dim, each with that if it has one."""
     attends = [(attention.SOURCE, head_dim)] if head_dim in attention.HEAD_DIMS else []
-    return (*attends, (attention.ANY, head_dim), (SOURCE, 0), (ANY, 0), (LAYERS, 0), (sampling.SOURCE, 0))
+    return (
+        *attends,
+        (attention.ANY, head_dim),
+        (SOURCE, 0),
+        (ANY, 0),
+        (LAYERS, 0),
+        (rounds.SOURCE, 0),
+        (sampling.SOURCE, 0),
+    )
 
 
 def source(*, whole: bool = False) -> Path:

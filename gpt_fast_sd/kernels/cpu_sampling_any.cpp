@@ -1,4 +1,4 @@
-// Logits to distributions, and distributions to tokens, on any CPU: a row stays in a core's cache.
+// Logits to distributions on any CPU: a row stays in a core's cache.
 //
 // It keeps what `likeliest` keeps, except for the last bit of an exp: weights are exp in fp64 in whole units of 2**-44
 // of the best token's, so their sums are exact in any order. A row's last bits depend neither on other rows nor on
@@ -9,11 +9,9 @@ namespace {
 constexpr double UNIT = 17592186044416.0; // 2**44
 constexpr int SET = 256;                  // tokens whose best ones, or whose sum, are recorded
 constexpr int SOME = 64;                  // tokens of which it is asked whether any matters
-constexpr int HALF = LANES / 2;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 typedef int64_t L __attribute__((vector_size(4 * LANES)));
-typedef float FewF __attribute__((vector_size(2 * LANES)));
 typedef int32_t FewI __attribute__((vector_size(2 * LANES)));
 
 struct Token { uint32_t key, place; };
@@ -22,12 +20,6 @@ static inline bool operator<(const Token& a, const Token& b) { return a.key != b
 struct Workspace { std::vector<Token> tokens; std::vector<float> scores, best; };
 
 static inline D wide(double x) { return x - D{}; }
-static inline D doubles(const float* x) { return __builtin_convertvector(load<FewF>(x), D); }
-template <class V> static inline auto total(V x) {
-    auto sum = x[0];
-    for (int i = 1; i < HALF; i++) sum += x[i];
-    return sum;
-}
 // exp of numbers at or below 0, to within a rounding or two of fp64; 0 below 2**-1009, NaN for NaN
 static inline D exp_of(D x) {
     const D magic = wide(6755399441055744.0); // 1.5 * 2**52: adding it rounds to whole numbers, in the lowest bits
@@ -215,48 +207,5 @@ extern "C" void distributions_any(const float* logits, const float* temperature,
         static thread_local Workspace room;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t r = 0; r < R; r++) distribution(logits + r * V, V, temperature[r], top_k[r], top_p[r], log_min_p[r], p + r * V, room);
-    }
-}
-
-// sampling.uniform: a number in [0, 1) for each seed [R] and position [R, T] -> numbers [R, T]; words wrap at 32 bits
-extern "C" void uniform_any(const int64_t* seeds, const int64_t* positions, float* numbers, int64_t R, int64_t T, int64_t stream) {
-    for (int64_t i = 0; i < R * T; i++) {
-        const uint64_t seed = (uint64_t)seeds[i / T];
-        uint32_t h = 0x9E3779B9u;
-        for (uint32_t word : {(uint32_t)seed, (uint32_t)(seed >> 32), (uint32_t)positions[i], (uint32_t)stream}) {
-            h ^= word;
-            h ^= h >> 16, h *= 0x7FEB352Du;
-            h ^= h >> 15, h *= 0x846CA68Bu;
-            h ^= h >> 16;
-        }
-        numbers[i] = (float)(h >> 8) * 0x1p-24f;
-    }
-}
-
-// The first token where the running sum of p [R, V] exceeds u [R] of the whole -> tokens [R]
-extern "C" void draw_any(const float* p, const float* u, int64_t* tokens, int64_t R, int64_t V, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t r = 0; r < R; r++) {
-        const float* row = p + r * V;
-        static thread_local std::vector<double> ends; // running sums at the ends of sets
-        ends.assign(1, 0.0);
-        for (int64_t i = 0; i < V; i += SET) {
-            D sums{};
-            int64_t j = i;
-            for (; j + HALF <= std::min(i + SET, V); j += HALF) sums += doubles(row + j);
-            double sum = total(sums);
-            for (; j < std::min(i + SET, V); j++) sum += row[j];
-            ends.push_back(ends.back() + sum);
-        }
-        const double target = (double)u[r] * ends.back();
-        const int64_t set = std::min<int64_t>(std::upper_bound(ends.begin(), ends.end(), target) - ends.begin(), ends.size() - 1) - 1;
-        double sum = ends[set];
-        int64_t token = set * SET;
-        for (int64_t i = set * SET; i < std::min((set + 1) * SET, V); i++) // a possible one, whatever the rounding
-            if (row[i] > 0) {
-                token = i, sum += row[i];
-                if (sum > target) break;
-            }
-        tokens[r] = token;
     }
 }

@@ -32,9 +32,11 @@ constexpr int LANES = 4, REGISTERS = 32;
 #else
 constexpr int LANES = 4, REGISTERS = 16;
 #endif
+constexpr int HALF = LANES / 2; // lanes of a D
 static_assert(std::endian::native == std::endian::little); // what is packed and what halves of words are taken for
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef double D __attribute__((vector_size(4 * LANES)));
+typedef float FewF __attribute__((vector_size(2 * LANES))); // as many as a D has
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
@@ -73,6 +75,13 @@ static inline D more(D sum, D a, D b) {
 }
 static inline F larger(F a, F b) { return a > b ? a : b; } // NaN: b
 static inline F floats(I x) { return __builtin_convertvector(x, F); }
+static inline D doubles(const float* x) { return __builtin_convertvector(load<FewF>(x), D); }
+// The sum of the lanes of doubles, or of as many whole numbers, one after another.
+template <class V> static inline auto total(V x) {
+    auto sum = x[0];
+    for (int i = 1; i < HALF; i++) sum += x[i];
+    return sum;
+}
 
 // Lanes with these numbers, of a and then of b.
 template <int... L> static inline F lanes_of(F a, F b) {

@@ -180,7 +180,7 @@ class HierarchyDraft(DraftPolicy):
             fed = torch.cat([virtual.pending[:, None], cheap.tokens], 1)  # [B, T]
             logits = self._feed(fed, pos, step_plan.n_keys + CHEAP_GAMMA)  # [B, T, V]
             result, p = virtual.accept(
-                logits, pos, plan.kind, cheap.tokens, cheap.q, cheap.count, accept=CHEAP_ACCEPT_STREAM, own=DRAFT_STREAM
+                logits, plan.kind, cheap.tokens, cheap.q, cheap.count, accept=CHEAP_ACCEPT_STREAM, own=DRAFT_STREAM
             )
             # the first n_accepted + 1 of the T tokens and their q count, the next step overwrites the others
             own = step == result.n_accepted[:, None]  # [B, T]

@@ -94,7 +94,7 @@ def test_a_commit_is_that_of_a_loop_over_rows_and_tokens(
     ]  # fmt: skip
     seq_len = state.seq_len
     chosen = state.commit(drafted, max_accept, result)
-    assert chosen.shape == (len(max_accept), drafted.shape[1] + 4) and chosen.dtype == torch.int64
+    assert chosen.shape == (len(max_accept), 2 * drafted.shape[1] + 5) and chosen.dtype == torch.int64
     for slot, (emitted, judged, accepted, *tokens) in enumerate(chosen.tolist()):
         got = {
             "emitted": tokens[:emitted], "judged": judged, "accepted": accepted, "seq_len": int(state.seq_len[slot]),

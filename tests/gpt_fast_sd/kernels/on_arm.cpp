@@ -23,7 +23,8 @@ int main() {
                out.data(), (float*)pointer(mass), n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14], n[15], n[16], n[17], 1 / sqrtf(HEAD_DIM), 2);
 #elif defined(SAMPLES)
     distributions_any((float*)pointer(x[0]), (float*)pointer(x[1]), (int64_t*)pointer(x[2]), (double*)pointer(x[3]), (double*)pointer(x[4]), (float*)pointer(out), n[2], n[3], 2);
-    draw_any((float*)pointer(out), (float*)pointer(x[5]), (int64_t*)pointer(mass), n[2], n[3], 2);
+#elif defined(DRAWS)
+    draw_any((float*)pointer(x[0]), (float*)pointer(x[1]), (int64_t*)pointer(out), n[2], n[3], 2);
 #else
     linear_any((bf16*)pointer(x[0]), pointer(x[1]), pointer(x[2]), (float*)pointer(x[3]), (bf16*)pointer(x[4]), (bf16*)out.data(), n[2], n[3], n[4], n[5], n[6], n[7], 2);
 #endif

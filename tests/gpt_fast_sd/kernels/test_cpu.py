@@ -33,9 +33,9 @@ cpu_attention, cpu_attention_at, cpu_attention_with_mass = (
     cpu.cpu_attention_at,
     cpu.cpu_attention_with_mass,
 )
-cpu_build, cpu_layers, cpu_linear, cpu_sampling, cpu_sets = (
+cpu_build, cpu_layers, cpu_linear, cpu_round, cpu_sampling, cpu_sets = (
     importlib.import_module(f"gpt_fast_sd.kernels.cpu_{name}")
-    for name in ("build", "layers", "linear", "sampling", "sets")
+    for name in ("build", "layers", "linear", "round", "sampling", "sets")
 )
 PAGE = cpu.PAGE
 GROUPS = (1, 2, 3, 4, 5, 7, 8)
@@ -77,7 +77,8 @@ def forget() -> None:
     """What was found and built for the last instruction set."""
     for found in (cpu_build.builds, cpu_build.is_built, cpu_build.library):
         found.cache_clear()
-    for kernel in (cpu.kernel_for, cpu_linear.kernel_for, cpu_layers.library_of_layers, cpu_sampling.kernels):
+    made = cpu.kernel_for, cpu_linear.kernel_for, cpu_layers.library_of_layers, cpu_round.kernels, cpu_sampling.kernel
+    for kernel in made:
         kernel.cache_clear()
 
 

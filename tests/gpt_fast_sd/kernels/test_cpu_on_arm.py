@@ -33,9 +33,9 @@ from gpt_fast_sd.sampling import SamplingTable, draw, probabilities
 from tests.gpt_fast_sd.kernels.references import attend_reference
 from tests.gpt_fast_sd.kernels.test_cpu_any import BF16, FP16, FP32, ROUNDING, noise, quantized
 
-beforehand, cpu, cpu_build, cpu_linear, cpu_sampling = (
+beforehand, cpu, cpu_build, cpu_linear, cpu_round, cpu_sampling = (
     importlib.import_module(f"gpt_fast_sd.kernels.{name}")
-    for name in ("cpu_beforehand", "cpu", "cpu_build", "cpu_linear", "cpu_sampling")
+    for name in ("cpu_beforehand", "cpu", "cpu_build", "cpu_linear", "cpu_round", "cpu_sampling")
 )  # behind the door
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 pytestmark = [
@@ -48,7 +48,7 @@ def program(source: Path, head_dim: int, to: Path) -> Path:
     """The kernel with a program around it, for the least CPU that has NEON."""
     assert COMPILER
     plain = next(iter(sets_of_this_kind().values()))
-    named = "#define SAMPLES\n" * (source == cpu_sampling.SOURCE)
+    named = {cpu_sampling.SOURCE: "#define SAMPLES\n", cpu_round.SOURCE: "#define DRAWS\n"}.get(source, "")
     code = named + cpu_build.text(source, head_dim, plain) + Path(__file__).with_name("on_arm.cpp").read_text()
     command = [COMPILER, *beforehand.FLAGS, "-fopenmp", "-static", "-march=armv8-a", "-x", "c++", "-", "-o", str(to)]
     done = subprocess.run(command, input=code, text=True, capture_output=True, check=False)
@@ -131,13 +131,12 @@ def test_what_is_drawn_is_what_tensors_keep_and_draw(tmp_path: Path) -> None:
         held.assign(slot, SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p), slot, n_vocab)
     expected = probabilities(logits, held, kernel=False)
     least = held.min_p.log()
-    said = run(
-        built, [4 * n * n_vocab, 8 * n, n, n_vocab], [logits, held.temperature, held.top_k, held.top_p, least, u]
-    )
-    p = torch.frombuffer(bytearray(said[: -8 * n]), dtype=FP32).view(n, n_vocab)
+    said = run(built, [4 * n * n_vocab, 0, n, n_vocab], [logits, held.temperature, held.top_k, held.top_p, least])
+    p = torch.frombuffer(bytearray(said), dtype=FP32).view(n, n_vocab)
     assert (p > 0).equal(expected > 0)
     torch.testing.assert_close(p, expected, rtol=1e-6, atol=1e-37)
-    assert torch.frombuffer(bytearray(said[-8 * n :]), dtype=torch.int64).equal(draw(p, u, kernel=False))
+    drawn = run(program(cpu_round.SOURCE, 0, tmp_path / "draw"), [8 * n, 0, n, n_vocab], [p, u])
+    assert torch.frombuffer(bytearray(drawn), dtype=torch.int64).equal(draw(p, u, kernel=False))
 
 
 def test_all_layers_of_a_step_compile(tmp_path: Path) -> None:
