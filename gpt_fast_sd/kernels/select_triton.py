@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sizes import is_float8
 from .triton_common import strides
 
 BLOCK = 2048  # scores looked at together
@@ -290,7 +291,7 @@ def page_bounds(
         1,
     )
     if k_scale is None:
-        assert bounds.dtype == (torch.bfloat16 if k.dtype == torch.float8_e4m3fn else k.dtype)
+        assert bounds.dtype == (torch.bfloat16 if is_float8(k) else k.dtype)
     else:
         assert (
             k.dtype == (torch.int8 if k_low is None else torch.uint8)
