@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common import refusing, started
+from common import parser_of, refusing, started
 from files import check_files, save
 from flags import MODELS, positive, sizes, threads
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
@@ -31,9 +31,7 @@ from gpt_fast_sd.measuring.machine import environment
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="steps.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("steps.py", __doc__)
     add = parser.add_argument
     add("--model", metavar="M", default="bundled", help=MODELS)
     add("--batch", metavar="N,N", type=sizes, default=[1, 8], help="rows (default: 1,8)")

@@ -45,6 +45,11 @@ class Heads:
         """Keys and values in view, bf16."""
         return 2 * self.batch * self.context * self.n_kv * self.head_dim * torch.bfloat16.itemsize
 
+    def flops(self, n_tokens: int) -> float:
+        """Operations of the last n_tokens of every row on the keys that each of them sees, and on their values."""
+        pairs = n_tokens * (self.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
+        return 4 * self.batch * pairs * self.n_kv * self.group * self.head_dim
+
 
 def dense_heads(setup: Setup, *contexts: int) -> tuple[Heads, ...]:
     """A layer of Llama-3.1-8B over rows of these lengths, as many as the cells have, of a short one 32."""
@@ -169,8 +174,7 @@ def timed_dense(setup: Setup, shapes: Sequence[Heads], widths: Sequence[int]) ->
         for n_tokens in widths:
             q, pos = queries(setup, heads, n_tokens)
             args, what = (q, k, v, pos, heads.context, split), heads.label(n_tokens)
-            pairs = n_tokens * (heads.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
-            flops, does = 4 * heads.batch * pairs * heads.n_kv * heads.group * heads.head_dim, dense(pos, heads.context)
+            flops, does = heads.flops(n_tokens), dense(pos, heads.context)
             ours = partial(kernels.decode_attention, *args)
             with_mass = partial(kernels.decode_attention_with_mass, *args, 16)
             timings.time("decode_attention", what, ours, heads.kv_bytes, flops, does=does)
@@ -206,12 +210,10 @@ def timed_formats(setup: Setup) -> Record:
         beside, split = beside_of(layer), kernels.split_for(layer.capacity)
         for n_tokens in (1,) if layer.tail else (1, 5):  # what verifies reads both planes
             q, pos = queries(setup, heads, n_tokens)
-            pairs = n_tokens * (heads.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
-            flops = 4 * heads.batch * pairs * heads.n_kv * heads.group * heads.head_dim
             timings.time(
                 "decode_attention", f"{heads.label(n_tokens)}, {held}",
                 partial(kernels.decode_attention, q, layer.k, layer.v, pos, heads.context, split, *beside),
-                heads.batch * layer.bytes_read(heads.context), flops, does=dense(pos, heads.context),
+                heads.batch * layer.bytes_read(heads.context), heads.flops(n_tokens), does=dense(pos, heads.context),
             )  # fmt: skip
         q, pos = queries(setup, heads, 1)
         budget = 128 if setup.tiny else 1024
@@ -228,11 +230,10 @@ def timed_formats(setup: Setup) -> Record:
             continue
         one, row, n_tokens = replace(heads, batch=1), layer.slot(0), 32 if setup.tiny else 2048
         q, pos = queries(setup, one, n_tokens)
-        pairs = n_tokens * (one.context - (n_tokens - 1) / 2)
         timings.time(
             "prefill_attention", f"{one.label(n_tokens)}, {held}",
             partial(kernels.prefill_attention, q, row.k, row.v, pos, one.context, *beside_of(row)),
-            row.bytes_read(one.context), 4 * pairs * one.n_kv * one.group * one.head_dim, does=dense(pos, one.context),
+            row.bytes_read(one.context), one.flops(n_tokens), does=dense(pos, one.context),
         )  # fmt: skip
     return timings.record()
 
@@ -333,8 +334,7 @@ def timed_prefill(setup: Setup) -> Record:
         heads = replace(base, batch=1, context=context)
         k, v = buffers(setup, heads)
         q, pos = queries(setup, heads, n_tokens)
-        pairs = n_tokens * (context - (n_tokens - 1) / 2)  # of a query and a key that it sees
-        flops, what = 4 * pairs * heads.n_kv * heads.group * heads.head_dim, heads.label(n_tokens)
+        flops, what = heads.flops(n_tokens), heads.label(n_tokens)
         ours, does = partial(kernels.prefill_attention, q, k, v, pos, context), dense(pos, context)
         timings.time("prefill_attention", what, ours, heads.kv_bytes, flops, does=does)
         beside = ours()
