@@ -110,8 +110,8 @@ def as_stored(folder: Path, config: EngineConfig, dtype: torch.dtype, device: to
         return config
     if stored.cache and config.kv_dtype is None:
         warnings.warn(
-            f"{folder}: its kv_cache_scheme is ignored, and keys and values are kept as --dtype says; for a cache of a "
-            "byte a number pass --kv-dtype fp8, or int8, whose errors are smaller",
+            f"{folder}: its kv_cache_scheme is ignored, and keys and values are kept as --dtype says; for a cache of "
+            "one byte per number pass --kv-dtype fp8, or int8, whose errors are smaller",
             stacklevel=5,
         )
     why = f": --quantize {config.quantize}" if config.quantize else ""
