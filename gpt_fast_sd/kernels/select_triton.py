@@ -262,10 +262,10 @@ def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
     return out
 
 
-def guided_select(mass: Tensor, slots: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
+def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
     """See select.guided_select."""
     assert first_window_page.is_contiguous() and due.is_contiguous()
-    _select(mass, first_window_page, [0, 1, 0], due, slots, slots.shape[-1] // page, page)
+    _select(mass, first_window_page, [0, 1, 0], due, kv_indices, kv_indices.shape[-1] // page, page)
 
 
 def _select(

@@ -79,10 +79,10 @@ def dense(pos: Tensor, n_keys: int) -> Record:
     return among(torch.where(pos < n_keys, pos + 1, 0).amax(-1), pos)
 
 
-def sparse(slots: Tensor, start: Tensor, window: int, pos: Tensor, n_keys: int) -> Record:
+def sparse(kv_indices: Tensor, start: Tensor, window: int, pos: Tensor, n_keys: int) -> Record:
     """The same of a list [B, K, C], -1 being nothing, and a window from start [B] on."""
-    seen, listed = pos[:, -1:, None], (slots >= 0) & (slots < start[:, None, None])
-    n_listed = (listed & (slots <= seen)).sum(-1)  # [B, K]
+    seen, listed = pos[:, -1:, None], (kv_indices >= 0) & (kv_indices < start[:, None, None])
+    n_listed = (listed & (kv_indices <= seen)).sum(-1)  # [B, K]
     in_window = (torch.minimum(pos[:, -1] + 1, start + window) - start).clamp(min=0)[:, None]  # [B, 1]
     return among(torch.where(pos[:, -1:] < n_keys, n_listed + in_window, 0).amin(-1), pos)
 
@@ -315,13 +315,13 @@ def timed_sparse(setup: Setup) -> Record:
         for page in (1, 16):
             n = (heads.context - window) // page
             choice = torch.rand(heads.batch, heads.n_kv, n, device=setup.device).topk(listed // page).indices
-            slots = (choice[..., None] * page + torch.arange(page, device=setup.device)).flatten(-2)  # [B, K, C]
-            args = (q, k, v, slots, start, window, pos, heads.context, page)
+            kv_indices = (choice[..., None] * page + torch.arange(page, device=setup.device)).flatten(-2)  # [B, K, C]
+            args = (q, k, v, kv_indices, start, window, pos, heads.context, page)
             timings.time(
                 "sparse_attention", f"{heads.batch} rows, budget {budget:,}, page {page}",
                 partial(kernels.sparse_attention, *args),
-                heads.kv_bytes / heads.context * budget + slots.numel() * slots.element_size(),
-                does=sparse(slots, start, window, pos, heads.context),
+                heads.kv_bytes / heads.context * budget + kv_indices.numel() * kv_indices.element_size(),
+                does=sparse(kv_indices, start, window, pos, heads.context),
             )  # fmt: skip
     return timings.record()
 
@@ -378,14 +378,14 @@ def timed_select(setup: Setup) -> Record:
     group, head_dim = 4, 128
     n_pages, n = context // page, 4 if setup.tiny else 56
     mass = torch.rand(n_layers, batch, n_kv, n_pages, device=setup.device)
-    slots = torch.full((n_layers, batch, n_kv, n * page), -1, device=setup.device)
+    kv_indices = torch.full((n_layers, batch, n_kv, n * page), -1, device=setup.device)
     due = torch.ones(batch, dtype=torch.bool, device=setup.device)
     all_of = torch.full((batch,), n_pages, device=setup.device)
-    bytes_of = mass.numel() * 4 + slots.numel() * 8
+    bytes_of = mass.numel() * 4 + kv_indices.numel() * 8
     what = f"{n_layers} layers, {n} of {n_pages:,} pages"
-    select = partial(kernels.guided_select, mass, slots, due, all_of, page)
+    select = partial(kernels.guided_select, mass, kv_indices, due, all_of, page)
     select()
-    timings.time("guided_select", what, select, bytes_of, does=chosen(slots, int(due.sum())))
+    timings.time("guided_select", what, select, bytes_of, does=chosen(kv_indices, int(due.sum())))
     scores = torch.rand(n_layers, 1, n_kv, context, device=setup.device)
     one, many = torch.full((1, 1), context, device=setup.device), 64 if setup.tiny else 1900
     top = partial(kernels.top_pages, scores, one, many)
