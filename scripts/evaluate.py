@@ -320,7 +320,7 @@ def run(args: argparse.Namespace) -> None:
     cuts = {name: stretches(ids, longest, args.stretches, name) for name, ids in books.items()} if longest else {}
     needles, lookups = probes_of(args, tokenizer, list(books.values()), config.n_positions)
     if args.reference and read_config(locate(args.reference)).vocab_size != config.vocab_size:
-        raise ValueError(f"{args.reference} has another vocabulary than {args.model}: their logits do not compare")
+        raise ValueError(f"{args.reference} and {args.model} have different vocabularies: their logits do not compare")
 
     room = max([longest, NEW_TOKENS * 2, *(len(probe.prompt) + DIGITS for probe in (*needles, *lookups))])
     how = config_of(EngineConfig, args, max_seq_len=min(room, config.n_positions), compile=args.compile)

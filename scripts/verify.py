@@ -73,7 +73,7 @@ def prompts_of(args: argparse.Namespace, config: ModelConfig) -> Callable[[int],
     longest = min(LONGEST, most) if args.context is None else args.context
     if most < SHORTEST:
         raise ValueError(
-            f"this output leaves {max(0, most):,} of max_seq_len for prompts, which have {SHORTEST} at least"
+            f"this output leaves {max(0, most):,} tokens of max_seq_len for prompts, which need at least {SHORTEST}"
         )
     if not SHORTEST <= longest <= most:
         raise ValueError(f"prompts of up to {longest:,} tokens: allowed are {SHORTEST} to {most:,} with this output")
