@@ -26,7 +26,7 @@ from gpt_fast_sd.tp import Group, Parallel, local_config, take_device
 
 from . import registry
 from .compiling import can_compile, inductor_options, no_compiler
-from .config import DraftConfig, EngineConfig
+from .config import FLOAT8_CACHES, DraftConfig, EngineConfig
 from .devices import free_memory, natural_dtype, require_kernels, whole_memory
 from .kernels import begin_building, cpu_kernels, kernels_are_built, packing_builds
 from .memory import MemoryPlan, bytes_of_weights
@@ -110,8 +110,8 @@ def as_stored(folder: Path, config: EngineConfig, dtype: torch.dtype, device: to
         return config
     if stored.cache and config.kv_dtype is None:
         warnings.warn(
-            f"{folder}: its kv_cache_scheme is ignored, and keys and values are kept as --dtype says; for a cache of a "
-            "byte a number pass --kv-dtype fp8, or int8, whose errors are smaller",
+            f"{folder}: its kv_cache_scheme is ignored, and keys and values are kept as --dtype says; for a cache of "
+            "one byte per number pass --kv-dtype fp8, or int8, whose errors are smaller",
             stacklevel=5,
         )
     why = f": --quantize {config.quantize}" if config.quantize else ""
@@ -152,12 +152,13 @@ def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.devic
         raise ValueError(
             "kv_dtype 'int8' is not for models in fp16, in which products with whole numbers overflow: use dtype 'bf16'"
         )
-    if config.kv_dtype == "fp8" and device.type == "cuda":
+    if config.kv_dtype in FLOAT8_CACHES and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < FLOAT8_CAPABILITY:
+            least, found = (".".join(map(str, one)) for one in (FLOAT8_CAPABILITY, capability))
             raise ValueError(
-                f"kv_dtype 'fp8' needs compute capability {'.'.join(map(str, FLOAT8_CAPABILITY))} or more (Ada, "
-                f"Hopper, or later), and {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}: "
+                f"kv_dtype {config.kv_dtype!r} needs compute capability {least} or more (Ada, Hopper, or later), and "
+                f"{torch.cuda.get_device_name(device)} has {found}: "
                 "use kv_dtype 'int8'"
             )
 

@@ -42,6 +42,12 @@ def policy_class(name: str) -> Any:
     return _found("base.ModelDraft" if name in VIEWS else "base.DraftPolicy")
 
 
+def about(name: str) -> tuple[str, str]:
+    """Who proposes with this policy, and what that reads, "" if nothing: phrases for users, in Markdown."""
+    made = policy_class(name)
+    return made.about, view_class(name).about if name in VIEWS else made.reads
+
+
 def heeds(name: str) -> set[str]:
     """The fields of DraftConfig that a policy uses."""
     return {*policy_class(name).flags, *(view_class(name).flags if name in VIEWS else ())}

@@ -56,7 +56,6 @@ def as_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 LEAST, MOST = 1e-5, 127 * 65504.0  # largest numbers of a vector whose scale fp16 can hold
 NORMAL, STEP = 2.0**-14, 2.0**-24  # fp16's smallest number of full precision, and its steps below that
-FLOAT8 = torch.float8_e4m3fn  # without a scale
 
 
 def as_planes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +138,8 @@ class CacheLayer:
                 new, scales[row, :, pos] = as_int8(new)
                 if low is not None:
                     new, low[row, :, pos] = as_planes(new)
-            elif buffer.dtype == FLOAT8:
-                most = torch.finfo(FLOAT8).max
+            elif self.quantized:  # float8, without a scale
+                most = torch.finfo(buffer.dtype).max
                 new = new.clamp(-most, most)  # what is larger some casts make a NaN of
             buffer[row, :, pos] = new.to(buffer.dtype)
 

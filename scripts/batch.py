@@ -46,7 +46,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from common import ProgressLine, refuse, refusing, sentence, started
+from common import ProgressLine, parser_of, refuse, refusing, sentence, started
 from files import check_files
 from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
@@ -329,7 +329,7 @@ def run(engine: Engine, share: Share, done: NDArray[np.bool_], reader: Reader, w
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     add("input", metavar="IN.jsonl", type=Path, help="one prompt per line")
     add("output", metavar="OUT.jsonl", type=Path, help="one continuation per line; what it holds already is kept")

@@ -47,7 +47,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common import refuse, refusing, sentence, started
+from common import parser_of, refuse, refusing, sentence, started
 from files import check_files
 from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, given_beside, join, positive, sizes
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
@@ -149,6 +149,15 @@ class Job:
         here = machine.environment(self.parallel.device)
         return Ledger(path, benchmark, settings, here, fresh=self.args.fresh, results=results, adapt=grid.up_to_date)
 
+    @property
+    def dtype_name(self) -> str:
+        """The weights' dtype as an engine will have it."""
+        args = self.args
+        if args.dtype != "auto":
+            return str(args.dtype)
+        dtype = natural_dtype(read_stored_dtype(locate(args.model)), self.parallel.device, not args.no_compile)
+        return next(name for name, one in TORCH_DTYPES.items() if one == dtype)
+
     def points(self, contexts: Sequence[int]) -> list[Point]:
         """All measurements, those that may share an engine and its prefilled keys side by side."""
         args = self.args
@@ -193,6 +202,8 @@ def prepare(args: argparse.Namespace) -> Job:
         {"--json": args.json},
         {"--text": args.text, "--model": args.model, "--draft-model": args.draft_model},
     )
+    if args.plots is not None:
+        plots.check_drawable("--plots")
     if args.text and args.synthetic:
         raise ValueError("--text and --synthetic exclude each other: prompts are read or made up")
     if args.mode in ("budget", "lossless"):
@@ -305,6 +316,11 @@ class Mode:
             self.done(point, found)
         self.bar.update()
 
+    def warn_of_speeds(self) -> None:
+        """A line where steps were not compiled."""
+        if self.job.args.no_compile:
+            print("not compiled: acceptance and tokens per round hold, the speeds mean little")
+
     def report(self, found: list[Record]) -> None:
         """Print what follows from the results, and draw them; SystemExit where they are not what they must be."""
         raise NotImplementedError
@@ -338,8 +354,6 @@ class BySize(Mode):
         args = job.args
         if args.context[0] < 2:
             raise ValueError(f"a context has at least 2 tokens, got {args.context[0]}")
-        if args.plots is not None:
-            plots.check_drawable("--plots")
         if args.synthetic:
             n = min(max(args.batch) * max(args.context), MOST_RANDOM)
             self.ids = prompts.random_text(n, job.config.vocab_size, args.seed)
@@ -417,14 +431,18 @@ class BySize(Mode):
             return self.table.line(record)
         return f"{record['context']:>7,}  {record['batch']:>5}  {draft_label(record):<34}  skipped: {record['reason']}"
 
+    def listed(self, found: list[Record]) -> list[Record]:
+        """Print all points in one table -> those that were measured; SystemExit where there is none."""
+        print("", self.table.head, *map(self.line, found), sep="\n")
+        if measured := [r for r in found if r["status"] == "measured"]:
+            return measured
+        refuse(ValueError("nothing could be measured; the reasons are above"), PROGRAM)
+
     def report(self, found: list[Record]) -> None:
         """All points in one table, the lengths, the pictures."""
         args = self.job.args
         found.sort(key=lambda r: (draft_label(r), r["context"], r["batch"]))
-        measured = [r for r in found if r["status"] == "measured"]
-        print("", self.table.head, *map(self.line, found), sep="\n")
-        if not measured:
-            refuse(ValueError("nothing could be measured; the reasons are above"), PROGRAM)
+        measured = self.listed(found)
         rates = measured[-1]["machine"]
         print(f"the machine reads {rates['bandwidth'] / 1e9:,.1f} GB/s and computes {rates['peak'] / 1e9:,.0f} GFLOP/s")
         capturing = sum(r.get("capture_seconds", 0.0) for r in measured)  # files of before it was told have none
@@ -432,8 +450,7 @@ class BySize(Mode):
             print(f"capturing rounds as CUDA graphs took {capturing:.1f} s, which are in no speed above")
         lengths = lengths_of(measured)
         print(*lines_of(lengths), sep="\n")
-        if args.no_compile:
-            print("not compiled: acceptance and tokens per round hold, the speeds mean little")
+        self.warn_of_speeds()
         if args.plots:
             for path in plots.draw_sweep(measured, lengths, describe(self.ledger.document), args.plots):
                 print(f"drawn: {path}")
@@ -466,8 +483,7 @@ class ByPrecision(BySize):
         if job.parallel.device.type == "cuda" and read_stored_float8(locate(args.model)):
             raise ValueError(f"{args.model} is stored in float8, and --sweep precision begins with nothing quantized")
         self.precisions = list(dict.fromkeys(map(Precision.parse, args.precisions)))
-        device, stored = job.parallel.device, read_stored_dtype(locate(args.model))
-        dtype = TORCH_DTYPES[args.dtype] if args.dtype != "auto" else natural_dtype(stored, device, not args.no_compile)
+        device, dtype = job.parallel.device, TORCH_DTYPES[job.dtype_name]
         for one in self.precisions:  # refused before any work
             config = one.engine(config_of(EngineConfig, args, batch_size=1, max_seq_len=1))
             check_kv_dtype(config, dtype, device)
@@ -526,13 +542,8 @@ class ByPrecision(BySize):
 
     def report(self, found: list[Record]) -> None:
         """All points in one table, and a picture."""
-        args = self.job.args
-        print("", self.table.head, *map(self.line, found), sep="\n")
-        measured = [r for r in found if r["status"] == "measured"]
-        if not measured:
-            refuse(ValueError("nothing could be measured; the reasons are above"), PROGRAM)
-        if args.no_compile:
-            print("not compiled: acceptance and tokens per round hold, the speeds mean little")
+        args, measured = self.job.args, self.listed(found)
+        self.warn_of_speeds()
         if args.plots:
             args.plots.mkdir(parents=True, exist_ok=True)
             plots.draw_precisions(measured, describe(self.ledger.document), args.plots / "precisions.png")
@@ -549,8 +560,6 @@ class ByBudget(Mode):
         args = job.args
         if args.context and len(args.context) > 1:
             raise ValueError(f"--sweep budget measures with one --context, got {len(args.context)}")
-        if args.plots is not None:
-            plots.check_drawable("--plots")
         (batch,), room = args.batch, job.config.n_positions - args.max_new_tokens
         share = -(-batch // len(job.texts))  # rows of a text
         context = (args.context or [prompts.longest_context(min(map(len, job.texts.values())), share, room)])[0]
@@ -564,7 +573,7 @@ class ByBudget(Mode):
         settings = job.in_common(
             batch_size=batch, gamma=args.gamma[0], new_tokens=args.max_new_tokens, pairs=args.pairs,
             temperature=args.temperature[0], seed=args.seed, draft_model=args.draft_model, text=", ".join(job.texts),
-            digest=digest(self.prompts), context=context, dtype=dtype_name(job),
+            digest=digest(self.prompts), context=context, dtype=job.dtype_name,
             compiled=not args.no_compile and can_compile(job.parallel.device), **job.timed,
         )  # fmt: skip
         super().__init__(job, job.points([context]), job.ledger("frontier", settings), BUDGETS)
@@ -602,21 +611,13 @@ class ByBudget(Mode):
             refuse(ValueError("no policy could be measured; the reasons are above"), PROGRAM)
         if not args.pairs:
             print("no pairs: each point was decoded once to count acceptance, and nothing was timed")
-        elif args.no_compile:
-            print("not compiled: acceptance and tokens per round hold, the speeds mean little")
+        else:
+            self.warn_of_speeds()
         self.ledger.write(transformer=asdict(self.job.config), skipped=self.job.skipped)
         if args.plots:
             args.plots.mkdir(parents=True, exist_ok=True)
             plots.draw_budgets(found, describe(self.ledger.document), args.plots / "budgets.png")
             print(f"drawn: {args.plots / 'budgets.png'}")
-
-
-def dtype_name(job: Job) -> str:
-    """The weights' dtype as an engine will have it."""
-    if job.args.dtype != "auto":
-        return str(job.args.dtype)
-    dtype = natural_dtype(read_stored_dtype(locate(job.args.model)), job.parallel.device, not job.args.no_compile)
-    return next(name for name, one in TORCH_DTYPES.items() if one == dtype)
 
 
 # ---- lossless --------------------------------------------------------------------------------------------------------
@@ -798,9 +799,7 @@ def settle(args: argparse.Namespace) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags, ValueError those that would do nothing."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group()
     what.add_argument(

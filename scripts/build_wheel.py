@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import refusing
+from common import parser_of, refusing
 from flags import positive
 from gpt_fast_sd.kernels import InstructionSet, build_kernel, kernels_to_build, sets_of_this_kind
 
@@ -29,9 +29,7 @@ HEAD_DIMS = [64, 80, 96, 128, 256]
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     add("--dist", metavar="DIR", type=Path, default=Path("dist"), help="where the wheel goes (default: dist)")
     dims = " ".join(map(str, HEAD_DIMS))

@@ -1,7 +1,8 @@
-"""What all programs share: they import it first, so a checkout need not be installed; progress, and refusals."""
+"""What all programs share: they import it first, so a checkout need not be installed; parser, progress, refusals."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -18,6 +19,12 @@ from gpt_fast_sd.tp import Parallel
 
 LONG_PREFILL = 1000  # tokens; a longer prefill is announced by a line where there is no terminal
 PATIENCE = 10.0  # seconds within which torchrun ends the other processes after a refusal; each rank waits one more
+
+
+def parser_of(program: str, about: str | None) -> argparse.ArgumentParser:
+    """A parser whose help begins with the program's own page, line by line as it is written there."""
+    how = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=program, description=about, formatter_class=how)
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------

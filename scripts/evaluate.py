@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from common import refusing, started
+from common import parser_of, refusing, started
 from bundled_card import END, LOOKUPS, PERPLEXITY, card, needle_table, read_training
 from bundled_data import book_paths
 from files import check_files, save
@@ -44,7 +44,7 @@ from gpt_fast_sd.loading import locate
 from gpt_fast_sd.measuring import machine, plots, prompts
 from gpt_fast_sd.measuring.needles import DIGITS, Probe, made_up, needle, question, register
 from gpt_fast_sd.measuring.tables import Column, Table
-from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_tokenizer, read_config
+from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, read_config
 
 PROGRAM = "evaluate.py"
 NEW_TOKENS = 80  # of a sample
@@ -238,9 +238,7 @@ def depth(text: str) -> float:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(PROGRAM, __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="FILE", type=Path, nargs="+", help="UTF-8 texts that the model never saw")
     source.add_argument("--books", metavar="DIR", type=Path, help="the same: a folder of .txt files")
@@ -315,16 +313,14 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{known[0]} is no held-out text: the model was trained on it")
     folder = locate(args.model)
     config = read_config(folder)
-    tokenizer = load_tokenizer(folder, config)
-    if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer to read the texts with")
+    tokenizer = prompts.reader_of(args.model, folder, config)
     books = {path.stem: torch.tensor(prompts.tokens_of(path, tokenizer)) for path in paths}
     settle(args, config.n_positions, min(map(len, books.values())))
     longest = max(args.contexts, default=0)
     cuts = {name: stretches(ids, longest, args.stretches, name) for name, ids in books.items()} if longest else {}
     needles, lookups = probes_of(args, tokenizer, list(books.values()), config.n_positions)
     if args.reference and read_config(locate(args.reference)).vocab_size != config.vocab_size:
-        raise ValueError(f"{args.reference} has another vocabulary than {args.model}: their logits do not compare")
+        raise ValueError(f"{args.reference} and {args.model} have different vocabularies: their logits do not compare")
 
     room = max([longest, NEW_TOKENS * 2, *(len(probe.prompt) + DIGITS for probe in (*needles, *lookups))])
     how = config_of(EngineConfig, args, max_seq_len=min(room, config.n_positions), compile=args.compile)
@@ -337,9 +333,7 @@ def run(args: argparse.Namespace) -> None:
             "needle": measure_probes(engine, needles, "needles", ["length", "depth"]),
         }
 
-    parallel = join(args)
-    if parallel.dp * parallel.tp > 1:
-        raise ValueError(f"{PROGRAM} runs in one process")
+    parallel = join(args, PROGRAM)
     engine = Engine.from_pretrained(args.model, how, parallel=parallel)
     result: Record = {
         "model": str(args.model), "dtype": engine.dtype_name, "quantize": engine.config.quantize,

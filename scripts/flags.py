@@ -224,11 +224,17 @@ def add_engine_flags(
     )
 
 
-def join(args: argparse.Namespace) -> Parallel:
-    """The place of this process among those that torchrun started; alone where there is only one."""
+def join(args: argparse.Namespace, alone: str = "") -> Parallel:
+    """The place of this process among those that torchrun started; alone where there is only one.
+
+    alone: a program for which there may be no others; ValueError where there are.
+    """
     if args.threads != torch.get_num_threads():
         torch.set_num_threads(args.threads)
-    return start(tp=args.tp, device=args.device)
+    parallel = start(tp=args.tp, device=args.device)
+    if alone and parallel.dp * parallel.tp > 1:
+        raise ValueError(f"{alone} runs in one process")
+    return parallel
 
 
 def room_of(args: argparse.Namespace, config: ModelConfig, default: int) -> int:

@@ -11,17 +11,7 @@
 
 Who drafts is --draft. The target verifies every draft, so a policy changes the speed and never what is said:
 
-    off          nobody: plain decoding
-    full         the target itself, reading its whole cache: a check of the engine, everything is accepted
-    streaming    the target, reading the first tokens and a sliding window
-    snapkv       the target, reading what the latest tokens attended to most when it last looked, and a window
-    quest        the target, reading for each token the pages of its cache that may matter most to it, and a window
-    guided       the target, reading the pages that the last verification attended to most, and a window
-    standalone   --draft-model, a smaller model with the same vocabulary, reading --view of its own cache
-    quantized    the target, reading half of its int8 cache, the upper 4 bits of each number, and its last tokens whole
-    lookup       no model: what followed the same words earlier in the text
-    early_exit   the first --exit-layers layers of the target, reading --view of its cache
-    hierarchy    --cheap drafts for the target reading --view of its cache, which drafts for the target reading all
+POLICIES
 
 A line of --prompts is {"prompt": text}, {"tokens": [ids]} or {"messages": [{"role": ..., "content": ...}]}, and may set
 max_tokens, temperature, top_k, top_p, min_p, seed, stop or ignore_eos for itself.
@@ -45,10 +35,10 @@ from pathlib import Path
 
 import torch
 
-from common import ProgressLine, alone_prints, end_if_nobody_reads, refusing, started
+from common import ProgressLine, alone_prints, end_if_nobody_reads, parser_of, refusing, started
 from files import check_files, path_of, save, trace_of
 from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, registry
 from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.measuring import Recorder
 from gpt_fast_sd.measuring.card import card, report
@@ -68,7 +58,7 @@ COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers,
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(PROGRAM, (__doc__ or "").replace("POLICIES", known_policies()))
     prompts = parser.add_argument_group("prompts")
     source = prompts.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="continue this text")
@@ -107,6 +97,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="colour accepted drafts by who proposed them; auto: on a terminal, unless NO_COLOR is set",
     )  # fmt: skip
     return parser.parse_args(argv)
+
+
+def known_policies() -> str:
+    """A line for each policy: who drafts, and what that reads."""
+    rows = ((name, ", reading ".join(filter(None, registry.about(name)))) for name in registry.policies())
+    return "\n".join(f"    {name:<12} {said}" for name, said in rows).replace("`", "")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import torch
 
-from common import refuse, started
+from common import parser_of, refuse, started
 from gpt_fast_sd.measuring.ledger import Ledger, write_whole
 from gpt_fast_sd.measuring.machine import environment
 from gpt_fast_sd.tp import why_no_cuda
@@ -55,11 +55,7 @@ SPARE = 5.0  # seconds of the budget kept for the summary
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; exit code 2 with one sentence where it makes no sense."""
     listing = "\n".join(f"  {stage.name:<26} {stage.about}" for stage in STAGES.values())
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=(__doc__ or "").replace("STAGES\n", f"{listing}\n"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(PROGRAM, (__doc__ or "").replace("STAGES\n", f"{listing}\n"))
     add = parser.add_argument
     add("out", type=Path, metavar="OUT", help="folder of results; it may hold those of earlier calls")
     add("--stages", metavar="A,B", help="only these (default: all)")

@@ -7,11 +7,10 @@ The lines are the medians of the pairs, their whiskers the least and the greates
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import refusing, started
+from common import parser_of, refusing, started
 from files import check_files, save
 from gpt_fast_sd.measuring.grid import draft_label, up_to_date
 from gpt_fast_sd.measuring.hero import COLORS, Record, hero
@@ -42,7 +41,7 @@ def points_of(path: Path, draft: str, temperature: float) -> list[Record]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Read, choose, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("hero.py", __doc__)
     parser.add_argument("sweep", metavar="SWEEP.json", type=Path, help="written by benchmark.py --json")
     parser.add_argument("svg", metavar="FILE.svg", type=Path, help="the picture")
     parser.add_argument("--draft", metavar="POLICY", default="streaming", help="(default: streaming)")

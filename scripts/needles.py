@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from common import refusing, started
+from common import parser_of, refusing, started
 from files import check_files
 from flags import add_engine_flags, add_flags, config_of, drafters, join, names_of, positive, sizes
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
@@ -35,7 +35,7 @@ from gpt_fast_sd.measuring.grid import Setting, has_a_model, known_drafters
 from gpt_fast_sd.measuring.ledger import Ledger, digest, fingerprint
 from gpt_fast_sd.measuring.needles import DIGITS, made_up, needle, question, register
 from gpt_fast_sd.measuring.tables import Column, Table, shown
-from gpt_fast_sd.model import Tokenizer, load_tokenizer, read_config
+from gpt_fast_sd.model import Tokenizer, read_config
 
 PROGRAM = "needles.py"
 KINDS = ("needle", "lookup", "copy", "prose")
@@ -170,16 +170,13 @@ def summarize(results: Sequence[Record], seed: int = 0) -> list[Record]:
     for kind in [k for k in KINDS if any(r["kind"] == k for r in results)]:
         cells = [r for r in results if r["kind"] == kind]
         right = [bool(x) for r in cells for x in r["right"]]
+        told = [{(s["policy"], s["budget"]): s["prompts"] for s in r["settings"]} for r in cells]
         for subset in ("all",) if kind == "prose" else ("all", "right"):
             keep = np.array([subset == "all" or x for x in right])
             if not keep.any():
                 continue
             counts = {  # of every policy and budget: [prompts, 4]
-                (t["policy"], t["budget"]): np.array(
-                    [row for r in cells for s in r["settings"] if same_setting(s, t) for row in s["prompts"]],
-                    dtype=float,
-                )[keep]
-                for t in cells[0]["settings"]
+                key: np.array([row for one in told for row in one[key]], dtype=float)[keep] for key in told[0]
             }
             drawn = np.random.default_rng(seed).integers(0, keep.sum(), (RESAMPLES, keep.sum()))
             resampled = {key: rows[drawn].sum(1) for key, rows in counts.items()}  # [resamples, 4]
@@ -195,11 +192,6 @@ def summarize(results: Sequence[Record], seed: int = 0) -> list[Record]:
                     record |= lead(rows, counts["streaming", budget], again, resampled["streaming", budget])
                 summary.append(record)
     return summary
-
-
-def same_setting(a: Record, b: Record) -> bool:
-    """Whether both have the same policy and budget."""
-    return bool(a["policy"] == b["policy"] and a["budget"] == b["budget"])
 
 
 def lead(rows: Any, others: Any, again: Any, others_again: Any) -> Record:
@@ -270,9 +262,7 @@ def draw(summary: Sequence[Record], title: str, path: Path) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse itself refuses unknown flags."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     add("--text", metavar="FILE", type=Path, nargs="+", required=True, help="UTF-8 texts unknown to the model")
     add("--kinds", metavar="K,K", type=names_of("kind", KINDS), default=list(KINDS), help=f"default: {','.join(KINDS)}")
@@ -321,18 +311,14 @@ def prepare(args: argparse.Namespace) -> Job:
     config = read_config(folder)
     if longest > config.n_positions:
         raise ValueError(f"prompts of {longest:,} tokens are over the model's {config.n_positions:,} positions")
-    tokenizer = load_tokenizer(folder, config)
-    if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer to read the texts with")
+    tokenizer = prompts.reader_of(args.model, folder, config)
     texts = prompts.texts_of(args.text, tokenizer)
     for name, ids in texts.items():
         if len(ids) < longest:
             raise ValueError(f"{name} has {len(ids):,} tokens, too few for prompts of {longest:,}")
     maker = Cases(tokenizer, texts, args.seed)
     cells = {(kind, length): maker.make(kind, length, args.n) for kind in args.kinds for length in args.lengths}
-    parallel = join(args)
-    if parallel.dp * parallel.tp > 1:
-        raise ValueError("needles.py runs in one process")
+    parallel = join(args, PROGRAM)
     engine_config = config_of(EngineConfig, args, max_seq_len=longest, compile=args.compile)
     first = next((draft for draft in drafts if draft.needs_planes), drafts[0])  # of whose cache all can draft
     engine = Engine.from_pretrained(args.model, engine_config, first, parallel=parallel)

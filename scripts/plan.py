@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import refusing, started
+from common import parser_of, refusing, started
 from files import check_files, save
 from flags import given_beside, positive, sizes
 from gpt_fast_sd.config import KV_BITS, KV_DTYPES, QUANTIZATIONS
@@ -28,9 +28,7 @@ from gpt_fast_sd.measuring.plots import check_drawable
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("plan.py", __doc__)
     add = parser.add_argument
     add("--model", metavar="M", help="a preset, by its hub id; bundled, smollm2, a model folder, a GGUF file")
     add("--draft-model", metavar="M", help="the same for a standalone draft")

@@ -18,35 +18,34 @@ from pathlib import Path
 
 import torch
 
-from common import refusing, started
+from common import parser_of, refusing, started
 from files import check_files, save
-from flags import MODELS, positive, sizes, threads
+from flags import MODELS, add_flags, draft_of, positive, sizes, threads
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.config import KV_DTYPES, QUANTIZATIONS
+from gpt_fast_sd.config import KV_DTYPES
 from gpt_fast_sd.devices import sensible_threads
 from gpt_fast_sd.measuring import prompts, steps
 from gpt_fast_sd.measuring.chips import rates_here
 from gpt_fast_sd.measuring.machine import environment
 
+DRAFTERS = ("streaming", "guided", "snapkv")  # whose steps run all layers in one call
+
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="steps.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("steps.py", __doc__)
     add = parser.add_argument
     add("--model", metavar="M", default="bundled", help=MODELS)
     add("--batch", metavar="N,N", type=sizes, default=[1, 8], help="rows (default: 1,8)")
     add("--context", metavar="N,N", type=sizes, default=[512, 4000], help="tokens of each (default: 512,4k)")
-    add("--draft", choices=("streaming", "guided", "snapkv"), default="streaming", help="who drafts")
-    add("--gamma", metavar="N", type=positive, default=4, help="tokens drafted per round (default: 4)")
-    add("--budget", metavar="N", type=positive, default=256, help="entries that drafts read (default: 256)")
     add("--kv-dtype", choices=KV_DTYPES, help="of the KV cache (default: bf16)")
-    add("--draft-quantize", choices=QUANTIZATIONS, help="of the copy that drafts (default: none)")
     add("--max-new-tokens", metavar="N", type=positive, default=48, help="of each row (default: 48)")
     n = sensible_threads()
     add("--threads", metavar="N", type=threads, default=n, help=f"on a CPU (default: {n}, see OMP_NUM_THREADS)")
     add("--json", metavar="FILE", type=Path, help="write everything there")
+    policy = {"choices": DRAFTERS, "allowed": DRAFTERS, "default": "streaming"}
+    gamma = {"type": positive, "metavar": "N", "default": 4, "help": "tokens drafted per round"}
+    add_flags(parser.add_argument_group("who drafts"), DraftConfig, policy=policy, gamma=gamma, budget={"default": 256})
     return parser.parse_args(argv)
 
 
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
         cpu, found = torch.device("cpu"), []
         chip = rates_here(cpu, torch.bfloat16).chip("this machine", 1.0)
-        draft = DraftConfig(policy=args.draft, gamma=args.gamma, budget=args.budget, quantize=args.draft_quantize)
+        draft = draft_of(args)
         print(f"{chip.bandwidth / 1e9:.1f} GB/s, {chip.peak / 1e9:.0f} GFLOP/s, {torch.get_num_threads()} threads")
         for batch in args.batch:
             for context in args.context:

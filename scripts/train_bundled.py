@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
-from common import refusing
+from common import parser_of, refusing
 from bundled_data import Books, book_paths, skipped_positions, training_document
+from gpt_fast_sd.measuring.ledger import write_whole
 from gpt_fast_sd.model import ModelConfig, Transformer, load_model, save_hugging_face
 
 WARM_UP_STEPS = 50
@@ -286,8 +287,7 @@ def initial_weights(model: Transformer, folder: Path, tokenizer: Path) -> None:
     if not stored.is_file():
         raise ValueError(f"{folder} has no tokenizer.model")
     if not tokenizer.exists():
-        shutil.copyfile(stored, tokenizer.with_suffix(".tmp"))
-        tokenizer.with_suffix(".tmp").replace(tokenizer)
+        write_whole(tokenizer, stored.read_bytes())
     if tokenizer.read_bytes() != stored.read_bytes():
         raise ValueError(f"{tokenizer} is not the tokenizer of {folder}: start in an empty --work")
     model.load_state_dict(source.state_dict())
@@ -302,8 +302,7 @@ def rewind_log(path: Path, step: int) -> list[dict[str, Any]]:
         except json.JSONDecodeError:  # the kill came while it was written
             break
     records = [record for record in records if record["step"] <= step]
-    path.with_suffix(".tmp").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    path.with_suffix(".tmp").replace(path)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
 
 
@@ -311,7 +310,7 @@ def rewind_log(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("train_bundled.py", __doc__)
     add = parser.add_argument
     # fmt: off
     add("--books", type=Path, help="folder of UTF-8 text files to train on")

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common import ProgressLine, refusing, started
+from common import ProgressLine, parser_of, refusing, started
 from files import check_files, save
 from flags import add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
@@ -48,9 +48,7 @@ SHORTEST, LONGEST = 16, 600  # tokens of prompts
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(PROGRAM, __doc__)
     add = parser.add_argument
     add("--text", metavar="FILE", type=Path, default=BUNDLED / "document.txt", help="to take prompts from, UTF-8")
     add(
@@ -75,7 +73,7 @@ def prompts_of(args: argparse.Namespace, config: ModelConfig) -> Callable[[int],
     longest = min(LONGEST, most) if args.context is None else args.context
     if most < SHORTEST:
         raise ValueError(
-            f"this output leaves {max(0, most):,} of max_seq_len for prompts, which have {SHORTEST} at least"
+            f"this output leaves {max(0, most):,} tokens of max_seq_len for prompts, which need at least {SHORTEST}"
         )
     if not SHORTEST <= longest <= most:
         raise ValueError(f"prompts of up to {longest:,} tokens: allowed are {SHORTEST} to {most:,} with this output")
@@ -119,9 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft = draft_of(args)
         if draft.policy == "off":
             raise ValueError("--draft off is plain decoding, which the others are compared with: name a policy")
-        config, parallel = read_config(locate(args.model)), join(args)
-        if parallel.dp * parallel.tp > 1:
-            raise ValueError(f"{PROGRAM} runs in one process")
+        config, parallel = read_config(locate(args.model)), join(args, PROGRAM)
         make_rows = prompts_of(args, config)
         longest = len(make_rows(0)[0]) + max(args.max_new_tokens, draft.max_gamma + 2)
         how = config_of(EngineConfig, args, max_seq_len=room_of(args, config, longest))

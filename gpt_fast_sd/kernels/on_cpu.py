@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cpu import PAGE, cpu_attention, cpu_attention_at, cpu_attention_fits, cpu_attention_with_mass, is_here
 from .planes import drafted, first_whole, joined
-from .sizes import page_sums
+from .sizes import is_float8, page_sums
 
 QUERY_BLOCK = 128  # query tokens scored at once in prefill: bounds the scores to G * 128 * n_keys per kv head
 SUMMED = 256  # weights that are summed first: one sum over all keys compiles to slow code past 4096
@@ -105,8 +105,7 @@ def attend_at(
 
 def picked(x: Tensor, where: Tensor) -> Tensor:
     """x.gather(2, where), of float8 by its bytes, since no CPU gathers that."""
-    is_float8 = x.dtype == torch.float8_e4m3fn
-    return x.view(torch.int8).gather(2, where).view(x.dtype) if is_float8 else x.gather(2, where)
+    return x.view(torch.int8).gather(2, where).view(x.dtype) if is_float8(x) else x.gather(2, where)
 
 
 def attend_rows(

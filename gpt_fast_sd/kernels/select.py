@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .choice import triton_serves
 from .planes import joined
+from .sizes import is_float8
 
 NAN_RANK, NO_RANK = -(1 << 62), -(1 << 63)  # below all numbers; below these
 SIGN = 0x7FFFFFFF
@@ -89,7 +90,7 @@ def bounds_of(keys: Tensor, scales: Tensor | None = None) -> Tensor:
 
     Of int8 keys with their scales as bf16, each rounded and then moved outward by one step, so that it is a bound.
     """
-    if keys.dtype == torch.float8_e4m3fn:
+    if is_float8(keys):
         keys = keys.bfloat16()  # exact
     if scales is None:
         return torch.cat([keys.amax(-2), keys.amin(-2)], -1)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sizes import is_float8
 from .triton_common import strides
 
 BLOCK = 2048  # scores looked at together
@@ -261,10 +262,10 @@ def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
     return out
 
 
-def guided_select(mass: Tensor, slots: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
+def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
     """See select.guided_select."""
     assert first_window_page.is_contiguous() and due.is_contiguous()
-    _select(mass, first_window_page, [0, 1, 0], due, slots, slots.shape[-1] // page, page)
+    _select(mass, first_window_page, [0, 1, 0], due, kv_indices, kv_indices.shape[-1] // page, page)
 
 
 def _select(
@@ -290,7 +291,7 @@ def page_bounds(
         1,
     )
     if k_scale is None:
-        assert bounds.dtype == (torch.bfloat16 if k.dtype == torch.float8_e4m3fn else k.dtype)
+        assert bounds.dtype == (torch.bfloat16 if is_float8(k) else k.dtype)
     else:
         assert (
             k.dtype == (torch.int8 if k_low is None else torch.uint8)

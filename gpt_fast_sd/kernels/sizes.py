@@ -10,6 +10,11 @@ PREFILL_SPLIT = 1024  # keys that one program then reads for few rows
 ONE_CHUNK = 192  # listed entries that one program reads, so that nothing is merged
 
 
+def is_float8(x: Tensor) -> bool:
+    """Whether entries are float8, which has no scale and which torch does little with."""
+    return x.dtype.is_floating_point and x.dtype.itemsize == 1
+
+
 def page_sums(mass: Tensor, page: int) -> Tensor:
     """Sums over whole pages: [B, K, n_keys] -> [B, K, n_keys // page]."""
     n_pages = mass.shape[-1] // page

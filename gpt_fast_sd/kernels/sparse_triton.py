@@ -79,13 +79,13 @@ def chunk_for(n_entries: int) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["n_tokens", "n_listed", "n_entries", "chunk", "n_keys", "slots_b", "slots_k", "pos_b", "pos_t"],
-    do_not_specialize_on_alignment=["p_slots", "p_window_start", "p_pos"],
+    do_not_specialize=["n_tokens", "n_listed", "n_entries", "chunk", "n_keys", "list_b", "list_k", "pos_b", "pos_t"],
+    do_not_specialize_on_alignment=["p_kv_indices", "p_window_start", "p_pos"],
 )
 def chunk_kernel(
-    p_q, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low, p_slots, p_window_start, p_pos, p_out, p_max, p_total,
+    p_q, p_k, p_v, p_k_scale, p_v_scale, p_k_low, p_v_low, p_kv_indices, p_window_start, p_pos, p_out, p_max, p_total,
     n_tokens, n_listed, n_entries, chunk, n_keys,
-    q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, slots_b, slots_k, pos_b, pos_t,
+    q_b, q_n, q_t, k_b, k_k, v_b, v_k, scale_b, scale_k, list_b, list_k, pos_b, pos_t,
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
     FORMAT: tl.constexpr, TAIL: tl.constexpr,
@@ -127,7 +127,7 @@ def chunk_kernel(
         # [BLOCK_R]
         b_q_half = 0.5 * (tl.sum(b_q.to(tl.float32), 1) + tl.sum(b_q2.to(tl.float32), 1))
         b_halves = tl.zeros([BLOCK_R], tl.float32)
-    p_slots += i_b * slots_b + i_k * slots_k
+    p_kv_indices += i_b * list_b + i_k * list_k
 
     # Finite, so that a row that has seen no key yet does not subtract infinities.
     b_max = tl.full([BLOCK_R], -1e30, tl.float32)
@@ -139,7 +139,7 @@ def chunk_kernel(
         o_n = j + tl.arange(0, BLOCK_N)
         m_listed = o_n < n_listed
         # One number per page is read; the window has none.
-        b_first = tl.load(p_slots + o_n // PAGE * PAGE, mask=m_listed, other=-1).to(tl.int32)
+        b_first = tl.load(p_kv_indices + o_n // PAGE * PAGE, mask=m_listed, other=-1).to(tl.int32)
         b_entry = tl.where(m_listed, b_first + o_n % PAGE, window_start + (o_n - n_listed))
         # A page that reaches into the window is read up to the beginning of the window.
         m_n = tl.where(m_listed, (b_first >= 0) & (b_entry < window_start), o_n < n_entries) & (b_entry <= last)
@@ -237,18 +237,18 @@ def merge_kernel(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_keys: int,
-    page: int, *, arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor,
+    n_keys: int, page: int, *, arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
 ) -> Tensor:  # fmt: skip
     """See sparse.sparse_attention."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
-    n_kv, n_listed = k.shape[1], slots.shape[2]
+    n_kv, n_listed = k.shape[1], kv_indices.shape[2]
     group, n_bk = n_heads // n_kv, n_batch * n_kv
     n_rows, n_entries = group * n_tokens, n_listed + window_width
     assert 0 < n_keys <= k.shape[2]
     form = format_of(q, (k, k_scale, k_low), (v, v_scale, v_low), arch=arch)
-    assert slots.stride(2) == 1 and n_listed % page == 0 and window_start.is_contiguous() and n_entries > 0
+    assert kv_indices.stride(2) == 1 and n_listed % page == 0 and window_start.is_contiguous() and n_entries > 0
     block_h = max(16, triton.next_power_of_2(head_dim))
     block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
     chunk = chunk_for(n_entries)
@@ -262,9 +262,9 @@ def attend(
     part = out if whole else fp32(n_chunks, n_bk, n_rows, head_dim)
     maxima, totals = (None, None) if whole else (fp32(n_chunks, n_bk, n_rows), fp32(n_chunks, n_bk, n_rows))
     chunk_kernel[n_chunks, n_bk, triton.cdiv(n_rows, block_r)](
-        q, k, v, k_scale, v_scale, k_low, v_low, slots, window_start, pos, part, maxima, totals,
+        q, k, v, k_scale, v_scale, k_low, v_low, kv_indices, window_start, pos, part, maxima, totals,
         n_tokens, n_listed, n_entries, chunk, n_keys,
-        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *slots.stride()[:2], *pos.stride(),
+        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *kv_indices.stride()[:2], *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, PAGE=page, BLOCK_R=block_r,
         BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, FORMAT=form, TAIL=tail,
         num_warps=num_warps,

@@ -17,7 +17,7 @@ from gpt_fast_sd.model import PRESETS, KVCache, ModelConfig, preset, read_config
 from gpt_fast_sd.tp import local_config
 
 from .. import registry
-from ..config import DraftConfig, EngineConfig, gamma_tiers
+from ..config import FLOAT8_CACHES, DraftConfig, EngineConfig, gamma_tiers
 from ..devices import free_memory, traits_of
 from ..kernels import triton_serves
 from ..loading import KV_TORCH_DTYPES, TORCH_DTYPES, check_kv_dtype, check_planes, check_positions, locate
@@ -166,8 +166,9 @@ class System:
         check_positions(config, self.model)
         dtype, cpu = TORCH_DTYPES[self.dtype], torch.device("cpu")
         check_kv_dtype(config, dtype, cpu)
-        if self.kv_dtype == "fp8" and self.device == "cuda" and not self.chip.float8:
-            raise ValueError(f"kv_dtype 'fp8' needs a GPU that multiplies float8, and {self.chip.name} does not")
+        if self.kv_dtype in FLOAT8_CACHES and self.device == "cuda" and not self.chip.float8:
+            asked = f"kv_dtype {self.kv_dtype!r}"
+            raise ValueError(f"{asked} needs a GPU that multiplies float8, and {self.chip.name} does not")
         if self.draft_model:
             check_draft_model(self.draft_model, self.model, config.max_seq_len)
         return config

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gpt_fast_sd.model import Tokenizer
+from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer
 
 CONTEXT = 4096  # tokens of a prompt if no length is given
 
@@ -19,6 +19,13 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
+
+
+def reader_of(model: object, folder: Path, config: ModelConfig) -> Tokenizer:
+    """The tokenizer of a model's folder; ValueError, which names the model as the user did, if there is none."""
+    if (tokenizer := load_tokenizer(folder, config)) is None:
+        raise ValueError(f"{model} has no tokenizer to read the texts with")
+    return tokenizer
 
 
 def tokens_of(path: Path, tokenizer: Tokenizer) -> list[int]:

@@ -34,7 +34,7 @@ CHANCE, POWER = 1e-5, 0.99  # of failing without a cause; of finding a distance
 FOLLOWED, BINS = 2, 4  # first tokens after which the second is counted, too; bins of each distribution
 SAMPLED = 2  # prompts whose samples are tested
 RARE = 5.0  # expected counts of cells that are put together
-MOST = 8000.0  # the largest statistic and noncentrality that are reckoned with
+MOST = 8000.0  # the largest statistic and noncentrality that are computed with
 FREE: dict[str, Any] = {"temperature": 1.0}
 FILTERED: dict[str, Any] = FREE | {"top_k": 20, "top_p": 0.9}
 

@@ -68,7 +68,7 @@ def watch(engine: Engine, told: list[Spent]) -> list[Stack]:
     for runner in runners:
         if runner.whole is None:
             raise ValueError(
-                "the steps of this engine are made of operators, which nobody times: steps are timed of models in bf16 "
+                "this engine's steps run operator by operator, which is not timed: steps are timed of models in bf16 "
                 "on a CPU that has a C++ compiler"
             )
     stacks = [runner.whole.stack for runner in runners if runner.whole is not None]

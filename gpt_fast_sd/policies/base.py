@@ -134,6 +134,7 @@ class DraftPolicy(Drafts):
     """Proposes up to plan.gamma tokens per row."""
 
     about = "nobody: plain decoding"  # who proposes, in a phrase
+    reads = ""  # what that reads, in a phrase; of a view's name the view says it
     flags: tuple[str, ...] = ()  # the fields of DraftConfig that it uses besides gamma
     beyond = 0  # tokens past gamma that one of its steps may feed
     own_cache = False  # whether it drafts from a cache that is not the target's

@@ -37,6 +37,7 @@ class EarlyExitDraft(ModelDraft):
     """A self-draft that exits after n layers: it reads and writes only these layers of the target's cache."""
 
     about = "the first `--exit-layers` layers of the target"
+    reads = "their part of its cache, as `--view` says"
     flags = ("view", "budget", "exit_layers", "quantize", "kv_bits")
 
     @classmethod

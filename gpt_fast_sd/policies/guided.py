@@ -56,9 +56,9 @@ class GuidedView(SlotView):
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """List what precedes the window while it fits: all of a short prompt, the beginning of a long one."""
         super().host_admit(slot, prompt)
-        start = self._start(torch.tensor(len(prompt) - 1, device=self.slots.device))
-        entry = torch.arange(self.slots.shape[-1], device=self.slots.device)
-        self.slots[:, slot] = torch.where(entry < start, entry, -1)
+        start = self._start(torch.tensor(len(prompt) - 1, device=self.kv_indices.device))
+        entry = torch.arange(self.kv_indices.shape[-1], device=self.kv_indices.device)
+        self.kv_indices[:, slot] = torch.where(entry < start, entry, -1)
         self.window_start[slot] = start
 
     def host_free(self, slot: int) -> None:
@@ -73,7 +73,7 @@ class GuidedView(SlotView):
         grown, full = state.seq_len - self.selected_at, state.seq_len - self.window_start  # [B]
         due = (grown >= self.apart) | (full > self.window)  # [B]
         start = self._start(state.seq_len)  # [B]
-        guided_select(mass, self.slots, due, start // self.page, self.page)
+        guided_select(mass, self.kv_indices, due, start // self.page, self.page)
         self.window_start.copy_(torch.where(due, start, self.window_start))
         self.selected_at.copy_(torch.where(due, state.seq_len, self.selected_at))
 
@@ -83,4 +83,4 @@ class GuidedView(SlotView):
         A row that fits the budget needs no room: list and window must be adjacent.
         """
         aligned = (length + self.growth - self.window + self.page - 1).clamp(min=0) // self.page * self.page
-        return torch.where(length <= self.budget, aligned.clamp(max=self.slots.shape[-1]), aligned)
+        return torch.where(length <= self.budget, aligned.clamp(max=self.kv_indices.shape[-1]), aligned)

@@ -86,7 +86,8 @@ class HierarchyDraft(DraftPolicy):
     same positions; no accepted token depends on them.
     """
 
-    about = "`--cheap`, for the target with a `--view` of its cache"
+    about = "`--cheap` for the target, and the target for itself"
+    reads = "a `--view` of its cache, before it verifies with all of it"
     flags = ("cheap", "ngram", "draft_model", "draft_tp", "view", "budget", "quantize", "kv_bits")
     beyond = CHEAP_GAMMA
 

@@ -46,6 +46,7 @@ class LookupDraft(DraftPolicy):
     """Drafts from the row's own text, prompt and output alike."""
 
     about = "no model"
+    reads = "what followed the same words earlier in the text"
     flags = ("ngram",)
     proposers = ("lookup",)
 

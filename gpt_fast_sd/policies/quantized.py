@@ -15,6 +15,7 @@ class QuantizedDraft(ModelDraft):
     """The target reads every token of its own cache, 4 bits of each number, and the last tokens whole."""
 
     about = "the target itself, from the upper 4 bits of its int8 cache"
+    reads = "everything, and its last 64 tokens whole"
     flags = ("quantize", "kv_bits")
     of_planes = True
 

@@ -137,8 +137,8 @@ class QuestView(View):
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """The pages chosen last, and the window, up to pos [B] -> bool [L, B, K, S]."""
-        slots = entries_of(torch.stack(self.chosen), self.page)  # [L, B, K, n * page]
-        return positions_of(slots, self.window_start, self.window_width, pos, self.runner.cache.capacity + SPLIT)
+        kv_indices = entries_of(torch.stack(self.chosen), self.page)  # [L, B, K, n * page]
+        return positions_of(kv_indices, self.window_start, self.window_width, pos, self.runner.cache.capacity + SPLIT)
 
     def _closed(self, length: int) -> int:
         """Pages of a row of that length before its window."""

@@ -177,13 +177,13 @@ class SnapKVView(SlotView):
         start = torch.where(chosen, state.seq_len[slots] - self.n_observed, capacity)  # [W]
         pos = start[:, None] + torch.arange(self.n_observed, device=start.device)  # [W, T]
         listed = self._observe(state.history[slots[:, None], pos], pos, slots, n_keys)  # [L, W, K, C]
-        self.slots.index_copy_(1, slots, torch.where(chosen[:, None, None], listed, self.slots[:, slots]))
+        self.kv_indices.index_copy_(1, slots, torch.where(chosen[:, None, None], listed, self.kv_indices[:, slots]))
         self.window_start.index_copy_(0, slots, torch.where(chosen, start, self.window_start[slots]))
 
     def _observe(self, tokens: Tensor, pos: Tensor, slots: Tensor, n_keys: int) -> Tensor:
         """See observe_step: tokens, pos [W, T], slots [W] -> int64 [L, W, K, C]."""
         cache = self.runner.cache
-        n_splits_carrier, n_listed = span(cache, n_keys), self.slots.shape[-1]
+        n_splits_carrier, n_listed = span(cache, n_keys), self.kv_indices.shape[-1]
         out: Tensor = self._step(self.runner.model, tokens, pos, slots, cache.layers, n_splits_carrier, n_listed)
         return out
 

@@ -21,11 +21,11 @@ from ..runner import Runner
 from .base import View
 
 
-def positions_of(slots: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_positions: int) -> Tensor:
-    """The positions that ListedKV reads at pos [B]: slots [L, B, K, C], window_start [B] -> bool [L, B, K, S]."""
+def positions_of(kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_positions: int) -> Tensor:
+    """The positions that ListedKV reads at pos [B]: kv_indices [L, B, K, C], window_start [B] -> bool [L, B, K, S]."""
     place = torch.arange(n_positions, device=pos.device)  # [S]
-    spare = torch.where(slots >= 0, slots, n_positions)  # an empty entry sets a spare place
-    listed = torch.zeros(*slots.shape[:3], n_positions + 1, dtype=torch.bool, device=pos.device)
+    spare = torch.where(kv_indices >= 0, kv_indices, n_positions)  # an empty entry sets a spare place
+    listed = torch.zeros(*kv_indices.shape[:3], n_positions + 1, dtype=torch.bool, device=pos.device)
     listed = listed.scatter(3, spare, True)[..., :-1]  # [L, B, K, S]
     start = window_start[:, None]  # [B, 1]
     in_window = (place >= start) & (place < start + window_width)  # [B, S]
@@ -54,13 +54,13 @@ class SlotView(View):
         n_layers, n_slots, n_kv = runner.shape
         self.runner, self.window, self.window_width, self.first_window = runner, window, window + max_new, first_window
         self.budget = n_listed + window
-        self.slots = torch.full((n_layers, n_slots, n_kv, n_listed), -1, dtype=torch.int64, device=runner.device)
-        self._slots = list(self.slots.unbind())  # the same, layer by layer
+        self.kv_indices = torch.full((n_layers, n_slots, n_kv, n_listed), -1, dtype=torch.int64, device=runner.device)
+        self._by_layer = list(self.kv_indices.unbind())  # the same, layer by layer
         self.window_start = torch.full((n_slots,), first_window, dtype=torch.int64, device=runner.device)
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """ListedKV over the tensors that selections are written into."""
-        return ListedKV, (self._slots, self.window_start, self.window_width, self.page)
+        return ListedKV, (self._by_layer, self.window_start, self.window_width, self.page)
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Reset the window to the first entries: the windows of idle slots slide too."""
@@ -70,21 +70,21 @@ class SlotView(View):
         """Slide windows that would exceed W; the entries that they leave are listed while the list has room."""
         start = torch.maximum(self.window_start, state.seq_len - self.window)  # [B]
         if plan.any_drafted_within(self.budget):  # by then no list is left half full
-            entry = torch.arange(self.slots.shape[-1], device=start.device)  # [C]
+            entry = torch.arange(self.kv_indices.shape[-1], device=start.device)  # [C]
             left = (entry >= self.window_start[:, None]) & (entry < start[:, None])  # [B, C]
-            self.slots.copy_(torch.where(left[:, None], entry, self.slots))
+            self.kv_indices.copy_(torch.where(left[:, None], entry, self.kv_indices))
         self.window_start.copy_(start)
 
     def host_free(self, slot: int) -> None:
         """Forget the slot's selection."""
-        self.slots[:, slot] = -1
+        self.kv_indices[:, slot] = -1
         self.window_start[slot] = self.first_window
 
     def entries_read(self, n_keys: int) -> int:
         """The list and the window."""
-        return self.slots.shape[-1] + self.window_width
+        return self.kv_indices.shape[-1] + self.window_width
 
     def positions_read(self, pos: Tensor) -> Tensor:
         """Listed entries and the window, up to pos [B] -> bool [L, B, K, S]."""
         n_positions = self.runner.cache.capacity + SPLIT
-        return positions_of(self.slots, self.window_start, self.window_width, pos, n_positions)
+        return positions_of(self.kv_indices, self.window_start, self.window_width, pos, n_positions)

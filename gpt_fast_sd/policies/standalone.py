@@ -61,6 +61,7 @@ class StandaloneDraft(ModelDraft):
     """
 
     about = "`--draft-model`, with the same vocabulary"
+    reads = "its own cache, as `--view` says"
     flags = ("draft_model", "draft_tp", "view", "budget", "quantize")
     own_cache = True
 

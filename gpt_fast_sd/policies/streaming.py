@@ -28,7 +28,7 @@ class StreamingView(SlotView):
 
     def __init__(self, runner: Runner, *, budget: int, n_sink: int, max_new: int) -> None:
         super().__init__(runner, n_listed=n_sink, window=budget - n_sink, max_new=max_new, first_window=n_sink)
-        self.slots.copy_(torch.arange(n_sink, device=runner.device).expand_as(self.slots))
+        self.kv_indices.copy_(torch.arange(n_sink, device=runner.device).expand_as(self.kv_indices))
 
     def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
         """Move the window to end with the committed tokens: forwards or, after rejected drafts, backwards."""

@@ -197,8 +197,8 @@ class Bench:
         self.restore_state(gamma)
         state, policy, view = self.engine.state, self.engine.policy, self._view()
         seen: Record = {"rows_active": int(state.active.sum())}
-        slots, before = getattr(view, "slots", None), state.seq_len.clone()
-        held = None if slots is None else slots.clone()
+        kv_indices, before = getattr(view, "kv_indices", None), state.seq_len.clone()
+        held = None if kv_indices is None else kv_indices.clone()
         out = call()
         if fed:
             last = torch.where(state.active, state.seq_len, -fed) + fed - 1  # [B] an idle row reads nothing
@@ -210,8 +210,8 @@ class Bench:
         elif isinstance(out, Tensor):
             seen["tokens_judged"], seen["tokens_emitted"] = out[:, 1].tolist(), out[:, 0].tolist()
             seen["rows_grown"] = int((state.seq_len > before).sum())
-        elif slots is not None and held is not None:
-            seen["rows_selected"] = int((slots != held).any(-1).any(-1).any(0).sum())
+        elif kv_indices is not None and held is not None:
+            seen["rows_selected"] = int((kv_indices != held).any(-1).any(-1).any(0).sum())
         return seen
 
     def idle(self, name: str, gamma: int, fed: int, seen: Record) -> str | None:

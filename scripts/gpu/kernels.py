@@ -45,6 +45,11 @@ class Heads:
         """Keys and values in view, bf16."""
         return 2 * self.batch * self.context * self.n_kv * self.head_dim * torch.bfloat16.itemsize
 
+    def flops(self, n_tokens: int) -> float:
+        """Operations of the last n_tokens of every row on the keys that each of them sees, and on their values."""
+        pairs = n_tokens * (self.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
+        return 4 * self.batch * pairs * self.n_kv * self.group * self.head_dim
+
 
 def dense_heads(setup: Setup, *contexts: int) -> tuple[Heads, ...]:
     """A layer of Llama-3.1-8B over rows of these lengths, as many as the cells have, of a short one 32."""
@@ -74,10 +79,10 @@ def dense(pos: Tensor, n_keys: int) -> Record:
     return among(torch.where(pos < n_keys, pos + 1, 0).amax(-1), pos)
 
 
-def sparse(slots: Tensor, start: Tensor, window: int, pos: Tensor, n_keys: int) -> Record:
+def sparse(kv_indices: Tensor, start: Tensor, window: int, pos: Tensor, n_keys: int) -> Record:
     """The same of a list [B, K, C], -1 being nothing, and a window from start [B] on."""
-    seen, listed = pos[:, -1:, None], (slots >= 0) & (slots < start[:, None, None])
-    n_listed = (listed & (slots <= seen)).sum(-1)  # [B, K]
+    seen, listed = pos[:, -1:, None], (kv_indices >= 0) & (kv_indices < start[:, None, None])
+    n_listed = (listed & (kv_indices <= seen)).sum(-1)  # [B, K]
     in_window = (torch.minimum(pos[:, -1] + 1, start + window) - start).clamp(min=0)[:, None]  # [B, 1]
     return among(torch.where(pos[:, -1:] < n_keys, n_listed + in_window, 0).amin(-1), pos)
 
@@ -169,8 +174,7 @@ def timed_dense(setup: Setup, shapes: Sequence[Heads], widths: Sequence[int]) ->
         for n_tokens in widths:
             q, pos = queries(setup, heads, n_tokens)
             args, what = (q, k, v, pos, heads.context, split), heads.label(n_tokens)
-            pairs = n_tokens * (heads.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
-            flops, does = 4 * heads.batch * pairs * heads.n_kv * heads.group * heads.head_dim, dense(pos, heads.context)
+            flops, does = heads.flops(n_tokens), dense(pos, heads.context)
             ours = partial(kernels.decode_attention, *args)
             with_mass = partial(kernels.decode_attention_with_mass, *args, 16)
             timings.time("decode_attention", what, ours, heads.kv_bytes, flops, does=does)
@@ -206,12 +210,10 @@ def timed_formats(setup: Setup) -> Record:
         beside, split = beside_of(layer), kernels.split_for(layer.capacity)
         for n_tokens in (1,) if layer.tail else (1, 5):  # what verifies reads both planes
             q, pos = queries(setup, heads, n_tokens)
-            pairs = n_tokens * (heads.context - (n_tokens - 1) / 2)  # of a query and a key that it sees
-            flops = 4 * heads.batch * pairs * heads.n_kv * heads.group * heads.head_dim
             timings.time(
                 "decode_attention", f"{heads.label(n_tokens)}, {held}",
                 partial(kernels.decode_attention, q, layer.k, layer.v, pos, heads.context, split, *beside),
-                heads.batch * layer.bytes_read(heads.context), flops, does=dense(pos, heads.context),
+                heads.batch * layer.bytes_read(heads.context), heads.flops(n_tokens), does=dense(pos, heads.context),
             )  # fmt: skip
         q, pos = queries(setup, heads, 1)
         budget = 128 if setup.tiny else 1024
@@ -228,11 +230,10 @@ def timed_formats(setup: Setup) -> Record:
             continue
         one, row, n_tokens = replace(heads, batch=1), layer.slot(0), 32 if setup.tiny else 2048
         q, pos = queries(setup, one, n_tokens)
-        pairs = n_tokens * (one.context - (n_tokens - 1) / 2)
         timings.time(
             "prefill_attention", f"{one.label(n_tokens)}, {held}",
             partial(kernels.prefill_attention, q, row.k, row.v, pos, one.context, *beside_of(row)),
-            row.bytes_read(one.context), 4 * pairs * one.n_kv * one.group * one.head_dim, does=dense(pos, one.context),
+            row.bytes_read(one.context), one.flops(n_tokens), does=dense(pos, one.context),
         )  # fmt: skip
     return timings.record()
 
@@ -314,13 +315,13 @@ def timed_sparse(setup: Setup) -> Record:
         for page in (1, 16):
             n = (heads.context - window) // page
             choice = torch.rand(heads.batch, heads.n_kv, n, device=setup.device).topk(listed // page).indices
-            slots = (choice[..., None] * page + torch.arange(page, device=setup.device)).flatten(-2)  # [B, K, C]
-            args = (q, k, v, slots, start, window, pos, heads.context, page)
+            kv_indices = (choice[..., None] * page + torch.arange(page, device=setup.device)).flatten(-2)  # [B, K, C]
+            args = (q, k, v, kv_indices, start, window, pos, heads.context, page)
             timings.time(
                 "sparse_attention", f"{heads.batch} rows, budget {budget:,}, page {page}",
                 partial(kernels.sparse_attention, *args),
-                heads.kv_bytes / heads.context * budget + slots.numel() * slots.element_size(),
-                does=sparse(slots, start, window, pos, heads.context),
+                heads.kv_bytes / heads.context * budget + kv_indices.numel() * kv_indices.element_size(),
+                does=sparse(kv_indices, start, window, pos, heads.context),
             )  # fmt: skip
     return timings.record()
 
@@ -333,8 +334,7 @@ def timed_prefill(setup: Setup) -> Record:
         heads = replace(base, batch=1, context=context)
         k, v = buffers(setup, heads)
         q, pos = queries(setup, heads, n_tokens)
-        pairs = n_tokens * (context - (n_tokens - 1) / 2)  # of a query and a key that it sees
-        flops, what = 4 * pairs * heads.n_kv * heads.group * heads.head_dim, heads.label(n_tokens)
+        flops, what = heads.flops(n_tokens), heads.label(n_tokens)
         ours, does = partial(kernels.prefill_attention, q, k, v, pos, context), dense(pos, context)
         timings.time("prefill_attention", what, ours, heads.kv_bytes, flops, does=does)
         beside = ours()
@@ -378,14 +378,14 @@ def timed_select(setup: Setup) -> Record:
     group, head_dim = 4, 128
     n_pages, n = context // page, 4 if setup.tiny else 56
     mass = torch.rand(n_layers, batch, n_kv, n_pages, device=setup.device)
-    slots = torch.full((n_layers, batch, n_kv, n * page), -1, device=setup.device)
+    kv_indices = torch.full((n_layers, batch, n_kv, n * page), -1, device=setup.device)
     due = torch.ones(batch, dtype=torch.bool, device=setup.device)
     all_of = torch.full((batch,), n_pages, device=setup.device)
-    bytes_of = mass.numel() * 4 + slots.numel() * 8
+    bytes_of = mass.numel() * 4 + kv_indices.numel() * 8
     what = f"{n_layers} layers, {n} of {n_pages:,} pages"
-    select = partial(kernels.guided_select, mass, slots, due, all_of, page)
+    select = partial(kernels.guided_select, mass, kv_indices, due, all_of, page)
     select()
-    timings.time("guided_select", what, select, bytes_of, does=chosen(slots, int(due.sum())))
+    timings.time("guided_select", what, select, bytes_of, does=chosen(kv_indices, int(due.sum())))
     scores = torch.rand(n_layers, 1, n_kv, context, device=setup.device)
     one, many = torch.full((1, 1), context, device=setup.device), 64 if setup.tiny else 1900
     top = partial(kernels.top_pages, scores, one, many)

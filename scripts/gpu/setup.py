@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.measuring.chips import CHIPS, Chip, chip_of, measure, rates_here
+from gpt_fast_sd.measuring.chips import CHIPS, GIB, Chip, chip_of, measure, rates_here
 from gpt_fast_sd.measuring.ledger import short_name
 from gpt_fast_sd.measuring.machine import clocks, environment
 from gpt_fast_sd.model import ModelConfig, Transformer
@@ -24,7 +24,6 @@ from gpt_fast_sd.model import ModelConfig, Transformer
 from .aims import ARMS, Arm, Cell, cell_for
 
 Record = dict[str, Any]
-GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("gpt_fast_sd", "model", "tp", "scripts", "tests")
 

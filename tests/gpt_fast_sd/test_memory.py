@@ -73,7 +73,7 @@ def test_caches_and_selections_take_what_the_plan_says(policy: str, kv_dtype: st
     elif policy == "quest":
         policy_bytes += nbytes(*view.bounds, *view.chosen)
     elif policy in ("streaming", "snapkv", "guided"):
-        policy_bytes += nbytes(view.slots)
+        policy_bytes += nbytes(view.kv_indices)
     assert policy_bytes <= expected.policy <= 1.5 * policy_bytes + 2 * 3 * 2 * 96 * 8
 
 

@@ -53,9 +53,9 @@ def test_listed_entries_and_a_window_are_attended_to_as_in_fp64(
     place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: Held, page: int
 ) -> None:
     case = place.listed_case(group, head_dim, n_tokens, dtype, held, page)
-    q, k, v, slots, start, pos = place.put(case.q, case.k, case.v, case.slots, case.window_start, case.pos)
+    q, k, v, kv_indices, start, pos = place.put(case.q, case.k, case.v, case.kv_indices, case.window_start, case.pos)
     scales = place.scales_of(case)
-    got = kernels.sparse_attention(q, k, v, slots, start, case.width, pos, case.n_keys, page, **scales)
+    got = kernels.sparse_attention(q, k, v, kv_indices, start, case.width, pos, case.n_keys, page, **scales)
     assert near(got, case.expected()[0], dtype)
 
 
@@ -113,11 +113,11 @@ def test_the_places_selected_are_those_of_a_stable_sort(place: Place, n_scores: 
     expected = torch.tensor(places).view(2, 3, 3, n)
     here, valid, due = place.put(scores, n_valid, torch.tensor([True, True, False]))
     assert kernels.top_pages(here, valid[:, None], n).cpu().equal(expected)
-    slots = torch.full((2, 3, 3, n * PAGE), 5)
+    kv_indices = torch.full((2, 3, 3, n * PAGE), 5)
     listed = torch.where(expected[..., None] < 0, -1, expected[..., None] * PAGE + torch.arange(PAGE)).flatten(-2)
-    (after,) = place.put(slots)
+    (after,) = place.put(kv_indices)
     kernels.guided_select(here, after, due, valid, PAGE)
-    assert after.cpu().equal(torch.where(due.cpu()[:, None, None], listed, slots))
+    assert after.cpu().equal(torch.where(due.cpu()[:, None, None], listed, kv_indices))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

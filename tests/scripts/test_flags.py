@@ -15,8 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import batch
 import benchmark
+import evaluate
 import flags
 import generate
+import needles
+import steps
+import verify
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 
 Parse = Callable[[list[str]], argparse.Namespace]
@@ -129,6 +133,15 @@ def test_a_program_may_describe_a_field_differently_or_omit_it(capsys: pytest.Ca
 
 # fields that benchmark.py has no flag for: --draft names who is cheap, --context says how long, and no row ends early
 ELSEWHERE = {"cheap", "max_seq_len", "stop", "ignore_eos"}
+WITH_A_MODEL = {"draft_model", "draft_tp", "cheap"}
+# configurations of other programs, and fields of theirs that are said otherwise
+OTHERS: dict[str, tuple[Parse, tuple[type[Any], ...], set[str]]] = {
+    "verify.py": (verify.parse, (EngineConfig, DraftConfig), set()),
+    # drafts of the target's own; as long as --lengths and --contexts say; not compiled unless --compile is given
+    "needles.py": (needles.parse, (EngineConfig, DraftConfig), {"max_seq_len", "compile"} | WITH_A_MODEL),
+    "evaluate.py": (evaluate.parse, (EngineConfig,), {"max_seq_len", "compile"}),
+    "steps.py": (steps.parse, (DraftConfig,), set()),  # of one kind of engine
+}
 SEVERAL = {
     "batch_size": "--batch",
     "policy": "--draft",
@@ -145,6 +158,19 @@ def test_every_field_is_a_flag_of_benchmark_unless_others_set_it(capsys: pytest.
     shown = " ".join(capsys.readouterr().out.split())
     fields = [field for config in CONFIGS for field in flags.public(config)]
     assert {f.name for f in fields if f" {SEVERAL.get(f.name, flags.flag_of(f))} " not in shown} == ELSEWHERE
+
+
+@pytest.mark.parametrize("program", OTHERS)
+def test_every_field_is_a_flag_of_other_programs_unless_they_say_it_otherwise(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse, configs, elsewhere = OTHERS[program]
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--help"])
+    assert stopped.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    fields = [field for config in configs for field in flags.public(config)]
+    assert {field.name for field in fields if f" {flags.flag_of(field)} " not in shown} == elsewhere
 
 
 @pytest.mark.parametrize(("config", "name"), [f for f in FIELDS if f[1] not in ELSEWHERE | SEVERAL.keys()])

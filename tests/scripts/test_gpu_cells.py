@@ -97,11 +97,11 @@ def test_every_repeat_of_every_timed_call_finds_all_rows_in_the_middle_of_decodi
         for _ in range(4):
             before()
             read.clear()
-            state, slots = bench.engine.state, bench.engine.policy.view.slots.clone()  # type: ignore[union-attr]
+            state, kv_indices = bench.engine.state, bench.engine.policy.view.kv_indices.clone()  # type: ignore[union-attr]
             active, seq_len = int(state.active.sum()), state.seq_len.tolist()
             out = call()
             judged = out[:, :3].tolist() if isinstance(out, Tensor) and out.dtype == torch.int64 else None
-            changed = (slots != bench.engine.policy.view.slots).any(-1).any(-1).any(0)  # type: ignore[union-attr]
+            changed = (kv_indices != bench.engine.policy.view.kv_indices).any(-1).any(-1).any(0)  # type: ignore[union-attr]
             repeats.append([active, seq_len, list(read), judged, changed.tolist()])
         calls.append(repeats)
         return 1.0
@@ -151,7 +151,7 @@ def nothing_is_due(bench: Bench, gamma: int) -> None:
 
 def nothing_is_listed(bench: Bench, gamma: int) -> None:
     view: Any = bench.engine.policy.view  # type: ignore[union-attr]
-    view.slots.fill_(-1)
+    view.kv_indices.fill_(-1)
 
 
 @pytest.mark.parametrize(

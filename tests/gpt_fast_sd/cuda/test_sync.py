@@ -115,7 +115,7 @@ BAD: dict[str, Callable[[Rig, GuidedView], Any]] = {
         rig.state.pending, torch.tensor([7, 9], device=rig.state.pending.device)
     ),
     "positions counted on the host": lambda rig, view: rig.state.seq_len + torch.arange(SLOTS),
-    "a selection read back": lambda rig, view: view.slots[0].tolist(),
+    "a selection read back": lambda rig, view: view.kv_indices[0].tolist(),
     "the distinct tokens of a row": lambda rig, view: rig.state.history[0].unique(),
 }
 

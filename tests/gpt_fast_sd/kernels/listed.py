@@ -46,7 +46,7 @@ class Case(Entries):
                 pages = torch.randperm(n_pages, generator=generator)[: min(runs.shape[-1], n_pages // 2 + 1)]
                 runs[row, head, torch.randperm(runs.shape[-1], generator=generator)[: len(pages)]] = pages
         entries = runs[..., None] * page + torch.arange(page)
-        self.slots = torch.where(runs[..., None] >= 0, entries, -1).flatten(-2).to(list_dtype)  # [B, K, C]
+        self.kv_indices = torch.where(runs[..., None] >= 0, entries, -1).flatten(-2).to(list_dtype)  # [B, K, C]
         self.forget()
 
     def forget(self) -> None:
@@ -60,8 +60,8 @@ class Case(Entries):
         """What each query reads: bool [B, K, T, S]."""
         n_positions = self.k.shape[2]
         place = torch.arange(n_positions)
-        listed = torch.zeros(*self.slots.shape[:2], n_positions + 1, dtype=torch.bool)
-        listed.scatter_(2, torch.where(self.slots >= 0, self.slots, n_positions).long(), True)
+        listed = torch.zeros(*self.kv_indices.shape[:2], n_positions + 1, dtype=torch.bool)
+        listed.scatter_(2, torch.where(self.kv_indices >= 0, self.kv_indices, n_positions).long(), True)
         start = self.window_start[:, None]  # [B, 1]
         in_window = (place >= start) & (place < start + self.width)  # [B, S]
         may = (listed[..., :-1] & (place < start)[:, None]) | in_window[:, None]  # [B, K, S]

@@ -39,7 +39,7 @@ def places() -> Tensor:
     return torch.tensor([[100], [S]]) + torch.arange(T)
 
 
-def slots() -> Tensor:
+def kv_indices() -> Tensor:
     """Whole pages of 16, and an empty one: int64 [B, K, 48]."""
     pages = torch.tensor([[[0, 3, -1], [2, 1, 4]], [[5, 0, 1], [1, -1, -1]]])  # [B, K, 3]
     listed = pages[..., None] * 16 + torch.arange(16)
@@ -70,14 +70,14 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "decode_attention": lambda: (queries(), entries(), entries(), places(), 256, 256),
     "decode_attention_with_mass": lambda: (queries(), entries(), entries(), places(), 256, 256, 64),
     "sparse_attention": lambda: (
-        queries(), entries(), entries(), slots(), window_start(), 16, places(), 256, 16,
+        queries(), entries(), entries(), kv_indices(), window_start(), 16, places(), 256, 16,
     ),
     "prefill_attention": lambda: (queries(), entries(), entries(), places(), 256),
     "prefill_attention_with_lse": lambda: (queries(), entries(), entries(), places(), 256),
     "key_mass": lambda: (queries(), entries(), torch.zeros(B, N, T), places(), 256, 64),
     "top_pages": lambda: (torch.randn(B, K, 20), torch.tensor([[20], [3]]), 5),
     "guided_select": lambda: (
-        torch.rand(2, B, K, 20), slots().repeat(2, 1, 1, 1), torch.tensor([True, False]), torch.tensor([6, 6]), 16,
+        torch.rand(2, B, K, 20), kv_indices().repeat(2, 1, 1, 1), torch.tensor([True, False]), torch.tensor([6, 6]), 16,
     ),
     "page_bounds": lambda: (entries(), bounds(), torch.tensor([4, 19]), 3, 16),
     "quest_pages": lambda: (queries(), bounds(), torch.tensor([6, 2]), 3),

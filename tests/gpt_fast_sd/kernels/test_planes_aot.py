@@ -51,8 +51,8 @@ def launched(cap: int, op: str, *, n_rows: int, head_dim: int = 128, tail: int =
             own = {name: beside[name] for name in ("k_scale", "k_low", "tail")}
             prefill_triton.key_mass(q, k, lse, pos, n_keys, 1, arch=cap, **own)
         elif op == "sparse":
-            slots, start = tensor(2, 8, 448), tensor(2)
-            sparse_triton.attend(q, k, v, slots, start, 74, pos, n_keys, 16, arch=cap, **beside)
+            kv_indices, start = tensor(2, 8, 448), tensor(2)
+            sparse_triton.attend(q, k, v, kv_indices, start, 74, pos, n_keys, 16, arch=cap, **beside)
         else:
             bounds = tensor(2, 8, 512, 2 * head_dim, dtype=BF16)
             select_triton.page_bounds(k, bounds, tensor(2), 4, 16, k_scale=k_scale, k_low=k_low)

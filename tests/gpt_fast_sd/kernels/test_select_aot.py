@@ -37,8 +37,8 @@ def top(cap: int, n_pages: int, n: int, *rows: int) -> list[Launch]:
 
 def guided(cap: int, n_pages: int, n: int, page: int, n_batch: int = 4) -> list[Launch]:
     def call(new: Callable[..., torch.Tensor]) -> None:
-        mass, slots = new(32, n_batch, 8, n_pages, dtype=FP32), new(32, n_batch, 8, n * page)
-        select_triton.guided_select(mass, slots, new(n_batch, dtype=torch.bool), new(n_batch), page)
+        mass, kv_indices = new(32, n_batch, 8, n_pages, dtype=FP32), new(32, n_batch, 8, n * page)
+        select_triton.guided_select(mass, kv_indices, new(n_batch, dtype=torch.bool), new(n_batch), page)
 
     return launched(cap, call)
 

@@ -50,9 +50,9 @@ def launched(
         q = tensor(n_batch, n_tokens, 8 * group, head_dim, dtype=dtype).transpose(1, 2)
         k, v = (tensor(n_batch, 8, 8192, head_dim, dtype=held or dtype) for _ in range(2))
         scales = {x: tensor(n_batch, 8, 8192, dtype=FP16) for x in ("k_scale", "v_scale")} if held == INT8 else {}
-        slots = tensor(n_batch, 8, n_listed, dtype=list_dtype)
+        kv_indices = tensor(n_batch, 8, n_listed, dtype=list_dtype)
         start, pos = tensor(n_batch), tensor(n_batch, n_tokens)
-        sparse_triton.attend(q, k, v, slots, start, width, pos, n_keys, page, arch=cap, **scales)
+        sparse_triton.attend(q, k, v, kv_indices, start, width, pos, n_keys, page, arch=cap, **scales)
     return launches
 
 

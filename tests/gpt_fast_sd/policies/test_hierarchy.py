@@ -273,7 +273,7 @@ def test_a_guided_middle_level_is_shown_the_mass_of_the_verification() -> None:
     assert policy.wants_mass
     rounds = one.stream([random_ids(400)], SamplingParams(max_tokens=30))
     next(rounds)
-    chosen = policy.view.slots[:, 0].clone()
+    chosen = policy.view.kv_indices[:, 0].clone()
     assert (chosen >= 64).any()  # before the first verification it lists the first entries only
     list(rounds)
     assert not drafting("hierarchy", view="streaming", gamma=4).policy.wants_mass  # type: ignore[union-attr]

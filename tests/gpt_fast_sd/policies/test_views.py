@@ -54,15 +54,15 @@ def check_reads(rig: Rig, *, budget: int) -> None:
     for row, length in enumerate(rig.cache.seq_len.tolist()):
         if length <= budget or rig.draft.policy == "full":
             assert reads[:, row, :, :length].all(), f"row of {length} tokens is not read whole"
-    if hasattr(rig.view, "slots"):
-        slots = rig.view.slots
-        assert (slots < rig.view.window_start[:, None, None]).all()
-        assert (slots < torch.maximum(rig.cache.seq_len, torch.tensor(rig.view.first_window))[:, None, None]).all()
-        runs = slots.unflatten(-1, (-1, rig.view.page))  # [L, B, K, C / page, page]
+    if hasattr(rig.view, "kv_indices"):
+        kv_indices = rig.view.kv_indices
+        assert (kv_indices < rig.view.window_start[:, None, None]).all()
+        assert (kv_indices < torch.maximum(rig.cache.seq_len, torch.tensor(rig.view.first_window))[:, None, None]).all()
+        runs = kv_indices.unflatten(-1, (-1, rig.view.page))  # [L, B, K, C / page, page]
         whole = runs[..., :1] + torch.arange(rig.view.page)
         whole = whole.where((runs[..., :1] >= 0) & (whole < rig.view.window_start[:, None, None, None]), -1)
         assert torch.equal(runs, whole), "a page is listed in part, and kernels that read pages read all of it"
-        named = torch.where(slots >= 0, slots, -1 - torch.arange(slots.shape[-1]))
+        named = torch.where(kv_indices >= 0, kv_indices, -1 - torch.arange(kv_indices.shape[-1]))
         assert (named.sort(-1).values.diff(dim=-1) > 0).all(), "an entry is listed twice"
     kept = [x.clone() for x in rig.cache.buffers]
     poison(rig, reads)
@@ -87,7 +87,7 @@ def test_a_page_that_is_listed_in_part_is_completed_when_its_row_outgrows_the_bu
         rig.grow([by] * 4, observed=False)
         rig.begin()
         check_reads(rig, budget=BUDGET)
-    assert int(rig.cache.seq_len[0]) > BUDGET and int((rig.view.slots[0, 0, 0] >= 0).sum()) == 2 * PAGE
+    assert int(rig.cache.seq_len[0]) > BUDGET and int((rig.view.kv_indices[0, 0, 0] >= 0).sum()) == 2 * PAGE
 
 
 @pytest.mark.parametrize("name", VIEWS)

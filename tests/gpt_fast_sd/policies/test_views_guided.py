@@ -69,15 +69,15 @@ def test_the_blocks_of_most_mass_are_listed_whole(budget: int, page: int) -> Non
     mass = torch.rand(2, 4, 2, 3 * SPLIT // page)
     select(rig, mass)
     view = rig.view
-    n_blocks = view.slots.shape[-1] // page
-    assert view.slots.shape[-1] + view.window == budget
+    n_blocks = view.kv_indices.shape[-1] // page
+    assert view.kv_indices.shape[-1] + view.window == budget
     for row, length in enumerate(lengths):
         start = int(view.window_start[row])
         assert start % page == 0 and start <= length and length - start <= view.window
         assert length <= budget or length - start > page  # a block and more of what is most recent
         for layer in range(2):
             for head in range(2):
-                listed = view.slots[layer, row, head]
+                listed = view.kv_indices[layer, row, head]
                 worth = mass[layer, row, head, : start // page].tolist()
                 best = sorted(range(len(worth)), key=lambda block: -worth[block])[:n_blocks]
                 expected = sorted(block * page + i for block in best for i in range(page))
@@ -91,9 +91,9 @@ def test_blocks_without_any_mass_are_listed_where_there_is_room() -> None:
     mass = torch.zeros(2, 4, 2, 48)
     mass[..., 7] = 1.0
     select(rig, mass)
-    assert (rig.view.slots[:, :2] >= 0).all()
-    assert (rig.view.slots[:, :2] == 7 * 16).any(-1).all()
-    listed = rig.view.slots[:, :2].sort(-1).values
+    assert (rig.view.kv_indices[:, :2] >= 0).all()
+    assert (rig.view.kv_indices[:, :2] == 7 * 16).any(-1).all()
+    listed = rig.view.kv_indices[:, :2].sort(-1).values
     assert (listed.diff(dim=-1) > 0).all()
 
 
@@ -128,7 +128,9 @@ def test_a_row_admitted_after_a_longer_one_is_selected_for_at_its_first_verifica
     rig.grow([1] * 4)  # the slot idles, and is observed
     rig.admit(0, 400)
     rig.begin()
-    assert rig.view.slots[:, 0].flatten().unique().tolist() == list(range(rig.view.slots.shape[-1]))  # the first ones
+    assert rig.view.kv_indices[:, 0].flatten().unique().tolist() == list(
+        range(rig.view.kv_indices.shape[-1])
+    )  # the first ones
     rig.grow([1] * 4)
     assert int(rig.view.selected_at[0]) == 401
-    assert int(rig.view.slots[:, 0].max()) > rig.view.slots.shape[-1]
+    assert int(rig.view.kv_indices[:, 0].max()) > rig.view.kv_indices.shape[-1]

@@ -104,18 +104,18 @@ def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(gro
     runner = Runner(model, cache, compiled=False)
     view = SnapKVView(runner, budget=observed + 40, refresh=8, max_new=6, n_observed=observed)
     state = state_of(model, cache)
-    n_listed = view.slots.shape[-1]
+    n_listed = view.kv_indices.shape[-1]
     for i, n in enumerate(
         [1, observed - 1, observed, observed + 1, observed + 39, observed + 40, observed + 41, 2 * observed + 57, 330]
     ):
         slot = i % 3
         admit(view, state, slot, ids[: n + 1])
         if n <= observed + 40:  # the window, which slides when a round begins, and the list hold it all
-            assert int(view.window_start[slot]) == 0 and (view.slots[:, slot] == -1).all()
+            assert int(view.window_start[slot]) == 0 and (view.kv_indices[:, slot] == -1).all()
             continue
         assert int(view.window_start[slot]) == n - observed
         for layer, (q, k) in enumerate(zip(recording.q, recording.k, strict=True)):
-            listed = view.slots[layer, slot]  # [K, C]
+            listed = view.kv_indices[layer, slot]  # [K, C]
             assert are_best(listed, slow_scores(q, k, n, observed, q.shape[-1] ** -0.5))
             assert listed.shape == (2, n_listed) and int(listed.max()) < n - observed
 
@@ -125,8 +125,8 @@ def test_without_the_scale_by_the_head_dim_other_entries_would_be_listed() -> No
     view = SnapKVView(Runner(model, cache, compiled=False), budget=72, refresh=8, max_new=6)
     admit(view, state_of(model, cache), 0, ids)
     q, k = recording.q[0], recording.k[0]
-    assert are_best(view.slots[0, 0], slow_scores(q, k, LONGEST, 32, q.shape[-1] ** -0.5))
-    assert not are_best(view.slots[0, 0], slow_scores(q, k, LONGEST, 32, 1.0))
+    assert are_best(view.kv_indices[0, 0], slow_scores(q, k, LONGEST, 32, q.shape[-1] ** -0.5))
+    assert not are_best(view.kv_indices[0, 0], slow_scores(q, k, LONGEST, 32, 1.0))
 
 
 def test_neighbours_of_an_attended_entry_are_listed_with_it_but_none_of_the_window_counts() -> None:
@@ -157,7 +157,7 @@ def test_a_selection_in_the_middle_of_an_output_is_that_of_a_prompt_of_the_same_
         fresh.admit(slot, length)
         fresh.begin()
         assert fresh.prompts[slot] is prompt
-        assert torch.equal(fresh.view.slots[:, slot], grown.view.slots[:, slot])
+        assert torch.equal(fresh.view.kv_indices[:, slot], grown.view.kv_indices[:, slot])
 
 
 class Watched(SnapKVView):
@@ -216,7 +216,7 @@ def test_long_outputs_are_selected_for_again_and_again(refresh: int, gamma: int,
     lengths = {"long": 301, "short": 61}
     engine.generate([random_ids(n) for n in lengths.values()], SamplingParams(max_tokens=n_tokens))
     apart = min(refresh, 160 // 2 - 32)  # half of the budget is window at most
-    assert view.window == 32 + apart and view.window + view.slots.shape[-1] == 160 and view.refresh_every == apart
+    assert view.window == 32 + apart and view.window + view.kv_indices.shape[-1] == 160 and view.refresh_every == apart
     assert view.passes == len(view.selections)  # none was in vain
     for slot, n in enumerate(lengths.values()):
         at = [length for selected, length in view.selections if selected == slot]
@@ -402,7 +402,7 @@ def test_cudas_operators_list_the_same_entries(together: int, monkeypatch: pytes
         rig.grow([20, 20, 20, 20])
         rig.begin()
         assert rig.view.window_start.tolist() == [688, 58, 288, 188]
-        lists.append(rig.view.slots.sort(-1).values)
+        lists.append(rig.view.kv_indices.sort(-1).values)
     assert torch.equal(*lists)
 
 

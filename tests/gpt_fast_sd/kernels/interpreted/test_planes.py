@@ -84,7 +84,7 @@ def test_listed_entries_are_read_of_planes(asked: tuple[torch.dtype, int, int], 
         shape = {"page": page, "n_listed": n_listed, "width": width, "n_tokens": 2, "head_dim": head_dim}
         case = listed.Case([192, 40], [220, 52], dtype=dtype, held=PLANES, **shape)  # type: ignore[arg-type]
         case.tail = tail
-        arguments = case.q, case.k, case.v, case.slots, case.window_start, width, case.pos, case.n_keys, page
+        arguments = case.q, case.k, case.v, case.kv_indices, case.window_start, width, case.pos, case.n_keys, page
         assert_close(sparse_triton.attend(*arguments, arch=90, **case.scales()), case.expected())
         assert_close(references.sparse_attention(*arguments, **case.scales()), case.expected())
 

@@ -106,9 +106,9 @@ def test_guided_lists_the_pages_of_most_mass_of_the_rows_that_are_due(n_pages: i
                 entries = [page * p + i if p >= 0 else -1 for p in pages for i in range(page)]
                 expected[layer, row, head] = torch.tensor(entries)
     for room in ROOMS:
-        slots = before.clone()
-        room.guided_select(mass, slots, due, first_window_page, page)
-        assert slots.equal(expected)
+        kv_indices = before.clone()
+        room.guided_select(mass, kv_indices, due, first_window_page, page)
+        assert kv_indices.equal(expected)
 
 
 @thinned("shape,dtype", [(64, 16), (128, 32), (96, 16), (8, 128)], DTYPES)

@@ -36,7 +36,7 @@ class Case(listed.Case):
         self, rows: slice = slice(None), *, page: int | None = None, body: Callable[..., Tensor] | None = None
     ) -> Tensor:
         return (body or interpreted)(
-            self.q[rows], self.k[rows], self.v[rows], self.slots[rows], self.window_start[rows], self.width,
+            self.q[rows], self.k[rows], self.v[rows], self.kv_indices[rows], self.window_start[rows], self.width,
             self.pos[rows], self.n_keys, page or self.page, **self.scales(rows),
         )  # fmt: skip
 
@@ -71,7 +71,7 @@ def test_heads_may_have_any_dim(head_dim: int, dtype: torch.dtype) -> None:
 @thinned("page,dtype", [1, 16], DTYPES)
 def test_lists_of_several_chunks_are_merged(page: int, dtype: torch.dtype) -> None:
     case = Case([256, 128, 16], [300, 150, 20], page=page, n_listed=224, width=70, n_tokens=2, dtype=dtype)
-    n_entries = case.slots.shape[2] + case.width
+    n_entries = case.kv_indices.shape[2] + case.width
     assert n_entries > 2 * sparse_triton.chunk_for(n_entries)
     check(case)
 
@@ -101,7 +101,7 @@ def test_lists_may_be_empty_and_windows_may_begin_at_0_or_reach_past_the_queries
 ) -> None:
     n_listed, width = sizes
     case = Case([0, 0, 192, 192], [0, 37, 192, 200], page=page, n_listed=n_listed, width=width, n_tokens=2)
-    assert (case.slots[:2] == -1).all() and (case.slots[2:] >= 0).any()
+    assert (case.kv_indices[:2] == -1).all() and (case.kv_indices[2:] >= 0).any()
     check(case)
 
 
@@ -119,7 +119,7 @@ def test_a_query_that_reads_nothing_gives_0(n_listed: int, width: int) -> None:
 def test_a_list_may_be_of_int32_and_a_window_may_stand_alone() -> None:
     case = Case([192, 96], [215, 127], list_dtype=torch.int32)
     check(case)
-    case.slots = case.slots[..., :0]
+    case.kv_indices = case.kv_indices[..., :0]
     check(case)
 
 
@@ -130,8 +130,8 @@ def test_a_list_may_stand_alone() -> None:
 @pytest.mark.parametrize("page", [16, 32])
 def test_a_page_that_reaches_into_the_window_is_read_as_far_as_the_window_begins(page: int) -> None:
     case = Case([187, 20], [215, 40], page=page, n_listed=256, n_tokens=2)  # room for all pages
-    begins = case.slots[:, :, ::page] < case.window_start[:, None, None]
-    reaches = case.slots[:, :, page - 1 :: page] >= case.window_start[:, None, None]
+    begins = case.kv_indices[:, :, ::page] < case.window_start[:, None, None]
+    reaches = case.kv_indices[:, :, page - 1 :: page] >= case.window_start[:, None, None]
     assert (begins & reaches).any()
     check(case)
 
@@ -139,7 +139,7 @@ def test_a_page_that_reaches_into_the_window_is_read_as_far_as_the_window_begins
 def test_the_first_entry_of_a_page_stands_for_all_of_it() -> None:
     case = Case([192, 96], [215, 127])
     whole = [case.attend(body=body) for body in (interpreted, references.sparse_attention)]
-    case.slots[..., torch.arange(case.slots.shape[-1]) % case.page > 0] = -1
+    case.kv_indices[..., torch.arange(case.kv_indices.shape[-1]) % case.page > 0] = -1
     assert case.attend(body=interpreted).equal(whole[0])
     assert case.attend(body=references.sparse_attention).equal(whole[1])
 
