@@ -6,9 +6,11 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.model import CacheLayer, Transformer
@@ -40,7 +42,8 @@ class TargetSteps:
     def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         """Feed tokens [B, T] from each slot's seq_len on, at least n_keys keys in view -> logits [B, T, V], mass."""
         cache, wanted = self.target.cache, self.width or tokens.shape[1]
-        tokens = torch.cat([tokens, tokens.new_zeros(tokens.shape[0], wanted - tokens.shape[1])], 1)
+        if wanted > tokens.shape[1]:
+            tokens = F.pad(tokens, (0, wanted - tokens.shape[1]))
         # a slot without a request writes past everything that can be in view, so it costs no reading of keys
         start = torch.where(self.state.active, cache.seq_len, cache.capacity)  # [B]
         pos = start[:, None] + torch.arange(wanted, device=tokens.device)  # [B, T]
@@ -61,7 +64,11 @@ class TargetSteps:
 
     def keys_read(self, plan: RoundPlan) -> int:
         """Keys that each slot reads in a step, on average: the time of the step depends on them."""
-        return plan.mean_keys(self.target.shape[1]) if reads_own_keys(self.target) else plan.n_keys
+        return plan.mean_keys(self.target.shape[1]) if self._reads_own_keys else plan.n_keys
+
+    @functools.cached_property
+    def _reads_own_keys(self) -> bool:
+        return reads_own_keys(self.target)
 
 
 def decode_step(

@@ -5,6 +5,8 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, D model width, V v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +38,7 @@ class WholeModel:
         They may move and change; modules and parameters that are put in their places are not seen.
         """
         self.config, self.output = model.config, model.output
+        self._caches: dict[tuple[int, ...], tuple[list[CacheLayer], list[LayerCache]]] = {}
         self.stack = Stack(
             layers=[_weights_of(layer) for layer in model.layers],
             embedding=model.embedding.weight,
@@ -50,7 +53,7 @@ class WholeModel:
 
     def hidden(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
         """As Transformer.hidden: tokens, pos [B, T] -> [B, T, D]."""
-        first, caches = kv.layers[0], [_cache_of(layer) for layer in kv.layers]
+        first, caches = kv.layers[0], self._caches_of(kv.layers)
         if isinstance(kv, ListedKV):
             listed = Listed(kv.kv_indices, kv.window_start, kv.window_width)
             return self.stack(tokens, pos, caches, first.capacity, listed=listed, tail=first.tail, fine=first.fine)
@@ -62,6 +65,15 @@ class WholeModel:
         if mass is not None:
             kv.mass.extend(page_sums(mass.flatten(0, 1), kv.page // PAGE).unflatten(0, (len(caches), -1)))
         return out
+
+    def _caches_of(self, layers: Sequence[CacheLayer]) -> list[LayerCache]:
+        """The buffers of these layers, made when they come first: a frozen layer keeps its own."""
+        key = tuple(map(id, layers))
+        if key not in self._caches:
+            if len(self._caches) > 8:
+                self._caches.clear()
+            self._caches[key] = list(layers), [_cache_of(layer) for layer in layers]  # held: no other has their ids
+        return self._caches[key][1]
 
     def __call__(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
         """As Transformer.forward: tokens, pos [B, T] -> logits [B, T, V]."""

@@ -125,8 +125,9 @@ class Stack:
     def __post_init__(self) -> None:
         """What is read of the tensors: they may move and change, but not be replaced."""
         self._tensors = [self.embedding, self.norm, self.freqs, *(x for layer in self.layers for x in _tensors(layer))]
+        self._held = [x for x in self._tensors if x is not None]
         self.watched: list[Spent] | None = None  # to be told of each call
-        self._words: list[int] = []
+        self._addresses: list[int] = []  # of those held, when the table was made
         self._table = (_WORD * 0)()
         self._cached: dict[Any, ctypes.Array[ctypes.c_int64]] = {}  # Cached in C++
 
@@ -174,13 +175,14 @@ class Stack:
     ) -> ctypes.Array[ctypes.c_int64]:
         """Cached in C++ for each layer; made, and looked at, when it is asked for first."""
         lists = listed.kv_indices if listed else [None] * len(caches)
-        words = tuple(
-            0 if x is None else x.data_ptr() for cache, own in zip(caches, lists, strict=True) for x in (*cache, own)
-        )
+        buffers = [x for cache in caches for x in cache]
+        held = tuple([x.data_ptr() for x in (*buffers, *lists) if x is not None])
         k = caches[0].k
-        key = words, k.shape, k.stride(), len(tokens), lists[0].shape if lists[0] is not None else None
+        key = held, k.shape, k.stride(), len(tokens), lists[0].shape if lists[0] is not None else None
         found = self._cached.get(key)
         if found is None:
+            each = zip(caches, lists, strict=True)
+            words = [0 if x is None else x.data_ptr() for cache, own in each for x in (*cache, own)]
             _check(len(tokens), 2 * len(self.freqs), caches, len(self.layers), listed)
             if len(self._cached) > 8:
                 self._cached.clear()
@@ -192,9 +194,10 @@ class Stack:
 
         TypeError or ValueError for what the kernel would misread.
         """
-        words = [0 if x is None else x.data_ptr() for x in self._tensors]
-        if words != self._words:
+        held = list(map(Tensor.data_ptr, self._held))
+        if held != self._addresses:
             self._check_weights()
+            words = [0 if x is None else x.data_ptr() for x in self._tensors]
             here, table = iter(words[3:]), list[int]()
             for layer in self.layers:
                 table += [next(here) for _ in range(4)]
@@ -206,7 +209,7 @@ class Stack:
                     address = ctypes.cast(multiply, _POINTER).value or 0
                     table += [address, packed, blocks, scale, bias, n_in, n_out, product.by_sums]
             assert len(table) == len(self.layers) * _WORDS_OF_A_LAYER
-            self._words, self._table = words, (_WORD * len(table))(*table)
+            self._addresses, self._table = held, (_WORD * len(table))(*table)
         return self._table
 
     def _check_weights(self) -> None:

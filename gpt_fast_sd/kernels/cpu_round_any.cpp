@@ -5,6 +5,7 @@
 // Names: R rows (slots), V vocabulary, G drafts of a row (gamma).
 namespace {
 constexpr int SET = 256; // tokens whose best one, or whose sum, is found together
+constexpr int HALF = LANES / 2;
 
 // argmax: the first place of the largest of x [V]; a NaN is the largest of all.
 static int64_t best_token(const float* x, int64_t V) {

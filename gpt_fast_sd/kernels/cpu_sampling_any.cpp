@@ -9,6 +9,7 @@ namespace {
 constexpr double UNIT = 17592186044416.0; // 2**44
 constexpr int SET = 256;                  // tokens whose best ones, or whose sum, are recorded
 constexpr int SOME = 64;                  // tokens of which it is asked whether any matters
+constexpr int HALF = LANES / 2;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 typedef int64_t L __attribute__((vector_size(4 * LANES)));

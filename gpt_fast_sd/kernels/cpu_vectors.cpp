@@ -32,7 +32,6 @@ constexpr int LANES = 4, REGISTERS = 32;
 #else
 constexpr int LANES = 4, REGISTERS = 16;
 #endif
-constexpr int HALF = LANES / 2; // lanes of a D
 static_assert(std::endian::native == std::endian::little); // what is packed and what halves of words are taken for
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef double D __attribute__((vector_size(4 * LANES)));
@@ -79,7 +78,7 @@ static inline D doubles(const float* x) { return __builtin_convertvector(load<Fe
 // The sum of the lanes of doubles, or of as many whole numbers, one after another.
 template <class V> static inline auto total(V x) {
     auto sum = x[0];
-    for (int i = 1; i < HALF; i++) sum += x[i];
+    for (int i = 1; i < LANES / 2; i++) sum += x[i];
     return sum;
 }
 
