@@ -248,7 +248,10 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
     wait = timedelta(seconds=timeout)
     owned = not dist.is_initialized()
     if owned:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=wait)
+        try:
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=wait)
+        except dist.DistError as error:
+            raise ValueError(f"the processes did not meet ({str(error).partition(chr(10))[0][:200]})") from error
     grid = torch.arange(world).view(-1, wanted)  # [dp, tp]
     by_host = "gloo" if place.type == "cuda" else None  # None: the default backend
     by_column, by_row = _own_group(grid.T, wait), _own_group(grid, wait)
