@@ -23,7 +23,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .config import ModelConfig, stored_dtype, token_ids
-from .files import CheckpointError, OpenFile, first_line, is_gguf, parse_json, read_json, readable_name, refuse_pointer
+from .files import (
+    CheckpointError,
+    OpenFile,
+    at_home,
+    first_line,
+    is_gguf,
+    parse_json,
+    read_json,
+    readable_name,
+    refuse_pointer,
+)
 from .float8 import FLOAT8, has_float8_cache, is_packed, is_stored_in_float8, is_unused, scale_shapes
 from .llama import Transformer
 from .pickled import describe_tensors, span
@@ -43,7 +53,7 @@ HUB_ID = r"\w[\w.-]*/[\w.-]+"
 
 def resolve_model(name: str | Path) -> Path:
     """Where the model is: a local folder or GGUF file, or the snapshot of a hub id, downloaded unless it is cached."""
-    folder = Path(name).expanduser()
+    folder = at_home(Path(name))
     if is_gguf(folder):
         if not folder.is_file():
             raise CheckpointError(f"there is no file {folder}")
@@ -79,7 +89,7 @@ def resolve_model(name: str | Path) -> Path:
 
 def find_downloaded(name: str) -> Path | None:
     """The snapshot of a hub id that `resolve_model` would read, None if there is none yet or the name is another."""
-    if Path(name).expanduser().exists() or not re.fullmatch(HUB_ID, name):
+    if at_home(Path(name)).exists() or not re.fullmatch(HUB_ID, name):
         return None
     with contextlib.suppress(ImportError, ValueError):
         from huggingface_hub import try_to_load_from_cache

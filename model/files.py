@@ -52,6 +52,14 @@ class OpenFile:
         return found.tobytes()
 
 
+def at_home(path: Path) -> Path:
+    """The path with ~ or ~user as their folder; as it is where the system knows none."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
 def is_gguf(path: Path) -> bool:
     """Whether the path of a model is a GGUF file, by its name, and not a folder."""
     return path.suffix.lower() == ".gguf" and not path.is_dir()

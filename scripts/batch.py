@@ -390,7 +390,8 @@ def prepare(args: argparse.Namespace, at_end: contextlib.ExitStack) -> Job:
     """
     rejects = args.rejects or beside(args.output, "rejects.jsonl")
     if not args.input.is_file():
-        raise ValueError(f"there is no file {args.input}")
+        what = "is no file that can be read twice" if args.input.exists() else "is not there"
+        raise ValueError(f"the input {args.input} {what}")
     check_files(
         {
             "the output": args.output, "its lock": lock_of(args.output), "its state": beside(args.output, "state.json"),

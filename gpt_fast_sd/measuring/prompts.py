@@ -13,10 +13,17 @@ from gpt_fast_sd.model import Tokenizer
 CONTEXT = 4096  # tokens of a prompt if no length is given
 
 
+LONGEST_TEXT = 2**28  # characters: more than any model has positions for
+
+
 def read_text(path: Path) -> str:
     """A UTF-8 file as text, without a byte order mark; ValueError or OSError in one sentence."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(LONGEST_TEXT + 1)  # /dev/zero has no end
+        if len(text) > LONGEST_TEXT:
+            raise ValueError(f"{path} is longer than {LONGEST_TEXT:,} characters")
+        return text
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
 

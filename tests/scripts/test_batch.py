@@ -766,7 +766,8 @@ def test_an_input_that_is_missing_or_the_output_itself_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", prompts(1))
-    assert "there is no file" in refusal(capsys, model, tmp_path / "nowhere.jsonl", tmp_path / "out.jsonl")
+    assert "nowhere.jsonl is not there" in refusal(capsys, model, tmp_path / "nowhere.jsonl", tmp_path / "out.jsonl")
+    assert "is no file that can be read twice" in refusal(capsys, model, Path(os.devnull), tmp_path / "out.jsonl")
     assert "are the same file" in refusal(capsys, model, source, source)
 
 
