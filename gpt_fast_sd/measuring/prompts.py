@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,17 +14,17 @@ from gpt_fast_sd.model import Tokenizer
 CONTEXT = 4096  # tokens of a prompt if no length is given
 
 
-LONGEST_TEXT = 2**28  # characters: more than any model has positions for
+LONGEST_TEXT = 2**28  # bytes: more than any model has positions for
 
 
 def read_text(path: Path) -> str:
     """A UTF-8 file as text, without a byte order mark; ValueError or OSError in one sentence."""
+    with path.open("rb") as file:
+        found = file.read(LONGEST_TEXT + 1)  # /dev/zero has no end
+    if len(found) > LONGEST_TEXT:
+        raise ValueError(f"{path} has more than {LONGEST_TEXT:,} bytes")
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(LONGEST_TEXT + 1)  # /dev/zero has no end
-        if len(text) > LONGEST_TEXT:
-            raise ValueError(f"{path} is longer than {LONGEST_TEXT:,} characters")
-        return text
+        return io.TextIOWrapper(io.BytesIO(found), "utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
 

@@ -89,7 +89,7 @@ def test_a_tensor_for_prompts_and_a_number_for_a_model_are_one_sentence() -> Non
         ({"RANK": "x"}, [], "generate.py, rank x: RANK must be a whole number, as torchrun sets it, got 'x'"),
         ({"WORLD_SIZE": "2.0"}, [], "generate.py: WORLD_SIZE must be a whole number, as torchrun sets it, got '2.0'"),
         ({}, ["--model", "~nobody-of-this-name/x"], "generate.py: no folder ~nobody-of-this-name/x, and "),
-        ({}, ["--prompt-file", "/dev/zero"], "generate.py: /dev/zero is longer than 1,000 characters"),
+        ({}, ["--prompt-file", "/dev/zero"], "generate.py: /dev/zero has more than 1,000 bytes"),
     ],
 )
 def test_what_is_absurd_around_a_program_is_one_sentence(
