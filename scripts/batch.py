@@ -62,6 +62,7 @@ PROGRAM = "batch.py"
 AHEAD = 16  # lines per slot that may be read before the oldest of them is written, where the order of the input is kept
 BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
+LONGEST_LINE = 2**26  # bytes: more than any model has positions for
 REJECTED = 4  # exit code
 PROBE = SamplingParams(max_tokens=4, ignore_eos=True)  # of one token, to see whether the engine works at all
 
@@ -90,6 +91,8 @@ class Reader:
 
     def task(self, index: int, raw: bytes) -> Task:
         """The line as a task; ValueError, or whatever else its content causes."""
+        if len(raw) > LONGEST_LINE:
+            raise ValueError(f"too long: over {LONGEST_LINE:,} bytes")
         try:
             text = raw.decode("utf-8-sig" if index == 0 else "utf-8")
         except UnicodeDecodeError as error:
@@ -121,11 +124,18 @@ class Share:
     of: int
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """(index, line) of all that are not blank."""
+        """(index, line) of all that are not blank; of one that is too long its beginning."""
+        for index, raw in enumerate(self._raw()):
+            if index % self.of == self.rank and raw.strip():
+                yield index, raw.strip()
+
+    def _raw(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
-            for index, raw in enumerate(file):
-                if index % self.of == self.rank and raw.strip():
-                    yield index, raw.strip()
+            while raw := file.readline(LONGEST_LINE + 1):
+                rest = raw
+                while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+                    rest = file.readline(LONGEST_LINE + 1)
+                yield raw
 
     def line(self, index: int) -> bytes:
         """One of them."""
@@ -137,8 +147,7 @@ class Share:
     @property
     def n_lines(self) -> int:
         """All lines of the file, blank ones and those of other replicas included."""
-        with self.path.open("rb") as file:
-            return sum(1 for _ in file)
+        return sum(1 for _ in self._raw())
 
 
 def fingerprint_of_file(path: Path, *, whole: bool = True) -> str:
@@ -213,7 +222,7 @@ class Writer:
             return
         if self._rejects is None:
             self._rejects = Log(self._place_of_rejects, locked=False).open()
-        text = raw.decode("utf-8", "replace")
+        text = raw[:LONGEST_LINE].decode("utf-8", "replace")
         self._rejects.write({"index": index, "line": index + 1, "reason": reason, "input": text})
 
     def _write_held(self) -> None:

@@ -156,6 +156,20 @@ def test_lines_that_make_no_sense_are_rejected_by_number_and_the_others_go_on(
     assert before == (output.read_bytes(), (tmp_path / "out.rejects.jsonl").read_bytes())
 
 
+def test_a_line_longer_than_any_is_rejected_and_not_held(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line of zeros, of 20 GB and more, took as much memory."""
+    monkeypatch.setattr(batch, "LONGEST_LINE", 64)
+    fine = {"tokens": [1, 2, 3]}
+    source = write_lines(tmp_path / "in.jsonl", [fine, "x" * 64, "x" * 65, "x" * 1000, "x" * 129, fine])
+    assert code_of(model, source, tmp_path / "out.jsonl", "--max-new-tokens", "2") == 4
+    assert [record["index"] for record in read_lines(tmp_path / "out.jsonl")] == [0, 5]
+    rejects = read_lines(tmp_path / "out.rejects.jsonl")
+    assert [(reject["index"], len(reject["input"])) for reject in rejects] == [(i, 64) for i in (1, 2, 3, 4)]
+    assert all(reject["reason"] == "too long: over 64 bytes" for reject in rejects[1:])
+
+
 def fail_where(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Any], bool], error: Exception) -> list[int]:
     """Let a round raise this error if a row's request is bad; the list grows with each."""
     launch, failed = Schedule._launch, list[int]()
