@@ -23,9 +23,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .config import ModelConfig, stored_dtype, token_ids
-from .files import CheckpointError, OpenFile, first_line, is_gguf, parse_json, read_json, readable_name, refuse_pointer
+from .files import (
+    CheckpointError,
+    OpenFile,
+    at_home,
+    first_line,
+    is_gguf,
+    parse_json,
+    read_json,
+    readable_name,
+    refuse_pointer,
+)
 from .float8 import FLOAT8, has_float8_cache, is_packed, is_stored_in_float8, is_unused, scale_shapes
 from .llama import Transformer
+from .pickled import describe_tensors, span
 from .rope import rope_frequencies
 
 if TYPE_CHECKING:
@@ -42,7 +53,7 @@ HUB_ID = r"\w[\w.-]*/[\w.-]+"
 
 def resolve_model(name: str | Path) -> Path:
     """Where the model is: a local folder or GGUF file, or the snapshot of a hub id, downloaded unless it is cached."""
-    folder = Path(name).expanduser()
+    folder = at_home(Path(name))
     if is_gguf(folder):
         if not folder.is_file():
             raise CheckpointError(f"there is no file {folder}")
@@ -78,7 +89,7 @@ def resolve_model(name: str | Path) -> Path:
 
 def find_downloaded(name: str) -> Path | None:
     """The snapshot of a hub id that `resolve_model` would read, None if there is none yet or the name is another."""
-    if Path(name).expanduser().exists() or not re.fullmatch(HUB_ID, name):
+    if at_home(Path(name)).exists() or not re.fullmatch(HUB_ID, name):
         return None
     with contextlib.suppress(ImportError, ValueError):
         from huggingface_hub import try_to_load_from_cache
@@ -303,33 +314,34 @@ class _Place:
 
 
 class _PickleFile:
-    """Its tensors are mapped: whether the file has shrunk is looked at before each of them, and not meanwhile."""
+    """Its tensors are read, not mapped, either."""
 
     readable = _READABLE
 
     def __init__(self, path: Path) -> None:
         self._file = OpenFile(path)
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-            raise RuntimeError("it holds something other than named tensors")
-        self.tensors: dict[str, Tensor] = found
+        self._found = describe_tensors(self._file)
 
     def names(self) -> list[str]:
-        return list(self.tensors)
+        return list(self._found)
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        tensor = self.tensors[name]
+        tensor, _ = self._found[name]
         spelling = {dtype: name for name, dtype in _READABLE.items()}
         return tuple(tensor.shape), spelling.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
-        self._file.require_whole()
-        tensor = self.tensors[name]
-        return tensor[rows] if tensor.dim() == 1 else tensor[rows, columns]
+        tensor, begin = self._found[name]
+        part = tensor[(rows, columns)[: tensor.dim()]]  # on the meta device: where it lies in the storage
+        if begin is None:
+            return part
+        numbers = torch.empty(span(part), dtype=tensor.dtype)
+        self._file.fill(numbers.view(torch.uint8).numpy(), begin + int(part.storage_offset()) * part.itemsize)
+        return numbers.as_strided(part.shape, part.stride())
 
 
 class Weights:
-    """The stored tensors of a folder: safetensors or, where there are none, pytorch_model.bin, memory-mapped.
+    """The stored tensors of a folder: safetensors or, where there are none, pytorch_model.bin.
 
     Or those of a GGUF file and of the other parts that it is split into. They are looked up by their Hugging Face
     names, whatever the file calls them.

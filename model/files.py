@@ -24,16 +24,16 @@ class OpenFile:
     """A file that is read, not mapped, and stays the one that was opened, even if another has taken its name."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-        weakref.finalize(self, self._file.close)
-        self.n_bytes = os.fstat(self._file.fileno()).st_size  # when it was opened
+        self.raw = path.open("rb", buffering=0)
+        weakref.finalize(self, self.raw.close)
+        self.n_bytes = os.fstat(self.raw.fileno()).st_size  # when it was opened
 
     def fill(self, buffer: NDArray[Any], offset: int) -> None:
         """Read the bytes that begin there, contiguous numbers of any shape; OSError if the file has become shorter."""
-        self._file.seek(offset)
+        self.raw.seek(offset)
         rest = memoryview(buffer.reshape(-1).view(np.uint8).data)
         while rest:
-            n_read = self._file.readinto(rest)
+            n_read = self.raw.readinto(rest)
             if not n_read:
                 self.require_whole()
                 raise OSError(f"the file has {self.n_bytes:,} bytes, and ends before what it describes")
@@ -41,7 +41,7 @@ class OpenFile:
 
     def require_whole(self) -> None:
         """OSError if the file has become shorter."""
-        left = os.fstat(self._file.fileno()).st_size
+        left = os.fstat(self.raw.fileno()).st_size
         if left < self.n_bytes:
             raise OSError(f"the file had {self.n_bytes:,} bytes when it was opened, and has {left:,}")
 
@@ -50,6 +50,14 @@ class OpenFile:
         found = np.empty(count, np.uint8)
         self.fill(found, offset)
         return found.tobytes()
+
+
+def at_home(path: Path) -> Path:
+    """The path with ~ or ~user as their folder; as it is where the system knows none."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
 
 
 def is_gguf(path: Path) -> bool:

@@ -46,7 +46,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from common import ProgressLine, parser_of, refuse, refusing, sentence, started
+from common import ProgressLine, parser_of, refusing, sentence, started
 from files import check_files
 from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
@@ -62,6 +62,7 @@ PROGRAM = "batch.py"
 AHEAD = 16  # lines per slot that may be read before the oldest of them is written, where the order of the input is kept
 BEGINNING = 1 << 24  # bytes of a GGUF file: a header with a vocabulary of 128k has 8 MB
 ROOM = 8192  # tokens that a slot holds, unless --max-seq-len says otherwise or the model ends before
+LONGEST_LINE = 2**26  # bytes: more than any model has positions for
 REJECTED = 4  # exit code
 PROBE = SamplingParams(max_tokens=4, ignore_eos=True)  # of one token, to see whether the engine works at all
 
@@ -90,6 +91,8 @@ class Reader:
 
     def task(self, index: int, raw: bytes) -> Task:
         """The line as a task; ValueError, or whatever else its content causes."""
+        if len(raw) > LONGEST_LINE:
+            raise ValueError(f"too long: over {LONGEST_LINE:,} bytes")
         try:
             text = raw.decode("utf-8-sig" if index == 0 else "utf-8")
         except UnicodeDecodeError as error:
@@ -121,11 +124,18 @@ class Share:
     of: int
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """(index, line) of all that are not blank."""
+        """(index, line) of all that are not blank; of one that is too long its beginning."""
+        for index, raw in enumerate(self._raw()):
+            if index % self.of == self.rank and raw.strip():
+                yield index, raw.strip()
+
+    def _raw(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
-            for index, raw in enumerate(file):
-                if index % self.of == self.rank and raw.strip():
-                    yield index, raw.strip()
+            while raw := file.readline(LONGEST_LINE + 1):
+                rest = raw
+                while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+                    rest = file.readline(LONGEST_LINE + 1)
+                yield raw
 
     def line(self, index: int) -> bytes:
         """One of them."""
@@ -137,8 +147,7 @@ class Share:
     @property
     def n_lines(self) -> int:
         """All lines of the file, blank ones and those of other replicas included."""
-        with self.path.open("rb") as file:
-            return sum(1 for _ in file)
+        return sum(1 for _ in self._raw())
 
 
 def fingerprint_of_file(path: Path, *, whole: bool = True) -> str:
@@ -212,8 +221,8 @@ class Writer:
         if self._output is None:
             return
         if self._rejects is None:
-            self._rejects = Log(self._place_of_rejects, locked=False)
-        text = raw.decode("utf-8", "replace")
+            self._rejects = Log(self._place_of_rejects, locked=False).open()
+        text = raw[:LONGEST_LINE].decode("utf-8", "replace")
         self._rejects.write({"index": index, "line": index + 1, "reason": reason, "input": text})
 
     def _write_held(self) -> None:
@@ -363,8 +372,9 @@ class Job:
     draft: DraftConfig
     done: NDArray[np.bool_]  # one bool for each line of the input
     left: int  # lines of this replica to continue
-    output: Log | None  # of the replica's first rank
-    lock: Log | None  # of the first process: it keeps others from the whole output
+    # of the first process
+    settings: Record
+    lock: Log | None  # keeps others from the whole output
 
     def engine(self) -> Engine:
         """An engine with this many slots of this size."""
@@ -372,12 +382,25 @@ class Job:
         config = config_of(EngineConfig, args, max_seq_len=self.reader.room)
         return Engine.from_pretrained(args.model, config, self.draft, parallel=self.parallel)
 
+    def begin(self) -> Log | None:
+        """Forget what --fresh is to forget, note the settings -> where to write, None: another rank does."""
+        if self.lock:
+            self.files.begin(self.settings, fresh=self.args.fresh)
+        self.parallel.meet()  # nobody opens a file before
+        if self.parallel.tp_rank:
+            return None
+        return (self.lock if self.parallel.dp == 1 and self.lock else Log(self.files.mine(self.files.output))).open()
 
-def prepare(args: argparse.Namespace) -> Job:
-    """Check everything that can be checked before the work; ValueError or OSError in one sentence."""
+
+def prepare(args: argparse.Namespace, at_end: contextlib.ExitStack) -> Job:
+    """Check everything that can be checked before the work, and change no file; ValueError or OSError in one sentence.
+
+    at_end: takes the lock and, as soon as there are several processes, what ends all of them if one is lost.
+    """
     rejects = args.rejects or beside(args.output, "rejects.jsonl")
     if not args.input.is_file():
-        raise ValueError(f"there is no file {args.input}")
+        what = "is no file that can be read twice" if args.input.exists() else "is not there"
+        raise ValueError(f"the input {args.input} {what}")
     check_files(
         {
             "the output": args.output, "its lock": lock_of(args.output), "its state": beside(args.output, "state.json"),
@@ -391,25 +414,23 @@ def prepare(args: argparse.Namespace) -> Job:
     room = room_of(args, config, ROOM)
     config_of(EngineConfig, args, max_seq_len=room)
     parallel = join(args)
+    at_end.enter_context(parallel.guard())
     share = Share(args.input, parallel.dp_rank, parallel.dp)
-    files = Files(args.output, rejects, parallel.dp_rank, parallel.dp)
-    lock = Log(files.output, other=args.rejects) if parallel.is_main else None
-    try:
-        if lock:
-            files.begin(settings_of(args, folder, room, parallel), fresh=args.fresh)
-        parallel.meet()  # nobody looks at a file before
-        n_lines = share.n_lines
-        done = files.done(n_lines) if parallel.tp_rank == 0 else np.zeros(n_lines, dtype=bool)
-        parallel.same_values(torch.from_numpy(done.view(np.uint8)))
-    except (ValueError, OSError):
-        if lock:
-            lock.close()
-        raise
+    files, settings, lock = Files(args.output, rejects, parallel.dp_rank, parallel.dp), Record(), None
+    if parallel.is_main:
+        lock, settings = Log(files.output, other=args.rejects), settings_of(args, folder, room, parallel)
+        at_end.callback(lock.close)
+        if not args.fresh:
+            files.check(settings)
+    parallel.meet()  # nobody looks at a file before
+    done = np.zeros(share.n_lines, dtype=bool)
+    if parallel.tp_rank == 0 and not args.fresh:
+        done = files.done(len(done))
+    parallel.same_values(torch.from_numpy(done.view(np.uint8)))
     encoder = Encoder(load_tokenizer(folder, config), args.chat, parse_special=args.parse_special)
     return Job(
-        args=args, parallel=parallel, share=share, files=files, draft=draft, done=done,
-        left=len(share) - int(done.sum()), reader=Reader(encoder, common, args.seed, room), lock=lock,
-        output=lock if parallel.dp == 1 or parallel.tp_rank else Log(files.mine(files.output)),
+        args=args, parallel=parallel, share=share, files=files, draft=draft, done=done, settings=settings, lock=lock,
+        left=len(share) - int(done.sum()), reader=Reader(encoder, common, args.seed, room),
     )  # fmt: skip
 
 
@@ -430,30 +451,25 @@ def settings_of(args: argparse.Namespace, folder: Path, room: int, parallel: Par
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, continue every line, merge, say how it went."""
     args = parse(argv)
-    with refusing(PROGRAM):
-        job = prepare(args)
-    writer = Writer(job.output, job.files.mine(job.files.rejects), ordered=args.order == "input")
-    try:
-        engine = job.engine() if job.left else None
-    except (ValueError, OSError) as error:
-        writer.close()
-        refuse(error, PROGRAM)
-    parallel, started, n_tokens = job.parallel, time.perf_counter(), 0
-    try:
-        with parallel.guard():
+    with contextlib.ExitStack() as at_end:
+        with refusing(PROGRAM):
+            job = prepare(args, at_end)
+            engine = job.engine() if job.left else None
+            writer = Writer(job.begin(), job.files.mine(job.files.rejects), ordered=args.order == "input")
+        parallel, started, n_tokens = job.parallel, time.perf_counter(), 0
+        try:
             if engine is not None:
                 n_tokens = work(job, engine, writer)
             writer.close()
             counts = parallel.gather([(parallel.dp_rank, n_tokens)])  # all replicas are done
             if parallel.is_main:
                 job.files.merge(ordered=args.order == "input")
-    except EngineFailed as error:
-        with contextlib.suppress(OSError):  # of a full disk, say: the engine's error came first
-            writer.close()
-        stop(error)
-    except OSError as error:
-        stop(error)
-    parallel.close()
+        except EngineFailed as error:
+            with contextlib.suppress(OSError):  # of a full disk, say: the engine's error came first
+                writer.close()
+            stop(error)
+        except OSError as error:
+            stop(error)
     if parallel.is_main:
         seconds = time.perf_counter() - started
         report(job.files, sum(counts or []), seconds, under_torchrun=parallel.mesh is not None)

@@ -152,8 +152,12 @@ def started(main: Callable[[], int | None], interrupted: str = "") -> NoReturn:
 
     Where stdout could not be written to the end the code is 141, as shells have it, if its reader left, and else 1.
     """
-    if sys.stdout is None:  # closed by whoever started the program
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for good
+    while (place := os.open(os.devnull, os.O_RDWR)) <= 2:  # or a file of ours is where libraries write their warnings
+        pass
+    os.close(place)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the program
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for good
     out = sys.stdout = Stdout(sys.stdout)
     code: Any = 0
     try:
@@ -174,9 +178,9 @@ def refuse(error: Exception, program: str, *, code: int = 2) -> NoReturn:
     The others wait and name their rank: where the first of them refuses too, torchrun ends them before they repeat it,
     and where it does not, one of them is heard.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    if rank:
-        time.sleep(PATIENCE + int(os.environ.get("LOCAL_RANK", "0")))
-    who = f"{program}, rank {rank}" if rank else program
+    rank, local = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK"))
+    if rank != "0":
+        time.sleep(PATIENCE + (int(local) if local.isdecimal() else 0))
+    who = program if rank == "0" else f"{program}, rank {rank}"
     print(f"{who}: {sentence(error)}", file=sys.stderr, flush=True)
     raise SystemExit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import heapq
 import json
@@ -89,8 +90,8 @@ class Log:
     """A file of JSON lines that only grows, each line in one piece."""
 
     def __init__(self, path: Path, *, locked: bool = True, other: Path | None = None) -> None:
-        """locked: no other process is to write it, nor the other file, which comes later; ValueError where one does."""
-        self.path = path
+        """Not open yet. locked: no other process is to write it, nor the other file; ValueError where one does."""
+        self.path, self._file = path, -1
         self._locks = [FileLock(lock_of(one), timeout=0) for one in (path, other) if one is not None and locked]
         for lock, one in zip(self._locks, (path, other), strict=False):
             try:
@@ -98,28 +99,47 @@ class Log:
             except Timeout:
                 self._release()
                 raise ValueError(f"{one} is being written by another process: wait for it, or end it") from None
+
+    def open(self) -> Log:
+        """Open it, new where there is none."""
         binary = getattr(os, "O_BINARY", 0)  # or Windows writes two characters at the end of a line
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | binary, 0o644)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | binary, 0o644)
         self._synced = time.monotonic()
+        return self
 
     def write(self, record: Record) -> None:
         """Append the record; it outlives this process as soon as this returns, the machine after the next sync."""
         line = json.dumps(record).encode() + b"\n"
-        while line:  # a call that is interrupted may write less
-            line = line[os.write(self._file, line) :]
+        with self._named():
+            while line:  # a call that is interrupted may write less
+                line = line[os.write(self._file, line) :]
         if time.monotonic() - self._synced > SYNC:
             self.sync()
 
     def sync(self) -> None:
         """Force what was written to the disk."""
-        os.fsync(self._file)
+        with self._named():
+            os.fsync(self._file)
         self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Sync, and let others write."""
-        self.sync()
-        os.close(self._file)
-        self._release()
+        """Sync, and let others write; it may be closed already."""
+        try:
+            if self._file >= 0:
+                self.sync()
+        finally:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = -1
+            self._release()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """An error says which file it is about: there is only a number that the system could name."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def _release(self) -> None:
         for lock in self._locks:
@@ -153,23 +173,27 @@ class Files:
         """The part of this replica."""
         return self.parts(whole)[self.rank]
 
-    def begin(self, settings: Record, *, fresh: bool) -> None:
-        """Check what is there against these settings, or forget it; ValueError where it was begun with others.
-
-        Only the first process calls it, before any other looks at a file.
-        """
+    def _there(self) -> list[Path]:
+        """Those of all replicas' outputs that hold something."""
         outputs = [self.output, self.rejects]
         outputs += [path for whole in outputs for path in whole.parent.glob(f"{glob.escape(whole.name)}.part*of*")]
-        there = [path for path in outputs if path.exists() and path.stat().st_size]
-        if fresh:
-            os.truncate(self.output, 0)  # it is open already, by whoever locked it
-            for path in there:
-                if path != self.output:
-                    path.unlink()
-        elif there:
+        return [path for path in outputs if path.exists() and path.stat().st_size]
+
+    def check(self, settings: Record) -> None:
+        """ValueError where what is there was begun with other settings; before any other process looks at a file."""
+        if there := self._there():
             self._compare(settings, there[0])
-            return
-        write_whole(self.state, json.dumps(settings, indent=1) + "\n")
+
+    def begin(self, settings: Record, *, fresh: bool) -> None:
+        """Note what the outputs are made with; fresh: forget what is there. Before any other process opens a file."""
+        if fresh:
+            for path in self._there():
+                if path == self.output:
+                    os.truncate(path, 0)  # it may be a link
+                else:
+                    path.unlink()
+        if not self._there():
+            write_whole(self.state, json.dumps(settings, indent=1) + "\n")
 
     def _compare(self, settings: Record, found: Path) -> None:
         if not self.state.exists():

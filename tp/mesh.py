@@ -232,7 +232,7 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
     tp: ranks that hold one model together (None: all of them), the rest are replicas. device: "cpu" (gloo), "cuda"
     (nccl, one device per process) or "auto". timeout: seconds that a rank waits for the others.
     """
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    world, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
     if dist.is_initialized():  # by the program around us
         world, rank = dist.get_world_size(), dist.get_rank()
     wanted = world if tp is None else tp
@@ -248,7 +248,10 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
     wait = timedelta(seconds=timeout)
     owned = not dist.is_initialized()
     if owned:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=wait)
+        try:
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo", timeout=wait)
+        except dist.DistError as error:
+            raise ValueError(f"the processes did not meet ({str(error).partition(chr(10))[0][:200]})") from error
     grid = torch.arange(world).view(-1, wanted)  # [dp, tp]
     by_host = "gloo" if place.type == "cuda" else None  # None: the default backend
     by_column, by_row = _own_group(grid.T, wait), _own_group(grid, wait)
@@ -265,6 +268,14 @@ def start(tp: int | None = None, device: str = "auto", timeout: float = TIMEOUT)
         owned=owned,
         timeout=timeout,
     )
+
+
+def _number(name: str, default: int) -> int:
+    """What torchrun says in its environment."""
+    said = os.environ.get(name, str(default))
+    if not said.isdecimal():
+        raise ValueError(f"{name} must be a whole number, as torchrun sets it, got {said!r:.80}")
+    return int(said)
 
 
 def _own_group(rows: Tensor, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:

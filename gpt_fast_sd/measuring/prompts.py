@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,10 +14,17 @@ from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer
 CONTEXT = 4096  # tokens of a prompt if no length is given
 
 
+LONGEST_TEXT = 2**28  # bytes: more than any model has positions for
+
+
 def read_text(path: Path) -> str:
     """A UTF-8 file as text, without a byte order mark; ValueError or OSError in one sentence."""
+    with path.open("rb") as file:
+        found = file.read(LONGEST_TEXT + 1)  # /dev/zero has no end
+    if len(found) > LONGEST_TEXT:
+        raise ValueError(f"{path} has more than {LONGEST_TEXT:,} bytes")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return io.TextIOWrapper(io.BytesIO(found), "utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,26 @@ def test_a_tensor_for_prompts_and_a_number_for_a_model_are_one_sentence() -> Non
     number: Any = 7
     with pytest.raises(ValueError, match="draft_model must be a folder or a hub id, got 7"):
         DraftConfig(policy="standalone", draft_model=number)
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "said"),
+    [
+        ({"RANK": "x"}, [], "generate.py, rank x: RANK must be a whole number, as torchrun sets it, got 'x'"),
+        ({"WORLD_SIZE": "2.0"}, [], "generate.py: WORLD_SIZE must be a whole number, as torchrun sets it, got '2.0'"),
+        ({}, ["--model", "~nobody-of-this-name/x"], "generate.py: no folder ~nobody-of-this-name/x, and "),
+        ({}, ["--prompt-file", "/dev/zero"], "generate.py: /dev/zero has more than 1,000 bytes"),
+    ],
+)
+def test_what_is_absurd_around_a_program_is_one_sentence(
+    environment: dict[str, str], flags: list[str], said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("gpt_fast_sd.measuring.prompts.LONGEST_TEXT", 1000)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(["--model", "bundled", *(flags or ["--prompt", "One"])])
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out) == (2, "") and err.startswith(said) and len(err.splitlines()) == 1

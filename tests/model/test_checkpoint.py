@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,12 +159,14 @@ SHRINKING = """
 import os, sys
 from pathlib import Path
 from gpt_fast_sd.model import CheckpointError, Weights, load_model
+when = sys.argv.pop(1)
 for path in map(Path, sys.argv[1:]):
     read = Weights._read
     def shrink(self, name, rows, columns):
+        found = read(self, name, rows, columns) if when == "after" else None
         if name == "model.norm.weight":
-            os.truncate(path, path.stat().st_size // 2)
-        return read(self, name, rows, columns)
+            os.truncate(path, path.stat().st_size // 2 if when == "before" else 0)
+        return read(self, name, rows, columns) if found is None else found
     Weights._read = shrink
     try:
         load_model(path.parent)
@@ -173,7 +176,8 @@ for path in map(Path, sys.argv[1:]):
 """
 
 
-def test_a_file_that_shrinks_while_it_is_loaded_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])  # a tensor is read
+def test_a_file_that_shrinks_while_it_is_loaded_is_one_sentence(when: str, tmp_path: Path) -> None:
     """Through a memory map, looking at a byte that is gone ended the process: SIGBUS."""
     save(tmp_path / "a", replace(CONFIG, vocab_size=5000))
     save(tmp_path / "b")
@@ -183,14 +187,14 @@ def test_a_file_that_shrinks_while_it_is_loaded_is_one_sentence(tmp_path: Path) 
     paths = [tmp_path / "a" / "model.safetensors", tmp_path / "b" / "pytorch_model.bin"]
     sizes = [path.stat().st_size for path in paths]
     done = subprocess.run(
-        [sys.executable, "-c", SHRINKING, *map(str, paths)],
+        [sys.executable, "-c", SHRINKING, when, *map(str, paths)],
         capture_output=True, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-500:]
     lines = done.stdout.splitlines()
     assert len(lines) == 2
     for line, path, size in zip(lines, paths, sizes, strict=True):
-        lost = f"the file had {size:,} bytes when it was opened, and has {size // 2:,}"
+        lost = f"the file had {size:,} bytes when it was opened, and has {size // 2 if when == 'before' else 0:,}"
         assert re.fullmatch(rf"{path}: (model\.norm|lm_head)\.weight cannot be read: {lost}", line)
 
 
@@ -280,6 +284,90 @@ def test_a_truncated_pickle_is_named(cut: int, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     path.write_bytes(path.read_bytes()[:cut])
     assert refusal(tmp_path).startswith(f"{path} is damaged or incomplete: ")
+
+
+def test_pickled_tensors_are_those_that_torch_reads_in_whole_and_in_part(tmp_path: Path) -> None:
+    shared = torch.randn(40)
+    tensors = {
+        "a": torch.randn(5, 7), "scalar": torch.tensor(2.5), "bfloat16": torch.randn(3, 4).bfloat16(),
+        "transposed": torch.randn(4, 6).T, "steps": torch.randn(9, 8)[::2, 1::3],
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "first": shared[:12].view(3, 4), "second": shared[10:30].view(4, 5), "none": torch.empty(0, 4),
+        "parameter": torch.nn.Parameter(torch.randn(6).double()),
+    }  # fmt: skip
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    weights = Weights(tmp_path)
+    for name, tensor in tensors.items():
+        read = weights.read(name)
+        assert torch.equal(read, tensor) and (read.dtype, read.shape) == (tensor.dtype, tensor.shape), name
+        for rows in (slice(1, 3), slice(2), slice(2, None), slice(2, 2)):
+            for columns in (slice(None), slice(1, 3), slice(2, None)):
+                part = tensor[(rows, columns)[: tensor.dim()]]
+                assert torch.equal(weights.read(name, rows, columns), part), (name, rows, columns)
+
+
+def rewritten(path: Path, edit: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    """Write a zip anew, each record edited."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in reversed(archive.namelist())}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in records.items():
+            archive.writestr(name, edit(name.partition("/")[2], content))
+
+
+def test_a_zip_in_another_order_is_read_by_its_directory(tmp_path: Path) -> None:
+    """Two tensors of one shape would change places if offsets went by the order of the pickle."""
+    tensors = {name: torch.randn(7, 3) for name in "abcd"}
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    rewritten(tmp_path / "pytorch_model.bin", lambda name, content: content)
+    for name, tensor in tensors.items():
+        assert torch.equal(Weights(tmp_path).read(name), tensor)
+
+
+def other(record: str, changed: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Change one record of a zip."""
+    return lambda path: rewritten(path, lambda name, content: changed(content) if name == record else content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: rewritten(path, lambda name, content: content, zipfile.ZIP_DEFLATED), "in it is compressed"),
+        (other("byteorder", lambda content: b"big"), "its numbers are not little-endian"),
+        (other("data/3", lambda content: content[:-4]), "is larger than its storage"),
+        (other("data.pkl", lambda content: content[:-9]), "its pickle makes no sense: IndexError"),
+        (other("data.pkl", lambda content: b""), "its pickle makes no sense: EOFError"),
+        (lambda path: torch.save({}, path, _use_new_zipfile_serialization=False), "which PyTorch writes since 1.6"),
+        (lambda path: torch.save([torch.ones(1)], path), "it holds something other than named tensors"),
+        (lambda path: torch.save({1: torch.ones(1)}, path), "it holds something other than named tensors"),
+        (lambda path: torch.save({"a": torch.eye(2).to_sparse()}, path), ""),
+        (lambda path: zipfile.ZipFile(path, "w").close(), "its pickle makes no sense: KeyError"),
+    ],
+)
+def test_a_pickle_that_lies_is_refused(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(load_file(tmp_path / "model.safetensors"), path)
+    (tmp_path / "model.safetensors").unlink()
+    damage(path)
+    answer = refusal(tmp_path)
+    assert answer.startswith(f"{path} is damaged or incomplete: ") and said in answer
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_whatever_byte_of_a_pickle_is_changed_it_is_read_or_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"model.norm.weight": torch.ones(32), "b": torch.nn.Parameter(torch.ones(3))}, path)
+    (tmp_path / "model.safetensors").unlink()
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        assert refusal(tmp_path)  # it lacks all other tensors, at least
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A config.json is read whole or refused by name; presets carry the published numbers."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -195,6 +196,12 @@ def test_left_out_fields_mean_what_each_format_says() -> None:
         (LLAMA | {"hidden_size": 66}, "hidden_size is 66, but it must be a multiple of num_attention_heads (4)"),
         (LLAMA | {"num_key_value_heads": 3}, "n_heads must be a multiple of n_kv_heads, got 4 and 3"),
         (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        *((LLAMA | {"rms_norm_eps": bad}, f"rms_norm_eps is {bad}") for bad in (math.nan, math.inf, -math.inf)),
+        *((LLAMA | {"rope_theta": bad}, f"rope_theta is {bad}") for bad in (math.nan, math.inf)),
+        *(
+            (LLAMA | {"rope_scaling": {"type": "linear", "factor": bad}}, f"factor is {bad}")
+            for bad in (math.nan, math.inf)
+        ),
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         (LLAMA | {"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from gpt_fast_sd.access import Access
 from gpt_fast_sd.model import load_model, save_hugging_face
 from gpt_fast_sd.scheduling import Schedule
 from tests.helpers import few, random_ids, tiny_model
+from tests.tp.spawn import environment, run, start_without_agent, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
@@ -152,6 +154,20 @@ def test_lines_that_make_no_sense_are_rejected_by_number_and_the_others_go_on(
     before = output.read_bytes(), (tmp_path / "out.rejects.jsonl").read_bytes()
     assert code_of(model, source, output, "--max-new-tokens", "4") == 4  # nothing is left, nothing comes twice
     assert before == (output.read_bytes(), (tmp_path / "out.rejects.jsonl").read_bytes())
+
+
+def test_a_line_longer_than_any_is_rejected_and_not_held(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line of zeros, of 20 GB and more, took as much memory."""
+    monkeypatch.setattr(batch, "LONGEST_LINE", 64)
+    fine = {"tokens": [1, 2, 3]}
+    source = write_lines(tmp_path / "in.jsonl", [fine, "x" * 64, "x" * 65, "x" * 1000, "x" * 129, fine])
+    assert code_of(model, source, tmp_path / "out.jsonl", "--max-new-tokens", "2") == 4
+    assert [record["index"] for record in read_lines(tmp_path / "out.jsonl")] == [0, 5]
+    rejects = read_lines(tmp_path / "out.rejects.jsonl")
+    assert [(reject["index"], len(reject["input"])) for reject in rejects] == [(i, 64) for i in (1, 2, 3, 4)]
+    assert all(reject["reason"] == "too long: over 64 bytes" for reject in rejects[1:])
 
 
 def fail_where(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Any], bool], error: Exception) -> list[int]:
@@ -460,6 +476,101 @@ def test_two_processes_killed_and_started_again_write_what_one_writes(model: Pat
     assert not [*tmp_path.glob("*.part*")]
 
 
+LOST = re.compile(r"rank \d of 2 stops: another rank is gone, or did not answer within 1800 s \(.*\n")
+
+
+def job_of_two(folder: Path, tp: int, model: Path | str, n_lines: int = 60) -> tuple[list[object], Path]:
+    """The arguments of a job for two ranks, and its output."""
+    source, output = write_lines(folder / "in.jsonl", prompts(n_lines, max_tokens=24)), folder / "out.jsonl"
+    return [source, output, "--model", model, *FLAGS, "--device", "cpu", "--tp", tp], output
+
+
+def wait_for_lines(folder: Path, n: int, process: subprocess.Popen[str]) -> None:
+    """Return when a job has written so many lines, in whatever part of its output."""
+    end = time.monotonic() + 120
+    while sum(path.read_bytes().count(b"\n") for path in folder.glob("out.jsonl*")) < n:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "victim"), [(2, 1), (2, 0), (1, 1), (1, 0)])
+def test_a_rank_that_is_killed_ends_the_other_and_loses_no_line(tp: int, victim: int, tmp_path: Path) -> None:
+    """As one model in two parts and as two replicas, of which one still ends its own share; no agent kills it."""
+    args, output = job_of_two(tmp_path, tp, "bundled")
+    ranks = start_without_agent(2, ROOT / "scripts" / "batch.py", *args)
+    try:
+        wait_for_lines(tmp_path, 8, ranks[victim])
+        ranks[victim].kill()
+        said, errors = ranks[1 - victim].communicate(timeout=120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[1 - victim].returncode == 1 and said == ""
+    assert LOST.fullmatch(errors.splitlines(keepends=True)[-1]) and "Traceback" not in errors, errors
+    kept = [path.read_bytes() for path in sorted(tmp_path.glob("out.jsonl*"))]
+    done = run(torchrun(2, ROOT / "scripts" / "batch.py", *args))
+    assert done.returncode == 0 and "60 prompts continued" in done.stdout, done.stderr[-500:]
+    lines = {json.loads(line)["index"]: line for line in output.read_bytes().splitlines(keepends=True)}
+    assert [*lines] == [*range(60)]
+    for line in b"".join(kept).splitlines(keepends=True)[:-1]:
+        assert line == lines[json.loads(line)["index"]]
+
+
+@pytest.mark.slow
+def test_torchrun_ends_a_job_of_which_a_rank_is_killed(tmp_path: Path) -> None:
+    args, _ = job_of_two(tmp_path, 1, "bundled")
+    agent = subprocess.Popen(
+        torchrun(2, ROOT / "scripts" / "batch.py", *args),
+        env=environment(),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_lines(tmp_path, 8, agent)
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    ranks = [
+        int(pid) for pid in children.read_text().split() if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+    ]
+    os.kill(ranks[-1], signal.SIGKILL)
+    agent.communicate(timeout=60)
+    assert agent.returncode != 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert run(torchrun(2, ROOT / "scripts" / "batch.py", *args)).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("what", ["foreign", "full"])
+def test_what_one_rank_cannot_do_is_one_sentence_of_each(what: str, tp: int, model: Path, tmp_path: Path) -> None:
+    """The other one printed where in the middle of waiting it was."""
+    args, output = job_of_two(tmp_path, tp, model)
+    if what == "foreign":
+        output.write_text("my notes\n")
+    else:
+        sitecustomize = tmp_path / "site" / "sitecustomize.py"  # no file of rank 0 may have more than 4 KiB
+        sitecustomize.parent.mkdir()
+        limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+        sitecustomize.write_text(f"import os, resource\nif os.environ['RANK'] == '0':\n    {limit}\n")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(tmp_path / "site"))
+        ranks = start_without_agent(2, ROOT / "scripts" / "batch.py", *args)
+    (out, first), (_, second) = (rank.communicate(timeout=120) for rank in ranks)
+    assert out == "" and "Traceback" not in first + second
+    lines = [errors.splitlines(keepends=True)[-1] for errors in (first, second)]
+    assert LOST.fullmatch(lines[1]) and ranks[1].returncode == 1
+    if what == "foreign":
+        assert ranks[0].returncode == 2 and output.read_text() == "my notes\n"
+        assert lines[0].startswith(f"batch.py: {output} holds something")
+        return
+    written = output if tp == 2 else tmp_path / "out.jsonl.part0of2"
+    assert ranks[0].returncode == 1
+    assert lines[0] == f"batch.py: {written}: File too large; the same command goes on from here\n"
+    assert run(torchrun(2, ROOT / "scripts" / "batch.py", *args)).returncode == 0
+    assert [record["index"] for record in read_lines(output)] == [*range(60)]
+
+
 def test_a_run_begun_with_other_flags_model_or_input_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -595,7 +706,7 @@ def test_a_job_does_not_go_on_with_other_weights_of_the_same_size(
 
 def test_two_processes_do_not_write_one_output(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out.jsonl"
-    log = journal.Log(output)
+    log = journal.Log(output).open()
     source = write_lines(tmp_path / "in.jsonl", prompts(2))
     assert "is being written by another process" in refusal(capsys, model, source, output, "--fresh")
     log.close()
@@ -615,6 +726,30 @@ def test_two_processes_do_not_share_a_file_of_rejects(
     assert not rejects.exists()
     assert code_of(model, source, output, "--rejects", str(rejects)) == 4
     assert [record["index"] for record in read_lines(rejects)] == [1]
+
+
+@pytest.mark.parametrize("before", ["nothing", "a job that --fresh would forget"])
+@pytest.mark.parametrize("wrong", ["no weights", "a layer too many"])
+def test_what_is_refused_changes_and_leaves_no_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str, before: str
+) -> None:
+    """An empty output and a state were left, and what the output had held was gone before there was an engine."""
+    source, output, flags = write_lines(tmp_path / "in.jsonl", prompts(3)), tmp_path / "out.jsonl", ["--fresh"]
+    if before == "nothing":
+        journal.lock_of(output).touch()  # stays: another process may be about to take it
+    else:
+        assert code_of(model, source, output) == 0
+        capsys.readouterr()
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    if wrong == "no weights":
+        empty = tmp_path / "model"
+        empty.mkdir()
+        (empty / "config.json").write_bytes((model / "config.json").read_bytes())
+        assert "has no weights" in refusal(capsys, empty, source, output, *flags)
+    else:
+        flags += ["--draft", "early_exit", "--exit-layers", "2"]
+        assert "below the model's 2 layers" in refusal(capsys, model, source, output, *flags)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == files
 
 
 @pytest.mark.parametrize(
@@ -645,7 +780,8 @@ def test_an_input_that_is_missing_or_the_output_itself_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", prompts(1))
-    assert "there is no file" in refusal(capsys, model, tmp_path / "nowhere.jsonl", tmp_path / "out.jsonl")
+    assert "nowhere.jsonl is not there" in refusal(capsys, model, tmp_path / "nowhere.jsonl", tmp_path / "out.jsonl")
+    assert "is no file that can be read twice" in refusal(capsys, model, Path(os.devnull), tmp_path / "out.jsonl")
     assert "are the same file" in refusal(capsys, model, source, source)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpt_fast_sd.model import save_hugging_face
+from tests.helpers import tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -217,6 +223,34 @@ def test_generate_says_where_its_completions_are_if_their_file_cannot_be_written
     assert "traceEvents" in (tmp_path / "trace.json").read_text()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no ulimit")
+@pytest.mark.parametrize("n_shards", [1, 12])  # of weights, each of which is kept open
+def test_a_process_that_may_open_few_files_works_or_says_which_it_could_not_open(n_shards: int, tmp_path: Path) -> None:
+    save_hugging_face(tiny_model(), tmp_path / "model", dtype=torch.float32)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    names = {name: f"part-{i % n_shards}.safetensors" for i, name in enumerate(stored)}
+    for file in set(names.values()):
+        part = {name: tensor for name, tensor in stored.items() if names[name] == file}
+        save_file(part, tmp_path / "model" / file)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (tmp_path / "in.jsonl").write_text('{"tokens": [1, 2]}\n')
+    for program, given in (("batch.py", "in.jsonl out.jsonl"), ("generate.py", "--prompts in.jsonl --json run.json")):
+        command = f"{ROOT / 'scripts' / program} {given} --model model --max-new-tokens 3 --no-compile --device cpu"
+        done = subprocess.run(
+            ["bash", "-c", f"ulimit -n 12; exec {sys.executable} {command}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        made = {path.name for path in tmp_path.iterdir()} - {"model", "in.jsonl"}
+        if n_shards == 1:
+            assert done.returncode == 0 and made >= {"out.jsonl"}, done.stderr
+        else:
+            assert done.returncode == 2 and made <= {"out.jsonl.lock"}
+            assert re.fullmatch(rf"{program}: model/\S+ .*Too many open files.*\n", done.stderr), done.stderr
+
+
 # ---- stdout ----------------------------------------------------------------------------------------------------------
 
 PLAN = [sys.executable, str(ROOT / "scripts" / "plan.py"), "--model", "bundled", "--device", "H200"]
@@ -271,12 +305,13 @@ def test_generation_ends_where_nobody_reads_and_nothing_else_is_written(monkeypa
     assert stopped.value.code == 141
 
 
-def test_a_program_runs_without_a_stdout(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    done = subprocess.run(
-        ["bash", "-c", f'{" ".join(PLAN)} --json {file} >&-'], stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "") and file.exists()
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_program_runs_although_its_streams_are_closed(closed: str, tmp_path: Path) -> None:
+    """Without a stderr progress could not be drawn: exit code 1, and no word."""
+    flags = "--model bundled --prompt One --max-new-tokens 3 --no-compile --device cpu --json run.json"
+    command = f"{sys.executable} {ROOT / 'scripts' / 'generate.py'} {flags} {closed}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "run.json").exists()
 
 
 def test_a_model_that_was_downloaded_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

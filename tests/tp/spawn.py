@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,21 @@ def torchrun(n: int, script: Path, *args: object, options: Sequence[str] = ("--s
     """The command line that starts n ranks of a script on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", *options]
     return [*command, str(script), *map(str, args)]
+
+
+def start_without_agent(n: int, script: Path, *args: object) -> list[subprocess.Popen[str]]:
+    """Ranks of a script by the environment that torchrun would give them: no agent ends one when another dies."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        ours = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(script), *map(str, args)],
+            env={**environment(), **ours, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(n)
+    ]  # fmt: skip
 
 
 def environment() -> dict[str, str]:

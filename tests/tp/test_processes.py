@@ -17,7 +17,7 @@ import torch
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import save_hugging_face
 from tests.helpers import random_ids, tiny_config, tiny_model
-from tests.tp.spawn import ROOT, WORKERS, environment, run, torchrun
+from tests.tp.spawn import ROOT, WORKERS, environment, run, start_without_agent, torchrun
 
 GENERATE, BENCHMARK = (ROOT / "scripts" / name for name in ("generate.py", "benchmark.py"))
 PROMPTS = [random_ids(n, seed=n) for n in (40, 3, 17, 9, 25)]
@@ -92,19 +92,6 @@ def test_a_wrong_tp_is_refused_in_one_sentence(model_folder: Path) -> None:
     )
 
 
-def start_without_agent(n: int, *args: object) -> list[subprocess.Popen[str]]:
-    """Ranks of lost.py by the environment that torchrun would give them: no agent ends one when another dies."""
-    ours = {"WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(WORKERS / "lost.py"), *map(str, args)],
-            env={**environment(), **ours, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(n)
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("how", "timeout"),
     [
@@ -115,7 +102,7 @@ def start_without_agent(n: int, *args: object) -> list[subprocess.Popen[str]]:
 )
 def test_a_rank_that_is_lost_ends_the_others_with_one_sentence(how: str, timeout: float) -> None:
     # a rank that dies is missed at once, whatever the timeout; one that hangs is missed when it is over
-    first, second = start_without_agent(2, how, timeout)
+    first, second = start_without_agent(2, WORKERS / "lost.py", how, timeout)
     try:
         _, said = first.communicate(timeout=120)
         if how == "raise":

@@ -119,6 +119,16 @@ def test_processes_that_cannot_reach_one_another_are_told_which_setting_is_missi
         start(device="cpu")
 
 
+def test_processes_that_do_not_meet_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*args: Any, **kwargs: Any) -> None:
+        raise dist.DistStoreError("Timed out after 1801 seconds waiting for clients. 1/2 clients joined.\nframes")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "init_process_group", late)
+    with pytest.raises(ValueError, match=r"^the processes did not meet \(Timed out after .* 1/2 clients joined\.\)$"):
+        start(device="cpu")
+
+
 # ---- what ranks compare ----------------------------------------------------------------------------------------------
 
 

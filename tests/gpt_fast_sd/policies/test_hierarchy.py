@@ -267,6 +267,18 @@ def test_a_seed_gives_the_same_tokens_again(cheap: str) -> None:
     assert tokens_of(one.generate(PROMPTS, params)) == first
 
 
+def test_a_guided_middle_level_selects_by_no_token_of_a_slots_former_occupant() -> None:
+    """Drafts past those that a round filled were what the slot had held before: verified, they counted in the mass."""
+    one = drafting("hierarchy", view="guided", budget=64, gamma=7, engine={"batch_size": 3})
+    texts = [random_ids(n, seed=n) for n in (300, 180, 410, 250, 330, 220)]
+    params = [SamplingParams(max_tokens=40, temperature=1.2, seed=i, ignore_eos=True) for i in range(len(texts))]
+    first = tokens_of(one.generate(texts, params))
+    assert one.stats.drafted < 7 * one.stats.row_rounds  # rounds filled less than 7
+    for _ in range(2):
+        assert tokens_of(one.generate(texts, params)) == first
+    assert tokens_of(one.generate(texts[::-1], params[::-1])) == first[::-1]
+
+
 def test_a_guided_middle_level_is_shown_the_mass_of_the_verification() -> None:
     one = drafting("hierarchy", view="guided", budget=64, gamma=4)
     policy: Any = middle(one)
