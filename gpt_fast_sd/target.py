@@ -45,8 +45,9 @@ class TargetSteps:
         if wanted > tokens.shape[1]:
             tokens = F.pad(tokens, (0, wanted - tokens.shape[1]))
         # a slot without a request writes past everything that can be in view, so it costs no reading of keys
-        start = torch.where(self.state.active, cache.seq_len, cache.capacity)  # [B]
-        pos = start[:, None] + torch.arange(wanted, device=tokens.device)  # [B, T]
+        pos = torch.where(self.state.active, cache.seq_len, cache.capacity)[:, None]  # [B, 1]
+        if wanted > 1:
+            pos = pos + torch.arange(wanted, device=tokens.device)  # [B, T]
         step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
         if step is self.verify and not self.width:
             varying(tokens, pos)

@@ -37,7 +37,7 @@ class WholeModel:
 
         They may move and change; modules and parameters that are put in their places are not seen.
         """
-        self.config, self.output = model.config, model.output
+        self.config, self.head = model.config, _product_of(model.output)
         self._caches: dict[tuple[int, ...], tuple[list[CacheLayer], list[LayerCache]]] = {}
         self.stack = Stack(
             layers=[_weights_of(layer) for layer in model.layers],
@@ -50,6 +50,10 @@ class WholeModel:
             n_heads=model.config.n_heads,
             n_kv_heads=model.config.n_kv_heads,
         )
+
+    def output(self, x: Tensor) -> Tensor:
+        """As Transformer.output: [..., D] -> [..., V]."""
+        return self.head.of(x)
 
     def hidden(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
         """As Transformer.hidden: tokens, pos [B, T] -> [B, T, D]."""
@@ -77,8 +81,7 @@ class WholeModel:
 
     def __call__(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
         """As Transformer.forward: tokens, pos [B, T] -> logits [B, T, V]."""
-        logits: Tensor = self.output(self.hidden(tokens, pos, kv))
-        return logits
+        return self.output(self.hidden(tokens, pos, kv))
 
 
 def runs_whole(model: Transformer, cache: KVCache) -> bool:

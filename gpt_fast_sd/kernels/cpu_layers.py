@@ -50,6 +50,10 @@ class Product(NamedTuple):
     blocks: Tensor | None = None
     by_sums: bool = False
 
+    def of(self, x: Tensor) -> Tensor:
+        """`packed_linear` with it, for code that is not traced: bf16 x [..., I] -> bf16 [..., O]."""
+        return products.product(x, self.packed, self.bias, self.scale, self.blocks, self.by_sums)
+
 
 class LayerWeights(NamedTuple):
     """What a layer multiplies with; w_in is gated."""

@@ -203,15 +203,16 @@ def kernel_for(whole: bool) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     return kernel
 
 
-def _product(
+def product(
     x: Tensor,
     packed: Tensor,
     bias: Tensor | None,
     scale: Tensor | None,
     blocks: Tensor | None,
     by_sums: bool,
-    gated: bool,
+    gated: bool = False,
 ) -> Tensor:
+    """The operators' own code: packed_linear or, gated, packed_swiglu."""
     # in a step with a single row, this Python code takes longer than the product of a small weight
     if x.dtype is not BF16:
         raise TypeError(f"packed weights multiply bf16, got {x.dtype}")
@@ -241,14 +242,14 @@ def _linear(
     blocks: Tensor | None = None,
     by_sums: bool = False,
 ) -> Tensor:
-    return _product(x, packed, bias, scale, blocks, by_sums, False)
+    return product(x, packed, bias, scale, blocks, by_sums, False)
 
 
 @torch.library.impl(_library, "cpu_swiglu", "CPU")
 def _swiglu(
     x: Tensor, packed: Tensor, scale: Tensor | None = None, blocks: Tensor | None = None, by_sums: bool = False
 ) -> Tensor:
-    return _product(x, packed, None, scale, blocks, by_sums, True)
+    return product(x, packed, None, scale, blocks, by_sums, True)
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_linear", lib=_library)  # type: ignore[untyped-decorator]
