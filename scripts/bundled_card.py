@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from bundled_data import MIXTURES, book_document
+from gpt_fast_sd.measuring.knowledge import END
 from gpt_fast_sd.measuring.tables import Column, Table
 
-END = 512  # tokens at the end of a stretch that are averaged on their own
 TEMPLATE = Path(__file__).with_suffix(".md")
 Record = dict[str, Any]
 

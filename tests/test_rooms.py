@@ -45,7 +45,7 @@ ROOMS = (  # a room stands before the room around it
         folder="gpt_fast_sd/measuring",
         door="gpt_fast_sd.measuring",
         below=PACKAGES,
-        libraries=BASE | {"matplotlib", "safetensors", "gguf", "transformers", "llama_cpp"},
+        libraries=BASE | {"matplotlib", "safetensors", "gguf", "transformers", "llama_cpp", "pytest", "tqdm"},
     ),
     Room(folder="gpt_fast_sd", door="gpt_fast_sd", below=PACKAGES, libraries=BASE | {"torchao", "tqdm"}),
     Room(folder="scripts", door="scripts", below=(*PACKAGES, "gpt_fast_sd/measuring")),

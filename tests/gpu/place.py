@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from gpt_fast_sd import EngineConfig
+from gpt_fast_sd.measuring.gpu.setup import SMALL, difference, random_model
 from gpt_fast_sd.model import SPLIT
-from gpu.setup import SMALL, difference, random_model
 from tests.gpt_fast_sd.kernels import dense, listed
 
 __all__ = ["SMALL", "difference", "random_model"]

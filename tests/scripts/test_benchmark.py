@@ -21,6 +21,7 @@ from gpt_fast_sd.measuring import points, turns
 from gpt_fast_sd.measuring.chips import Chip, Rates
 from gpt_fast_sd.measuring.forecast import System
 from gpt_fast_sd.measuring.grid import Point, Setting, name_of
+from gpt_fast_sd.measuring.modes import budget, size
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.stats import EngineStats
 from tests.helpers import tiny_config, tiny_model
@@ -234,7 +235,7 @@ def test_a_batch_that_no_memory_holds_is_refused_before_its_prompts_are_made(
         raise AssertionError("prompts were made")
 
     monkeypatch.setattr(benchmark.prompts, "round_the_text", made)
-    monkeypatch.setattr(benchmark, "MOST_RANDOM", 1000)
+    monkeypatch.setattr(size, "MOST_RANDOM", 1000)
     assert run(model, "--batch", "1000000000", "--context", "40", *flags) == 2
     out, err = capsys.readouterr()
     assert "skipped: batch_size 1000000000 x max_seq_len" in out and "nothing could be measured" in err
@@ -436,7 +437,7 @@ def test_without_pairs_acceptance_is_that_of_timed_runs_and_nothing_is_timed(
         return original(*args, speculate=speculate, **others)
 
     monkeypatch.setattr(turns, "run", noting)
-    monkeypatch.setattr(benchmark, "run", noting)
+    monkeypatch.setattr(budget, "run", noting)
     found = []
     for pairs in ("1", "0"):
         file = tmp_path / f"{pairs}.json"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import evaluate
 from gpt_fast_sd.loading import BUNDLED
@@ -46,18 +44,6 @@ def test_a_model_equals_itself_and_is_compared_with_nothing_unless_asked(tmp_pat
     (one,) = measured(tmp_path, "--reference", "bundled")["reference"]["logits"]
     assert one["logit_error"] == 0 and one["same_best"] == 1.0 and one["perplexity"] == one["reference_perplexity"]
     assert "reference" not in measured(tmp_path)
-
-
-def test_the_logits_that_are_compared_are_those_of_the_tokens_that_came() -> None:
-    own, theirs = torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([[1.0, 0.0], [3.0, 1.0]])
-    found = evaluate.distance("book", torch.tensor([0, 1]), own, theirs)
-    nll = math.log1p(math.exp(-2.0))
-    assert found["perplexity"] == pytest.approx(math.exp(nll))
-    assert found["same_best"] == 0.5
-    # centred: own +-1, +-1 and theirs +-0.5, +-1, the second the other way round
-    assert found["logit_error"] == pytest.approx(math.sqrt((0.25 + 4.0) / 2) / math.sqrt((0.25 + 1.0) / 2))
-    shifted = evaluate.distance("book", torch.tensor([0, 1]), own + 5.0, theirs)
-    assert shifted["logit_error"] == pytest.approx(found["logit_error"])  # a constant changes no choice
 
 
 def test_default_sizes_are_those_that_fit() -> None:

@@ -16,11 +16,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import peers
-from gpt_fast_sd.measuring.peers import Entry, LlamaCpp, PeerFailed, Worker, entries
+from gpt_fast_sd.measuring import peer_turns
+from gpt_fast_sd.measuring.peers import Entry, LlamaCpp, PeerFailed, Worker
 from gpt_fast_sd.model import read_config
-from peers import Reference, Timing, cell_report
-
-NEEDS = {"weight_bytes": 4_000, "kv_bytes": 1_000, "roofline_ms": 5.0, "file_roofline_ms": 2.0}
 
 
 def test_the_size_of_a_cache_is_found_behind_any_amount_of_debugging() -> None:
@@ -32,20 +30,6 @@ def test_the_size_of_a_cache_is_found_behind_any_amount_of_debugging() -> None:
     LlamaCpp._refuse_shared_rows(peer, 2, 10)
     with pytest.raises(RuntimeError, match="reports 20 MiB of KV where 2 separate rows need 22"):
         LlamaCpp._refuse_shared_rows(peer, 2, 11)
-
-
-def test_a_file_as_it_comes_is_a_peer_of_its_own_with_the_ceiling_of_its_own_bytes() -> None:
-    """Weights of fewer bits are other weights: they must not stand for llama.cpp at our dtype."""
-    timings = [
-        Timing(entry=entry, prefill_seconds=4.0, tokens=[[1], [2]], milliseconds=[10.0])
-        for entry in (*entries("ours", "bf16"), *entries("llama.cpp", "bf16"), *entries("llama.cpp-file", "bf16"))
-    ]
-    cell = cell_report(timings, 400, 1, NEEDS, Reference(tokens=[1, 2], gaps=[0.5, 0.5]))
-    shares = {row["peer"]: row["percent_of_roofline"] for row in cell["results"]}
-    assert shares == {"ours": 50.0, "llama.cpp": 50.0, "llama.cpp-file": 20.0}
-    assert {row["prefill_tokens_per_second"] for row in cell["results"]} == {100.0}
-    assert all("smaller weights" in row["mode"] for row in cell["results"] if row["peer"] == "llama.cpp-file")
-    assert entries("llama.cpp-file", "fp32") == []  # it has no such weights
 
 
 def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cells_are_kept(
@@ -74,7 +58,7 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(peers, "Worker", Quick)
+    monkeypatch.setattr(peer_turns, "Worker", Quick)
     rates = iter([10.0, 9.0, *[20.0] * 9])
     monkeypatch.setattr(peers, "read_bandwidth", lambda: next(rates))
     file = tmp_path / "peers.json"

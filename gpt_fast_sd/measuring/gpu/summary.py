@@ -9,12 +9,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from gpt_fast_sd.measuring.ledger import Ledger
-from gpt_fast_sd.measuring.plots import draw_panels, whiskers
-from gpt_fast_sd.measuring.points import SIZES, ratio_text
-from gpt_fast_sd.measuring.roofline import EXPECTED, PRACTICAL
-from gpt_fast_sd.measuring.tables import Column, Table
-
+from ..ledger import Ledger
+from ..plots import draw_panels, whiskers
+from ..points import SIZES, ratio_text
+from ..roofline import EXPECTED, PRACTICAL
+from ..tables import Column, Table
 from .aims import AIMS, ALONE, BY_PRECISION, FULL, PRECISIONS, Cell, planned, predict, show
 from .setup import Record, Setup
 from .stages import Stage, results_of

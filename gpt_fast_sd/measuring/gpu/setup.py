@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.measuring.chips import CHIPS, GIB, Chip, chip_of, measure, rates_here
-from gpt_fast_sd.measuring.ledger import short_name
-from gpt_fast_sd.measuring.machine import clocks, environment
 from gpt_fast_sd.model import ModelConfig, Transformer
 
+from ..chips import CHIPS, GIB, Chip, chip_of, measure, rates_here
+from ..ledger import short_name
+from ..machine import clocks, environment
 from .aims import ARMS, Arm, Cell, cell_for
 
 Record = dict[str, Any]
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]  # of the checkout, which gpu_suite.py is run from
 SOURCES = ("gpt_fast_sd", "model", "tp", "scripts", "tests")
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from gpt_fast_sd import kernels
-from gpt_fast_sd.attending import beside_of
 from gpt_fast_sd.model import SPLIT, CacheLayer, Linear, as_planes
-from gpt_fast_sd.precisions import FLOAT8_CAPABILITY, TABLE, precision, require_precision
-from gpt_fast_sd.quantize import TAIL
 
+from ... import kernels
+from ...attending import beside_of
+from ...precisions import FLOAT8_CAPABILITY, TABLE, precision, require_precision
+from ...quantize import TAIL
 from .aims import FULL
 from .setup import Record, Setup, Stopwatch, difference
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.attending import DenseKV, ListedKV
 from gpt_fast_sd.config import gamma_tiers
+from gpt_fast_sd.measuring.gpu import cells
+from gpt_fast_sd.measuring.gpu.aims import ARMS, PRECISIONS, Cell
+from gpt_fast_sd.measuring.gpu.cells import Bench
+from gpt_fast_sd.measuring.gpu.setup import SMALL, Stopwatch, random_model
 from gpt_fast_sd.measuring.replay import PROFILES, Replay, replay_table
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies.sparse import positions_of
-from gpu import cells
-from gpu.aims import ARMS, PRECISIONS, Cell
-from gpu.cells import Bench
-from gpu.setup import SMALL, Stopwatch, random_model
+from tests.gpt_fast_sd.measuring.gpu.rig import dry_run, dry_setup
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
-from tests.scripts.gpu_rig import dry_run, dry_setup
 
 
 @pytest.mark.parametrize("stage", ["cell-28672-streaming", "cell-28672-low", "cell-57344-guided", "cell-100000-snapkv"])

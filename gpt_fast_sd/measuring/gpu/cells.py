@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import RoundPlan
-from gpt_fast_sd.config import gamma_tiers
-from gpt_fast_sd.measuring.machine import clocks
-from gpt_fast_sd.measuring.replay import Replay, replay_table
-from gpt_fast_sd.measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, step_seconds
-from gpt_fast_sd.measuring.turns import spread
-from gpt_fast_sd.planner import GammaPlanner
-from gpt_fast_sd.precisions import precision, require_precision
-from gpt_fast_sd.sampling import GREEDY
-
+from ...batch_state import RoundPlan
+from ...config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
+from ...engine import Engine
+from ...planner import GammaPlanner
+from ...precisions import precision, require_precision
+from ...sampling import GREEDY
+from ..machine import clocks
+from ..replay import Replay, replay_table
+from ..roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, step_seconds
+from ..turns import spread
 from .aims import LLAMA, ROOM, Arm, Cell, planned, predict
 from .setup import SMALL, Record, Setup, Stopwatch, random_model
 

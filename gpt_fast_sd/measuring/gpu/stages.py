@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpt_fast_sd.measuring.grid import draft_label
-from gpt_fast_sd.measuring.ledger import Ledger
-
+from ..grid import draft_label
+from ..ledger import Ledger
 from .aims import ALONE, ARMS, BY_PRECISION, FULL, PRECISIONS
 from .cells import cell_stage
 from .kernels import (

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from gpt_fast_sd import kernels
 from gpt_fast_sd.measuring.chips import Rates
+from gpt_fast_sd.measuring.gpu import kernels as timings
+from gpt_fast_sd.measuring.gpu import setup as shared
+from gpt_fast_sd.measuring.gpu.setup import Stopwatch
 from gpt_fast_sd.precisions import TABLE
-from gpu import kernels as timings
-from gpu import setup as shared
-from gpu.setup import Stopwatch
+from tests.gpt_fast_sd.measuring.gpu.rig import dry_run, dry_setup
 from tests.gpuless import pools
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda
-from tests.scripts.gpu_rig import dry_run, dry_setup
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

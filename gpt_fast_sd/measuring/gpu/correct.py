@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_fast_sd.measuring.ledger import write_whole
-
+from ..ledger import write_whole
 from .setup import ROOT, Record, Setup, tree_of
 
 SAID = 2000  # characters of what a test said that failed

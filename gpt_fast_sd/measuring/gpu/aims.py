@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from gpt_fast_sd import DraftConfig
-from gpt_fast_sd.config import gamma_tiers
-from gpt_fast_sd.measuring.chips import CHIPS, GIB, Chip
-from gpt_fast_sd.measuring.forecast import System
-from gpt_fast_sd.measuring.replay import PROFILES, Profile
-from gpt_fast_sd.measuring.roofline import IDEAL, PRACTICAL, Efficiency, Forecast, best_gamma
 from gpt_fast_sd.model import preset
+
+from ...config import DraftConfig, gamma_tiers
+from ..chips import CHIPS, GIB, Chip
+from ..forecast import System
+from ..replay import PROFILES, Profile
+from ..roofline import IDEAL, PRACTICAL, Efficiency, Forecast, best_gamma
 
 LLAMA = preset("meta-llama/Llama-3.1-8B")
 MOST_DRAFTED = gamma_tiers(LLAMA.group_size)[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from gpt_fast_sd.measuring.chips import CHIPS
-from gpu.aims import AIMS, ARMS, FULL, Cell, cell_for, planned
-from gpu.stages import STAGES, results_of
-from gpu.summary import by_precision, draw, summary, table, targets
-from tests.scripts.gpu_rig import Record, a_ledger, dry_run, dry_setup, found
+from gpt_fast_sd.measuring.gpu.aims import AIMS, ARMS, FULL, Cell, cell_for, planned
+from gpt_fast_sd.measuring.gpu.stages import STAGES, results_of
+from gpt_fast_sd.measuring.gpu.summary import by_precision, draw, summary, table, targets
+from tests.gpt_fast_sd.measuring.gpu.rig import Record, a_ledger, dry_run, dry_setup, found
 
 
 def test_gamma_is_the_cost_models_and_its_forecasts_pass_the_targets() -> None:
@@ -169,7 +166,7 @@ def test_the_summary_says_what_is_replayed_and_what_was_not_measured(tmp_path: P
 
 
 def test_what_a_sweep_says_of_its_prompts_stands_below_its_figures(tmp_path: Path) -> None:
-    sweep = Path(__file__).resolve().parents[2] / "benchmarks" / "cpu" / "smollm2" / "sweep.json"
+    sweep = Path(__file__).resolve().parents[4] / "benchmarks" / "cpu" / "smollm2" / "sweep.json"
     shared = json.loads(sweep.read_text())["points"][0]
     notes = {2000: None, 16000: "the text has 6,001 tokens: rows of 16,000 repeat it, which makes drafting easier"}
     points = [shared | {"batch": 8 * i, "context": c, "note": notes[c]} for i in (1, 2) for c in notes]
@@ -234,6 +231,6 @@ def test_the_page_says_how_many_tests_passed_what_they_saw_and_which_failed(tmp_
 
 def test_the_readme_holds_the_targets_that_the_cost_model_gives_now() -> None:
     """python scripts/gpu_suite.py OUT --device cpu --tiny --stages machine writes them into OUT/summary.md."""
-    readme = Path(__file__).resolve().parents[2] / "benchmarks" / "h200" / "README.md"
+    readme = Path(__file__).resolve().parents[4] / "benchmarks" / "h200" / "README.md"
     written = [line for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     assert written == [*table(targets({}, dry_setup())), *table(by_precision({}, dry_setup()))]

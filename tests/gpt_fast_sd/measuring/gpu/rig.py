@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
+from gpt_fast_sd.measuring.gpu.setup import Setup
+from gpt_fast_sd.measuring.gpu.stages import DONE, STAGES, Stage
 from gpt_fast_sd.measuring.ledger import Ledger
-from gpu.setup import Setup
-from gpu.stages import DONE, STAGES
 
 Record = dict[str, Any]
 SETTINGS = {"device": "cpu", "tiny": True, "pairs": 1, "max_autotune": False, "texts": []}
@@ -38,3 +35,15 @@ def a_ledger(out: Path, *, fresh: bool = False, **changes: Any) -> Ledger:
 def found(ledger: Ledger, stage: str, result: Record) -> None:
     """A stage has found this."""
     ledger.put({"stage": stage}, {"stage": stage, "status": DONE, "seconds": 1.0, "result": result})
+
+
+class FakeProcesses:
+    """Launches nothing; every stage comes to the end it was given, done if none."""
+
+    def __init__(self, **ends: Record) -> None:
+        self.ends, self.launched = ends, list[str]()
+
+    def __call__(self, stage: Stage, timeout: float) -> Record:
+        assert timeout > 0
+        self.launched.append(stage.name)
+        return dict(self.ends.get(stage.name, {"status": DONE, "result": {"ok": True}}))
