@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import FeedForward, Linear
+from gpt_fast_sd.model import FeedForward, Linear, Room
 
 from .int4 import Int4Linear
 from .int8 import Int8Linear
@@ -157,7 +157,7 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
     Modules keep their names and shapes; their weights are read only through them. A head that shares its weight with
     the embedding packs both. Nothing is packed if this CPU or its compiler lacks the instructions.
     """
-    n_packed = 0
+    n_packed, room = 0, Room()
     embeddings = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
         if not isinstance(module, nn.Linear) or type(module) not in PACKED:
@@ -174,9 +174,10 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
             kind = (FOR_FEW_ROWS if few_rows and not module.in_features % LINE else PACKED)[type(module)]
             if isinstance(module, Int4Linear):
                 by_sums = kind is SummedInt4Linear
-                module.weight.data, module.blocks.data, _ = pack_int4(module.in_order(), by_sums)
+                numbers, blocks, _ = pack_int4(module.in_order(), by_sums)
+                module.weight.data, module.blocks.data = room.keep(numbers), room.keep(blocks)
             else:
-                module.weight.data = pack(module.weight.data)
+                module.weight.data = room.keep(pack(module.weight.data))
             module.weight.is_packed = kind  # type: ignore[attr-defined]
         module.__class__ = kind
         if tied is not None:

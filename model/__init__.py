@@ -6,6 +6,7 @@ values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a
 (`load_model`, `save_hugging_face`); and sentencepiece, tokenizer.json and tiktoken behind one `Tokenizer`.
 """
 
+from .buffers import Room
 from .cache import KV, SPLIT, CacheLayer, CausalSelf, KVCache, as_int8, as_planes
 from .checkpoint import (
     Weights,
@@ -37,6 +38,7 @@ __all__ = [
     "Linear",
     "ModelConfig",
     "RMSNorm",
+    "Room",
     "RopeScaling",
     "StreamDecoder",
     "Tokenizer",

@@ -1,4 +1,4 @@
-"""Memory for a cache: zeros, which lie in huge pages where that pays."""
+"""Memory for a cache and for weights, which lie in huge pages where that pays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-HUGE_PAGE = 2**21  # bytes
+HUGE_PAGE, ROOM, ALIGNED = 2**21, 2**26, 64  # bytes
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -20,12 +20,40 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     (attention of one token over 8 x 16,000 entries takes 0.9 times as long in huge ones).
     """
     n_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or sys.platform != "linux" or n_bytes < HUGE_PAGE:
+    held = _mapped(n_bytes) if device.type == "cpu" and n_bytes >= HUGE_PAGE else None
+    if held is None:
         return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(held, dtype=dtype).view(shape).zero_()  # written, so that the memory is had now
+
+
+class Room:
+    """Where tensors that stay lie side by side, in huge pages where Linux has some: those of weights are often smaller.
+
+    Memory is taken ROOM bytes at a time, and had when it is written.
+    """
+
+    def __init__(self) -> None:
+        self.left = torch.empty(0, dtype=torch.uint8)
+
+    def keep(self, x: Tensor) -> Tensor:
+        """A copy of x in this room; x itself where there are no huge pages."""
+        n_bytes = -(-x.nbytes // ALIGNED) * ALIGNED
+        if n_bytes > len(self.left):
+            if x.device.type != "cpu" or (held := _mapped(-(-n_bytes // ROOM) * ROOM)) is None:
+                return x
+            self.left = torch.frombuffer(held, dtype=torch.uint8)
+        place, self.left = self.left[: x.nbytes], self.left[n_bytes:]
+        return place.view(x.dtype).view(x.shape).copy_(x)
+
+
+def _mapped(n_bytes: int) -> mmap.mmap | None:
+    """Memory that asks Linux for huge pages; None elsewhere, and where there is none, of which PyTorch says more."""
+    if sys.platform != "linux":
+        return None
     try:
         held = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # no memory, of which PyTorch says more
-        return torch.zeros(shape, dtype=dtype, device=device)
+    except OSError:
+        return None
     with contextlib.suppress(OSError):  # a kernel without huge pages
         held.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(held, dtype=dtype).view(shape).zero_()  # written, so that the memory is had now
+    return held

@@ -339,3 +339,19 @@ def test_a_machine_without_huge_pages_or_without_the_mapping_has_the_same_cache(
         monkeypatch.setattr(buffers.mmap, "mmap", stand_in)
         cache = KVCache(tiny_config(n_layers=1), B, 2**21 // B, dtype=torch.bfloat16, device=torch.device("cpu"))
         assert cache.layers[0].k.nbytes >= buffers.HUGE_PAGE and not any(x.any() for x in cache.buffers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
+def test_a_room_holds_small_tensors_side_by_side_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = buffers.Room()
+    weights = [torch.randn(33, 7), torch.randn(5, 2, 3).bfloat16(), torch.arange(9, dtype=torch.uint8)]
+    kept = [room.keep(x) for x in weights]
+    assert all(x.equal(own) and x.dtype == own.dtype for x, own in zip(kept, weights, strict=True))
+    assert [x.data_ptr() - kept[0].data_ptr() for x in kept] == [0, 15 * 64, 16 * 64]
+    assert not kept[0].data_ptr() % 64
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert asks_for_huge_pages(kept[2])
+    large = room.keep(torch.zeros(buffers.ROOM + 1, dtype=torch.uint8))  # more than is taken at a time
+    assert len(large) == buffers.ROOM + 1 and kept[0].equal(weights[0])
+    monkeypatch.setattr(buffers.sys, "platform", "darwin")
+    assert buffers.Room().keep(weights[0]) is weights[0]
