@@ -96,7 +96,7 @@ def test_the_smoke_test_finds_rows_that_are_short_and_text_that_drafting_changes
 
     def sevens(self: BatchState, *args: Any, **kwargs: Any) -> Any:
         result, p = right(self, *args, **kwargs)
-        drafted = args[3]
+        drafted = args[2]
         own = AcceptResult(result.n_accepted, torch.full_like(result.next_token, 7))
         return own if drafted.shape[1] else result, p
 
