@@ -94,7 +94,7 @@ def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True
     kernel=False: not by a kernel of ours that may have to be built first.
     """
     if logits.dim() == 3:
-        rows = table.repeated(logits.shape[1]) if logits.shape[1] > 1 else table
+        rows = table if logits.shape[1] == 1 else table.repeated(logits.shape[1])
         return probabilities(logits.flatten(0, 1), rows, filtered=filtered, kernel=kernel).view(logits.shape)
     logits = logits.float()
     if kernel and cpu_sampling_fits(logits):

@@ -326,7 +326,7 @@ def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None
 IN_THE_KEY = {"replay", "kind", "gamma", "n_keys", "width"}
 CLEARED = {"policy", "draft", "page", "capture"}
 FOR_GOOD = {"target", "state", "decode", "verify", "accept_compiled", "captured", "kernel"}
-FOR_GOOD |= {"vocab_size", "vocabulary", "table"}
+FOR_GOOD |= {"vocab_size", "vocabulary", "table", "in_one_call"}
 UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_batch_state
 BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
 

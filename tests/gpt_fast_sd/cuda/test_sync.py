@@ -73,8 +73,8 @@ def test_choosing_and_judging_do_not_wait(rig: Rig, sampled: bool, filtered: boo
     pos = rig.tokens(GAMMA + 1)
     assert waits(lambda: state.choose(logits[:, 0], pos[:, 0], kind, 1)) == []
     told = q if sampled else None
-    assert waits(lambda: state.accept(logits, pos, kind, tokens, told, max_accept, accept=2, own=0)) == []
-    assert waits(lambda: state.accept(logits, pos, kind, tokens, None, max_accept, accept=2, own=0)) == []
+    assert waits(lambda: state.accept(logits, kind, tokens, told, max_accept, accept=2, own=0)) == []
+    assert waits(lambda: state.accept(logits, kind, tokens, None, max_accept, accept=2, own=0)) == []
 
 
 def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
