@@ -757,8 +757,8 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                     continue;
                 }
                 for (int h = 0; h < H; h += IN_LINE<E>) {
-                    _mm_prefetch((const char*)(keys + place * H + h), _MM_HINT_T0);
-                    _mm_prefetch((const char*)(values + place * H + h), _MM_HINT_T0);
+                    _mm_prefetch((const char*)(keys + place * H + h), _MM_HINT_T1);
+                    _mm_prefetch((const char*)(values + place * H + h), _MM_HINT_T1);
                 }
             }
             for (int c = 0; c < TILE; c += 16) { // in place if 16 are consecutive, else gathered
