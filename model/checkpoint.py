@@ -335,9 +335,20 @@ class _PickleFile:
         part = tensor[(rows, columns)[: tensor.dim()]]  # on the meta device: where it lies in the storage
         if begin is None:
             return part
-        numbers = torch.empty(span(part), dtype=tensor.dtype)
-        self._file.fill(numbers.view(torch.uint8).numpy(), begin + int(part.storage_offset()) * part.itemsize)
-        return numbers.as_strided(part.shape, part.stride())
+        if tensor.is_neg() or tensor.is_conj():
+            raise OSError("it was saved as the negative or the conjugate of its numbers")
+        begin += int(part.storage_offset()) * part.itemsize
+        turned = part.dim() == 2 and part.stride(0) < part.stride(1)  # it lies there by columns
+        lines = part.t() if turned else part
+        if part.dim() != 2 or not part.numel() or lines.stride(0) <= span(lines[:1]):  # one run
+            numbers = torch.empty(span(part), dtype=tensor.dtype)
+            self._file.fill(numbers.view(torch.uint8).numpy(), begin)
+            return numbers.as_strided(part.shape, part.stride())
+        numbers = torch.empty(len(lines), span(lines[:1]), dtype=tensor.dtype)
+        for i, run in enumerate(numbers.view(torch.uint8).numpy()):
+            self._file.fill(run, begin + i * lines.stride(0) * part.itemsize)
+        found = numbers.as_strided(lines.shape, (numbers.shape[1], lines.stride(1)))
+        return found.t() if turned else found
 
 
 class Weights:

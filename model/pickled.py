@@ -12,7 +12,7 @@ import zipfile
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._weights_only_unpickler import Unpickler
 
 from .files import OpenFile, first_line
@@ -35,12 +35,13 @@ def describe_tensors(file: OpenFile) -> dict[str, tuple[Tensor, int | None]]:
     except Exception as error:  # a pickle that makes no sense fails in ways we cannot list
         raise OSError(f"its pickle makes no sense: {type(error).__name__}: {first_line(error)}") from None
     if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout is torch.strided
+        isinstance(name, str) and type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         for name, tensor in found.items()
     ):
         raise OSError("it holds something other than named tensors")
     described: dict[str, tuple[Tensor, int | None]] = {}
-    for name, tensor in found.items():
+    for name, given in found.items():
+        tensor = Tensor.detach(given)  # without attributes of its own, which could stand for methods
         begin, end = places.get(tensor.untyped_storage()._cdata, (None, 0))
         if begin is not None and begin + (tensor.storage_offset() + span(tensor)) * tensor.itemsize > end:
             raise OSError(f"{name!r:.80} is larger than its storage")
@@ -88,13 +89,17 @@ def _records(file: OpenFile) -> dict[str, _Place]:
     """The records by their names inside the zip's only folder."""
     with zipfile.ZipFile(file.raw) as archive:
         infos = archive.infolist()
-    records = {}
+    records: dict[str, _Place] = {}
+    first, *_ = infos[0].filename.partition("/") if infos else [""]
     for info in infos:
+        folder, _, name = info.filename.partition("/")
+        if folder != first or name in records:  # readers disagree on which of two records counts
+            raise OSError(f"{info.filename!r:.80} in it comes twice, or lies in another folder than the rest")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise OSError(f"{info.filename!r:.80} in it is compressed")
         lengths = file.part(info.header_offset, _LOCAL_HEADER)[-4:]
         begin = info.header_offset + _LOCAL_HEADER + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
         if begin + info.file_size > file.n_bytes:
             raise OSError(f"it has {file.n_bytes:,} bytes, but {info.filename!r:.80} ends behind them")
-        records[info.filename.partition("/")[2]] = begin, begin + info.file_size
+        records[name] = begin, begin + info.file_size
     return records

@@ -62,6 +62,8 @@ static int64_t drawn(const float* p, float u, int64_t V) {
         ends.push_back(ends.back() + sum);
     }
     const double target = (double)u * ends.back();
+    if (!(target >= 0)) return 0; // NaN
+    if (ends.back() == 0) return V - 1; // as if it were possible: no token is
     const int64_t set = std::min<int64_t>(std::upper_bound(ends.begin(), ends.end(), target) - ends.begin(), ends.size() - 1) - 1;
     double sum = ends[set];
     int64_t token = set * SET;

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from gpt_fast_sd.model import (
     resolve_model,
     save_hugging_face,
 )
+from gpt_fast_sd.model.files import OpenFile
 
 CONFIG = ModelConfig(
     vocab_size=50, dim=32, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=8, ffn_dim=40, max_seq_len=64, qkv_bias=True
@@ -291,7 +293,7 @@ def test_pickled_tensors_are_those_that_torch_reads_in_whole_and_in_part(tmp_pat
     tensors = {
         "a": torch.randn(5, 7), "scalar": torch.tensor(2.5), "bfloat16": torch.randn(3, 4).bfloat16(),
         "transposed": torch.randn(4, 6).T, "steps": torch.randn(9, 8)[::2, 1::3],
-        "expanded": torch.randn(3, 1).expand(3, 4),
+        "expanded": torch.randn(3, 1).expand(3, 4), "every second": torch.randn(6, 1)[::2].expand(3, 4),
         "first": shared[:12].view(3, 4), "second": shared[10:30].view(4, 5), "none": torch.empty(0, 4),
         "parameter": torch.nn.Parameter(torch.randn(6).double()),
     }  # fmt: skip
@@ -333,6 +335,13 @@ def other(record: str, changed: Callable[[bytes], bytes]) -> Callable[[Path], No
     return lambda path: rewritten(path, lambda name, content: changed(content) if name == record else content)
 
 
+def appended(path: Path, name: str) -> None:
+    """Add a record to a zip."""
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(name, b"1234")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -346,6 +355,9 @@ def other(record: str, changed: Callable[[bytes], bytes]) -> Callable[[Path], No
         (lambda path: torch.save({1: torch.ones(1)}, path), "it holds something other than named tensors"),
         (lambda path: torch.save({"a": torch.eye(2).to_sparse()}, path), ""),
         (lambda path: zipfile.ZipFile(path, "w").close(), "its pickle makes no sense: KeyError"),
+        (lambda path: appended(path, "pytorch_model/data/0"), "data/0' in it comes twice, or lies in another folder than the rest"),
+        (lambda path: appended(path, "other/data/0"), "'other/data/0' in it comes twice, or lies in another folder"),
+        (lambda path: appended(path, "data/0"), "'data/0' in it comes twice, or lies in another folder"),
     ],
 )
 def test_a_pickle_that_lies_is_refused(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
@@ -356,6 +368,64 @@ def test_a_pickle_that_lies_is_refused(damage: Callable[[Path], None], said: str
     damage(path)
     answer = refusal(tmp_path)
     assert answer.startswith(f"{path} is damaged or incomplete: ") and said in answer
+
+
+@pytest.mark.parametrize("name", ["stride", "dim", "storage_offset", "untyped_storage", "numel", "is_neg", "harmless"])
+@pytest.mark.parametrize("value", [-5, {}, None])
+def test_attributes_of_a_pickled_tensor_do_not_stand_for_its_methods(name: str, value: object, tmp_path: Path) -> None:
+    """They ended in a TypeError, as a stride of -5 cannot be called."""
+    tensors = {"a": torch.randn(5, 3), "b": torch.nn.Parameter(torch.randn(3))}
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for tensor in tensors.values():
+        setattr(tensor, name.upper(), value)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(tensors, path)
+    other("data.pkl", lambda content: content.replace(name.upper().encode(), name.encode()))(path)
+    weights = Weights(tmp_path)
+    assert torch.equal(weights.read("a", slice(1, 4)), tensors["a"][1:4])
+    assert torch.equal(weights.read("b"), tensors["b"])
+
+
+def test_a_tensor_that_is_saved_by_columns_is_read_once_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly all of it was read for each part."""
+    tensors = {
+        "by columns": torch.randn(16, 64).t(), "by rows": torch.randn(64, 16), "a part": torch.randn(16, 200).t()[:64],
+        "steps": torch.randn(16, 128)[:, ::2].t(), "one column": torch.randn(1, 64).t(),
+    }  # fmt: skip
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    weights, fill = Weights(tmp_path), OpenFile.fill
+    n_read = list[int]()
+
+    def counted(self: OpenFile, buffer: Any, offset: int) -> None:
+        n_read.append(buffer.nbytes)
+        fill(self, buffer, offset)
+
+    monkeypatch.setattr(OpenFile, "fill", counted)
+    for name, tensor in tensors.items():
+        for by in (1, 4, 64):
+            for parts in (
+                [(slice(i, i + by), slice(None)) for i in range(0, 64, by)],
+                [(slice(None), slice(i, i + by)) for i in range(0, tensor.shape[1], by)],
+            ):
+                n_read.clear()
+                for part in parts:
+                    assert torch.equal(weights.read(name, *part), tensor[part]), (name, part)
+                assert sum(n_read) <= (2 if name == "steps" else 1) * tensor.nbytes, (name, by)
+
+
+def test_a_tensor_that_is_saved_as_its_negative_is_named(tmp_path: Path) -> None:
+    """It was read with the other sign."""
+    save(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    stored["model.norm.weight"] = torch._neg_view(stored["model.norm.weight"])
+    torch.save(stored, tmp_path / "pytorch_model.bin")
+    assert "model.norm.weight cannot be read: it was saved as the negative" in refusal(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

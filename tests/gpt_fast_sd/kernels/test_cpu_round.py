@@ -53,7 +53,8 @@ def draft_of(state: BatchState, gamma: int, *, drawn: bool, logits: Tensor, seed
     rng = torch.Generator().manual_seed(seed)
     n_rows, n_vocab = len(state.pending), state.vocab_size
     tokens = logits[:, :gamma].argmax(-1)
-    tokens = torch.where(torch.rand(n_rows, gamma, generator=rng) < 0.7, tokens, torch.randint(n_vocab, tokens.shape))
+    other = torch.randint(n_vocab, tokens.shape, generator=rng)
+    tokens = torch.where(torch.rand(n_rows, gamma, generator=rng) < 0.7, tokens, other)
     noise = torch.randn(n_rows, gamma, n_vocab, generator=rng)
     q = (logits[:, :gamma].nan_to_num(0.0, 0.0, 0.0) + noise * 0.3).softmax(-1) if drawn else None
     count = torch.randint(gamma + 1, (n_rows,), generator=rng) if seed % 2 else torch.full((n_rows,), gamma)
@@ -67,7 +68,8 @@ def spoiled(logits: Tensor, seed: int) -> Tensor:
         logits = logits.round()
     if seed % 4 == 2 and logits.shape[-1] > 3:
         logits[0, 0, 1::2] = math.nan
-        logits[-1, -1] = math.nan
+        logits[-1, -1] = logits[2, -1] = math.nan  # rows 1 and 2 sample
+        logits[1, 0, ::3] = math.nan
         logits[-1, 0, :2] = -math.inf
     return logits
 
@@ -145,6 +147,16 @@ def test_a_draw_is_the_first_token_where_the_running_sum_exceeds_u(n_vocab: int)
     running = p.double().cumsum(-1)
     truth = (running <= u.double()[:, None] * running[:, -1:]).sum(-1)
     assert cpu_draw(p, u).equal(truth)
+
+
+@pytest.mark.parametrize("n_vocab", [*VOCABULARIES, LARGE])
+@pytest.mark.parametrize("u", [0.0, 0.25, 1 - 2.0**-24])
+def test_where_no_token_is_possible_the_draw_is_pytorch_s(n_vocab: int, u: float) -> None:
+    p = torch.rand(4, n_vocab)
+    p[0], p[1], p[2, -1], p[3, n_vocab // 2] = 0.0, math.nan, math.nan, math.nan
+    drawn = cpu_draw(p, torch.full((4,), u))
+    assert drawn.equal(sampling.draw(p, torch.full((4,), u), kernel=False))
+    assert drawn.tolist() == [n_vocab - 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("u", [0.0, 0.25, 1 - 2.0**-24])
