@@ -177,7 +177,7 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
                 numbers, blocks, _ = pack_int4(module.in_order(), by_sums)
                 module.weight.data, module.blocks.data = room.keep(numbers), room.keep(blocks)
             else:
-                module.weight.data = room.keep(pack(module.weight.data))
+                module.weight.data = pack(module.weight.data, room.keep)
             module.weight.is_packed = kind  # type: ignore[attr-defined]
         module.__class__ = kind
         if tied is not None:

@@ -126,8 +126,9 @@ class Share:
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """(index, line) of all that are not blank; of one that is too long its beginning."""
         for index, raw in enumerate(self._raw()):
-            if index % self.of == self.rank and raw.strip():
-                yield index, raw.strip()
+            line = raw.strip() if len(raw.removesuffix(b"\n")) <= LONGEST_LINE else raw
+            if index % self.of == self.rank and line:
+                yield index, line
 
     def _raw(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
@@ -464,11 +465,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             counts = parallel.gather([(parallel.dp_rank, n_tokens)])  # all replicas are done
             if parallel.is_main:
                 job.files.merge(ordered=args.order == "input")
-        except EngineFailed as error:
-            with contextlib.suppress(OSError):  # of a full disk, say: the engine's error came first
+        except (EngineFailed, OSError) as error:
+            with contextlib.suppress(OSError):  # of a full disk, say: this error came first
                 writer.close()
-            stop(error)
-        except OSError as error:
             stop(error)
     if parallel.is_main:
         seconds = time.perf_counter() - started

@@ -44,6 +44,7 @@ from gpt_fast_sd.registry import policy_class
 PROGRAM = "verify.py"
 GAMMA = {"default": 4, "type": positive, "metavar": "N", "help": "tokens drafted per round"}
 SHORTEST, LONGEST = 16, 600  # tokens of prompts
+MOST_SAMPLES = 10**6
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,7 +56,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--context", metavar="N", type=positive, help=f"tokens of the longest prompt (default: {LONGEST}, or what fits)"
     )
     add("--max-new-tokens", metavar="N", type=positive, default=32, help="of each output (default: 32)")
-    add("--samples", metavar="N", type=positive, default=2000, help="of each of two prompts (default: 2000)")
+    add("--samples", metavar="N", type=samples, default=2000, help="of each of two prompts (default: 2000)")
     add("--soak", metavar="MINUTES", type=positive, help="random requests over all policies for so long, instead")
     add("--json", metavar="FILE", type=Path, help="write what was found there")
     who = parser.add_argument_group("who drafts")
@@ -65,6 +66,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         batch_size={"default": 4}, max_seq_len={"type": positive, "default": None, "unset": "what the prompts need"},
     )  # fmt: skip
     return parser.parse_args(argv)
+
+
+def samples(text: str) -> int:
+    """A number of samples, which are all prepared before the first is drawn."""
+    if (found := positive(text)) > MOST_SAMPLES:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_SAMPLES:,} samples, got {text!r}")
+    return found
 
 
 def prompts_of(args: argparse.Namespace, config: ModelConfig) -> Callable[[int], list[list[int]]]:

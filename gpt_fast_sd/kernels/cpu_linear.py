@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -127,10 +128,13 @@ def packed_rows(packed: Tensor, rows: Tensor) -> Tensor:
     return found.flatten(-3)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """[O, I] -> the same shape, as [O / 32, n, 2, 16, 16, 4 bytes]: 32 outputs x 64 bytes of inputs, 4 at a time."""
+def pack(weight: Tensor, keep: Callable[[Tensor], Tensor] = Tensor.contiguous) -> Tensor:
+    """[O, I] -> the same shape, as [O / 32, n, 2, 16, 16, 4 bytes]: 32 outputs x 64 bytes of inputs, 4 at a time.
+
+    keep: makes the only copy, as that of a room does.
+    """
     words = weight.contiguous().view(torch.int32).view(len(weight) // LANES, 2, 16, -1, 16)
-    return words.permute(0, 3, 1, 4, 2).contiguous().view(weight.dtype).view(weight.shape)
+    return keep(words.permute(0, 3, 1, 4, 2)).contiguous().view(weight.dtype).view(weight.shape)
 
 
 def unpack(packed: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 
 from gpt_fast_sd.model import Transformer
 
+from .prompts import read_text
+
 Record = dict[str, Any]
 
 
@@ -129,7 +131,7 @@ def read_document(path: Path, *benchmarks: str) -> Record:
     """The document that one of these benchmarks wrote into a file; ValueError if none did."""
     document: Record = {}
     with contextlib.suppress(ValueError, RecursionError):
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_text(path))
     if not _is_document(document, *benchmarks):
         raise ValueError(f"{path} holds no results of this program")
     return document

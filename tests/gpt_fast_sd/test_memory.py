@@ -22,7 +22,7 @@ from gpt_fast_sd.graphs import MOST_STEPS
 from gpt_fast_sd.kernels import pack
 from gpt_fast_sd.loading import KV_TORCH_DTYPES
 from gpt_fast_sd.memory import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
-from gpt_fast_sd.model import PRESETS, SPLIT, Weights
+from gpt_fast_sd.model import PRESETS, SPLIT, Room, Weights
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
@@ -385,10 +385,14 @@ def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatc
     held: list[weakref.ref[torch.UntypedStorage]] = []
     copies: list[int] = []
 
-    def counted(weight: torch.Tensor) -> torch.Tensor:
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+
+    def counted(weight: torch.Tensor, keep: Any) -> torch.Tensor:
+        assert isinstance(keep.__self__, Room)  # a copy that was made before it keeps one would be a third
         assert all(storage() is None for storage in held)  # those packed before are gone
         with LiveBytes() as live:
-            packed = pack(weight)
+            packed = pack(weight, copied)
         held[:] = [weakref.ref(weight.untyped_storage())]
         copies.append(live.peak)
         return packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -162,11 +163,13 @@ def test_a_line_longer_than_any_is_rejected_and_not_held(
     """One line of zeros, of 20 GB and more, took as much memory."""
     monkeypatch.setattr(batch, "LONGEST_LINE", 64)
     fine = {"tokens": [1, 2, 3]}
-    source = write_lines(tmp_path / "in.jsonl", [fine, "x" * 64, "x" * 65, "x" * 1000, "x" * 129, fine])
+    blank = " " * 65  # a line that begins so was skipped, or cut where its blanks are
+    too_long = ["x" * 65, "x" * 1000, "x" * 129, f"{blank}x", f'{{"tokens": [1]}}{blank}x', f"{blank}{blank}"]
+    source = write_lines(tmp_path / "in.jsonl", [fine, "x" * 64, *too_long, fine, " " * 64])
     assert code_of(model, source, tmp_path / "out.jsonl", "--max-new-tokens", "2") == 4
-    assert [record["index"] for record in read_lines(tmp_path / "out.jsonl")] == [0, 5]
+    assert [record["index"] for record in read_lines(tmp_path / "out.jsonl")] == [0, 8]
     rejects = read_lines(tmp_path / "out.rejects.jsonl")
-    assert [(reject["index"], len(reject["input"])) for reject in rejects] == [(i, 64) for i in (1, 2, 3, 4)]
+    assert [(reject["index"], len(reject["input"])) for reject in rejects] == [(i, 64) for i in range(1, 8)]
     assert all(reject["reason"] == "too long: over 64 bytes" for reject in rejects[1:])
 
 
@@ -702,6 +705,26 @@ def test_a_job_does_not_go_on_with_other_weights_of_the_same_size(
     capsys.readouterr()
     save_hugging_face(tiny_model(seed=1), folder, dtype=torch.float32)
     assert "was begun with model files" in refusal(capsys, folder, source, output)
+
+
+@pytest.mark.parametrize(("last", "name"), [({"tokens": [1, 2]}, "out.jsonl"), ("{bad", "out.rejects.jsonl")])
+def test_a_disk_that_stays_full_is_one_sentence(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    last: Record | str, name: str,
+) -> None:  # fmt: skip
+    """What closed the output tried again, and its error took the place of the sentence."""
+
+    def full(self: journal.Log) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+
+    output, source = tmp_path / "out.jsonl", write_lines(tmp_path / "in.jsonl", [*prompts(1), last])
+    with monkeypatch.context() as within:
+        within.setattr(journal.Log, "sync", full)
+        within.setattr(journal, "SYNC", -1.0)
+        assert code_of(model, source, output) == 1
+    said = f"batch.py: {tmp_path / name}: No space left on device; the same command goes on from here"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert code_of(model, source, output) == (4 if last == "{bad" else 0)
 
 
 def test_two_processes_do_not_write_one_output(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

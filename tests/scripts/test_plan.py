@@ -139,6 +139,7 @@ def test_without_a_model_one_sentence_says_what_is_missing(
         ("--device H200 --quantize int8 --draft-quantize int4", "needs a target with plain weights, or of that preci"),
         ("--device H200 --tp 8 --draft-quantize int4", "quantize 'int4' of a draft pads inputs to multiples of 1,024"),
         ("--device H200 --measured README.md", "README.md holds no results"),
+        ("--device H200 --measured /dev/zero", "/dev/zero holds no results"),
         ("--device H200 --measured nowhere.json", "nowhere.json: No such file"),
     ],
 )

@@ -87,6 +87,7 @@ def test_a_soak_goes_through_all_policies(
         (["--context", "3"], "prompts of up to 3 tokens: allowed are 16 to"),
         (["--context", "999999"], "prompts of up to 999,999 tokens: allowed are 16 to"),
         (["--batch-size", "1000000000"], "batch_size 1000000000 x max_seq_len"),
+        (["--samples", "1000000000000"], "expected at most 1,000,000 samples, got '1000000000000'"),
         (["--samples", "0"], "expected a whole number of at least 1, got '0'"),
         (["--soak", "-1"], "expected a whole number of at least 1, got '-1'"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
