@@ -267,7 +267,8 @@ template <bool INT8> static inline __m512 multiply(__m512 sum, int x, __m512i w)
     if (INT8) return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum), w, _mm512_set1_epi32(x)));
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
 }
-template <bool INT8, int N> static inline void block(const int* x, const int* offset, const char* w, int64_t n, float* sums) {
+template <Kind K, int N> static inline void block(const int* x, const int* offset, const char* w, int64_t n, float* sums) {
+    constexpr bool INT8 = K == Kind::INT8;
     constexpr int PLANES = INT8 ? 2 : 1;
     const __m512i above = _mm512_set1_epi8(INT8 ? -128 : 0);
     const int64_t plane = n * TILE / 4;
@@ -276,9 +277,13 @@ template <bool INT8, int N> static inline void block(const int* x, const int* of
     for (int r = 0; r < N * PLANES; r++) sum[r][0] = sum[r][1] = INT8 ? _mm512_castsi512_ps(_mm512_set1_epi32(offset[r])) : _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i++)
         for (int p = 0; p < 16; p++) {
-            // in the order of addresses, which is not that of loads: those come from two places, where no prefetcher sees a stream
-            const char* soon = w + 2 * (i * TILE + LINE * p) + AHEAD;
-            _mm_prefetch(soon, _MM_HINT_T1), _mm_prefetch(soon + LINE, _MM_HINT_T1);
+            // in the order of addresses, which is not that of loads: those come from two places, where no prefetcher sees a
+            // stream. A single row's are soon there themselves, and had better find them in the first cache.
+            if (K != Kind::INT4) {
+                constexpr auto NEAR = N == 1 ? _MM_HINT_T0 : _MM_HINT_T1;
+                const char* soon = w + 2 * (i * TILE + LINE * p) + AHEAD;
+                _mm_prefetch(soon, NEAR), _mm_prefetch(soon + LINE, NEAR);
+            }
             const __m512i a = _mm512_xor_si512(_mm512_loadu_si512(w + 2 * i * TILE + LINE * p), above);
             const __m512i b = _mm512_xor_si512(_mm512_loadu_si512(w + (2 * i + 1) * TILE + LINE * p), above);
 #pragma GCC unroll 8
@@ -296,19 +301,18 @@ template <bool INT8, int N> static inline void block(const int* x, const int* of
 }
 template <Kind K> static void rows_of(const Product& p, int64_t m, int64_t o, float* sums, const Expanded& int4) {
     constexpr int64_t ROWS = rows_at_once(K);
-    constexpr bool INT8 = K == Kind::INT8;
     const int64_t n_rows = std::min<int64_t>(ROWS, p.M - m), n = p.n;
     for (int64_t i = 0; K == Kind::INT4 && m == 0 && i < n; i++) {
         int4.fill(i);
         for (char* tile : {int4.line(i), int4.line(i) + TILE}) transpose(tile, LINE, tile, LINE);
     }
-    const int* x = (const int*)(p.tiles + m / 16 * (INT8 ? 2 : 1) * n * TILE) + m % 16 * 16;
+    const int* x = (const int*)(p.tiles + m / 16 * (K == Kind::INT8 ? 2 : 1) * n * TILE) + m % 16 * 16;
     const int* offset = p.offset + 2 * m;
     const char* w = K == Kind::INT4 ? int4.room : p.w + o * n * LINE;
-    if (n_rows == 1) block<INT8, 1>(x, offset, w, n, sums);
-    else if (n_rows == 2) block<INT8, 2>(x, offset, w, n, sums);
-    else if (n_rows <= 4) block<INT8, 4>(x, offset, w, n, sums);
-    else if constexpr (!INT8) block<INT8, 8>(x, offset, w, n, sums);
+    if (n_rows == 1) block<K, 1>(x, offset, w, n, sums);
+    else if (n_rows == 2) block<K, 2>(x, offset, w, n, sums);
+    else if (n_rows <= 4) block<K, 4>(x, offset, w, n, sums);
+    else if constexpr (K != Kind::INT8) block<K, 8>(x, offset, w, n, sums);
     p.store<K>(sums, m, n_rows, o);
 }
 static int64_t in_place(const bf16*, int64_t, int64_t) { return 0; }
