@@ -7,8 +7,8 @@
 //
 // A tile is 64 keys. The softmax has a key in every lane, so that few rows cost few exponentials. With AMX, products take
 // up to 16 rows at once, with keys as the cache stores them; their scores are transposed, four rows at a time. Without,
-// the tile is transposed once and each query then costs only dot products, no horizontal sum; up to six rows are taken
-// at a time, as many as fit the registers. The next tile is asked for all the while, into L2, as L1 has no room for it.
+// each query costs only dot products, no horizontal sum, either of a tile that is transposed once or, where there are
+// about 16 rows of bf16, with a row in every lane. The next tile is asked for all the while, into L2, as L1 has no room.
 //
 // int8 keys and values have a scale each, one a token and kv head, that stays outside the products. A row of queries is
 // rounded to int8 by its own largest; its weights of a tile, times the scales of the values, to uint8 by theirs. Products
@@ -373,7 +373,7 @@ template <class E, int H, int NQ> struct Rows {
         int64_t row = -1; // the first of 16; -1: there is none
     };
 
-    Rows(Row<E, H, NQ>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
+    Rows(Row<E, H, NQ>* rows, int64_t n_rows, bool) : rows(rows), n_rows(n_rows), at(scratch()) {
         static thread_local std::vector<Queries<E, H, NQ>> kept;
         const int64_t n = (n_rows + 15) / 16;
         if ((int64_t)kept.size() < n) kept.resize(n);
@@ -519,8 +519,11 @@ static void end() {}
 template <class E, int H, int> struct Scratch : Picked<E, H> {
     __m512i key[H / IN_DWORD<E>][TILE / 16]; // pairs or quads of dims, a key in every lane
     __m512i key_sum[TILE / 16]; // of bytes: -128 times the sum of a key
-    __m512i value[TILE / IN_DWORD<E>][H / 16]; // pairs or quads of keys
+    __m512i quads[TILE / 4][H / 16]; // values of bytes, by quads of keys
+    alignas(64) bf16 value[TILE * H]; // those of a tile that is not full
     alignas(64) uint32_t weight[2][16][TILE / 4]; // of 32 keys and 32 more, in pairs; quads: of 64
+    alignas(64) float score[TILE][16]; // rows in lanes
+    alignas(64) uint32_t pairs[TILE / 2][16]; // their weights
 };
 
 // Sums, of bytes whole numbers, and the products of 16 dwords with one, of unsigned bytes.
@@ -541,32 +544,48 @@ struct Ahead {
     }
 };
 
-// The outputs of N rows take in the values of a tile.
-template <int N, class E, int H, int NQ> static inline void mix(Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, int from, const float* unit, const float* shrink, Ahead& ahead) {
-    constexpr int C = H / 16;
-    __m512 out[N][C];
+// The outputs of N rows take in the values of a tile; weight(r, j) is what row r gives to pair or quad j. Pairs are put
+// together each time, which costs nothing beside their products; for quads it costs less to keep them.
+template <int N, class E, int H, int NQ, class Weight> static inline void mix(const Tile<E>& tile, const Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, const float* unit, const float* shrink, Ahead& ahead, const Weight& weight) {
+    for (int d = 0; d < H; d += 64) { // as many dims as fit the registers
+        __m512 out[N][4];
 #pragma GCC unroll 6
-    for (int r = 0; r < N; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++)
-            out[r][c] = BYTES<E> ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_load_ps(rows[r].out + 16 * c), _mm512_set1_ps(shrink[r]));
-    for (int begin = 0; begin < TILE / IN_DWORD<E>; begin += 8) {
-        ahead.ask();
-        for (int j = begin; j < begin + 8; j++)
+        for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++)
+                out[r][c] = BYTES<E> ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_load_ps(rows[r].out + d + 16 * c), _mm512_set1_ps(shrink[r]));
+        for (int begin = 0; begin < TILE / IN_DWORD<E>; begin += 8) {
+            ahead.ask();
+            for (int j = begin; j < begin + 8; j++) {
+                __m512i value[4];
+                if constexpr (BYTES<E>) {
+#pragma GCC unroll 4
+                    for (int c = 0; c < 4; c++) value[c] = at.quads[j][d / 16 + c];
+                } else {
+                    const E* pair = tile.value[j / 8] + j % 8 * 2 * H + d;
+#pragma GCC unroll 2
+                    for (int c = 0; c < 4; c += 2) {
+                        const __m512i even = _mm512_loadu_si512(pair + 16 * c), odd = _mm512_loadu_si512(pair + H + 16 * c);
+                        value[c] = _mm512_unpacklo_epi16(even, odd), value[c + 1] = _mm512_unpackhi_epi16(even, odd);
+                    }
+                }
 #pragma GCC unroll 6
-            for (int r = 0; r < N; r++)
-#pragma GCC unroll 8
-                for (int c = 0; c < C; c++) out[r][c] = more<E>(out[r][c], at.value[j][c], at.weight[j / 16][from + r][j % 16]);
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < N; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; c++) {
-            if constexpr (BYTES<E>) add(rows[r].out + 16 * c, out[r][c], unit[r], shrink[r]);
-            else _mm512_store_ps(rows[r].out + 16 * c, out[r][c]);
+                for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+                    for (int c = 0; c < 4; c++) out[r][c] = more<E>(out[r][c], value[c], weight(r, j));
+            }
         }
+#pragma GCC unroll 6
+        for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; c++) {
+                if constexpr (BYTES<E>) add(rows[r].out + d + 16 * c, out[r][c], unit[r], shrink[r]);
+                else _mm512_store_ps(rows[r].out + d + 16 * c, out[r][c]);
+            }
+    }
 }
 
+// Few rows read a tile: a key in every lane, which is to say that keys are transposed before.
 template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, Ahead& ahead) {
     constexpr int V = TILE / 16;
     __m512 score[N][V];
@@ -592,15 +611,11 @@ template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& ti
     float shrink[N], unit[N];
 #pragma GCC unroll 6
     for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum ? page_sum + r * V : nullptr, page_max + r);
-    constexpr int STEP = H == 64 ? N : std::min(N, 3); // rows whose outputs fit the registers
-    in_parts<STEP>(0, N, [&](auto n, int64_t r) { mix<decltype(n)::value>(at, rows + r, r, unit + r, shrink + r, ahead); });
+    mix<N>(tile, at, rows, unit, shrink, ahead, [&](int r, int j) { return at.weight[j / 16][r][j % 16]; });
 }
 
-template <class E, int H, int NQ> static void read_tile(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, int64_t n_rows, float* page_sum, float* page_max, bool more_tiles) {
-    constexpr int V = TILE / 16, D = H / IN_DWORD<E>, LINES = TILE * H * sizeof(E) / 64;
-    const int64_t parts = (n_rows + 5) / 6, asks = V * (D / 16) + TILE / 4 + parts * (D / 8 * NQ + TILE / IN_DWORD<E> / 8);
-    Ahead ahead;
-    if (more_tiles) ahead = {(const char*)(tile.key[0] + TILE * H), (const char*)(tile.value[0] + TILE * H), LINES, LINES / asks + 1};
+template <class E, int H, int NQ> static void turn(const Tile<E>& tile, Scratch<E, H, NQ>& at, Ahead& ahead) {
+    constexpr int V = TILE / 16, D = H / IN_DWORD<E>;
     for (int c = 0; c < V; c++) {
         for (int h = 0; h < D; h += 16) ahead.ask(), transpose((const char*)tile.key[c] + 4 * h, 4 * D, (char*)&at.key[h][c], 64 * V);
         if constexpr (BYTES<E>) { // queries are 128 too large
@@ -610,29 +625,167 @@ template <class E, int H, int NQ> static void read_tile(const Tile<E>& tile, Scr
             at.key_sum[c] = _mm512_sub_epi32(_mm512_setzero_si512(), (__m512i)sum);
         }
     }
-    for (int c = 0; c < TILE; c += 4) {
+    for (int c = 0; BYTES<E> && c < TILE; c += 4) {
         ahead.ask();
-        group_values<H>(tile, at.value, c, c + 4);
+        if constexpr (BYTES<E>) group_values<H>(tile, at.quads, c, c + 4);
     }
-    in_parts<6>(0, n_rows, [&](auto n, int64_t r) {
-        read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr, ahead);
-    });
 }
 
-// The rows of a split while its tiles are read.
+// Up to 16 rows of bf16, one in every lane: a key is read as the cache stores it, a pair of its dims for all rows at once.
+// What they come to is bit for bit what each comes to among few.
+template <int H> struct alignas(64) Lanes {
+    uint32_t q[H / 2][16];
+    float sum[16][16]; // of keys i, 16 + i, ...
+    float max[16], to_log2[16];
+    int64_t limit[16], lowest; // lowest: the least of them
+    int n;
+
+    void take(const Row<bf16, H, 1>* rows, int64_t n_rows) {
+        n = std::min<int64_t>(16, n_rows), lowest = INT64_MAX;
+        for (int h = 0; h < H / 2; h += 16) transpose((const char*)(rows->q[0] + h), sizeof *rows, (char*)q[h], 64);
+        memset(sum, 0, sizeof sum);
+        for (int r = 0; r < 16; r++) {
+            max[r] = LOWEST, to_log2[r] = r < n ? rows[r].to_log2 : 0.f, limit[r] = r < n ? rows[r].limit : -1;
+            if (r < n) lowest = std::min(lowest, limit[r]);
+        }
+    }
+    void give(Row<bf16, H, 1>* rows) const {
+        for (int r = 0; r < n; r++) {
+            rows[r].max = max[r];
+            for (int i = 0; i < 16; i++) rows[r].sum[i] = sum[i][r];
+        }
+    }
+    bool see_all(const Tile<bf16>& tile) const { return tile.n == TILE && !tile.gaps && tile.last <= lowest; }
+
+    // The scores over a tile, and the best of each row. Meanwhile the keys that come next, at last those at next, go from
+    // L2 to L1, and so do the values.
+    __m512 score(const Tile<bf16>& tile, const bf16* next, float (*to)[16], Ahead& ahead) const {
+        const bool whole = see_all(tile);
+        __m512 best = _mm512_set1_ps(LOWEST);
+        for (int c = 0; c < TILE / 16; c++) {
+            const bf16 *key = tile.key[c], *coming = c + 1 < TILE / 16 ? tile.key[c + 1] : next, *value = tile.value[c];
+            __m512 s[16];
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; j++) s[j] = _mm512_setzero_ps();
+            for (int from = 0; from < H / 2; from += 8, coming += 256, value += 256) {
+                ahead.ask();
+                fetch<32>(coming, 8);
+                fetch<32>(value, 8);
+                for (int h = from; h < from + 8; h++) {
+                    const __m512i pairs = _mm512_load_si512(q[h]);
+#pragma GCC unroll 16
+                    for (int j = 0; j < 16; j++) { // GCC would load the pair by an instruction of its own
+                        __m512 sum = s[j];
+                        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(pairs), "m"(*(const char(*)[4])(key + j * H + 2 * h)));
+                        s[j] = sum;
+                    }
+                }
+            }
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; j++) {
+                if (!whole) {
+                    const int i = 16 * c + j;
+                    const __m512i at = _mm512_set1_epi64(i >= tile.n ? INT64_MAX : tile.position ? tile.position[i] : tile.first + i);
+                    const __mmask16 seen = _mm512_cmple_epi64_mask(at, _mm512_load_si512(limit)) | _mm512_cmple_epi64_mask(at, _mm512_load_si512(limit + 8)) << 8;
+                    s[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(LOWEST), s[j]);
+                }
+                best = _mm512_max_ps(best, s[j]);
+                _mm512_store_ps(to[16 * c + j], s[j]);
+            }
+        }
+        return best;
+    }
+
+    // Scores -> weights in pairs of keys, as the other soften does.
+    void soften(const Tile<bf16>& tile, const float (*score)[16], __m512 best, uint32_t (*pairs)[16], float* shrink) {
+        const __m512i alternate = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        const bool whole = see_all(tile);
+        _mm512_store_ps(shrink, _mm512_set1_ps(1.f));
+        if (const __mmask16 better = _mm512_cmp_ps_mask(best, _mm512_load_ps(max), _CMP_GT_OQ)) { // rare, after the first tiles
+            float before[16];
+            memcpy(before, max, sizeof max);
+            _mm512_mask_store_ps(max, better, best);
+            for (int r = 0; r < n; r++)
+                if (better >> r & 1) shrink[r] = exp2f((before[r] - max[r]) * to_log2[r]);
+        }
+        const __m512 scale = _mm512_load_ps(to_log2), less = _mm512_load_ps(shrink);
+        const __m512 shift = _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_load_ps(max)), scale);
+        for (int i = 0; i < 16; i += 2) {
+            __m512 w[2][TILE / 16];
+#pragma GCC unroll 2
+            for (int k = 0; k < 2; k++) {
+#pragma GCC unroll 4
+                for (int c = 0; c < TILE / 16; c++) {
+                    const __m512 s = _mm512_load_ps(score[16 * c + i + k]);
+                    w[k][c] = exp2_of(_mm512_fmadd_ps(s, scale, shift));
+                    if (!whole) w[k][c] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(s, _mm512_set1_ps(LOWEST), _CMP_NEQ_UQ), w[k][c]); // those unseen
+                }
+                const __m512 more = _mm512_add_ps(_mm512_add_ps(w[k][0], w[k][1]), _mm512_add_ps(w[k][2], w[k][3]));
+                _mm512_store_ps(sum[i + k], _mm512_fmadd_ps(_mm512_load_ps(sum[i + k]), less, more));
+            }
+#pragma GCC unroll 4
+            for (int c = 0; c < TILE / 16; c++) _mm512_store_si512(pairs[8 * c + i / 2], _mm512_permutexvar_epi16(alternate, (__m512i)_mm512_cvtne2ps_pbh(w[1][c], w[0][c])));
+        }
+    }
+};
+
+// The rows of a split while its tiles are read. Those of bf16 go 16 at a time into lanes, and so does the rest from FEW
+// on: fewer cost less by transposed keys.
 template <class E, int H, int NQ> struct Rows {
+    static constexpr int FEW = 10;
     static Scratch<E, H, NQ>& scratch() { static thread_local Scratch<E, H, NQ> at; return at; }
 
-    Rows(Row<E, H, NQ>* rows, int64_t n_rows) : rows(rows), n_rows(n_rows), at(scratch()) {
-        for (int64_t r = 0; r < n_rows && BYTES<E>; r++)
-            for (auto& part : rows[r].q)
-                for (uint32_t& quad : part) quad ^= 0x80808080; // 128 larger: products take one side unsigned
+    Rows(Row<E, H, NQ>* rows, int64_t n_rows, bool mass) : rows(rows), n_rows(n_rows), at(scratch()) {
+        if constexpr (BYTES<E>) {
+            for (int64_t r = 0; r < n_rows; r++)
+                for (auto& part : rows[r].q)
+                    for (uint32_t& quad : part) quad ^= 0x80808080; // 128 larger: products take one side unsigned
+        } else if (!mass) {
+            static thread_local std::vector<Lanes<H>> kept;
+            in_lanes = n_rows % 16 < FEW ? n_rows / 16 * 16 : n_rows;
+            if ((int64_t)kept.size() < (in_lanes + 15) / 16) kept.resize((in_lanes + 15) / 16);
+            lanes = kept.data();
+            for (int64_t r = 0; r < in_lanes; r += 16) lanes[r / 16].take(rows + r, in_lanes - r);
+        }
     }
-    void read(const Tile<E>& tile, int, float* page_sum, float* page_max, bool ahead) { read_tile(tile, at, rows, n_rows, page_sum, page_max, ahead); }
-    void finish() {}
+    void read(Tile<E> tile, int, float* page_sum, float* page_max, bool more_tiles) {
+        constexpr int V = TILE / 16, D = H / IN_DWORD<E>, LINES = TILE * H * sizeof(E) / 64, MIXED = H / 64 * TILE / IN_DWORD<E> / 8;
+        const int64_t few = n_rows - in_lanes, turned = V * (D / 16) + (BYTES<E> ? TILE / 4 : 0);
+        const int64_t asks = (in_lanes + 15) / 16 * (V * D / 8 + 3 * MIXED) + (few ? turned : 0) + (few + 5) / 6 * (D / 8 * NQ + MIXED);
+        Ahead ahead;
+        if (more_tiles) ahead = {(const char*)(tile.key[0] + TILE * H), (const char*)(tile.value[0] + TILE * H), LINES, LINES / asks + 1};
+        if constexpr (!BYTES<E>) {
+            const E* next = more_tiles ? tile.key[0] + TILE * H : tile.key[0];
+            for (int c = 0; tile.n < TILE && c < V; c++) { // what does not exist counts as 0, whatever it holds
+                const int n = std::clamp(tile.n - 16 * c, 0, 16) * H;
+                memcpy(at.value + 16 * c * H, tile.value[c], n * sizeof(E));
+                memset(at.value + 16 * c * H + n, 0, (16 * H - n) * sizeof(E));
+                tile.value[c] = at.value + 16 * c * H;
+            }
+            for (int64_t from = 0; from < in_lanes; from += 16) {
+                alignas(64) float shrink[16];
+                Lanes<H>& group = lanes[from / 16];
+                const __m512 best = group.score(tile, next, at.score, ahead);
+                group.soften(tile, at.score, best, at.pairs, shrink);
+                in_parts<6>(0, group.n, [&](auto n, int64_t r) {
+                    mix<decltype(n)::value>(tile, at, rows + from + r, nullptr, shrink + r, ahead, [&](int i, int j) { return at.pairs[j][r + i]; });
+                });
+            }
+        }
+        if (!few) return;
+        turn(tile, at, ahead);
+        in_parts<6>(in_lanes, n_rows, [&](auto n, int64_t r) {
+            read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr, ahead);
+        });
+    }
+    void finish() {
+        if constexpr (!BYTES<E>)
+            for (int64_t r = 0; r < in_lanes; r += 16) lanes[r / 16].give(rows + r);
+    }
     Row<E, H, NQ>* rows;
-    int64_t n_rows;
+    int64_t n_rows, in_lanes = 0;
     Scratch<E, H, NQ>& at;
+    Lanes<H>* lanes = nullptr;
 };
 #endif
 
@@ -714,7 +867,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
             n_keys = std::max(n_keys, rows[r].limit + 1);
         }
         n_keys = index ? M : std::min(n_keys, M);
-        Rows<E, H, NQ> reading(rows, here);
+        Rows<E, H, NQ> reading(rows, here, mass);
         Picked<E, H>& at = reading.at;
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {

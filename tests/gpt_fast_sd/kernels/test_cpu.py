@@ -332,6 +332,20 @@ def test_listing_all_entries_in_their_order_gives_the_dense_bits(head_dim: int) 
 
 
 @needs_kernel
+@thinned("head_dim,n_tokens", HEAD_DIMS, [9, 10, 15, 16, 17, 26, 41])  # one head: as many rows, some of them in lanes
+def test_what_many_rows_find_among_listed_entries_each_finds_alone(head_dim: int, n_tokens: int) -> None:
+    case = Case([300, 150], n_tokens=n_tokens, group=1, head_dim=head_dim)
+    k, v = case.finite()
+    index = torch.arange(260).masked_fill(torch.arange(260) % 7 == 3, -1)
+    index = torch.stack([index, index.flip(0)]).expand(2, -1, -1).contiguous()  # those of one head lie together in part
+    together = cpu_attention_at(case.q, k, v, index, case.pos)
+    assert is_close(together, expected_at(case, index))
+    for t in range(n_tokens):
+        at = slice(t, t + 1)
+        assert torch.equal(cpu_attention_at(case.q[:, :, at], k, v, index, case.pos[:, at]), together[:, :, at])
+
+
+@needs_kernel
 @pytest.mark.parametrize("run", [1, 16])
 def test_neither_empty_entries_nor_keys_past_a_row_reach_it(run: int) -> None:
     case = Case([100, 30], group=2, capacity=320)  # NaN behind 100 and 30
