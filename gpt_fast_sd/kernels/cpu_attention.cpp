@@ -519,11 +519,12 @@ static void end() {}
 template <class E, int H, int> struct Scratch : Picked<E, H> {
     __m512i key[H / IN_DWORD<E>][TILE / 16]; // pairs or quads of dims, a key in every lane
     __m512i key_sum[TILE / 16]; // of bytes: -128 times the sum of a key
-    __m512i quads[TILE / 4][H / 16]; // values of bytes, by quads of keys
-    alignas(64) bf16 value[TILE * H]; // those of a tile that is not full
+    __m512i quads[BYTES<E> ? TILE / 4 : 1][H / 16]; // values of bytes, by quads of keys
     alignas(64) uint32_t weight[2][16][TILE / 4]; // of 32 keys and 32 more, in pairs; quads: of 64
-    alignas(64) float score[TILE][16]; // rows in lanes
-    alignas(64) uint32_t pairs[TILE / 2][16]; // their weights
+    // of bf16: the values of a tile that is not full; of rows in lanes, scores and weights in pairs of keys
+    alignas(64) E value[BYTES<E> ? 1 : TILE * H];
+    alignas(64) float score[BYTES<E> ? 1 : TILE][16];
+    alignas(64) uint32_t pairs[BYTES<E> ? 1 : TILE / 2][16];
 };
 
 // Sums, of bytes whole numbers, and the products of 16 dwords with one, of unsigned bytes.
