@@ -5,10 +5,10 @@
 // with a running softmax, and the splits are merged. Sums never depend on what else is in the batch, on the number of
 // queries or on how much of the cache is in view.
 //
-// A tile is 64 keys. The softmax has a key in every lane, so that few rows cost few exponentials. With AMX, products take
+// A tile is 64 keys. The softmax of few rows has a key in every lane, so that they cost few exponentials. With AMX, products take
 // up to 16 rows at once, with keys as the cache stores them; their scores are transposed, four rows at a time. Without,
 // each query costs only dot products, no horizontal sum, either of a tile that is transposed once or, where there are
-// about 16 rows of bf16, with a row in every lane. The next tile is asked for all the while, into L2, as L1 has no room.
+// 10 rows of bf16 or more, with a row in every lane. The next tile is asked for all the while, into L2, as L1 has no room.
 //
 // int8 keys and values have a scale each, one a token and kv head, that stays outside the products. A row of queries is
 // rounded to int8 by its own largest; its weights of a tile, times the scales of the values, to uint8 by theirs. Products
@@ -225,6 +225,7 @@ template <class E, int H, int NQ> static inline float soften(__m512* score, cons
     return shrink;
 }
 
+#ifdef __AMX_BF16__
 // The values of keys from .. to of a tile by pairs of keys; what does not exist counts as 0, whatever it holds.
 template <int H> static inline void group_values(const Tile<bf16>& tile, __m512i (*pairs)[H / 16], int from, int to) {
     for (int j = from; j < to; j += 2) {
@@ -240,7 +241,8 @@ template <int H> static inline void group_values(const Tile<bf16>& tile, __m512i
     }
 }
 
-// The same by quads of keys, in the order in which soften packs the weights, which are 0 for what does not exist.
+#endif
+// The values of keys from .. to of a tile by quads of keys, in the order in which soften packs the weights, which are 0 for what does not exist.
 template <int H> static inline void group_values(const Tile<int8_t>& tile, __m512i (*quads)[H / 16], int from, int to) {
     for (int j = from; j < to; j += 4) {
         const int8_t* value = tile.value[j / 16] + j % 16 * H;
@@ -586,7 +588,7 @@ template <int N, class E, int H, int NQ, class Weight> static inline void mix(co
     }
 }
 
-// Few rows read a tile: a key in every lane, which is to say that keys are transposed before.
+// Few rows read a tile: a key in every lane, for which keys are transposed beforehand.
 template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, Ahead& ahead) {
     constexpr int V = TILE / 16;
     __m512 score[N][V];
@@ -611,7 +613,7 @@ template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& ti
     }
     float shrink[N], unit[N];
 #pragma GCC unroll 6
-    for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum ? page_sum + r * V : nullptr, page_max + r);
+    for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr);
     mix<N>(tile, at, rows, unit, shrink, ahead, [&](int r, int j) { return at.weight[j / 16][r][j % 16]; });
 }
 
@@ -633,7 +635,7 @@ template <class E, int H, int NQ> static void turn(const Tile<E>& tile, Scratch<
 }
 
 // Up to 16 rows of bf16, one in every lane: a key is read as the cache stores it, a pair of its dims for all rows at once.
-// What they come to is bit for bit what each comes to among few.
+// What they come to is bit for bit what each comes to among few, but for scores of exactly LOWEST, which count as unseen here.
 template <int H> struct alignas(64) Lanes {
     uint32_t q[H / 2][16];
     float sum[16][16]; // of keys i, 16 + i, ...
@@ -658,8 +660,8 @@ template <int H> struct alignas(64) Lanes {
     }
     bool see_all(const Tile<bf16>& tile) const { return tile.n == TILE && !tile.gaps && tile.last <= lowest; }
 
-    // The scores over a tile, and the best of each row. Meanwhile the keys that come next, at last those at next, go from
-    // L2 to L1, and so do the values.
+    // The scores over a tile, and the best of each row. Meanwhile the keys that come next, after the tile's last those at next, go
+    // from L2 to L1, and so do the values.
     __m512 score(const Tile<bf16>& tile, const bf16* next, float (*to)[16], Ahead& ahead) const {
         const bool whole = see_all(tile);
         __m512 best = _mm512_set1_ps(LOWEST);
@@ -670,8 +672,8 @@ template <int H> struct alignas(64) Lanes {
             for (int j = 0; j < 16; j++) s[j] = _mm512_setzero_ps();
             for (int from = 0; from < H / 2; from += 8, coming += 256, value += 256) {
                 ahead.ask();
-                fetch<32>(coming, 8);
-                fetch<32>(value, 8);
+                fetch<256>(coming, 1);
+                fetch<256>(value, 1);
                 for (int h = from; h < from + 8; h++) {
                     const __m512i pairs = _mm512_load_si512(q[h]);
 #pragma GCC unroll 16
@@ -687,10 +689,10 @@ template <int H> struct alignas(64) Lanes {
                 if (!whole) {
                     const int i = 16 * c + j;
                     const __m512i at = _mm512_set1_epi64(i >= tile.n ? INT64_MAX : tile.position ? tile.position[i] : tile.first + i);
-                    const __mmask16 seen = _mm512_cmple_epi64_mask(at, _mm512_load_si512(limit)) | _mm512_cmple_epi64_mask(at, _mm512_load_si512(limit + 8)) << 8;
+                    const __mmask16 seen = _mm512_kunpackb(_mm512_cmple_epi64_mask(at, _mm512_load_si512(limit + 8)), _mm512_cmple_epi64_mask(at, _mm512_load_si512(limit)));
                     s[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(LOWEST), s[j]);
                 }
-                best = _mm512_max_ps(best, s[j]);
+                best = _mm512_max_ps(s[j], best); // of a score that is no number, the one before
                 _mm512_store_ps(to[16 * c + j], s[j]);
             }
         }
@@ -721,8 +723,8 @@ template <int H> struct alignas(64) Lanes {
                     w[k][c] = exp2_of(_mm512_fmadd_ps(s, scale, shift));
                     if (!whole) w[k][c] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(s, _mm512_set1_ps(LOWEST), _CMP_NEQ_UQ), w[k][c]); // those unseen
                 }
-                const __m512 more = _mm512_add_ps(_mm512_add_ps(w[k][0], w[k][1]), _mm512_add_ps(w[k][2], w[k][3]));
-                _mm512_store_ps(sum[i + k], _mm512_fmadd_ps(_mm512_load_ps(sum[i + k]), less, more));
+                const __m512 these = _mm512_add_ps(_mm512_add_ps(w[k][0], w[k][1]), _mm512_add_ps(w[k][2], w[k][3]));
+                _mm512_store_ps(sum[i + k], _mm512_fmadd_ps(_mm512_load_ps(sum[i + k]), less, these));
             }
 #pragma GCC unroll 4
             for (int c = 0; c < TILE / 16; c++) _mm512_store_si512(pairs[8 * c + i / 2], _mm512_permutexvar_epi16(alternate, (__m512i)_mm512_cvtne2ps_pbh(w[1][c], w[0][c])));
@@ -730,8 +732,8 @@ template <int H> struct alignas(64) Lanes {
     }
 };
 
-// The rows of a split while its tiles are read. Those of bf16 go 16 at a time into lanes, and so does the rest from FEW
-// on: fewer cost less by transposed keys.
+// The rows of a split while its tiles are read. Those of bf16 go 16 at a time into lanes, and so do the rest if they are FEW
+// or more; fewer cost less by transposed keys, and mass is summed there alone.
 template <class E, int H, int NQ> struct Rows {
     static constexpr int FEW = 10;
     static Scratch<E, H, NQ>& scratch() { static thread_local Scratch<E, H, NQ> at; return at; }
@@ -752,7 +754,7 @@ template <class E, int H, int NQ> struct Rows {
     void read(Tile<E> tile, int, float* page_sum, float* page_max, bool more_tiles) {
         constexpr int V = TILE / 16, D = H / IN_DWORD<E>, LINES = TILE * H * sizeof(E) / 64, MIXED = H / 64 * TILE / IN_DWORD<E> / 8;
         const int64_t few = n_rows - in_lanes, turned = V * (D / 16) + (BYTES<E> ? TILE / 4 : 0);
-        const int64_t asks = (in_lanes + 15) / 16 * (V * D / 8 + 3 * MIXED) + (few ? turned : 0) + (few + 5) / 6 * (D / 8 * NQ + MIXED);
+        const int64_t asks = (in_lanes + 15) / 16 * (V * D / 8) + (in_lanes / 16 * 3 + (in_lanes % 16 + 5) / 6) * MIXED + (few ? turned : 0) + (few + 5) / 6 * (D / 8 * NQ + MIXED);
         Ahead ahead;
         if (more_tiles) ahead = {(const char*)(tile.key[0] + TILE * H), (const char*)(tile.value[0] + TILE * H), LINES, LINES / asks + 1};
         if constexpr (!BYTES<E>) {
@@ -766,7 +768,7 @@ template <class E, int H, int NQ> struct Rows {
             for (int64_t from = 0; from < in_lanes; from += 16) {
                 alignas(64) float shrink[16];
                 Lanes<H>& group = lanes[from / 16];
-                const __m512 best = group.score(tile, next, at.score, ahead);
+                const __m512 best = group.score(tile, from + 16 < n_rows ? tile.key[0] : next, at.score, ahead);
                 group.soften(tile, at.score, best, at.pairs, shrink);
                 in_parts<6>(0, group.n, [&](auto n, int64_t r) {
                     mix<decltype(n)::value>(tile, at, rows + from + r, nullptr, shrink + r, ahead, [&](int i, int j) { return at.pairs[j][r + i]; });
@@ -864,7 +866,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
             memset(rows[r].out, 0, sizeof rows[r].out);
             memset(rows[r].sum, 0, sizeof rows[r].sum);
             memset(rows[r].halves, 0, sizeof rows[r].halves);
-            rows[r].max = LOWEST, rows[r].limit = pos[b * T + t] < M || index ? pos[b * T + t] : -1;
+            rows[r].max = LOWEST, rows[r].limit = pos[b * T + t] < M || index ? std::min(pos[b * T + t], INT64_MAX - 1) : -1;
             n_keys = std::max(n_keys, rows[r].limit + 1);
         }
         n_keys = index ? M : std::min(n_keys, M);
