@@ -3,6 +3,7 @@
     python scripts/peers.py                                   # the bundled model, everything that is installed
     python scripts/peers.py --model FOLDER --contexts 512,8192 --batches 1,8 --json peers.json --plot peers.png
     python scripts/peers.py --model smollm2 --contexts 512,2000 --json peers.json   # or FILE.gguf
+    python scripts/peers.py --model smollm2 --contexts 512,4000 --llama-bin FOLDER --json speculation.json
 
 What is compared, and why it is fair:
 * Decoding only. Prefill is timed apart: one row is prefilled and its keys and values are *copied* into the other rows,
@@ -21,6 +22,15 @@ What is compared, and why it is fair:
   machine shows in this run. Cells that fit into a CPU cache can pass 100 %.
 * Greedy tokens are compared with transformers in fp32: every peer in fp32 (they must agree), and every timed cell in
   its own dtype (where rounding may decide between near-equal logits: the gap there is shown).
+
+--llama-bin FOLDER, of llama.cpp's programs, times speculation instead, one row of a GGUF file: our int4 drafts and our
+n-gram lookup beside llama.cpp's lookups and its draft model: the file as it comes, or in Q4_0, for its weights in F16.
+* Each mode runs alone first, twice: ours with 1 to 6 drafts, llama.cpp's with several. The best of each peer then take
+  turns, A B C A B C, a run of --new-tokens each, on a prompt whose keys are there; plain decoding takes part.
+* A run's time is that of its rounds: of ours as the engine counts it, of llama.cpp's as its server does. That begins
+  when the first token is there, so one more is asked for, and it must fit into what the request took.
+* n-gram cache keeps what earlier requests wrote, and would draft the same answer from it: it starts anew each time.
+* Accepted is the share of drafts; drafts and tokens a round are over all rounds, also those that drafted nothing.
 
 --json FILE is whole after every cell. Started again with the same settings it goes on where it ended; contexts and
 batches may be added. Other settings are refused; --fresh begins anew.
@@ -43,12 +53,13 @@ import torch
 
 from common import refuse, refusing, started
 from files import check_files
-from flags import MODELS, count, names_of, positive, sizes, threads
+from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
 from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.measuring import plots
 from gpt_fast_sd.measuring.gguf_export import export_gguf
 from gpt_fast_sd.measuring.ledger import Ledger
 from gpt_fast_sd.measuring.machine import environment
+from gpt_fast_sd.measuring.peer_speculation import LLAMA_WEIGHTS, SMALLER, TURNS, Contest, find_program
 from gpt_fast_sd.measuring.peer_turns import (
     CELL,
     INSTALL,
@@ -79,6 +90,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     document = BUNDLED / "document.txt"
     add("--text", type=Path, default=document, help="of the prompt, repeated or cut (default: the bundled document)")
     add("--contexts", type=sizes, default=[512, 8192, 16000], help="tokens in the cache (default: 512,8192,16000)")
+    add("--llama-bin", type=Path, metavar="FOLDER", help="of llama.cpp's programs: time speculation, one row")
+    add("--new-tokens", type=positive, default=128, help="of a run, with --llama-bin (default: 128)")
     add("--batches", type=sizes, default=[1, 8], help="rows (default: 1,8)")
     peers = list(INSTALL)
     add("--peers", type=names_of("peer", peers), default=peers, help=f"among {','.join(peers)} (default: all)")
@@ -90,12 +103,65 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", metavar="FILE", help="keep one JSON document here, go on from it; - prints it as the last line")
     add("--fresh", action="store_true", help="forget what --json holds")
     add("--plot", type=Path, metavar="FILE", help="write a bar plot (PNG)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    unread = {"new_tokens"} if args.llama_bin is None else {"batches", "peers", "steps", "agree", "plot"}
+    if idle := given_beside(parser, args, *(set(vars(args)) - unread)):
+        parser.error(f"{idle[0]} does nothing {'without' if args.llama_bin is None else 'with'} --llama-bin")
+    return args
 
 
 def up_to_date(document: dict[str, Any]) -> None:
     """Let a file of an earlier version name what it did not name then, by the defaults."""
     document["settings"] = {"agree": 16, "without": [], **document["settings"]}
+
+
+def in_16_bits(source: Path, ggufs: Path) -> Path:
+    """A folder with a GGUF file's weights in bf16, which every peer reads; the file as it comes stays beside it."""
+    folder = ggufs / source.stem
+    save_hugging_face(load_model(source, dtype=torch.bfloat16), folder, dtype=torch.bfloat16)
+    (ggufs / f"{AS_IT_COMES}.gguf").symlink_to(source.resolve())
+    return folder
+
+
+def speculation(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
+    """Time speculation beside llama.cpp's, printing as it goes, and return the report; ValueError as below."""
+    program, version = find_program(args.llama_bin)
+    source = locate(args.model)
+    if source.suffix.lower() != ".gguf":
+        raise ValueError("--llama-bin needs a GGUF file as --model: as it comes, it is llama.cpp's draft model")
+    config = read_config(source)
+    most = config.max_seq_len - args.new_tokens - 1
+    if not 2 <= args.contexts[0] <= args.contexts[-1] <= most:
+        raise ValueError(f"contexts must be from 2 to {most} tokens, as --new-tokens need room, got {args.contexts}")
+    settings = {
+        "model": source.name, "transformer": asdict(config), "text": args.text.name, "threads": args.threads,
+        "new_tokens": args.new_tokens, "repeats": args.repeats, "without": sorted(args.without),
+    }  # fmt: skip
+    torch.set_num_threads(args.threads)
+    here = environment(torch.device("cpu"), *PACKAGES)
+    file = Path(args.json) if args.json and args.json != "-" else None
+    ledger = Ledger(file, "peers' speculation", settings, here, fresh=args.fresh, results="cells")
+    setup = Setup(folder=in_16_bits(source, ggufs).resolve(), config=config, ggufs=ggufs, threads=args.threads)
+    for name in (LLAMA_WEIGHTS, SMALLER):
+        export_gguf(setup.folder, ggufs / f"{name}.gguf", name.lower(), tokenizer_of=source)
+    contest = Contest(setup, program, args.without, new_tokens=args.new_tokens, repeats=args.repeats)
+    prompt = prompt_tokens(source, config, args.text, args.contexts[-1])
+    print(f"{args.threads} threads; {program.name}: {version}")
+    for context in args.contexts:
+        if ledger.find({"context": context}):
+            print(f"context {context} is in {args.json} already")
+            continue
+        bandwidth = read_bandwidth()
+        n_bytes = weight_bytes(config) + (context + args.new_tokens // 2) * config.kv_bytes_per_token(2)
+        ceiling = bandwidth * 1e9 / n_bytes
+        print(f"context {context}: {n_bytes / 1e6:.0f} MB a pass at {bandwidth:.1f} GB/s, {ceiling:.0f} plain tokens/s")
+        cell = contest.cell(prompt[:context])
+        print(*TURNS.lines(cell["results"]), sep="\n", flush=True)
+        read = {"read_gb_per_second": bandwidth, "plain_roofline_tokens_per_second": ceiling}
+        ledger.put({"context": context}, {"context": context, **read, **cell})
+        ledger.write(notes={program.name: version}, failures=ledger.document.get("failures", []) + contest.failures)
+        contest.failures.clear()
+    return ledger.document
 
 
 def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
@@ -117,11 +183,7 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     here = environment(torch.device("cpu"), *PACKAGES)
     ledger = Ledger(file, "peers", settings, here, fresh=args.fresh, results="cells", adapt=up_to_date)
-    folder = source
-    if is_file:  # every peer reads the same 16-bit weights
-        folder = ggufs / source.stem
-        save_hugging_face(load_model(source, dtype=torch.bfloat16), folder, dtype=torch.bfloat16)
-        (ggufs / f"{AS_IT_COMES}.gguf").symlink_to(source.resolve())
+    folder = in_16_bits(source, ggufs) if is_file else source
     setup = Setup(folder=folder.resolve(), config=config, ggufs=ggufs, threads=args.threads)
     run = Run(setup, peers, args.without, steps=args.steps, repeats=args.repeats, agree=args.agree)
     room = config.max_seq_len - run.decoded
@@ -211,14 +273,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_files({"--json": json_file, "--plot": args.plot}, {"--text": args.text, "--model": args.model})
         plots.check_drawable("--plot", args.plot)
         with tempfile.TemporaryDirectory() as ggufs:
-            report = benchmark(args, Path(ggufs))
+            report = (speculation if args.llama_bin else benchmark)(args, Path(ggufs))
         if args.plot:
             cpu, rate = report["environment"]["cpu"], report["read_gb_per_second"]["best"]
             plot(report["cells"], f"Plain decoding: {cpu}, threads {args.threads}, {rate:.0f} GB/s", args.plot)
     if args.json == "-":
         print(json.dumps(report))
-    if not any(cell["results"] for cell in report["cells"]):
-        refuse(ValueError("no peer gave a result; the reasons are above"), PROGRAM, code=1)
+    whose = "llama.cpp" if args.llama_bin else ""
+    if not any(row["peer"].startswith(whose) for cell in report["cells"] for row in cell["results"]):
+        refuse(ValueError(f"no {whose or 'peer'} gave a result; the reasons are above"), PROGRAM, code=1)
 
 
 if __name__ == "__main__":

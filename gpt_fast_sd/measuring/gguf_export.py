@@ -1,6 +1,7 @@
 """Write a Hugging Face style Llama folder as one GGUF file, so that llama.cpp can be timed on the same weights.
 
-Needs the `gguf` package. Matrices are written in --dtype, norms and rotary factors in fp32, as llama.cpp reads them.
+Needs the `gguf` package. Matrices are written in --dtype, norms and rotary factors in fp32, as llama.cpp reads them;
+of q4_0 the embedding is Q8_0, as llama.cpp's own program makes it.
 
 Shapes: N heads, H head dim, D model width.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from gpt_fast_sd.model import ModelConfig, load_model, read_config
 
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "q4_0": torch.float32}
 
 
 def interleave_rope(weight: Tensor, n_heads: int) -> Tensor:
@@ -69,8 +70,24 @@ def _add_tokenizer(writer: Any, folder: Path, config: ModelConfig) -> None:
         writer.add_eos_token_id(config.eos_ids[0])
 
 
-def export_gguf(folder: Path, out: Path, dtype: str) -> None:
-    """Write out: the folder's model with matrices in dtype ("f16", "bf16" or "f32"); ValueError when it cannot."""
+def _copy_tokenizer(writer: Any, source: Path, config: ModelConfig) -> None:
+    """Store the tokenizer of another GGUF file."""
+    import gguf
+
+    writer.add_vocab_size(config.vocab_size)
+    for name, field in gguf.GGUFReader(source).fields.items():
+        if name.startswith("tokenizer."):
+            kind, *of = field.types
+            writer.add_key_value(name, field.contents(), kind, of[-1] if of else None)
+
+
+def export_gguf(folder: Path, out: Path, dtype: str, tokenizer_of: Path | None = None) -> None:
+    """Write out: the folder's model with matrices in dtype ("f16", "bf16", "f32" or "q4_0").
+
+    ValueError when it cannot.
+
+    tokenizer_of: a GGUF file whose tokenizer is taken, else it is the folder's.
+    """
     import gguf
 
     if dtype not in DTYPES:
@@ -84,6 +101,7 @@ def export_gguf(folder: Path, out: Path, dtype: str) -> None:
         "f16": gguf.LlamaFileType.MOSTLY_F16,
         "bf16": gguf.LlamaFileType.MOSTLY_BF16,
         "f32": gguf.LlamaFileType.ALL_F32,
+        "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
     }[dtype]
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_name(folder.resolve().name)
@@ -99,12 +117,18 @@ def export_gguf(folder: Path, out: Path, dtype: str) -> None:
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
-    _add_tokenizer(writer, folder, config)
+    if tokenizer_of:
+        _copy_tokenizer(writer, tokenizer_of, config)
+    else:
+        _add_tokenizer(writer, folder, config)
 
     def add(name: str, tensor: Tensor) -> None:
         stored = tensor.to(DTYPES[dtype] if tensor.ndim > 1 else torch.float32).contiguous()
         if stored.dtype == torch.bfloat16:  # numpy has no bfloat16: pass the raw bits and name their type
             writer.add_tensor(name, stored.view(torch.uint16).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
+        elif dtype == "q4_0" and tensor.ndim > 1:
+            kind = gguf.GGMLQuantizationType.Q8_0 if name.startswith("token_embd") else gguf.GGMLQuantizationType.Q4_0
+            writer.add_tensor(name, gguf.quants.quantize(stored.numpy(), kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, stored.numpy())
 

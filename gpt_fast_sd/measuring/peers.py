@@ -65,13 +65,29 @@ class Peer(Protocol):
         ...
 
 
-class Ours:
-    """Plain decoding by this engine: whole rounds, the host's part included."""
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """A row's new tokens and the seconds of the rounds that gave them: the prompt's time is not among them."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    tokens: list[int]
+    seconds: float
+    rounds: int
+    drafted: int
+    accepted: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over the seconds of their rounds."""
+        return len(self.tokens) / self.seconds
+
+
+class Ours:
+    """Plain or speculative decoding by this engine: whole rounds, the host's part included."""
+
+    def __init__(self, folder: Path, dtype: str, draft: DraftConfig | None = None) -> None:
         def start(batch: int, capacity: int) -> Engine:
             config = EngineConfig(batch_size=batch, max_seq_len=capacity, device="cpu", dtype=dtype)
-            return Engine.from_pretrained(folder, config, DraftConfig(policy="off"))
+            return Engine.from_pretrained(folder, config, draft)
 
         self.start = start
         self.notes = f"version {version('gpt_fast_sd') or 'of this checkout'}"
@@ -94,6 +110,16 @@ class Ours:
     def step(self) -> list[int]:
         """One round of plain decoding, which gives every slot an event -> [B]."""
         return [next(self.events).tokens[-1] for _ in range(self.engine.config.batch_size)]
+
+    def decode(self, tokens: list[int], n: int) -> Decoded:
+        """n greedy tokens after the prompt [S], whose keys the slot keeps for the next call."""
+        params = SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True)
+        found = [token for event in self.engine.stream([tokens], params) for token in event.tokens]
+        stats = self.engine.stats
+        return Decoded(
+            tokens=found, seconds=stats.decode_seconds, rounds=stats.rounds, drafted=stats.drafted,
+            accepted=stats.accepted,
+        )  # fmt: skip
 
 
 class Transformers:
@@ -278,6 +304,8 @@ class Entry:
     kv: str = ""
     flash: bool = False
     repacked: bool = True  # llama.cpp's default; with AMX its Q4_1 ended the process (0.3.36)
+    draft: DraftConfig | None = None  # ours
+    server: tuple[str, ...] = ()  # flags of llama.cpp's server that say who drafts
 
     @property
     def label(self) -> str:
@@ -321,8 +349,8 @@ class Setup:
 
 def build(entry: Entry, setup: Setup) -> Peer:
     """The peer an entry names, its model loaded."""
-    if entry.peer == "ours":
-        return Ours(setup.folder, entry.dtype)
+    if entry.peer.startswith("ours"):
+        return Ours(setup.folder, entry.dtype, entry.draft)
     if entry.peer.startswith("llama.cpp"):
         gguf = setup.ggufs / f"{entry.weights}.gguf"
         return LlamaCpp(gguf, setup.config, entry.kv, setup.threads, flash=entry.flash, repacked=entry.repacked)

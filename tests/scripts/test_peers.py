@@ -16,9 +16,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import peers
-from gpt_fast_sd.measuring import peer_turns
-from gpt_fast_sd.measuring.peers import Entry, LlamaCpp, PeerFailed, Worker
+from gpt_fast_sd.measuring import peer_speculation, peer_turns
+from gpt_fast_sd.measuring.peers import Decoded, Entry, LlamaCpp, PeerFailed, Worker
 from gpt_fast_sd.model import read_config
+from tests.llama_server import write_llama_server
 
 
 def test_the_size_of_a_cache_is_found_behind_any_amount_of_debugging() -> None:
@@ -86,6 +87,74 @@ def test_a_gguf_file_is_timed_by_all_peers_with_the_same_16_bit_weights_and_cell
         with pytest.raises(SystemExit) as stopped:
             peers.main([*argv, *flags])
         assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+class QuickWorker:
+    """Ours, at once: two drafts a round, of which one is accepted."""
+
+    def __init__(self, entry: Entry, setup: Any) -> None:
+        self.is_plain = entry.draft is None
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        if name != "decode":
+            return None
+        n = arguments[1]
+        drafts = (0, 0) if self.is_plain else (n, n // 2)
+        return Decoded(tokens=[7] * n, seconds=n * 1e-3, rounds=n - drafts[1], drafted=drafts[0], accepted=drafts[1])
+
+    def close(self) -> None:
+        pass
+
+
+def test_speculation_is_timed_beside_llama_cpps_own_and_cells_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, file = tmp_path / "model.gguf", tmp_path / "speculation.json"
+    peers.export_gguf(peers.BUNDLED, source, "f32")
+    monkeypatch.setattr(peer_speculation, "Worker", QuickWorker)
+    monkeypatch.setattr(peers, "read_bandwidth", lambda: 10.0)
+    starts = write_llama_server(tmp_path, last_words="GGML_ASSERT failed", only="ngram-cache")
+    argv = ["--model", str(source), "--llama-bin", str(tmp_path), "--new-tokens", "8", "--repeats", "2"]
+    argv += ["--json", str(file)]
+    peers.main([*argv, "--contexts", "20"])
+    report = json.loads(file.read_text())
+    rows = {row["peer"]: row for row in report["cells"][0]["results"]}
+    kinds = ("", ", draft model", ", lookup")
+    assert list(rows) == ["ours", "ours, int4 drafts", "ours, lookup", *(f"llama.cpp{kind}" for kind in kinds)]
+    assert rows["ours, lookup"]["tokens_per_round"] == 2.0 and rows["llama.cpp, lookup"]["accepted_share"] == 0.5
+    assert len(report["cells"][0]["heats"]) == len(peer_speculation.entries()) - 1
+    assert report["failures"] == [
+        "llama.cpp, lookup (n-gram cache), context 20: llama-server ended with code 1: GGML_ASSERT failed"
+    ]
+    assert report["notes"]["llama-server"].startswith("version: 0.5.0-dev")
+    said = capsys.readouterr().out
+    assert "drafted/round" in said and "GB/s" in said and "failed: llama.cpp, lookup (n-gram cache)" in said
+    starts.write_text("")
+    peers.main([*argv, "--contexts", "20"])
+    assert "context 20 is in" in capsys.readouterr().out and not starts.read_text()
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for flags, said in (
+        (["--contexts", "20", "--new-tokens", "9"], "was measured with new_tokens 8, not 9"),
+        (["--contexts", "20", "--llama-bin", str(empty)], "holds no llama-server: build it"),
+        (["--contexts", "20", "--batches", "8"], "--batches does nothing with --llama-bin"),
+        (["--contexts", "20", "--model", "bundled"], "--llama-bin needs a GGUF file as --model"),
+        (["--contexts", "90k"], "contexts must be from 2 to"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            peers.main([*argv, *flags])
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        peers.main(["--new-tokens", "8"])
+    assert stopped.value.code == 2 and "--new-tokens does nothing without --llama-bin" in capsys.readouterr().err
+
+    write_llama_server(tmp_path, last_words="illegal instruction")
+    with pytest.raises(SystemExit) as stopped:
+        peers.main([*argv, "--contexts", "20", "--fresh"])
+    heard = capsys.readouterr()
+    assert stopped.value.code == 1 and "no llama.cpp gave a result; the reasons are above" in heard.err
+    assert "failed: llama.cpp, context 20: llama-server ended with code 1: illegal instruction" in heard.out
 
 
 def test_a_peer_that_ends_between_two_calls_is_its_own_failure_and_no_other_peers() -> None:
