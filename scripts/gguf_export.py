@@ -1,6 +1,6 @@
 """Write a Hugging Face style Llama folder as one GGUF file, so that llama.cpp can be timed on the same weights.
 
-    python scripts/gguf_export.py MODEL_FOLDER OUT.gguf [--dtype f16|bf16|f32]
+    python scripts/gguf_export.py MODEL_FOLDER OUT.gguf [--dtype f16|bf16|f32|q4_0]
 
 Needs the `gguf` package; gpt_fast_sd/measuring/gguf_export.py says what is written how.
 """
