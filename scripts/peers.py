@@ -43,6 +43,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -268,6 +270,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes, as the next one
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    if args.llama_bin:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not before the server is ended
     with refusing(PROGRAM):
         json_file = Path(args.json) if args.json and args.json != "-" else None
         check_files({"--json": json_file, "--plot": args.plot}, {"--text": args.text, "--model": args.model})

@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 PROGRAM = "llama-server"
 START_SECONDS = 120.0  # within which a server has loaded its models
+ANSWER_SECONDS = 3600.0  # within which it has answered, a long prompt included
 HEATS = 2  # runs of each mode, the faster of which decides whether it takes turns
 GAMMAS = range(1, 7)
 LLAMA_WEIGHTS = "F16"  # of the target: on a CPU llama.cpp's BF16 is no faster, see benchmarks/cpu/peers.md
@@ -117,7 +118,11 @@ class LlamaServer:
         ]  # fmt: skip
         self._ggufs = setup.ggufs
         self._forgets = kind != REMEMBERS
-        self._start()
+        try:
+            self._start()
+        except BaseException:  # nobody else can close it
+            self.close()
+            raise
 
     def decode(self, tokens: list[int], n: int) -> Decoded:
         """n greedy tokens after the prompt [S], whose keys the slot keeps for the next call, and the one before them.
@@ -160,7 +165,7 @@ class LlamaServer:
         raise self._failed(f"was not ready after {START_SECONDS:.0f} s")
 
     def _status(self, method: str, path: str, request: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
         try:
             connection.request(method, path, json.dumps(request) if request else None)
             answer = connection.getresponse()
@@ -197,8 +202,8 @@ def decoded(answer: dict[str, Any], n: int, waited: float) -> Decoded:
         timings, tokens = answer["timings"], [int(token) for token in answer["tokens"]]
         told, seconds = int(timings["predicted_n"]), float(timings["predicted_ms"]) / 1e3
         drafted, accepted = (int(timings.get(name, 0)) for name in ("draft_n", "draft_n_accepted"))  # absent if none
-    except (KeyError, TypeError, ValueError) as error:
-        raise PeerFailed(f"{PROGRAM} gave an answer without {error}") from None
+    except (KeyError, TypeError, ValueError):
+        raise PeerFailed(f"{PROGRAM} gave an answer without its tokens and timings: {str(answer)[:200]}") from None
     if not told == len(tokens) == n + 1:
         raise PeerFailed(f"{PROGRAM} gave {len(tokens)} tokens and counted {told} where {n + 1} were asked for")
     if not 0 < seconds <= waited:
