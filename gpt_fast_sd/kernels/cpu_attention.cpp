@@ -154,8 +154,8 @@ template <class E> static inline uint64_t seen_keys(const Tile<E>& tile, int64_t
 }
 
 // A row's scores over a tile, a key in every lane -> its weights in pairs of keys, or in quads of which one is worth unit.
-// Where the softmax stands moves on; returns by what has been summed so far shrinks.
-template <class E, int H, int NQ> static inline float soften(__m512* score, const Tile<E>& tile, Row<E, H, NQ>& row, uint32_t* weight, float* unit, float* page_sum, float* page_max) {
+// Where the softmax stands moves on; returns by what has been summed so far shrinks. r: where the row's mass is, if wanted.
+template <class E, int H, int NQ> static inline float soften(__m512* score, const Tile<E>& tile, Row<E, H, NQ>& row, uint32_t* weight, float* unit, float* page_sum, float* page_max, int64_t r) {
     constexpr int V = TILE / 16;
     if constexpr (BYTES<E>) {
 #pragma GCC unroll 4
@@ -219,8 +219,8 @@ template <class E, int H, int NQ> static inline float soften(__m512* score, cons
         __m512d lo = _mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), hi = _mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
         __m512 all = _mm512_add_ps((__m512)lo, (__m512)hi);
         __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-        _mm_storeu_ps(page_sum, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-        *page_max = row.max;
+        _mm_storeu_ps(page_sum + r * V, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+        page_max[r] = row.max;
     }
     return shrink;
 }
@@ -240,8 +240,8 @@ template <int H> static inline void group_values(const Tile<bf16>& tile, __m512i
         }
     }
 }
-
 #endif
+
 // The values of keys from .. to of a tile by quads of keys, in the order in which soften packs the weights, which are 0 for what does not exist.
 template <int H> static inline void group_values(const Tile<int8_t>& tile, __m512i (*quads)[H / 16], int from, int to) {
     for (int j = from; j < to; j += 4) {
@@ -490,7 +490,7 @@ template <class E, int H, int NQ> struct Rows {
                 for (int j = 0; j < EACH; j++) {
                     if (r + j >= n) break;
                     const int64_t at_row = scored.row + r + j;
-                    shrinks[r + j] = soften(score[(i * EACH + j) % 4], of.tile, now[r + j], at.weight[!odd][0][r + j], at.unit[!odd] + r + j, of.page_sum ? of.page_sum + at_row * V : nullptr, of.page_max + at_row);
+                    shrinks[r + j] = soften(score[(i * EACH + j) % 4], of.tile, now[r + j], at.weight[!odd][0][r + j], at.unit[!odd] + r + j, of.page_sum, of.page_max, at_row);
                     shrunk |= shrinks[r + j] != 1.f;
                 }
             }
@@ -613,7 +613,7 @@ template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& ti
     }
     float shrink[N], unit[N];
 #pragma GCC unroll 6
-    for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr);
+    for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum, page_max, r);
     mix<N>(tile, at, rows, unit, shrink, ahead, [&](int r, int j) { return at.weight[j / 16][r][j % 16]; });
 }
 
