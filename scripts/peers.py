@@ -133,6 +133,8 @@ def speculation(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
         raise ValueError("--llama-bin needs a GGUF file as --model: as it comes, it is llama.cpp's draft model")
     config = read_config(source)
     most = config.max_seq_len - args.new_tokens - 1
+    if most < 2:
+        raise ValueError(f"--new-tokens must be at most {config.max_seq_len - 3}, got {args.new_tokens}")
     if not 2 <= args.contexts[0] <= args.contexts[-1] <= most:
         raise ValueError(f"contexts must be from 2 to {most} tokens, as --new-tokens need room, got {args.contexts}")
     settings = {
@@ -175,8 +177,6 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     is_file = source.suffix.lower() == ".gguf"
     peers = [peer for peer in args.peers if is_file or peer != "llama.cpp-file"]
     file = Path(args.json) if args.json and args.json != "-" else None
-    if args.fresh and not file:
-        raise ValueError("--fresh forgets what the file of --json holds, and there is none")
     settings = {
         "model": source.name, "transformer": asdict(config), "text": args.text.name, "threads": args.threads,
         "steps": args.steps, "repeats": args.repeats, "warmup": WARMUP_STEPS, "peers": peers,
@@ -271,9 +271,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the peers' processes, as the next one
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if args.llama_bin:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not before the server is ended
+        for ends in (signal.SIGTERM, signal.SIGHUP):  # not before the server is ended
+            signal.signal(ends, lambda number, _: sys.exit(128 + number))
     with refusing(PROGRAM):
         json_file = Path(args.json) if args.json and args.json != "-" else None
+        if args.fresh and not json_file:
+            raise ValueError("--fresh forgets what the file of --json holds, and there is none")
         check_files({"--json": json_file, "--plot": args.plot}, {"--text": args.text, "--model": args.model})
         plots.check_drawable("--plot", args.plot)
         with tempfile.TemporaryDirectory() as ggufs:

@@ -171,7 +171,9 @@ template <class E, int H, int NQ> static inline float soften(__m512* score, cons
 #pragma GCC unroll 4
         for (int c = 0; c < V; c++) score[c] = _mm512_mask_blend_ps(seen >> 16 * c, _mm512_set1_ps(LOWEST), score[c]);
     }
-    const __m512 best = _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]));
+    __m512 best = _mm512_set1_ps(LOWEST);
+#pragma GCC unroll 4
+    for (int c = 0; c < V; c++) best = _mm512_max_ps(score[c], best); // in this order, as a score that is no number then hides none
     float shrink = 1.f;
     if (_mm512_cmp_ps_mask(best, _mm512_set1_ps(row.max), _CMP_GT_OQ)) { // rare, after the first tiles
         const float top = _mm512_reduce_max_ps(best);
@@ -692,7 +694,7 @@ template <int H> struct alignas(64) Lanes {
                     const __mmask16 seen = _mm512_kunpackb(_mm512_cmple_epi64_mask(at, _mm512_load_si512(limit + 8)), _mm512_cmple_epi64_mask(at, _mm512_load_si512(limit)));
                     s[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(LOWEST), s[j]);
                 }
-                best = _mm512_max_ps(s[j], best); // of a score that is no number, the one before
+                best = _mm512_max_ps(s[j], best); // in this order, as in the other soften
                 _mm512_store_ps(to[16 * c + j], s[j]);
             }
         }

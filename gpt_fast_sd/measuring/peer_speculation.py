@@ -94,8 +94,12 @@ def find_program(folder: Path) -> tuple[Path, str]:
     program = folder / PROGRAM
     if not program.is_file():
         raise ValueError(f"{folder} holds no {PROGRAM}: build it of llama.cpp's source, as docs/measure.md says")
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=START_SECONDS)
-    lines = [line.strip() for line in (said.stdout + said.stderr).splitlines() if line.strip()]
+    try:
+        said = subprocess.run([program, "--version"], capture_output=True, check=False, timeout=START_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{program} --version gave no answer in {START_SECONDS:.0f} s") from None
+    text = (said.stdout + said.stderr).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     if said.returncode:
         raise ValueError(f"{program} --version ended with code {said.returncode}: {(lines or ['it said nothing'])[-1]}")
     return program, "; ".join(lines)
@@ -156,16 +160,18 @@ class LlamaServer:
         )  # fmt: skip
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            with contextlib.suppress(ConnectionError):
-                if self._status("GET", "/health")[0] == http.client.OK:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # not yet, or never
+                if self._status("GET", "/health", timeout=deadline - time.monotonic())[0] == http.client.OK:
                     return
             if self._process.poll() is not None:
                 raise self._failed(f"ended with code {self._process.returncode}")
             time.sleep(0.1)
         raise self._failed(f"was not ready after {START_SECONDS:.0f} s")
 
-    def _status(self, method: str, path: str, request: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
+    def _status(
+        self, method: str, path: str, request: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=max(timeout, 0.1))
         try:
             connection.request(method, path, json.dumps(request) if request else None)
             answer = connection.getresponse()
@@ -177,7 +183,7 @@ class LlamaServer:
         try:
             status, body = self._status(method, path, request)
             answer: dict[str, Any] = json.loads(body)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             raise self._failed(f"gave no answer ({type(error).__name__})") from None
         if status != http.client.OK:
             raise self._failed(f"refused a request: {str(answer)[:300]}")
@@ -202,12 +208,14 @@ def decoded(answer: dict[str, Any], n: int, waited: float) -> Decoded:
         timings, tokens = answer["timings"], [int(token) for token in answer["tokens"]]
         told, seconds = int(timings["predicted_n"]), float(timings["predicted_ms"]) / 1e3
         drafted, accepted = (int(timings.get(name, 0)) for name in ("draft_n", "draft_n_accepted"))  # absent if none
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise PeerFailed(f"{PROGRAM} gave an answer without its tokens and timings: {str(answer)[:200]}") from None
     if not told == len(tokens) == n + 1:
         raise PeerFailed(f"{PROGRAM} gave {len(tokens)} tokens and counted {told} where {n + 1} were asked for")
     if not 0 < seconds <= waited:
         raise PeerFailed(f"{PROGRAM} says that {seconds:.3f} s of {waited:.3f} s were decoding")
+    if not 0 <= accepted <= drafted or accepted >= n:
+        raise PeerFailed(f"{PROGRAM} says that it accepted {accepted} of {drafted} drafts for {n} tokens")
     return Decoded(tokens=tokens[:n], seconds=seconds, rounds=n - accepted, drafted=drafted, accepted=accepted)
 
 

@@ -347,6 +347,18 @@ def test_what_many_rows_find_among_listed_entries_each_finds_alone(head_dim: int
 
 
 @needs_kernel
+def test_keys_that_are_no_numbers_change_no_rows_bits_by_the_number_of_rows() -> None:
+    case = Case([99, 70], n_tokens=9, group=3)
+    case.k, case.v = case.finite()
+    case.k[0, :, [23, 27, 31]] = float("nan")
+    case.k[1, :, [5, 40]], case.k[1, :, [17, 66]] = float("inf"), -float("inf")
+    together = cpu_attention(case.q, case.k, case.v, case.pos, 100)
+    for t in range(9):
+        alone = cpu_attention(case.q[:, :, t : t + 1], case.k, case.v, case.pos[:, t : t + 1], 100)
+        assert torch.equal(alone.view(torch.int16), together[:, :, t : t + 1].view(torch.int16))
+
+
+@needs_kernel
 @pytest.mark.parametrize("run", [1, 16])
 def test_neither_empty_entries_nor_keys_past_a_row_reach_it(run: int) -> None:
     case = Case([100, 30], group=2, capacity=320)  # NaN behind 100 and 30

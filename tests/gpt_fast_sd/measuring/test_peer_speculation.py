@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ def test_decoding_is_what_the_server_spent_after_the_first_token() -> None:
         ({"timings": TIMINGS | {"predicted_n": 20}}, 3.0, "gave 129 tokens and counted 20"),
         ({"timings": {}}, 3.0, "an answer without its tokens and timings"),
         ({"timings": None}, 3.0, "an answer without its tokens and timings"),
+        ({"timings": TIMINGS | {"draft_n": float("inf")}}, 3.0, "an answer without its tokens and timings"),
+        ({"timings": TIMINGS | {"draft_n": 5}}, 3.0, "accepted 102 of 5 drafts for 128 tokens"),
+        ({"timings": TIMINGS | {"draft_n": 200, "draft_n_accepted": 128}}, 3.0, "accepted 128 of 200 drafts"),
         ({}, 2.7, "says that 2.765 s of 2.700 s were decoding"),
     ],
 )
@@ -91,6 +95,14 @@ def test_a_server_that_ends_or_is_never_ready_says_its_last_words(
     monkeypatch.setattr(peer_speculation, "START_SECONDS", 0.3)
     with pytest.raises(PeerFailed, match="was not ready after 0 s: loading"):
         LlamaServer(tmp_path / "llama-server", entry, setup_in(tmp_path), 300)
+    rubbish = (
+        "import socket, sys\ns = socket.create_server(('127.0.0.1', int(sys.argv[-1])))\n"
+        "while s: s.accept()[0].send(b'rubbish\\r\\n')"
+    )
+    (tmp_path / "llama-server").write_text(f"#!{sys.executable}\n{rubbish}\n")
+    monkeypatch.setattr(peer_speculation, "START_SECONDS", 1.5)
+    with pytest.raises(PeerFailed, match="was not ready after 2 s"):
+        LlamaServer(tmp_path / "llama-server", entry, setup_in(tmp_path), 300)
 
 
 def test_a_folder_without_the_program_and_one_that_fails_are_refused(tmp_path: Path) -> None:
@@ -98,6 +110,10 @@ def test_a_folder_without_the_program_and_one_that_fails_are_refused(tmp_path: P
         find_program(tmp_path)
     write_llama_server(tmp_path, version_code=3)
     with pytest.raises(ValueError, match=r"--version ended with code 3: built with GNU"):
+        find_program(tmp_path)
+    (tmp_path / "llama-server").write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="--version gave no answer in 0 s"):
+        patch.setattr(peer_speculation, "START_SECONDS", 0.2)
         find_program(tmp_path)
     write_llama_server(tmp_path)
     program, version = find_program(tmp_path)
