@@ -672,12 +672,23 @@ def test_a_document_stands_at_the_head_of_a_conversations_system_message(script:
     assert script.requests_of(requests) == ["> Why?", "> Why?"]
 
 
-def test_smollm2_writes_about_the_logbook_without_a_prompt(script: ModuleType) -> None:
-    args = script.parse(["--model", "smollm2"])
+@pytest.mark.parametrize(
+    ("flags", "drawn"),
+    [
+        ([], (1.1, 0.03, 0.95)),
+        (["--top-p", "0.5", "--seed", "3"], (1.1, 0.03, 0.5)),
+        (["--temperature", "0.4"], (0.4, None, None)),
+        (["--temperature", "0"], (0.0, None, None)),
+    ],
+)
+def test_smollm2_writes_about_the_logbook_without_a_prompt(
+    script: ModuleType, flags: list[str], drawn: tuple[float | None, ...]
+) -> None:
+    args = script.parse(["--model", "smollm2", *flags])
     assert script.is_showpiece(args)
     script.write_about_the_logbook(args)
     prompts, params = script.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000), showpiece=True)
-    assert {(p.temperature, p.min_p) for p in params} == {(1.0, 0.05)}
+    assert {(p.temperature, p.min_p, p.top_p) for p in params} == {drawn}
     assert len(prompts) == 8 == len(set(map(tuple, prompts)))
     shared = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
     assert shared > 20_000  # bytes of the document, which all of them begin with
