@@ -20,13 +20,18 @@ Steps = Callable[[int], float]  # gamma -> draft steps that drafting so many tok
 
 Selecting = Callable[[int], float]  # n_keys -> seconds of selecting for a token that every row emits
 
-PRIOR = 0.7  # chance that a draft is accepted, until the run has shown its own; later positions as the last seen
+# chance that a draft is accepted, until the run has shown its own; later positions as the last seen. Rather too high
+# than too low: a few rounds show that drafting does not pay, and plain rounds never show that it would
+PRIOR = 0.8
 PRIOR_WEIGHT = 2.0  # number of drafts that this expectation counts as
 RATE = 0.1  # weight of a new step time, once a few were seen
 KEPT_WEIGHT = 8.0  # number of drafts that earlier runs count as: a round of eight rows outweighs them
 DECAY = 0.98  # of older observations, per round that drafts
 GAIN = 1.02  # a tier must promise this factor before it replaces the last one
-FIRST_PROBE, LAST_PROBE = 48, 768  # plain rounds after which drafting is tried again: doubled each time it does not pay
+FIRST_PROBE, LAST_PROBE = 16, 1024  # plain rounds after which drafting is tried again: doubled while it does not pay
+PAYING = 48  # rounds that draft after which it has paid for a while, and is tried again as soon as at first
+PLAIN_AFTER = 32  # rounds that draft after which a plain one is timed again, unless drafting gains more than CLEARLY
+CLEARLY = 1.25
 FIRST_ROUNDS = 8  # the quickest of them gives the host's share: the others may build what they are the first to use
 
 
@@ -63,6 +68,21 @@ class StepTimes:
         self.correction *= 1 + max(RATE, 1 / (1 + self.seen)) * (min(seconds / self(n_keys), 1.5) - 1)
 
 
+class HostTime:
+    """Seconds of a round outside its steps."""
+
+    def __init__(self) -> None:
+        self.seconds, self.seen = 0.0, 0
+
+    def learn(self, seconds: float) -> None:
+        """Follow the machine: the quickest of the first rounds, then one slow round among many changes little."""
+        self.seen += 1
+        if self.seen <= FIRST_ROUNDS:
+            self.seconds = min(seconds, self.seconds or seconds)
+        else:
+            self.seconds += RATE * (min(seconds, 1.5 * self.seconds) - self.seconds)
+
+
 class GammaPlanner:
     """Chooses gamma round by round; a fixed gamma is always chosen."""
 
@@ -72,12 +92,14 @@ class GammaPlanner:
         self.draft: StepTimes | None = None  # one draft step
         self.start: StepTimes | None = None  # the time of drafting outside its steps, such as from cold caches
         self.verify: dict[int, StepTimes] = {}  # the target's step, by gamma
-        self.host = 0.0  # seconds of a round that are neither
-        self._host_rounds = 0  # rounds that have reported these
+        # the rest of a round, in which tokens are drawn and compared: by gamma, that of the nearest one that was timed
+        self.host = dict.fromkeys(self.tiers, HostTime())
+        self._timed: dict[int, HostTime] = {}
         self.steps: Steps = float
         self.select: StepTimes | None = None  # selecting, for a token that every row emits
         self._last = 0
         self._plain_rounds = self._drafting_rounds = 0  # since drafting was last retried
+        self._since_plain = 0  # rounds that drafted since a plain one
         self._probe_after = FIRST_PROBE
         # by position in the round: drafts that followed accepted ones, and how many of them were; older ones fade
         self._trials = [0.0] * max(self.tiers, default=0)
@@ -126,7 +148,8 @@ class GammaPlanner:
         """Gamma of the next round; its steps take as long as if each slot read n_keys, see Round.keys_read."""
         if self.fixed is not None:
             return self.fixed
-        speeds = {g: self.tokens(g) / self.seconds(g, n_keys) for g in self.tiers}
+        emitted = self.emitted()
+        speeds = {g: emitted[g] / self.seconds(g, n_keys, emitted[g]) for g in self.tiers}
         best = max(speeds, key=lambda g: speeds[g])
         if speeds[best] < GAIN * speeds[self._last]:
             best = self._last
@@ -135,7 +158,11 @@ class GammaPlanner:
             if max(could.values()) > speeds[0]:
                 self._forget(PRIOR_WEIGHT / 2)  # so that one accepted draft is enough for more
                 self._probe_after = min(2 * self._probe_after, LAST_PROBE)
-                return max(could, key=lambda g: speeds[g])  # the one that loses least
+                best = max(could, key=lambda g: speeds[g])  # the one that loses least
+        self._last = best
+        # only plain rounds show what they take, and the first of them correct it most
+        if best and self._since_plain >= min(2 << self.verify[0].seen, PLAIN_AFTER):
+            return 0 if speeds[best] < CLEARLY * speeds[0] else best
         return best
 
     def record(self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int]) -> None:
@@ -145,7 +172,7 @@ class GammaPlanner:
         assert self.start is not None
         self.verify[self._tier(gamma)].learn(n_keys, verifying)
         if not gamma:
-            self._last, self._plain_rounds = 0, self._plain_rounds + 1
+            self._plain_rounds, self._since_plain = self._plain_rounds + 1, 0
             return
         share = drafting / self.drafting(gamma, n_keys)
         self.draft.learn(n_keys, share * self.draft(n_keys))
@@ -153,18 +180,17 @@ class GammaPlanner:
         for i in range(len(self._trials)):
             self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
             self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)
-        self._last = self._tier(gamma)
-        self._drafting_rounds += 1
-        if self._drafting_rounds >= FIRST_PROBE:  # drafting has paid for a while
+        self._drafting_rounds, self._since_plain = self._drafting_rounds + 1, self._since_plain + 1
+        if self._drafting_rounds >= PAYING:
             self._probe_after = FIRST_PROBE
 
-    def record_host(self, seconds: float) -> None:
-        """Record a round's seconds outside its steps: one slow round among many changes little."""
-        self._host_rounds += 1
-        if self._host_rounds <= FIRST_ROUNDS:
-            self.host = min(seconds, self.host or seconds)
-        else:
-            self.host += 0.1 * (min(seconds, 1.5 * self.host) - self.host)
+    def record_host(self, gamma: int, seconds: float) -> None:
+        """Record a round's seconds outside its steps."""
+        tier = self._tier(gamma)
+        if tier not in self._timed:
+            self._timed[tier] = HostTime()
+            self.host = {g: self._timed[min(self._timed, key=lambda t: (abs(t - g), t))] for g in self.tiers}
+        self._timed[tier].learn(seconds)
 
     def record_whole(self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int]) -> None:
         """Record a round's total seconds (None: unknown); its parts are assumed to have the expected shares."""
@@ -175,28 +201,34 @@ class GammaPlanner:
         scale = 1.0 if seconds is None else seconds / (drafting + verifying + self.selecting(gamma, n_keys))
         self.record(gamma, n_keys, drafting * scale, verifying * scale, accepted)
 
-    def tokens(self, gamma: int) -> float:
-        """Tokens per row that a round of gamma drafts is expected to emit."""
-        total, share, rate = 1.0, 1.0, PRIOR
-        for i in range(gamma):
-            rate = (self._accepted[i] + PRIOR_WEIGHT * rate) / (self._trials[i] + PRIOR_WEIGHT)
+    def emitted(self) -> list[float]:
+        """Tokens per row that a round of 0, 1, ... drafts is expected to emit, up to the highest tier."""
+        total, share, rate = [1.0], 1.0, PRIOR
+        for accepted, trials in zip(self._accepted, self._trials, strict=True):
+            rate = (accepted + PRIOR_WEIGHT * rate) / (trials + PRIOR_WEIGHT)
             share *= rate
-            total += share
+            total.append(total[-1] + share)
         return total
 
-    def seconds(self, gamma: int, n_keys: int) -> float:
-        """Seconds that a round of gamma drafts is expected to take."""
-        known = self.drafting(gamma, n_keys) + self.verify[gamma](n_keys) + self.host
-        return known + self.selecting(gamma, n_keys)
+    def tokens(self, gamma: int) -> float:
+        """Tokens per row that a round of gamma drafts is expected to emit."""
+        return self.emitted()[gamma]
+
+    def seconds(self, gamma: int, n_keys: int, tokens: float | None = None) -> float:
+        """Seconds that a round of gamma drafts is expected to take; tokens: what it emits, where that is known."""
+        known = self.drafting(gamma, n_keys) + self.verify[gamma](n_keys) + self.host[gamma].seconds
+        return known + self.selecting(gamma, n_keys, tokens) if self.select else known
 
     def drafting(self, gamma: int, n_keys: int) -> float:
         """Seconds that drafting gamma tokens is expected to take."""
         assert self.draft is not None and self.start is not None
         return self.start(n_keys) + self.steps(gamma) * self.draft(n_keys) if gamma else 0.0
 
-    def selecting(self, gamma: int, n_keys: int) -> float:
+    def selecting(self, gamma: int, n_keys: int, tokens: float | None = None) -> float:
         """Seconds of refreshing passes that a round of gamma drafts is expected to cause: they come by tokens."""
-        return self.tokens(gamma) * self.select(n_keys) if gamma and self.select else 0.0
+        if not (gamma and self.select):
+            return 0.0
+        return (self.tokens(gamma) if tokens is None else tokens) * self.select(n_keys)
 
     def _tier(self, gamma: int) -> int:
         """The tier nearest to a round of gamma drafts: rounds at the end of a text draft less than was chosen."""

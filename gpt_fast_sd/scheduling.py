@@ -238,7 +238,7 @@ class Schedule:
             stats.verify_seconds += verified - drafted
             if round_.planned:
                 self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken)
-                self.planner.record_host(time.perf_counter() - verified - round_.watching)
+                self.planner.record_host(gamma, time.perf_counter() - verified - round_.watching)
         elif round_.planned and events:
             # the wall time is this round's alone if it was queued before the previous one was collected
             followed = self._collected_at is not None and round_.begun < self._collected_at
