@@ -10,6 +10,7 @@ tokens per second wins; 0 is plain decoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from statistics import mean
 
 Measure = Callable[
@@ -30,8 +31,8 @@ DECAY = 0.98  # of older observations, per round that drafts
 GAIN = 1.02  # a tier must promise this factor before it replaces the last one
 FIRST_PROBE, LAST_PROBE = 16, 1024  # plain rounds after which drafting is tried again: doubled while it does not pay
 PAYING = 48  # rounds that draft after which it has paid for a while, and is tried again as soon as at first
-PLAIN_AFTER = 32  # rounds that draft after which a plain one is timed again, unless drafting gains more than CLEARLY
-CLEARLY = 1.25
+PLAIN_AFTER = 32  # rounds that draft after which a plain one is timed again ...
+CLEARLY, RARELY = 1.25, 16  # ... so many times as many where drafting gains more than that, once one was timed
 FIRST_ROUNDS = 8  # the quickest of them gives the host's share: the others may build what they are the first to use
 
 
@@ -63,7 +64,9 @@ class StepTimes:
         return (self.base + self.slope * max(0, n_keys - self.few)) * self.correction
 
     def learn(self, n_keys: int, seconds: float) -> None:
-        """Follow the machine: the first steps change much, later ones little, and one slow step never does."""
+        """Follow the machine: the first steps change much, later ones little, and one slow step at most half of it."""
+        if not 0 <= seconds < inf:  # no clock's
+            return
         self.seen += 1
         self.correction *= 1 + max(RATE, 1 / (1 + self.seen)) * (min(seconds / self(n_keys), 1.5) - 1)
 
@@ -72,13 +75,18 @@ class HostTime:
     """Seconds of a round outside its steps."""
 
     def __init__(self) -> None:
-        self.seconds, self.seen = 0.0, 0
+        self.seconds, self.seen = 0.0, -1
 
     def learn(self, seconds: float) -> None:
-        """Follow the machine: the quickest of the first rounds, then one slow round among many changes little."""
+        """Follow the machine: the quickest of the first rounds, then one slow round among many changes little.
+
+        The very first may build something, and counts for nothing.
+        """
+        if not 0 <= seconds < inf:  # no clock's
+            return
         self.seen += 1
         if self.seen <= FIRST_ROUNDS:
-            self.seconds = min(seconds, self.seconds or seconds)
+            self.seconds = min(seconds, self.seconds or seconds) if self.seen else 0.0
         else:
             self.seconds += RATE * (min(seconds, 1.5 * self.seconds) - self.seconds)
 
@@ -94,11 +102,12 @@ class GammaPlanner:
         self.verify: dict[int, StepTimes] = {}  # the target's step, by gamma
         # the rest of a round, in which tokens are drawn and compared: by gamma, that of the nearest one that was timed
         self.host = dict.fromkeys(self.tiers, HostTime())
-        self._timed: dict[int, HostTime] = {}
+        self._timed = {g: HostTime() for g in self.tiers}
         self.steps: Steps = float
         self.select: StepTimes | None = None  # selecting, for a token that every row emits
         self._last = 0
-        self._plain_rounds = self._drafting_rounds = 0  # since drafting was last retried
+        self._plain_rounds = 0  # in a row
+        self._drafting_rounds = 0  # since drafting was last retried
         self._since_plain = 0  # rounds that drafted since a plain one
         self._probe_after = FIRST_PROBE
         # by position in the round: drafts that followed accepted ones, and how many of them were; older ones fade
@@ -154,51 +163,65 @@ class GammaPlanner:
         if speeds[best] < GAIN * speeds[self._last]:
             best = self._last
         if best == 0 and self._plain_rounds >= self._probe_after:
-            could = {g: (g + 1) / self.seconds(g, n_keys) for g in self.tiers if g}  # if everything were accepted
+            could = {
+                g: (g + 1) / self.seconds(g, n_keys, g + 1) for g in self.tiers if g
+            }  # if everything were accepted
             if max(could.values()) > speeds[0]:
                 self._forget(PRIOR_WEIGHT / 2)  # so that one accepted draft is enough for more
                 self._probe_after = min(2 * self._probe_after, LAST_PROBE)
                 best = max(could, key=lambda g: speeds[g])  # the one that loses least
         self._last = best
         # only plain rounds show what they take, and the first of them correct it most
-        if best and self._since_plain >= min(2 << self.verify[0].seen, PLAIN_AFTER):
-            return 0 if speeds[best] < CLEARLY * speeds[0] else best
+        seen = min(self.verify[0].seen, 4)
+        after = min(2 << seen, PLAIN_AFTER) * (RARELY if seen and speeds[best] >= CLEARLY * speeds[0] else 1)
+        if best and self._since_plain >= after:
+            self._since_plain = 0  # now: of captured rounds the next one is chosen before this one is recorded
+            return 0
         return best
 
     def record(self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int]) -> None:
         """Record a round: seconds in the draft's and in the target's steps, accepted drafts of each live row."""
-        if self.fixed is not None or self.draft is None:
+        if self.fixed is not None or self.draft is None or self.start is None:
             return
-        assert self.start is not None
         self.verify[self._tier(gamma)].learn(n_keys, verifying)
+        if gamma:
+            share = drafting / self.drafting(gamma, n_keys)
+            self.draft.learn(n_keys, share * self.draft(n_keys))
+            self.start.correction = self.draft.correction
+        self._count(gamma, accepted)
+
+    def _count(self, gamma: int, accepted: Sequence[int]) -> None:
+        """Count a round, and its accepted drafts."""
         if not gamma:
             self._plain_rounds, self._since_plain = self._plain_rounds + 1, 0
             return
-        share = drafting / self.drafting(gamma, n_keys)
-        self.draft.learn(n_keys, share * self.draft(n_keys))
-        self.start.correction = self.draft.correction
         for i in range(len(self._trials)):
             self._trials[i] = self._trials[i] * DECAY + (sum(n >= i for n in accepted) if i < gamma else 0)
             self._accepted[i] = self._accepted[i] * DECAY + sum(n > i for n in accepted)
-        self._drafting_rounds, self._since_plain = self._drafting_rounds + 1, self._since_plain + 1
+        self._plain_rounds, self._since_plain = 0, self._since_plain + 1
+        self._drafting_rounds += 1
         if self._drafting_rounds >= PAYING:
             self._probe_after = FIRST_PROBE
 
     def record_host(self, gamma: int, seconds: float) -> None:
         """Record a round's seconds outside its steps."""
         tier = self._tier(gamma)
-        if tier not in self._timed:
-            self._timed[tier] = HostTime()
-            self.host = {g: self._timed[min(self._timed, key=lambda t: (abs(t - g), t))] for g in self.tiers}
         self._timed[tier].learn(seconds)
+        if self._timed[tier].seen == 1:
+            known = [g for g in self.tiers if self._timed[g].seen > 0]
+            self.host = {g: self._timed[min(known, key=lambda t: (abs(t - g), t))] for g in self.tiers}
 
     def record_whole(self, gamma: int, n_keys: int, seconds: float | None, accepted: Sequence[int]) -> None:
         """Record a round's total seconds (None: unknown); its parts are assumed to have the expected shares."""
         if self.fixed is not None or self.draft is None:
             return
-        tier = self._tier(gamma)
-        drafting, verifying = self.drafting(gamma, n_keys), self.verify[tier](n_keys)
-        scale = 1.0 if seconds is None else seconds / (drafting + verifying + self.selecting(gamma, n_keys))
+        if seconds is None:
+            self._count(gamma, accepted)
+            return
+        drafting, verifying = self.drafting(gamma, n_keys), self.verify[self._tier(gamma)](n_keys)
+        scale = seconds / (drafting + verifying + self.selecting(gamma, n_keys))
+        if gamma and self.select:
+            self.select.learn(n_keys, scale * self.select(n_keys))
         self.record(gamma, n_keys, drafting * scale, verifying * scale, accepted)
 
     def emitted(self) -> list[float]:

@@ -108,6 +108,12 @@ def test_it_settles_on_a_tier_that_is_nearly_the_fastest(draft: float, acceptanc
     assert mean(late) > 0.975 * best
 
 
+def after_plain(plan: GammaPlanner, n_keys: int = 1000) -> int:
+    """What is chosen after the plain round that is due, as none was timed."""
+    assert plan.choose(n_keys) == 0
+    return plan.choose(n_keys)
+
+
 def test_tokens_and_seconds_are_those_of_the_formula() -> None:
     """With much seen, (1 - a ** (gamma + 1)) / (1 - a) tokens for gamma T_D + T_V(gamma) seconds (Leviathan et al.)."""
     world, plan = World(0.3), planner(World(0.3))
@@ -117,14 +123,14 @@ def test_tokens_and_seconds_are_those_of_the_formula() -> None:
     for gamma in GAMMA_TIERS:
         assert plan.tokens(gamma) == pytest.approx((1 - 0.8 ** (gamma + 1)) / 0.2, rel=0.02)
         assert plan.seconds(gamma, 1000) == pytest.approx(world.round(gamma, 1000), rel=0.01)
-    assert plan.choose(1000) == world.best(0.8)[1]
+    assert after_plain(plan) == world.best(0.8)[1]
 
 
 def test_drafts_that_are_only_good_at_first_are_short() -> None:
     plan = planner(World(0.1))
     for _ in range(50):
         plan.record(8, 1000, 0.8, 1.4, [2] * 4)  # the third is never accepted
-    assert plan.choose(1000) == 2
+    assert after_plain(plan) == 2
 
 
 def test_a_longer_text_may_pay_where_a_short_one_does_not() -> None:
@@ -134,7 +140,7 @@ def test_a_longer_text_may_pay_where_a_short_one_does_not() -> None:
     for _ in range(20):
         plan.record(3, FEW, 3 * world.draft_step(FEW), world.target_step(3, FEW), [n % 4 for n in range(8)])
     assert plan.choose(64) == plan.choose(FEW) == 0
-    assert plan.choose(MANY) > 0
+    assert after_plain(plan, MANY) > 0
     assert world.best(0.6, 64)[1] == 0 and world.best(0.6, MANY)[1] > 0
 
 
@@ -186,19 +192,44 @@ def test_plain_decoding_that_is_faster_than_it_was_timed_is_found(faster: float)
     timed, world = World(0.5), World(0.5, per_draft=0.15)
     plan = planner(timed)
     assert plan.choose(1000) > 0
-    gammas = []
-    for _ in range(200):
+    gammas, rng = [], random.Random(0)
+    for _ in range(120):
         gamma = plan.choose(1000)
         verifying = world.target_step(gamma, 1000) if gamma else faster
-        plan.record(gamma, 1000, gamma * 0.5, verifying, [n_accepted(random.Random(gamma), gamma, 0.8)] * 8)
+        plan.record(gamma, 1000, gamma * 0.5, verifying, [n_accepted(rng, gamma, 0.8) for _ in range(8)])
         gammas.append(gamma)
-    assert sum(g > 0 for g in gammas[20:]) < 20
+    assert sum(g > 0 for g in gammas[20:]) < 10
+
+
+@pytest.mark.parametrize("slow", [[2.0], [9.0]])
+def test_a_plain_step_that_was_slow_is_timed_again(slow: list[float]) -> None:
+    """Once a single slow one made drafts seem to gain so much that plain decoding was never timed again."""
+    world, rng, gammas = World(0.5, per_draft=0.15), random.Random(0), []
+    plan, left = planner(world), list(slow)
+    for _ in range(600):
+        gamma = plan.choose(1000)
+        verifying = world.target_step(gamma, 1000) if gamma else (left.pop(0) if left else 0.8)
+        plan.record(gamma, 1000, gamma * 0.5, verifying, [n_accepted(rng, gamma, 0.8) for _ in range(8)])
+        gammas.append(gamma)
+    assert sum(g > 0 for g in gammas[-200:]) < 20
+
+
+def test_of_captured_rounds_one_at_a_time_is_plain() -> None:
+    """The next round is chosen before this one is recorded: once each plain round that was to be timed came twice."""
+    world, rng = World(0.55), random.Random(0)
+    plan, gammas = planner(world), [0, 0]
+    for _ in range(300):
+        gammas.append(plan.choose(1000))
+        before = gammas[-2]
+        plan.record_whole(before, 1000, world.round(before, 1000), [n_accepted(rng, before, 0.9) for _ in range(8)])
+    plain = [i for i, g in enumerate(gammas) if not g and i > 60]
+    assert len(plain) > 4 and all(b - a > 10 for a, b in itertools.pairwise(plain))
 
 
 def test_plain_rounds_between_drafts_are_few_and_none_where_drafts_clearly_pay() -> None:
     world = World(0.02)
     _, gammas = simulate(world, lambda i: 0.95, rounds=600)
-    assert 0 not in gammas
+    assert gammas.count(0) <= 4
     _, gammas = simulate(World(0.55), lambda i: 0.9, rounds=600)  # the best tier gains 12 %
     assert 600 // PLAIN_AFTER - 4 <= gammas.count(0) <= 600 // PLAIN_AFTER + 12
 
@@ -326,7 +357,7 @@ def test_a_first_draft_costs_a_whole_step_of_a_middle_level() -> None:
 def test_what_the_host_adds_to_a_round_is_part_of_what_it_costs() -> None:
     """Many drafts share the cost of a round outside its steps; one slow round changes it little."""
     world, plan = World(0.5), planner(World(0.5))
-    for _ in range(FIRST_ROUNDS):
+    for _ in range(FIRST_ROUNDS + 1):
         plan.record_host(0, 0.4)
     assert plan.seconds(2, 1000) == pytest.approx(world.round(2, 1000) + 0.4)
     plan.record_host(0, 40.0)
@@ -336,8 +367,9 @@ def test_what_the_host_adds_to_a_round_is_part_of_what_it_costs() -> None:
 def test_rounds_that_draft_have_a_host_time_of_their_own() -> None:
     """Once plain rounds gave it for all: what is drawn and compared for each draft looked as if it took no time."""
     world, plan = World(0.5), planner(World(0.5))
-    plan.record_host(0, 0.1)
-    plan.record_host(4, 0.5)
+    for _ in range(2):  # the first one of each may have built something
+        plan.record_host(0, 0.1)
+        plan.record_host(4, 0.5)
     found = {g: plan.seconds(g, 1000) - world.round(g, 1000) for g in (0, 1, 3, 4, 8)}
     assert found == pytest.approx({0: 0.1, 1: 0.1, 3: 0.5, 4: 0.5, 8: 0.5})
 
@@ -348,8 +380,42 @@ def test_first_rounds_that_build_something_are_not_what_the_host_is_expected_to_
     plan = planner(World(0.3))
     for i in range(FIRST_ROUNDS + 20):
         plan.record_host(0, building[i] if i < len(building) else 0.02)
-        assert plan.host[0].seconds <= 0.03 or i == 0
+        assert plan.host[0].seconds <= 0.03
     assert plan.host[0].seconds == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("acceptance", "slow"), itertools.product([0.3, 0.9], [0.5, 5.0]))
+def test_a_gamma_whose_first_round_builds_something_is_chosen_again(acceptance: float, slow: float) -> None:
+    """Once the first round of each gamma was all that was known of its host time, and it was never chosen again."""
+    world, rng, gammas = World(0.3, per_draft=0.15), random.Random(0), []
+    plan = planner(world)
+    for _ in range(300):
+        gamma = plan.choose(1000)
+        taken = [n_accepted(rng, gamma, acceptance) for _ in range(8)]
+        plan.record(gamma, 1000, gamma * 0.3, world.target_step(gamma, 1000), taken)
+        plan.record_host(gamma, 0.02 if gamma in gammas else slow)
+        gammas.append(gamma)
+    late = [sum(acceptance**i for i in range(g + 1)) / world.round(g, 1000) for g in gammas[100:]]
+    assert mean(late) > 0.97 * world.best(acceptance)[0]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+def test_seconds_that_no_clock_gives_change_nothing(seconds: float) -> None:
+    plan = planner(World(0.3))
+    before = [plan.seconds(g, 1000) for g in GAMMA_TIERS]
+    for gamma in (0, 2):
+        plan.record(gamma, 1000, seconds, seconds, [gamma])
+        for _ in range(3):
+            plan.record_host(gamma, seconds)
+    assert [plan.seconds(g, 1000) for g in GAMMA_TIERS] == before
+
+
+def test_what_refreshes_take_is_corrected_where_rounds_are_timed_as_a_whole() -> None:
+    world, plan = World(0.1), GammaPlanner("auto", GAMMA_TIERS)
+    plan.calibrate(world.measure, FEW, MANY, selecting=lambda n_keys: 0.2)
+    for _ in range(200):
+        plan.record_whole(2, 1000, 0.5 * plan.seconds(2, 1000), [1] * 8)
+    assert plan.select is not None and plan.select.correction < 0.5
 
 
 def test_a_step_that_seems_faster_with_more_keys_does_not_cost_less_than_nothing_elsewhere() -> None:
@@ -434,7 +500,8 @@ def test_one_slow_step_does_not_turn_drafting_on_or_off(draft: float, acceptance
     world, outlier = World(draft), (130,)
     usual, disturbed = (with_outlier(world, acceptance, at, which) for at in ((), outlier))
     drafts = world.best(acceptance)[1] > 0
-    assert {g > 0 for g in usual[120:]} == {drafts} or acceptance == 0.0  # probes
+    found = mean((g > 0) == drafts for g in usual[120:])  # but for probes, and plain rounds that are timed
+    assert found > 0.95
     assert [g > 0 for g in disturbed] == [g > 0 for g in usual]
 
 
