@@ -163,9 +163,7 @@ class GammaPlanner:
         if speeds[best] < GAIN * speeds[self._last]:
             best = self._last
         if best == 0 and self._plain_rounds >= self._probe_after:
-            could = {
-                g: (g + 1) / self.seconds(g, n_keys, g + 1) for g in self.tiers if g
-            }  # if everything were accepted
+            could = {g: (g + 1) / self.seconds(g, n_keys, g + 1) for g in self.tiers if g}  # if all were accepted
             if max(could.values()) > speeds[0]:
                 self._forget(PRIOR_WEIGHT / 2)  # so that one accepted draft is enough for more
                 self._probe_after = min(2 * self._probe_after, LAST_PROBE)
