@@ -238,7 +238,7 @@ class GammaPlanner:
     def seconds(self, gamma: int, n_keys: int, tokens: float | None = None) -> float:
         """Seconds that a round of gamma drafts is expected to take; tokens: what it emits, where that is known."""
         known = self.drafting(gamma, n_keys) + self.verify[gamma](n_keys) + self.host[gamma].seconds
-        return known + self.selecting(gamma, n_keys, tokens) if self.select else known
+        return known + self.selecting(gamma, n_keys, tokens)
 
     def drafting(self, gamma: int, n_keys: int) -> float:
         """Seconds that drafting gamma tokens is expected to take."""

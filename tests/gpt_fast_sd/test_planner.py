@@ -226,7 +226,7 @@ def test_of_captured_rounds_one_at_a_time_is_plain() -> None:
     assert len(plain) > 4 and all(b - a > 10 for a, b in itertools.pairwise(plain))
 
 
-def test_plain_rounds_between_drafts_are_few_and_none_where_drafts_clearly_pay() -> None:
+def test_plain_rounds_between_drafts_are_few_and_fewer_where_drafts_clearly_pay() -> None:
     world = World(0.02)
     _, gammas = simulate(world, lambda i: 0.95, rounds=600)
     assert gammas.count(0) <= 4
