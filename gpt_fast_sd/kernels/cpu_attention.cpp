@@ -7,8 +7,8 @@
 //
 // A tile is 64 keys. The softmax of few rows has a key in every lane, so that they cost few exponentials. With AMX, products take
 // up to 16 rows at once, with keys as the cache stores them; their scores are transposed, four rows at a time. Without,
-// each query costs only dot products, no horizontal sum, either of a tile that is transposed once or, where there are
-// 10 rows of bf16 or more, with a row in every lane. The next tile is asked for all the while, into L2, as L1 has no room.
+// each query costs only dot products, no horizontal sum, either of keys that are transposed in registers or, where there are
+// 13 rows of bf16 or more, with a row in every lane. The next tile is asked for all the while, into L2, as L1 has no room.
 //
 // int8 keys and values have a scale each, one a token and kv head, that stays outside the products. A row of queries is
 // rounded to int8 by its own largest; its weights of a tile, times the scales of the values, to uint8 by theirs. Products
@@ -28,6 +28,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 typedef uint16_t bf16, fp16;
@@ -60,6 +61,7 @@ template <class E, int H, int NQ> struct Row {
     alignas(64) float out[H], sum[16], halves[16]; // sum, and what upper planes leave out of all outputs: by lanes
     float max, to_log2, q_half; // to_log2: times a score, whose exp2 is its weight; q_half: half of the sum of q, of bytes
     int64_t limit; // last position it may see
+    int32_t offset[NQ]; // of bytes: a product's initial sum, for keys that are 128 larger
 };
 
 // q as the products take it -> what one of a score is worth.
@@ -521,8 +523,6 @@ static void begin() {}
 static void end() {}
 
 template <class E, int H, int> struct Scratch : Picked<E, H> {
-    __m512i key[H / IN_DWORD<E>][TILE / 16]; // pairs or quads of dims, a key in every lane
-    __m512i key_sum[TILE / 16]; // of bytes: -128 times the sum of a key
     __m512i quads[BYTES<E> ? TILE / 4 : 1][H / 16]; // values of bytes, by quads of keys
     alignas(64) uint32_t weight[2][16][TILE / 4]; // of 32 keys and 32 more, in pairs; quads: of 64
     // of bf16: the values of a tile that is not full; of rows in lanes, scores and weights in pairs of keys
@@ -530,6 +530,17 @@ template <class E, int H, int> struct Scratch : Picked<E, H> {
     alignas(64) float score[BYTES<E> ? 1 : TILE][16];
     alignas(64) uint32_t pairs[BYTES<E> ? 1 : TILE / 2][16];
 };
+
+// Sums and the products of a key in every lane with a word of a query. By the instruction that takes the word from memory: GCC
+// would load it by one of its own.
+static inline __m512 times(__m512 sum, __m512i keys, const uint32_t* one, const bf16*) {
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(keys), "m"(*(const char(*)[4])one));
+    return sum;
+}
+static inline __m512 times(__m512 sum, __m512i keys, const uint32_t* one, const int8_t*) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(keys), "m"(*(const char(*)[4])one));
+    return sum;
+}
 
 // Sums, of bytes whole numbers, and the products of 16 dwords with one, of unsigned bytes.
 template <class E> static inline __m512 more(__m512 sum, __m512i many, uint32_t one) {
@@ -590,50 +601,71 @@ template <int N, class E, int H, int NQ, class Weight> static inline void mix(co
     }
 }
 
-// Few rows read a tile: a key in every lane, for which keys are transposed beforehand.
-template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, Ahead& ahead) {
-    constexpr int V = TILE / 16;
-    __m512 score[N][V];
-#pragma GCC unroll 6
-    for (int r = 0; r < N; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < V; c++) score[r][c] = BYTES<E> ? (__m512)at.key_sum[c] : _mm512_setzero_ps();
-    for (int part = 0; part < NQ; part++) {
-        if (part)
-#pragma GCC unroll 6
-            for (int r = 0; r < N; r++)
-#pragma GCC unroll 4
-                for (int c = 0; c < V; c++) score[r][c] = (__m512)_mm512_add_epi32(many((__m512i)score[r][c]), at.key_sum[c]);
-        for (int from = 0; from < H / IN_DWORD<E>; from += 8) {
-            ahead.ask();
-            for (int h = from; h < from + 8; h++)
-#pragma GCC unroll 6
-                for (int r = 0; r < N; r++)
-#pragma GCC unroll 4
-                    for (int c = 0; c < V; c++) score[r][c] = more<E>(score[r][c], at.key[h][c], rows[r].q[part][h]);
-        }
+// Eight words of each of 16 keys, so many bytes apart -> a key in every lane, a word in each vector.
+__attribute__((always_inline)) static inline void turn(const char* key, int64_t apart, __m512i* to) {
+    __m512i a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) { // keys i and i + 4; from 4 on, i + 4 and i + 8
+        const __m256i* own = (const __m256i*)(key + (i % 4 + i / 4 * 8) * apart);
+        a[i] = _mm512_mask_broadcast_i64x4(_mm512_castsi256_si512(_mm256_loadu_si256(own)), 0xf0, _mm256_loadu_si256((const __m256i*)((const char*)own + 4 * apart)));
     }
-    float shrink[N], unit[N];
-#pragma GCC unroll 6
-    for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum, page_max, r);
-    mix<N>(tile, at, rows, unit, shrink, ahead, [&](int r, int j) { return at.weight[j / 16][r][j % 16]; });
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]), a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]), a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) to[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), to[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
 }
 
-template <class E, int H, int NQ> static void turn(const Tile<E>& tile, Scratch<E, H, NQ>& at, Ahead& ahead) {
-    constexpr int V = TILE / 16, D = H / IN_DWORD<E>;
+// The scores of N rows over a tile, a key in every lane: 16 keys are transposed in registers, 32 bytes of each at a time, and
+// multiplied at once. Meanwhile the keys that come next, after the tile's last those at next, go from L2 to L1, and so do the
+// values. Products of bytes take one side unsigned: keys, 128 larger, which the initial sums correct.
+template <int N, class E, int H, int NQ> static inline void score_rows(const Tile<E>& tile, const Row<E, H, NQ>* rows, const E* next, __m512 (*score)[TILE / 16], Ahead& ahead) {
+    constexpr int V = TILE / 16, D = H / IN_DWORD<E>, EACH = 16 * H / (D / 8); // keys' numbers of a step
     for (int c = 0; c < V; c++) {
-        for (int h = 0; h < D; h += 16) ahead.ask(), transpose((const char*)tile.key[c] + 4 * h, 4 * D, (char*)&at.key[h][c], 64 * V);
-        if constexpr (BYTES<E>) { // queries are 128 too large
-            __m512 sum = _mm512_setzero_ps();
-#pragma GCC unroll 16
-            for (int h = 0; h < D; h++) sum = more<E>(sum, at.key[h][c], 0x80808080);
-            at.key_sum[c] = _mm512_sub_epi32(_mm512_setzero_si512(), (__m512i)sum);
+        __m512 sum[NQ][N];
+#pragma GCC unroll 2
+        for (int part = 0; part < NQ; part++)
+#pragma GCC unroll 9
+            for (int r = 0; r < N; r++) sum[part][r] = BYTES<E> ? (__m512)_mm512_set1_epi32(rows[r].offset[part]) : _mm512_setzero_ps();
+        const E *coming = c + 1 < V ? tile.key[c + 1] : next, *value = tile.value[c];
+        for (int from = 0; from < D; from += 8, coming += EACH, value += EACH) {
+            ahead.ask();
+            fetch<EACH>(coming, 1);
+            fetch<EACH>(value, 1);
+            __m512i key[8];
+            turn((const char*)(tile.key[c] + IN_DWORD<E> * from), sizeof(E) * H, key);
+#pragma GCC unroll 8
+            for (int h = 0; h < 8; h++) {
+                if constexpr (BYTES<E>) key[h] = _mm512_xor_si512(key[h], _mm512_set1_epi8(int8_t(0x80)));
+#pragma GCC unroll 2
+                for (int part = 0; part < NQ; part++)
+#pragma GCC unroll 9
+                    for (int r = 0; r < N; r++) sum[part][r] = times(sum[part][r], key[h], rows[r].q[part] + from + h, (const E*)nullptr);
+            }
         }
+#pragma GCC unroll 9
+        for (int r = 0; r < N; r++)
+            if constexpr (NQ == 2) score[r][c] = (__m512)_mm512_add_epi32(many((__m512i)sum[0][r]), (__m512i)sum[1][r]);
+            else score[r][c] = sum[0][r];
     }
-    for (int c = 0; BYTES<E> && c < TILE; c += 4) {
-        ahead.ask();
-        if constexpr (BYTES<E>) group_values<H>(tile, at.quads, c, c + 4);
-    }
+}
+
+// A few rows read a tile. MOST: so many whose sums, with the keys, fit the registers.
+template <class E, int NQ> constexpr int MOST = NQ == 2 ? 6 : 9;
+constexpr int MIX = 6; // so many rows mix at once
+template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, const E* next, Ahead& ahead) {
+    __m512 score[N][TILE / 16];
+    score_rows<N>(tile, rows, next, score, ahead);
+    float shrink[N], unit[N];
+#pragma GCC unroll 9
+    for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum, page_max, r);
+    in_parts<MIX>(0, N, [&](auto n, int64_t m) {
+        mix<decltype(n)::value>(tile, at, rows + m, unit + m, shrink + m, ahead, [&](int r, int j) { return at.weight[j / 16][m + r][j % 16]; });
+    });
 }
 
 // Up to 16 rows of bf16, one in every lane: a key is read as the cache stores it, a pair of its dims for all rows at once.
@@ -679,11 +711,7 @@ template <int H> struct alignas(64) Lanes {
                 for (int h = from; h < from + 8; h++) {
                     const __m512i pairs = _mm512_load_si512(q[h]);
 #pragma GCC unroll 16
-                    for (int j = 0; j < 16; j++) { // GCC would load the pair by an instruction of its own
-                        __m512 sum = s[j];
-                        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(pairs), "m"(*(const char(*)[4])(key + j * H + 2 * h)));
-                        s[j] = sum;
-                    }
+                    for (int j = 0; j < 16; j++) s[j] = times(s[j], pairs, (const uint32_t*)(key + j * H + 2 * h), key);
                 }
             }
 #pragma GCC unroll 16
@@ -737,14 +765,16 @@ template <int H> struct alignas(64) Lanes {
 // The rows of a split while its tiles are read. Those of bf16 go 16 at a time into lanes, and so do the rest if they are FEW
 // or more; fewer cost less by transposed keys, and mass is summed there alone.
 template <class E, int H, int NQ> struct Rows {
-    static constexpr int FEW = 10;
+    static constexpr int FEW = 13;
     static Scratch<E, H, NQ>& scratch() { static thread_local Scratch<E, H, NQ> at; return at; }
 
     Rows(Row<E, H, NQ>* rows, int64_t n_rows, bool mass) : rows(rows), n_rows(n_rows), at(scratch()) {
         if constexpr (BYTES<E>) {
             for (int64_t r = 0; r < n_rows; r++)
-                for (auto& part : rows[r].q)
-                    for (uint32_t& quad : part) quad ^= 0x80808080; // 128 larger: products take one side unsigned
+                for (int part = 0; part < NQ; part++) {
+                    const int8_t* q = (const int8_t*)rows[r].q[part];
+                    rows[r].offset[part] = -128 * std::accumulate(q, q + H, 0);
+                }
         } else if (!mass) {
             static thread_local std::vector<Lanes<H>> kept;
             in_lanes = n_rows % 16 < FEW ? n_rows / 16 * 16 : n_rows;
@@ -755,12 +785,13 @@ template <class E, int H, int NQ> struct Rows {
     }
     void read(Tile<E> tile, int, float* page_sum, float* page_max, bool more_tiles) {
         constexpr int V = TILE / 16, D = H / IN_DWORD<E>, LINES = TILE * H * sizeof(E) / 64, MIXED = H / 64 * TILE / IN_DWORD<E> / 8;
-        const int64_t few = n_rows - in_lanes, turned = V * (D / 16) + (BYTES<E> ? TILE / 4 : 0);
-        const int64_t asks = (in_lanes + 15) / 16 * (V * D / 8) + (in_lanes / 16 * 3 + (in_lanes % 16 + 5) / 6) * MIXED + (few ? turned : 0) + (few + 5) / 6 * (D / 8 * NQ + MIXED);
+        const int64_t few = n_rows - in_lanes, parts = (few + MOST<E, NQ> - 1) / MOST<E, NQ>;
+        int64_t asks = (in_lanes + 15) / 16 * (V * D / 8) + (in_lanes / 16 * 3 + (in_lanes % 16 + 5) / 6) * MIXED + (BYTES<E> && few ? TILE / 4 : 0);
+        for (int64_t left = parts, rest = few; left; rest -= (rest + left - 1) / left, left--) asks += V * D / 8 + ((rest + left - 1) / left + MIX - 1) / MIX * MIXED;
         Ahead ahead;
         if (more_tiles) ahead = {(const char*)(tile.key[0] + TILE * H), (const char*)(tile.value[0] + TILE * H), LINES, LINES / asks + 1};
+        const E* next = more_tiles ? tile.key[0] + TILE * H : tile.key[0];
         if constexpr (!BYTES<E>) {
-            const E* next = more_tiles ? tile.key[0] + TILE * H : tile.key[0];
             for (int c = 0; tile.n < TILE && c < V; c++) { // what does not exist counts as 0, whatever it holds
                 const int n = std::clamp(tile.n - 16 * c, 0, 16) * H;
                 memcpy(at.value + 16 * c * H, tile.value[c], n * sizeof(E));
@@ -778,9 +809,10 @@ template <class E, int H, int NQ> struct Rows {
             }
         }
         if (!few) return;
-        turn(tile, at, ahead);
-        in_parts<6>(in_lanes, n_rows, [&](auto n, int64_t r) {
-            read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr, ahead);
+        if constexpr (BYTES<E>)
+            for (int c = 0; c < TILE; c += 4) ahead.ask(), group_values<H>(tile, at.quads, c, c + 4);
+        in_parts<MOST<E, NQ>>(in_lanes, n_rows, [&](auto n, int64_t r) {
+            read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr, next, ahead);
         });
     }
     void finish() {
