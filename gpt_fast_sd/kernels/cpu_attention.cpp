@@ -28,7 +28,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <vector>
 
 typedef uint16_t bf16, fp16;
@@ -61,7 +60,6 @@ template <class E, int H, int NQ> struct Row {
     alignas(64) float out[H], sum[16], halves[16]; // sum, and what upper planes leave out of all outputs: by lanes
     float max, to_log2, q_half; // to_log2: times a score, whose exp2 is its weight; q_half: half of the sum of q, of bytes
     int64_t limit; // last position it may see
-    int32_t offset[NQ]; // of bytes: a product's initial sum, for keys that are 128 larger
 };
 
 // q as the products take it -> what one of a score is worth.
@@ -531,14 +529,11 @@ template <class E, int H, int> struct Scratch : Picked<E, H> {
     alignas(64) uint32_t pairs[BYTES<E> ? 1 : TILE / 2][16];
 };
 
-// Sums and the products of a key in every lane with a word of a query. By the instruction that takes the word from memory: GCC
-// would load it by one of its own.
-static inline __m512 times(__m512 sum, __m512i keys, const uint32_t* one, const bf16*) {
-    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(keys), "m"(*(const char(*)[4])one));
-    return sum;
-}
-static inline __m512 times(__m512 sum, __m512i keys, const uint32_t* one, const int8_t*) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(keys), "m"(*(const char(*)[4])one));
+// Sums, of bytes whole numbers, and the products of 16 dwords, of unsigned bytes, with one that is in memory. By the instruction that
+// takes it from there: GCC would load it by one of its own.
+template <class E> static inline __m512 times(__m512 sum, __m512i many, const void* one) {
+    if constexpr (BYTES<E>) asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(many), "m"(*(const char(*)[4])one));
+    else asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(many), "m"(*(const char(*)[4])one));
     return sum;
 }
 
@@ -621,21 +616,21 @@ __attribute__((always_inline)) static inline void turn(const char* key, int64_t 
 }
 
 // The scores of N rows over a tile, a key in every lane: 16 keys are transposed in registers, 32 bytes of each at a time, and
-// multiplied at once. Meanwhile the keys that come next, after the tile's last those at next, go from L2 to L1, and so do the
-// values. Products of bytes take one side unsigned: keys, 128 larger, which the initial sums correct.
+// multiplied at once. Meanwhile the keys that come next, after the tile's last those at next, go from L2 to L1, and of bf16 so do
+// the values. Products of bytes take one side unsigned: keys, 128 larger, which the last part's initial sums correct.
 template <int N, class E, int H, int NQ> static inline void score_rows(const Tile<E>& tile, const Row<E, H, NQ>* rows, const E* next, __m512 (*score)[TILE / 16], Ahead& ahead) {
-    constexpr int V = TILE / 16, D = H / IN_DWORD<E>, EACH = 16 * H / (D / 8); // keys' numbers of a step
+    constexpr int V = TILE / 16, D = H / IN_DWORD<E>, EACH = 16 * 8 * IN_DWORD<E>; // numbers that a step takes of 16 keys
     for (int c = 0; c < V; c++) {
         __m512 sum[NQ][N];
 #pragma GCC unroll 2
         for (int part = 0; part < NQ; part++)
 #pragma GCC unroll 9
-            for (int r = 0; r < N; r++) sum[part][r] = BYTES<E> ? (__m512)_mm512_set1_epi32(rows[r].offset[part]) : _mm512_setzero_ps();
+            for (int r = 0; r < N; r++) sum[part][r] = BYTES<E> && part == NQ - 1 ? (__m512)_mm512_cvtps_epi32(_mm512_set1_ps(-256.f * rows[r].q_half)) : _mm512_setzero_ps();
         const E *coming = c + 1 < V ? tile.key[c + 1] : next, *value = tile.value[c];
         for (int from = 0; from < D; from += 8, coming += EACH, value += EACH) {
             ahead.ask();
             fetch<EACH>(coming, 1);
-            fetch<EACH>(value, 1);
+            if constexpr (!BYTES<E>) fetch<EACH>(value, 1);
             __m512i key[8];
             turn((const char*)(tile.key[c] + IN_DWORD<E> * from), sizeof(E) * H, key);
 #pragma GCC unroll 8
@@ -644,7 +639,7 @@ template <int N, class E, int H, int NQ> static inline void score_rows(const Til
 #pragma GCC unroll 2
                 for (int part = 0; part < NQ; part++)
 #pragma GCC unroll 9
-                    for (int r = 0; r < N; r++) sum[part][r] = times(sum[part][r], key[h], rows[r].q[part] + from + h, (const E*)nullptr);
+                    for (int r = 0; r < N; r++) sum[part][r] = times<E>(sum[part][r], key[h], rows[r].q[part] + from + h);
             }
         }
 #pragma GCC unroll 9
@@ -654,18 +649,21 @@ template <int N, class E, int H, int NQ> static inline void score_rows(const Til
     }
 }
 
-// A few rows read a tile. MOST: so many whose sums, with the keys, fit the registers.
-template <class E, int NQ> constexpr int MOST = NQ == 2 ? 6 : 9;
-constexpr int MIX = 6; // so many rows mix at once
+// A few rows read a tile.
+constexpr int MIX = 6; // rows that mix at once, as their outputs fit the registers
+template <int NQ> constexpr int MOST = NQ == 2 ? 6 : 9; // rows that are scored at once, as their sums and eight words of 16 keys do
 template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, const E* next, Ahead& ahead) {
     __m512 score[N][TILE / 16];
     score_rows<N>(tile, rows, next, score, ahead);
     float shrink[N], unit[N];
 #pragma GCC unroll 9
     for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum, page_max, r);
-    in_parts<MIX>(0, N, [&](auto n, int64_t m) {
+    auto mix_some = [&](auto n, int m) {
         mix<decltype(n)::value>(tile, at, rows + m, unit + m, shrink + m, ahead, [&](int r, int j) { return at.weight[j / 16][m + r][j % 16]; });
-    });
+    };
+    constexpr int FIRST = N <= MIX ? N : (N + 1) / 2;
+    mix_some(std::integral_constant<int, FIRST>{}, 0);
+    if constexpr (N > FIRST) mix_some(std::integral_constant<int, N - FIRST>{}, FIRST);
 }
 
 // Up to 16 rows of bf16, one in every lane: a key is read as the cache stores it, a pair of its dims for all rows at once.
@@ -711,7 +709,7 @@ template <int H> struct alignas(64) Lanes {
                 for (int h = from; h < from + 8; h++) {
                     const __m512i pairs = _mm512_load_si512(q[h]);
 #pragma GCC unroll 16
-                    for (int j = 0; j < 16; j++) s[j] = times(s[j], pairs, (const uint32_t*)(key + j * H + 2 * h), key);
+                    for (int j = 0; j < 16; j++) s[j] = times<bf16>(s[j], pairs, key + j * H + 2 * h);
                 }
             }
 #pragma GCC unroll 16
@@ -769,13 +767,8 @@ template <class E, int H, int NQ> struct Rows {
     static Scratch<E, H, NQ>& scratch() { static thread_local Scratch<E, H, NQ> at; return at; }
 
     Rows(Row<E, H, NQ>* rows, int64_t n_rows, bool mass) : rows(rows), n_rows(n_rows), at(scratch()) {
-        if constexpr (BYTES<E>) {
-            for (int64_t r = 0; r < n_rows; r++)
-                for (int part = 0; part < NQ; part++) {
-                    const int8_t* q = (const int8_t*)rows[r].q[part];
-                    rows[r].offset[part] = -128 * std::accumulate(q, q + H, 0);
-                }
-        } else if (!mass) {
+        if constexpr (!BYTES<E>) {
+            if (mass) return;
             static thread_local std::vector<Lanes<H>> kept;
             in_lanes = n_rows % 16 < FEW ? n_rows / 16 * 16 : n_rows;
             if ((int64_t)kept.size() < (in_lanes + 15) / 16) kept.resize((in_lanes + 15) / 16);
@@ -785,9 +778,9 @@ template <class E, int H, int NQ> struct Rows {
     }
     void read(Tile<E> tile, int, float* page_sum, float* page_max, bool more_tiles) {
         constexpr int V = TILE / 16, D = H / IN_DWORD<E>, LINES = TILE * H * sizeof(E) / 64, MIXED = H / 64 * TILE / IN_DWORD<E> / 8;
-        const int64_t few = n_rows - in_lanes, parts = (few + MOST<E, NQ> - 1) / MOST<E, NQ>;
-        int64_t asks = (in_lanes + 15) / 16 * (V * D / 8) + (in_lanes / 16 * 3 + (in_lanes % 16 + 5) / 6) * MIXED + (BYTES<E> && few ? TILE / 4 : 0);
-        for (int64_t left = parts, rest = few; left; rest -= (rest + left - 1) / left, left--) asks += V * D / 8 + ((rest + left - 1) / left + MIX - 1) / MIX * MIXED;
+        const bool few = n_rows > in_lanes;
+        int64_t asks = (in_lanes + 15) / 16 * (V * D / 8) + (in_lanes / 16 * 3 + (in_lanes % 16 + MIX - 1) / MIX) * MIXED + (BYTES<E> && few ? TILE / 4 : 0);
+        in_parts<MOST<NQ>>(in_lanes, n_rows, [&](auto n, int64_t) { asks += V * D / 8 + (n + MIX - 1) / MIX * MIXED; });
         Ahead ahead;
         if (more_tiles) ahead = {(const char*)(tile.key[0] + TILE * H), (const char*)(tile.value[0] + TILE * H), LINES, LINES / asks + 1};
         const E* next = more_tiles ? tile.key[0] + TILE * H : tile.key[0];
@@ -803,7 +796,7 @@ template <class E, int H, int NQ> struct Rows {
                 Lanes<H>& group = lanes[from / 16];
                 const __m512 best = group.score(tile, from + 16 < n_rows ? tile.key[0] : next, at.score, ahead);
                 group.soften(tile, at.score, best, at.pairs, shrink);
-                in_parts<6>(0, group.n, [&](auto n, int64_t r) {
+                in_parts<MIX>(0, group.n, [&](auto n, int64_t r) {
                     mix<decltype(n)::value>(tile, at, rows + from + r, nullptr, shrink + r, ahead, [&](int i, int j) { return at.pairs[j][r + i]; });
                 });
             }
@@ -811,8 +804,8 @@ template <class E, int H, int NQ> struct Rows {
         if (!few) return;
         if constexpr (BYTES<E>)
             for (int c = 0; c < TILE; c += 4) ahead.ask(), group_values<H>(tile, at.quads, c, c + 4);
-        in_parts<MOST<E, NQ>>(in_lanes, n_rows, [&](auto n, int64_t r) {
-            read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr, next, ahead);
+        in_parts<MOST<NQ>>(in_lanes, n_rows, [&](auto n, int64_t r) {
+            read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr, r + n < n_rows ? tile.key[0] : next, ahead);
         });
     }
     void finish() {

@@ -236,6 +236,22 @@ def test_a_querys_output_hangs_on_nothing_but_its_own_row_nor_on_threads(group: 
 
 
 @needs_kernel
+@pytest.mark.parametrize("fine", [False, True])
+@thinned("head_dim,n_tokens", cpu.HEAD_DIMS, [2, 5, 6, 7, 8, 9, 10, 13, 19])  # one head: as many rows are scored at once
+def test_what_many_rows_find_over_bytes_each_finds_alone(head_dim: int, n_tokens: int, fine: bool) -> None:
+    case = Case([300, 150], n_tokens=n_tokens, group=1, head_dim=head_dim, whole=False)
+
+    def attend(tokens: slice) -> Tensor:
+        given = case.given(slice(None), tokens)
+        out: Tensor = cpu.cpu_attention(*given, 301, *case.scales(slice(None)), None, None, 0, fine)
+        return out
+
+    together = attend(slice(None))
+    for t in range(n_tokens):
+        assert torch.equal(attend(slice(t, t + 1)), together[:, :, t : t + 1])
+
+
+@needs_kernel
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("head_dim", cpu.HEAD_DIMS)
 def test_listed_entries_are_those_attended_to(head_dim: int, group: int) -> None:
