@@ -70,10 +70,13 @@ class Access:
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
     """What the caller has set for its own work, autocast, default dtype and default device, does not reach inside."""
+    casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not casts and torch.get_default_dtype() == torch.float32 and torch.get_default_device() == torch.device("cpu"):
+        yield  # as nearly always: a round of a small model takes half a millisecond
+        return
     with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in casts:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         if torch.get_default_device() != torch.device("cpu"):
             stack.enter_context(torch.device("cpu"))
         if (dtype := torch.get_default_dtype()) != torch.float32:

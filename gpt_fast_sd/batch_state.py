@@ -48,6 +48,10 @@ class RoundPlan:
             number=number, follows_a_draft=follows_a_draft, drafted_at=lengths if drafted_at is None else drafted_at,
         )  # fmt: skip
 
+    def with_gamma(self, gamma: int) -> RoundPlan:
+        """The same round with so many tokens to draft."""
+        return self if gamma == self.gamma else replace(self, gamma=gamma)
+
     def mean_keys(self, n_slots: int) -> int:
         """Keys in use, averaged over all slots and rounded down: idle ones have none."""
         return (sum(self.lengths.values()) + len(self.lengths) * (1 + self.ahead)) // n_slots

@@ -128,14 +128,20 @@ def inductor_options(config: EngineConfig, device: torch.device) -> Options:
     return {"max_autotune": config.max_autotune} if device.type == "cuda" else dict(vector_options())
 
 
-def span(cache: KVCache, n_keys: int) -> Tensor:
+def splits_in_view(cache: KVCache, n_keys: int) -> int:
+    """How many key splits are in view for the first n_keys positions."""
+    return min(cache.splits(n_keys), cache.capacity // SPLIT)
+
+
+def span(cache: KVCache, n_keys: int, *, compiled: bool = True) -> Tensor:
     """[n_splits, 0]: how many key splits are in view for the first n_keys positions, as a size.
 
-    A size may vary without a recompile, whereas a number would be baked in.
+    A size may vary without a recompile, whereas a number would be baked in. compiled: whether the step that it is for
+    may be.
     """
     most = cache.capacity // SPLIT
-    size = torch.empty(min(cache.splits(n_keys), most), 0, device=cache.seq_len.device)
-    if most > 2:  # torch refuses a range of one size
+    size = torch.empty(splits_in_view(cache, n_keys), 0, device=cache.seq_len.device)
+    if compiled and most > 2:  # torch refuses a range of one size
         _mark(size, 0, min=2, max=most)
     return size
 

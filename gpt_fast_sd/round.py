@@ -93,7 +93,9 @@ def accept_step(state: BatchState, kind: Kind, logits: Tensor, draft: Draft, rep
 
     Its rows are those of BatchState.commit.
     """
-    max_accept = torch.minimum(draft.count, state.remaining - 1).clamp(min=0)  # [B], room for the target's own token
+    max_accept = draft.count  # [B]
+    if draft.tokens.shape[1]:
+        max_accept = torch.minimum(max_accept, state.remaining - 1).clamp(min=0)  # room for the target's own token
     result, _ = state.accept(logits, kind, draft.tokens, draft.q, max_accept, accept=ACCEPT_STREAM, own=TARGET_STREAM)
     if replay is not None:
         result = replay.apply(result, draft.tokens, max_accept)

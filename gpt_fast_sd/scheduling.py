@@ -9,7 +9,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 
@@ -17,7 +16,7 @@ from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import Parallel
 
 from .batch_state import BatchState, RoundPlan
-from .compiling import span
+from .compiling import splits_in_view
 from .config import gamma_tiers
 from .inflight import InFlightRound, Rounds
 from .planner import GammaPlanner
@@ -175,7 +174,7 @@ class Schedule:
             self._chosen = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
             if self.planner.fixed is None:  # each process has its own clock
                 self._chosen = self.parallel.same(self._chosen)
-        plan = replace(plan, gamma=self._chosen)
+        plan = plan.with_gamma(self._chosen)
         # a policy is asked even if nothing is drafted, as it may have to follow every round
         if policy and self.in_flight and policy.host_must_wait(plan) and plan.gamma:
             return False
@@ -185,13 +184,13 @@ class Schedule:
             # mass sums all that is verified, which must not depend on how long a row's neighbours go on
             if not (policy and policy.wants_mass and room > 0):
                 gamma = min(gamma, room)
-        plan, self._follows_a_draft = replace(plan, gamma=gamma), policy is not None and gamma > 0
+        plan, self._follows_a_draft = plan.with_gamma(gamma), policy is not None and gamma > 0
         if policy and gamma:
             policy.host_before_round(self.state, plan)
             self.rounds.refresh(plan)
             self._drafted_at = {**self._drafted_at, **plan.lengths}
             self.stats.kv_bytes += policy.kv_bytes(plan)
-        n_splits = span(self.cache, self.rounds.in_view(plan.n_keys + gamma)).shape[0]
+        n_splits = splits_in_view(self.cache, self.rounds.in_view(plan.n_keys + gamma))
         self.stats.kv_bytes += len(self.slots) * n_splits * SPLIT * self.cache.bytes_per_token
         round_ = self.rounds.launch(plan, live, planned=policy is not None, watched=self.on_round is not None)
         self.in_flight.append(round_)

@@ -49,9 +49,10 @@ class TargetSteps:
         if wanted > 1:
             pos = pos + torch.arange(wanted, device=tokens.device)  # [B, T]
         step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
-        if step is self.verify and not self.width:
+        compiled = self.target.whole is None
+        if compiled and step is self.verify and not self.width:
             varying(tokens, pos)
-        n_splits_carrier = span(cache, self.in_view(n_keys))
+        n_splits_carrier = span(cache, self.in_view(n_keys), compiled=compiled)
         # with several threads a library may sum one row of a product in a different order than the next
         with one_thread() if self.width else contextlib.nullcontext():
             out: tuple[Tensor, Tensor | None] = step(

@@ -134,7 +134,7 @@ class Parallel:
 
     def same(self, number: int) -> int:
         """The number of the replica's first rank, on each of its ranks: for a fresh seed or a measured time."""
-        return int(self.same_values(torch.tensor([number])))
+        return number if self.host is None else int(self.same_values(torch.tensor([number])))
 
     def same_values(self, values: Tensor) -> Tensor:
         """Overwrite the values with those of the replica's first rank; every rank of it has as many."""

@@ -332,7 +332,7 @@ def test_listing_all_entries_in_their_order_gives_the_dense_bits(head_dim: int) 
 
 
 @needs_kernel
-@thinned("head_dim,n_tokens", HEAD_DIMS, [9, 12, 13, 15, 16, 17, 28, 29])  # one head: as many rows, some of them in lanes
+@thinned("head_dim,n_tokens", HEAD_DIMS, [9, 12, 13, 15, 16, 17, 28, 29])  # one head: as many rows, some in lanes
 def test_what_many_rows_find_among_listed_entries_each_finds_alone(head_dim: int, n_tokens: int) -> None:
     case = Case([300, 150], n_tokens=n_tokens, group=1, head_dim=head_dim)
     k, v = case.finite()

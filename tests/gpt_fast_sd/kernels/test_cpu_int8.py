@@ -237,7 +237,7 @@ def test_a_querys_output_hangs_on_nothing_but_its_own_row_nor_on_threads(group: 
 
 @needs_kernel
 @pytest.mark.parametrize("fine", [False, True])
-@thinned("head_dim,n_tokens", cpu.HEAD_DIMS, [2, 5, 6, 7, 8, 9, 10, 13, 19])  # one head: as many rows are scored at once
+@thinned("head_dim,n_tokens", cpu.HEAD_DIMS, [2, 5, 6, 7, 8, 9, 10, 13, 19])  # one head: as many rows scored
 def test_what_many_rows_find_over_bytes_each_finds_alone(head_dim: int, n_tokens: int, fine: bool) -> None:
     case = Case([300, 150], n_tokens=n_tokens, group=1, head_dim=head_dim, whole=False)
 
