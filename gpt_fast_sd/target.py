@@ -49,7 +49,7 @@ class TargetSteps:
         if wanted > 1:
             pos = pos + torch.arange(wanted, device=tokens.device)  # [B, T]
         step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
-        compiled = self.target.whole is None
+        compiled = self.target.compiles and self.target.whole is None
         if compiled and step is self.verify and not self.width:
             varying(tokens, pos)
         n_splits_carrier = span(cache, self.in_view(n_keys), compiled=compiled)

@@ -2,8 +2,9 @@
 // has them.
 //
 // Flash-decoding (Dao et al. 2023): the keys of a row are cut into splits at absolute positions, each split is read once
-// with a running softmax, and the splits are merged. Sums never depend on what else is in the batch, on the number of
-// queries or on how much of the cache is in view.
+// with a running softmax, and the splits are added up in the order of their keys. Sums never depend on what else is in the
+// batch, on the number of queries, on how much of the cache is in view or on who reads which split: where there are rows
+// enough for all threads, one reads all splits of some rows, else they share those of a row.
 //
 // A tile is 64 keys. The softmax of few rows has a key in every lane, so that they cost few exponentials. With AMX, products take
 // up to 16 rows at once, with keys as the cache stores them; their scores are transposed, four rows at a time. Without,
@@ -24,6 +25,7 @@
 // NQ bytes of a number of a query.
 #include <immintrin.h>
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -32,8 +34,9 @@
 
 typedef uint16_t bf16, fp16;
 namespace { // a process may hold this built in two ways, whose names must not meet
-constexpr int TILE = 64, PAGE = 16, SPLIT = 4096;
+constexpr int TILE = 64, PAGE = 16, SPLIT = 1024;
 constexpr int BLOCK = 64, TASKS = 8; // rows that read a split together, at least; parts of the work for each thread, as far as there are rows
+constexpr int64_t MOST_HELD = 64 << 20; // bytes of all rows of all splits that are kept at once
 constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys and of the next, 16 rows of 16
 template <class E> constexpr bool BYTES = sizeof(E) == 1;
 template <class E> constexpr int IN_DWORD = 4 / sizeof(E);
@@ -386,8 +389,8 @@ template <class E, int H, int NQ> struct Rows {
             for (int part = 0; part < NQ; part++)
                 for (int h = 0; h < H / IN_DWORD<E>; h += 16) transpose((const char*)(rows[16 * g].q[part] + h), sizeof *rows, (char*)groups[g].q[part][h], 64);
     }
-    void read(const Tile<E>& tile, int parity, float* page_sum, float* page_max, bool ahead) {
-        readings[parity] = {tile, page_sum, page_max, ahead};
+    void read(const Tile<E>& tile, int parity, float* page_sum, float* page_max, const E* next_key, const E*) {
+        readings[parity] = {tile, page_sum, page_max, next_key == tile.key[0] + TILE * H};
         for (int64_t r = 0; r < n_rows; r += 16) step({parity, r});
     }
     void finish() {
@@ -652,7 +655,7 @@ template <int N, class E, int H, int NQ> static inline void score_rows(const Til
 // A few rows read a tile.
 constexpr int MIX = 6; // rows that mix at once, as their outputs fit the registers
 template <int NQ> constexpr int MOST = NQ == 2 ? 6 : 9; // rows that are scored at once, as their sums and eight words of 16 keys do
-template <int N, class E, int H, int NQ> static void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, const E* next, Ahead& ahead) {
+template <int N, class E, int H, int NQ> static __attribute__((noinline)) void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, const E* next, Ahead& ahead) {
     __m512 score[N][TILE / 16];
     score_rows<N>(tile, rows, next, score, ahead);
     float shrink[N], unit[N];
@@ -776,14 +779,14 @@ template <class E, int H, int NQ> struct Rows {
             for (int64_t r = 0; r < in_lanes; r += 16) lanes[r / 16].take(rows + r, in_lanes - r);
         }
     }
-    void read(Tile<E> tile, int, float* page_sum, float* page_max, bool more_tiles) {
+    void read(Tile<E> tile, int, float* page_sum, float* page_max, const E* next_key, const E* next_value) { // the next tile's, or null
         constexpr int V = TILE / 16, D = H / IN_DWORD<E>, LINES = TILE * H * sizeof(E) / 64, MIXED = H / 64 * TILE / IN_DWORD<E> / 8;
         const bool few = n_rows > in_lanes;
         int64_t asks = (in_lanes + 15) / 16 * (V * D / 8) + (in_lanes / 16 * 3 + (in_lanes % 16 + MIX - 1) / MIX) * MIXED + (BYTES<E> && few ? TILE / 4 : 0);
         in_parts<MOST<NQ>>(in_lanes, n_rows, [&](auto n, int64_t) { asks += V * D / 8 + (n + MIX - 1) / MIX * MIXED; });
         Ahead ahead;
-        if (more_tiles) ahead = {(const char*)(tile.key[0] + TILE * H), (const char*)(tile.value[0] + TILE * H), LINES, LINES / asks + 1};
-        const E* next = more_tiles ? tile.key[0] + TILE * H : tile.key[0];
+        if (next_key) ahead = {(const char*)next_key, (const char*)next_value, LINES, LINES / asks + 1};
+        const E* next = next_key ? next_key : tile.key[0];
         if constexpr (!BYTES<E>) {
             for (int c = 0; tile.n < TILE && c < V; c++) { // what does not exist counts as 0, whatever it holds
                 const int n = std::clamp(tile.n - 16 * c, 0, 16) * H;
@@ -819,6 +822,24 @@ template <class E, int H, int NQ> struct Rows {
 };
 #endif
 
+// What the splits of a row have come to so far, dims as group_values has them.
+template <int H> struct Total {
+    alignas(64) float out[H] = {};
+    float max = LOWEST, sum = 0.f;
+};
+template <class E, int H, int NQ> static inline void add_split(Total<H>& total, const Row<E, H, NQ>& row) {
+    const float sum = _mm512_reduce_add_ps(_mm512_load_ps(row.sum));
+    if (sum == 0.f) return; // nothing seen here
+    const float top = std::max(total.max, row.max), before = exp2f((total.max - top) * row.to_log2), share = exp2f((row.max - top) * row.to_log2);
+    const __m512 halves = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_load_ps(row.halves)));
+    for (int c = 0; c < H; c += 16) {
+        const __m512 own = _mm512_mul_ps(_mm512_add_ps(_mm512_load_ps(row.out + c), halves), _mm512_set1_ps(share));
+        _mm512_store_ps(total.out + c, _mm512_fmadd_ps(_mm512_load_ps(total.out + c), _mm512_set1_ps(before), own));
+    }
+    total.sum = total.sum * before + sum * share;
+    total.max = top;
+}
+
 template <class E, int H, int NQ>
 static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, const fp16* v_scale, const uint8_t* k_low, const uint8_t* v_low, const int64_t* pos, const int64_t* index,
                    bf16* out, float* mass, int64_t B, int64_t K, int64_t G, int64_t T, int64_t M, int64_t S, int64_t q_b, int64_t q_n, int64_t q_t,
@@ -826,41 +847,52 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
     constexpr int V = TILE / PAGE;
     const float to_log2 = scale * 1.44269504f;
     const int64_t R = G * T, places = (R + 15) / 16 * 16; // products read and write 16 rows
-    int64_t longest = index ? M : 0; // keys that some query sees, or entries listed
-    for (int64_t i = 0; i < B * T && !index; i++) longest = std::max(longest, pos[i] < M ? pos[i] + 1 : 0);
-    const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
     if (!B) return;
-    const int64_t tasks = B * K * n_splits, wanted = mass ? 1 : (TASKS * threads + tasks - 1) / tasks; // mass is summed over all rows
+    int64_t longest = 0; // keys that some query sees, or entries listed
+    static thread_local std::vector<int64_t> kept_starts;
+    kept_starts.assign(B + 1, 0);
+    for (int64_t b = 0; b < B; b++) {
+        int64_t own = index ? M : 0;
+        for (int64_t t = 0; t < T && !index; t++) own = std::max(own, pos[b * T + t] < M ? pos[b * T + t] + 1 : 0);
+        longest = std::max(longest, own);
+        kept_starts[b + 1] = kept_starts[b] + std::max<int64_t>(1, (own + SPLIT - 1) / SPLIT);
+    }
+    const int64_t* starts = kept_starts.data(); // the splits before row b's, of one kv head each
+    const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
+    const int64_t tasks = TASKS * threads, wanted = mass ? 1 : (tasks + B * K - 1) / (B * K); // mass is summed over all rows
     const int64_t n_rows = std::clamp<int64_t>(((R + wanted - 1) / wanted + 15) / 16 * 16, BLOCK, std::max<int64_t>(places, BLOCK)), n_blocks = std::max<int64_t>(1, (R + n_rows - 1) / n_rows);
+    // whether the splits of a row are different tasks': there are fewer rows as long as the longest one than tasks, and all fit some memory
+    const int64_t work = K * n_blocks * starts[B];
+    const bool shared = n_splits > 1 && work < tasks * n_splits && K * starts[B] * places * (int64_t)sizeof(Row<E, H, NQ>) <= MOST_HELD;
+    const int64_t each = shared ? std::max<int64_t>(1, work / tasks) : n_splits;
+    const int64_t held = shared ? K * starts[B] : B * K; // splits whose rows are kept
+    auto row_of = [&](int64_t b, int64_t head, int64_t split) { return (shared ? K * starts[b] + head * (starts[b + 1] - starts[b]) + split : b * K + head) * places; };
+    static thread_local std::vector<int64_t> kept_tasks;
+    kept_tasks.assign(B + 1, 0);
+    for (int64_t b = 0; b < B; b++) kept_tasks[b + 1] = kept_tasks[b] + K * n_blocks * ((starts[b + 1] - starts[b] + each - 1) / each);
+    const int64_t* first_task = kept_tasks.data(); // of row b
     // kept between calls: fresh pages of memory would cost more than a small call
     static thread_local std::vector<Row<E, H, NQ>> kept_rows;
+    static thread_local std::vector<Total<H>> kept_totals;
     static thread_local std::vector<float> kept_sums, kept_maxima;
-    if ((int64_t)kept_rows.size() < B * K * n_splits * places) kept_rows.resize(B * K * n_splits * places);
+    if ((int64_t)kept_rows.size() < held * places) kept_rows.resize(held * places);
+    if ((int64_t)kept_totals.size() < B * K * R) kept_totals.resize(B * K * R);
     if (mass) {
         kept_sums.resize(B * K * n_tiles * R * V);
         kept_maxima.assign(B * K * n_tiles * R, LOWEST);
     }
     Row<E, H, NQ>* all = kept_rows.data(); // by address: each worker has thread_locals of its own
+    Total<H>* totals = kept_totals.data();
     float *page_sum = mass ? kept_sums.data() : nullptr, *page_max = mass ? kept_maxima.data() : nullptr;
 
-    auto merge = [&](int64_t bk, int64_t block) { // the splits of a block of the rows of a kv head
-        const Row<E, H, NQ>* splits = all + bk * n_splits * places;
-        std::vector<float> top(R, LOWEST), total(R, 0.f);
-        for (int64_t r = block * n_rows; r < std::min(R, (block + 1) * n_rows); r++) {
-            __m512 merged[H / 16] = {};
-            for (int64_t s = 0; s < n_splits; s++) top[r] = std::max(top[r], splits[s * places + r].max);
-            for (int64_t s = 0; s < n_splits; s++) {
-                const Row<E, H, NQ>& row = splits[s * places + r];
-                if (row.max == LOWEST) continue; // nothing seen here
-                const float share = exp2f((row.max - top[r]) * row.to_log2);
-                total[r] += _mm512_reduce_add_ps(_mm512_load_ps(row.sum)) * share;
-                const __m512 halves = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_load_ps(row.halves)));
-                for (int c = 0; c < H / 16; c++) merged[c] = _mm512_add_ps(merged[c], _mm512_mul_ps(_mm512_add_ps(_mm512_load_ps(row.out + 16 * c), halves), _mm512_set1_ps(share)));
-            }
-            const __m512 by = _mm512_set1_ps(total[r]);
-            const __mmask16 any = total[r] ? 0xffff : 0;
-            for (__m512& dims : merged) dims = _mm512_maskz_div_ps(any, dims, by);
-            for (int c = 0; c < H / 16; c += 4) put_in_order<E>(merged + c, out + (bk * R + r) * H + 16 * c);
+    auto give = [&](int64_t bk, int64_t from, int64_t here) { // the outputs of these rows of a kv head, and the mass
+        for (int64_t r = from; r < from + here; r++) {
+            const Total<H>& total = totals[bk * R + r];
+            const __m512 by = _mm512_set1_ps(total.sum);
+            const __mmask16 any = total.sum ? 0xffff : 0;
+            __m512 dims[H / 16];
+            for (int c = 0; c < H / 16; c++) dims[c] = _mm512_maskz_div_ps(any, _mm512_load_ps(total.out + 16 * c), by);
+            for (int c = 0; c < H / 16; c += 4) put_in_order<E>(dims + c, out + (bk * R + r) * H + 16 * c);
         }
         if (!mass) return;
         float* shares = mass + bk * (M / PAGE);
@@ -869,37 +901,52 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
             for (int64_t r = 0; r < R; r++) {
                 const int64_t n = (bk * n_tiles + t) * R + r;
                 if (page_max[n] == LOWEST) continue; // nothing seen here
-                const float share = exp2f((page_max[n] - top[r]) * splits[r].to_log2) / total[r];
+                const Total<H>& total = totals[bk * R + r];
+                const float share = exp2f((page_max[n] - total.max) * all[row_of(bk / K, bk % K, 0) + r].to_log2) / total.sum;
                 for (int p = 0; p < V && t * V + p < M / PAGE; p++) shares[t * V + p] += page_sum[n * V + p] * share;
             }
     };
 
+    struct Parts { int64_t b, head, part, block; };
+    auto parts_of = [&](int64_t task) {
+        const int64_t b = std::upper_bound(first_task, first_task + B, task) - first_task - 1, n_parts = (starts[b + 1] - starts[b] + each - 1) / each, number = task - first_task[b];
+        return Parts{b, number / n_blocks / n_parts, number / n_blocks % n_parts, number % n_blocks};
+    };
+    std::atomic<int64_t> taken{0}; // tasks: a thread takes its next one when it reads the last tile of one, whose first tile it asks for then
 #pragma omp parallel num_threads(threads)
     {
     begin();
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t task = 0; task < tasks * n_blocks; task++) {
-        const int64_t block = task % n_blocks, split = task / n_blocks % n_splits, bk = task / n_blocks / n_splits, head = bk % K, b = bk / K;
-        const int64_t from = block * n_rows, here = std::min(n_rows, R - from);
+    int64_t coming = -1; // the next task, -1: not known
+    for (int64_t task = taken++; task < first_task[B]; task = coming < 0 ? taken++ : coming, coming = -1) {
+        const auto [b, head, part, block] = parts_of(task);
+        const int64_t own = starts[b + 1] - starts[b], bk = b * K + head;
+        const int64_t from = block * n_rows, here = std::min(n_rows, R - from), begin_of_part = part * each, end_of_part = std::min(own, begin_of_part + each);
         const E *keys = k + b * kv_b + head * kv_k, *values = v + b * kv_b + head * kv_k;
         const fp16 *key_scales = k_scale + b * scale_b + head * scale_k, *value_scales = v_scale + b * scale_b + head * scale_k; // of bytes
         const uint8_t *lower_keys = k_low + b * kv_b + head * kv_k, *lower_values = v_low + b * kv_b + head * kv_k; // of planes
-        const int64_t whole_from = tail ? pos[b * T] - tail + 1 : 0; // entries before are read of the upper plane alone
-        Row<E, H, NQ>* rows = all + (bk * n_splits + split) * places + from;
+        const int64_t whole_from = tail && T ? pos[b * T] - tail + 1 : 0; // entries before are read of the upper plane alone
+        auto limit = [&](int64_t r) { // of a row: the last position it may see
+            const int64_t place = pos[b * T + r % T];
+            return place < M || index ? std::min(place, INT64_MAX - 1) : -1;
+        };
         int64_t n_keys = 0;
+        for (int64_t r = from; r < from + here; r++) n_keys = std::max(n_keys, limit(r) + 1);
+        n_keys = index ? M : std::min(n_keys, M);
+        for (int64_t r = from; r < from + here && !shared; r++) totals[bk * R + r] = {};
+        for (int64_t split = begin_of_part; split < end_of_part; split++) {
+        Row<E, H, NQ>* rows = all + row_of(b, head, split) + from;
         for (int64_t r = 0; r < here; r++) {
             const int64_t g = (from + r) / T, t = (from + r) % T;
-            rows[r].to_log2 = to_log2 * take(q + b * q_b + (head * G + g) * q_n + t * q_t, rows[r]);
+            if (shared || split == begin_of_part) rows[r].to_log2 = to_log2 * take(q + b * q_b + (head * G + g) * q_n + t * q_t, rows[r]);
             memset(rows[r].out, 0, sizeof rows[r].out);
             memset(rows[r].sum, 0, sizeof rows[r].sum);
             memset(rows[r].halves, 0, sizeof rows[r].halves);
-            rows[r].max = LOWEST, rows[r].limit = pos[b * T + t] < M || index ? std::min(pos[b * T + t], INT64_MAX - 1) : -1;
-            n_keys = std::max(n_keys, rows[r].limit + 1);
+            rows[r].max = LOWEST, rows[r].limit = limit(from + r);
         }
-        n_keys = index ? M : std::min(n_keys, M);
+        if (split && split * SPLIT >= n_keys) continue; // of shorter rows than others
         Rows<E, H, NQ> reading(rows, here, mass);
         Picked<E, H>& at = reading.at;
-        const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
+        const int64_t end = std::min(n_keys, (split + 1) * SPLIT), end_of_reading = std::min(n_keys, end_of_part * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {
             const int parity = start / TILE % 2;
             int64_t* position = at.position[parity];
@@ -978,17 +1025,37 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                 if constexpr (BYTES<E>) tile.strange |= (uint64_t)_mm512_cmp_ps_mask(_mm512_load_ps(key_scale + c), _mm512_load_ps(value_scale + c), _CMP_UNORD_Q) << c;
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
-            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, !index && !k_low && start + 2 * TILE <= end);
+            const E *next_key = nullptr, *next_value = nullptr;
+            if (!index && !k_low && start + 2 * TILE <= end_of_reading) {
+                next_key = tile.key[0] + TILE * H, next_value = tile.value[0] + TILE * H;
+            } else if (!index && !k_low && start + TILE >= end_of_reading && coming < 0) {
+                coming = taken++;
+                if (coming < first_task[B]) {
+                    const Parts next = parts_of(coming);
+                    const int64_t place = next.part * each * SPLIT;
+                    if (place + TILE <= S) next_key = k + next.b * kv_b + next.head * kv_k + place * H, next_value = v + next.b * kv_b + next.head * kv_k + place * H;
+                }
+            }
+            reading.read(tile, parity, mass ? page_sum + n * V : nullptr, mass ? page_max + n : nullptr, next_key, next_value);
         }
         reading.finish();
-        if (n_splits == 1) merge(bk, block);
+        for (int64_t r = 0; r < here && !shared; r++) add_split(totals[bk * R + from + r], rows[r]);
+        }
+        if (!shared) give(bk, from, here);
     }
     end();
     }
 
-    if (n_splits > 1)
+    if (shared)
 #pragma omp parallel for num_threads(threads)
-        for (int64_t n = 0; n < B * K * n_blocks; n++) merge(n / n_blocks, n % n_blocks);
+        for (int64_t n = 0; n < B * K * n_blocks; n++) {
+            const int64_t bk = n / n_blocks, b = bk / K, from = n % n_blocks * n_rows, here = std::min(n_rows, R - from);
+            for (int64_t r = from; r < from + here; r++) {
+                totals[bk * R + r] = {};
+                for (int64_t split = 0; split < starts[b + 1] - starts[b]; split++) add_split(totals[bk * R + r], all[row_of(b, bk % K, split) + r]);
+            }
+            give(bk, from, here);
+        }
 }
 
 }

@@ -10,8 +10,9 @@
 namespace {
 constexpr int H = HEAD_DIM, VECTORS = H / LANES;
 static_assert(H % 16 == 0 && H <= 256);
-constexpr int TILE = 32, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 2048; // a tile of up to 64 dims stays in L1, widened
+constexpr int TILE = 32, PAGE = 16, PAGES = TILE / PAGE, SPLIT = 1024; // a tile of up to 64 dims stays in L1, widened
 constexpr int BLOCK = 64, TASKS = 8; // rows that read a split together, at least; parts of the work for each thread, as far as there are rows
+constexpr int64_t MOST_HELD = 64 << 20; // bytes of all rows of all splits that are kept at once
 constexpr float LOWEST = -0x1p126f; // finite, so that the difference of two is no NaN; scaled it stays exact
 constexpr float LEAST = -100.f; // of a weight's logarithm; less counts as 0: what it is multiplied by may be small, too
 constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
@@ -229,7 +230,7 @@ struct Scratch {
     Tile tile;
 };
 
-// The tile of kv head `head` of batch row b that begins at `start`, of a split that ends at `end`, for n_rows of its rows; most: the
+// The tile of kv head `head` of batch row b that begins at `start`, of a reading that ends at `end`, for n_rows of its rows; most: the
 // last position that they see.
 static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_t end, int64_t most, int64_t n_rows, Scratch& at) {
     const int64_t number = a.k_dtype == INT8 ? 1 : a.k_dtype == FP32 ? 4 : 2, of_head = (b * a.kv_b + head * a.kv_k) * number;
@@ -303,44 +304,62 @@ static void gather(const Call& a, int64_t b, int64_t head, int64_t start, int64_
     for (int j = tile.n; j < TILE; j++) tile.key_scale[j] = tile.value_scale[j] = 1.f; // any number
 }
 
+// What the splits of a row have come to so far.
+struct Total {
+    alignas(64) float out[H] = {};
+    float max = LOWEST, sum = 0.f;
+};
+static inline void add_split(Total& total, const Row& row) {
+    const float sum = sum_of(load<F>(row.sum));
+    if (sum == 0.f) return; // nothing seen here
+    const float top = std::max(total.max, row.max), before = exp2f((total.max - top) * row.to_log2), share = exp2f((row.max - top) * row.to_log2);
+    for (int c = 0; c < H; c += LANES) store(total.out + c, load<F>(total.out + c) * before + load<F>(row.out + c) * share);
+    total.sum = total.sum * before + sum * share;
+    total.max = top;
+}
+
 static void attend(const Call& a, float scale, int threads) {
     const int64_t B = a.B, K = a.K, T = a.T, M = a.M, R = a.G * T;
-    int64_t longest = a.index ? M : 0; // keys that some query sees, or entries listed
-    for (int64_t i = 0; i < B * T && !a.index; i++) longest = std::max(longest, a.pos[i] < M ? a.pos[i] + 1 : 0);
-    const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
     if (!B) return;
-    const int64_t tasks = B * K * n_splits, wanted = a.mass ? 1 : (TASKS * threads + tasks - 1) / tasks; // mass is summed over all rows
+    int64_t longest = 0; // keys that some query sees, or entries listed
+    std::vector<int64_t> starts(B + 1, 0), first_task(B + 1, 0); // the splits before row b's, of one kv head each; its first task
+    for (int64_t b = 0; b < B; b++) {
+        int64_t own = a.index ? M : 0;
+        for (int64_t t = 0; t < T && !a.index; t++) own = std::max(own, a.pos[b * T + t] < M ? a.pos[b * T + t] + 1 : 0);
+        longest = std::max(longest, own);
+        starts[b + 1] = starts[b] + std::max<int64_t>(1, (own + SPLIT - 1) / SPLIT);
+    }
+    const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
+    const int64_t tasks = TASKS * threads, wanted = a.mass ? 1 : (tasks + B * K - 1) / (B * K); // mass is summed over all rows
     const int64_t n_rows = std::clamp<int64_t>((R + wanted - 1) / wanted, std::min<int64_t>(BLOCK, R), R), n_blocks = R ? (R + n_rows - 1) / n_rows : 1;
+    // whether the splits of a row are different tasks': there are fewer rows as long as the longest one than tasks, and all fit some memory
+    const int64_t work = K * n_blocks * starts[B];
+    const bool shared = n_splits > 1 && work < tasks * n_splits && K * starts[B] * R * (int64_t)sizeof(Row) <= MOST_HELD;
+    const int64_t each = shared ? std::max<int64_t>(1, work / tasks) : n_splits;
+    const int64_t held = shared ? K * starts[B] : B * K; // splits whose rows are kept
+    auto row_of = [&](int64_t b, int64_t head, int64_t split) { return (shared ? K * starts[b] + head * (starts[b + 1] - starts[b]) + split : b * K + head) * R; };
+    for (int64_t b = 0; b < B; b++) first_task[b + 1] = first_task[b] + K * n_blocks * ((starts[b + 1] - starts[b] + each - 1) / each);
     // kept between calls: fresh pages of memory would cost more than a small call
     static thread_local std::vector<Row> kept_rows;
+    static thread_local std::vector<Total> kept_totals;
     static thread_local std::vector<float> kept_sums, kept_maxima;
-    if ((int64_t)kept_rows.size() < B * K * n_splits * R) kept_rows.clear(), kept_rows.resize(B * K * n_splits * R);
+    if ((int64_t)kept_rows.size() < held * R) kept_rows.clear(), kept_rows.resize(held * R);
+    if ((int64_t)kept_totals.size() < B * K * R) kept_totals.clear(), kept_totals.resize(B * K * R);
     if (a.mass) {
         kept_sums.assign(B * K * n_tiles * R * PAGES, 0.f);
         kept_maxima.assign(B * K * n_tiles * R, LOWEST);
     }
     Row* rows_of_all = kept_rows.data(); // by address: each worker has thread_locals of its own
+    Total* totals = kept_totals.data();
     float *page_sum = a.mass ? kept_sums.data() : nullptr, *page_max = a.mass ? kept_maxima.data() : nullptr;
 
-    auto merge = [&](int64_t bk, int64_t block) { // the splits of a block of the rows of a kv head
-        const Row* splits = rows_of_all + bk * n_splits * R;
+    auto give = [&](int64_t bk, int64_t from, int64_t here) { // the outputs of these rows of a kv head, and the mass
         if (a.mass) memset(a.mass + bk * (M / PAGE), 0, M / PAGE * sizeof(float));
-        for (int64_t r = block * n_rows; r < std::min(R, (block + 1) * n_rows); r++) {
-            F merged[VECTORS] = {};
-            float top = LOWEST, total = 0.f;
-            for (int64_t s = 0; s < n_splits; s++) top = std::max(top, splits[s * R + r].max);
-            for (int64_t s = 0; s < n_splits; s++) {
-                const Row& row = splits[s * R + r];
-                const float sum = sum_of(load<F>(row.sum));
-                if (sum == 0.f) continue; // nothing seen here
-                const float share = exp2f((row.max - top) * row.to_log2);
-                total += sum * share;
-                for (int c = 0; c < VECTORS; c++) merged[c] += load<F>(row.out + c * LANES) * share;
-            }
-            const F by = all(total);
+        for (int64_t r = from; r < from + here; r++) {
+            const Total& total = totals[bk * R + r];
             char* to = (char*)a.out + (bk * R + r) * H * a.width();
             for (int c = 0; c < VECTORS; c++) {
-                const F dims = total == 0.f ? F{} : merged[c] / by;
+                const F dims = total.sum == 0.f ? F{} : load<F>(total.out + c * LANES) / all(total.sum);
                 if (a.q_dtype == FP32) store((float*)to + c * LANES, dims);
                 else if (a.q_dtype == FP16) store_fp16((fp16*)to + c * LANES, dims);
                 else store_bf16((bf16*)to + c * LANES, dims);
@@ -350,7 +369,7 @@ static void attend(const Call& a, float scale, int threads) {
             for (int64_t t = 0; t < n_tiles; t++) {
                 const int64_t n = (bk * n_tiles + t) * R + r;
                 if (page_max[n] == LOWEST) continue; // nothing seen here
-                const float share = exp2f((page_max[n] - top) * splits[r].to_log2) / total;
+                const float share = exp2f((page_max[n] - total.max) * rows_of_all[row_of(bk / K, bk % K, 0) + r].to_log2) / total.sum;
                 for (int p = 0; p < PAGES && t * PAGES + p < M / PAGE; p++) shares[t * PAGES + p] += page_sum[n * PAGES + p] * share;
             }
         }
@@ -360,38 +379,56 @@ static void attend(const Call& a, float scale, int threads) {
     {
         Scratch at; // of this thread: one that is thread_local would be looked up in every loop
         std::vector<Query> queries(n_rows);
+        std::vector<char> finite(n_rows);
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks * n_blocks; task++) {
-            const int64_t block = task % n_blocks, split = task / n_blocks % n_splits, bk = task / n_blocks / n_splits, head = bk % K, b = bk / K;
-            const int64_t from = block * n_rows, here = std::min(n_rows, R - from);
-            Row* rows = rows_of_all + (bk * n_splits + split) * R + from;
-            int64_t n_keys = 0;
+        for (int64_t task = 0; task < first_task[B]; task++) {
+            const int64_t b = std::upper_bound(first_task.begin(), first_task.begin() + B, task) - first_task.begin() - 1, own = starts[b + 1] - starts[b], n_parts = (own + each - 1) / each;
+            const int64_t number = task - first_task[b], block = number % n_blocks, part = number / n_blocks % n_parts, head = number / n_blocks / n_parts, bk = b * K + head;
+            const int64_t from = block * n_rows, here = std::min(n_rows, R - from), end_of_part = std::min(own, (part + 1) * each);
+            auto limit = [&](int64_t r) { // of a row: the last position it may see
+                const int64_t place = a.pos[b * T + r % T];
+                return place < M || a.index ? (int32_t)std::clamp<int64_t>(place, -1, NOWHERE - 1) : -1;
+            };
+            int64_t most = -1; // that any query sees
             for (int64_t r = 0; r < here; r++) {
-                Row& row = rows[r];
-                const int64_t g = (from + r) / T, t = (from + r) % T, place = a.pos[b * T + t];
+                const int64_t g = (from + r) / T, t = (from + r) % T;
                 widen(a.q_dtype, (const char*)a.q + (b * a.q_b + (head * a.G + g) * a.q_n + t * a.q_t) * a.width(), queries[r].q, H);
                 F none{}; // 0 unless some number is not finite
                 for (int c = 0; c < H; c += LANES) none += load<F>(queries[r].q + c) - load<F>(queries[r].q + c);
-                const bool finite = sum_of(none) == 0.f;
-                row.to_log2 = finite ? scale * 1.44269504f : std::numeric_limits<float>::quiet_NaN();
-                if (!finite) memset(queries[r].q, 0, sizeof queries[r].q); // its scores must be numbers: what it sees is told by the largest
-                memset(row.out, 0, sizeof row.out), memset(row.sum, 0, sizeof row.sum);
-                row.max = LOWEST, row.limit = place < M || a.index ? (int32_t)std::clamp<int64_t>(place, -1, NOWHERE - 1) : -1;
-                n_keys = std::max<int64_t>(n_keys, row.limit + 1);
+                finite[r] = sum_of(none) == 0.f;
+                if (!finite[r]) memset(queries[r].q, 0, sizeof queries[r].q); // its scores must be numbers: what it sees is told by the largest
+                most = std::max<int64_t>(most, limit(from + r));
+                if (!shared) totals[bk * R + from + r] = {};
             }
-            const int64_t most = n_keys - 1; // that any query sees
-            n_keys = a.index ? M : std::min(n_keys, M);
-            const int64_t end = std::min(n_keys, (split + 1) * SPLIT);
-            for (int64_t start = split * SPLIT; start < end; start += TILE) {
-                gather(a, b, head, start, end, most, here, at);
-                const int64_t n = (bk * n_tiles + start / TILE) * R;
-                read_tile(at.tile, rows, queries.data(), here, page_sum ? page_sum + n * PAGES : nullptr, page_max ? page_max + n : nullptr);
+            const int64_t n_keys = a.index ? M : std::min(most + 1, M);
+            for (int64_t split = part * each; split < end_of_part; split++) {
+                Row* rows = rows_of_all + row_of(b, head, split) + from;
+                for (int64_t r = 0; r < here; r++) {
+                    Row& row = rows[r];
+                    memset(row.out, 0, sizeof row.out), memset(row.sum, 0, sizeof row.sum);
+                    row.to_log2 = finite[r] ? scale * 1.44269504f : std::numeric_limits<float>::quiet_NaN();
+                    row.max = LOWEST, row.limit = limit(from + r);
+                }
+                const int64_t end = std::min(n_keys, (split + 1) * SPLIT), end_of_reading = std::min(n_keys, end_of_part * SPLIT);
+                for (int64_t start = split * SPLIT; start < end; start += TILE) {
+                    gather(a, b, head, start, end_of_reading, most, here, at);
+                    const int64_t n = (bk * n_tiles + start / TILE) * R;
+                    read_tile(at.tile, rows, queries.data(), here, page_sum ? page_sum + n * PAGES : nullptr, page_max ? page_max + n : nullptr);
+                }
+                for (int64_t r = 0; r < here && !shared; r++) add_split(totals[bk * R + from + r], rows[r]);
             }
-            if (n_splits == 1) merge(bk, block);
+            if (!shared) give(bk, from, here);
         }
-        if (n_splits > 1) {
+        if (shared) {
 #pragma omp for
-            for (int64_t n = 0; n < B * K * n_blocks; n++) merge(n / n_blocks, n % n_blocks);
+            for (int64_t n = 0; n < B * K * n_blocks; n++) {
+                const int64_t bk = n / n_blocks, b = bk / K, from = n % n_blocks * n_rows, here = std::min(n_rows, R - from);
+                for (int64_t r = from; r < from + here; r++) {
+                    totals[bk * R + r] = {};
+                    for (int64_t split = 0; split < starts[b + 1] - starts[b]; split++) add_split(totals[bk * R + r], rows_of_all[row_of(b, bk % K, split) + r]);
+                }
+                give(bk, from, here);
+            }
         }
     }
 }

@@ -15,6 +15,7 @@ constexpr int TOGETHER = V == 1 ? 2 : 1; // halves of widened weights that share
 constexpr int WIDENED = 192; // inputs whose weights are widened at a time, and stay in the first cache
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12; // of those in registers
 constexpr int UNREAD = 8192; // bytes ahead that are asked for
+constexpr int OF_FOUR = FOURS ? 1 : 2; // words that hold four inputs of whole numbers
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 
 static inline F silu(F x) { // NaN and the infinities as they are elsewhere
@@ -36,11 +37,11 @@ struct Product {
     int64_t M, I, O, x_row;
     bool gated; // outputs 2 j and 2 j + 1 are gate and up
     float* wide; // [M, I]
-    int32_t* whole; // [M, 2 planes, I / 4, 2]: of four inputs the first and third, then the others, as 16 bits each
+    int32_t* whole; // [M, 2 planes, I / 4, OF_FOUR]: of four inputs the first and third, then the others, as 16 bits each; or all as bytes
     float* x_scale; // [M]
     float* totals; // by sums: [M, I / 32]
 
-    int64_t plane() const { return I / 2; } // words
+    int64_t plane() const { return I / 4 * OF_FOUR; } // words
 
     // Row m, made ready.
     void take(Kind kind, int64_t m) const {
@@ -63,7 +64,12 @@ struct Product {
                 const int32_t n = finite ? (int32_t)((widened_one(row[i + j]) * inverse + magic) - magic) : 0, upper = (n + 64) >> 7;
                 part[0][j] = upper, part[1][j] = n - 128 * upper, total += n;
             }
-            for (int k = 0; k < 2; k++) {
+            for (int k = 0; k < 2 && FOURS; k++) {
+                uint32_t word = 0;
+                for (int j = 0; j < 4; j++) word |= (uint32_t)(part[k][j] & 0xff) << 8 * j;
+                to[k * plane() + i / 4] = (int32_t)word;
+            }
+            for (int k = 0; k < 2 && !FOURS; k++) {
                 to[k * plane() + i / 2] = (part[k][0] & 0xffff) | (int32_t)((uint32_t)part[k][2] << 16);
                 to[k * plane() + i / 2 + 1] = (part[k][1] & 0xffff) | (int32_t)((uint32_t)part[k][3] << 16);
             }
@@ -183,7 +189,7 @@ template <int N> static inline void int8_half(const Product& p, const char* w, i
     const int32_t* x = p.whole + m * 2 * p.plane();
     for (int64_t line = 0; line < p.I / 64; line++)
 #pragma GCC unroll 2
-        for (int word = 0; word < WORDS; word++, x += 2) {
+        for (int word = 0; word < WORDS; word++, x += OF_FOUR) {
             const char* at = words(w, line, half) + word * LINE;
             if (half == 0) ask(w, line, word);
             const int first = CHAINS == 4 ? word % 2 * 2 : 0, second = CHAINS == 1 ? 0 : first + 1;
@@ -194,7 +200,10 @@ template <int N> static inline void int8_half(const Product& p, const char* w, i
 #pragma GCC unroll 12
                 for (int part = 0; part < 2 * N; part++) {
                     I* own = sum[part / 2][part % 2][v];
-                    if (N == 1 && LANES == 16) {
+                    if constexpr (FOURS) {
+                        I& to = own[word % CHAINS];
+                        to = fours(to, (I)four, all(x[part * p.plane()]));
+                    } else if (N == 1 && LANES == 16) {
                         own[0] += pairs(even, all(x[part * p.plane()])) + pairs(odd, all(x[part * p.plane() + 1]));
                     } else {
                         own[first] = pairs(own[first], even, all(x[part * p.plane()]));
@@ -221,15 +230,19 @@ template <int N> static inline void by_sums(const Product& p, const char* w, con
         __builtin_prefetch(blocks + UNREAD / 4);
         for (int c = 0; c < 4; c++) {
             __builtin_prefetch(w + UNREAD + LINE * c);
-            const int32_t* x = p.whole + m * 2 * p.plane() + 16 * g + 2 * c;
+            const int32_t* x = p.whole + m * 2 * p.plane() + OF_FOUR * (8 * g + c);
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
-                const I word = load<I>(w + c * LINE + v * 4 * LANES), low = all(0x000f000f);
-                const I even = word & low, odd = word >> 8 & low, even_2 = word >> 4 & low, odd_2 = word >> 12 & low;
+                const I word = load<I>(w + c * LINE + v * 4 * LANES), low = all(FOURS ? 0x0f0f0f0f : 0x000f000f);
+                const I even = word & low, odd = word >> 8 & low, even_2 = word >> 4 & low, odd_2 = word >> 12 & low; // by fours even, even_2 are all
 #pragma GCC unroll 4
                 for (int part = 0; part < 2 * N; part++) {
                     const int32_t* own = x + part * p.plane();
                     I& to = sum[part / 2][part % 2][v];
+                    if constexpr (FOURS) {
+                        to = fours(fours(to, even, all(own[0])), even_2, all(own[4]));
+                        continue;
+                    }
                     to = pairs(pairs(to, even, all(own[0])), odd, all(own[1]));
                     to = pairs(pairs(to, even_2, all(own[8])), odd_2, all(own[9]));
                 }

@@ -226,4 +226,19 @@ static inline I pairs(I sum, I a, I b) {
     return sum + pairs(a, b);
 #endif
 }
+
+// added to a sum, the products of all four bytes in every lane, signed
+#if defined(__ARM_FEATURE_DOTPROD) || defined(BY_FOURS)
+constexpr bool FOURS = true; // whether that had better be used, as one instruction
+#else
+constexpr bool FOURS = false;
+#endif
+static inline I fours(I sum, I a, I b) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (I)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
+#else
+    for (int bits = 0; bits < 32; bits += 8) sum += (a << bits >> 24) * (b << bits >> 24);
+    return sum;
+#endif
+}
 }

@@ -40,7 +40,7 @@ cpu_build, cpu_layers, cpu_linear, cpu_round, cpu_sampling, cpu_sets = (
 PAGE = cpu.PAGE
 GROUPS = (1, 2, 3, 4, 5, 7, 8)
 HEAD_DIMS = (64, 128)
-KEY_SPLIT, TILE = 4096, 64  # of the kernel in cpu_attention.cpp; in that for any CPU half of both
+KEY_SPLIT, TILE = 1024, 64  # of the kernel in cpu_attention.cpp; in that for any CPU a tile is half of it
 ANOTHER = "avx512_bf16, as of another maker than Intel"
 
 
@@ -227,19 +227,36 @@ def test_a_querys_output_depends_only_on_its_own_row(group: int, head_dim: int) 
 
 @needs_kernel
 def test_threads_and_earlier_calls_change_no_bit() -> None:
-    large, small = Case([9000, 300], n_tokens=4, group=2), Case([70], n_tokens=2, group=5, head_dim=128)
+    """Of the splits of rows and kv heads a thread reads all, several or one, by how many threads there are."""
+    large, small = Case([9000, 300, 8200, 1023], n_tokens=4, group=2), Case([70], n_tokens=2, group=5, head_dim=128)
+    alike = Case([3000] * 5, n_tokens=4, group=2)
 
     def run(case: Case) -> list[Tensor]:
         n_keys = case.k.shape[2] // PAGE * PAGE
-        return list(cpu_attention_with_mass(case.q, case.k, case.v, case.pos, n_keys))
+        given = case.q, case.k, case.v, case.pos, n_keys
+        return [*cpu_attention_with_mass(*given), cpu_attention(*given)]
 
-    first = [run(case) for case in (large, small)]
+    first = [run(case) for case in (large, small, alike)]
     threads = torch.get_num_threads()
     try:
-        for n_threads in (1, 2, 3):
+        for n_threads in (1, 2, 3, 4, 7):
             torch.set_num_threads(n_threads)
-            for case, expected in ((small, first[1]), (large, first[0]), (small, first[1])):
+            for case, expected in ((small, first[1]), (large, first[0]), (small, first[1]), (alike, first[2])):
                 assert all(torch.equal(a, b) for a, b in zip(run(case), expected, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernel
+def test_neither_blocks_of_queries_nor_splits_show_in_a_bit_of_a_long_chunk() -> None:
+    case = Case([2300], n_tokens=130, group=3)
+    k, v = case.finite()
+    each = [cpu_attention(case.q[:, :, t : t + 1], k, v, case.pos[:, t : t + 1], 2301) for t in range(130)]
+    threads = torch.get_num_threads()
+    try:
+        for n_threads in (1, 2, 9):
+            torch.set_num_threads(n_threads)
+            assert cpu_attention(case.q, k, v, case.pos, 2301).equal(torch.cat(each, 2))
     finally:
         torch.set_num_threads(threads)
 

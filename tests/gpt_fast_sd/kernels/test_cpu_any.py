@@ -238,15 +238,16 @@ def test_gates_of_any_size_are_taken(instructions: str) -> None:
 
 
 def test_bits_do_not_depend_on_threads(instructions: str) -> None:
+    """Of up to 4 splits of 5 x 2 kv heads a thread reads all, several or one, by how many threads there are."""
     before = torch.get_num_threads()
-    q, k, v = noise(2, 4, 2, 80), noise(2, 2, 2100, 80, seed=1), noise(2, 2, 2100, 80, seed=2)
-    pos = torch.tensor([[2000, 2001], [40, 41]])
+    q, k, v = noise(5, 4, 2, 80), noise(5, 2, 3900, 80, seed=1), noise(5, 2, 3900, 80, seed=2)
+    pos = torch.tensor([[3800, 3801], [3100, 3101], [1023, 1024], [3071, 3072], [3600, 3601]])
     x, weight = noise(40, 64).to(BF16), cpu_linear.pack(noise(128, 64, seed=3).to(BF16))
     try:
         results = []
-        for n in (1, 2, 3):
+        for n in (1, 2, 3, 6):
             torch.set_num_threads(n)
-            results.append((cpu.cpu_attention(q, k, v, pos, 2048), cpu_linear.packed_linear(x, weight, None)))
+            results.append((cpu.cpu_attention(q, k, v, pos, 3840), cpu_linear.packed_linear(x, weight, None)))
     finally:
         torch.set_num_threads(before)
     assert all(a.equal(b) for one in results[1:] for a, b in zip(one, results[0], strict=True))

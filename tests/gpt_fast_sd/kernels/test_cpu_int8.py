@@ -24,7 +24,7 @@ from tests.gpt_fast_sd.kernels.test_cpu import body, listing, needs_kernel  # no
 from tests.helpers import thinned
 
 cpu, decode = (importlib.import_module(f"gpt_fast_sd.kernels.{name}") for name in ("cpu", "decode"))  # behind the door
-PAGE, TILE, KEY_SPLIT = cpu.PAGE, 64, 4096  # the last two of the kernel
+PAGE, TILE, KEY_SPLIT = cpu.PAGE, 64, 1024  # the last two of the kernel
 NAN = float("nan")
 
 
@@ -202,9 +202,9 @@ def test_no_scale_behind_a_row_reaches_it_whatever_it_is(bad: float) -> None:
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_scale_that_is_no_number_gives_nan_to_whoever_reads_it_and_touches_no_other(group: int, which: str) -> None:
     """Whole numbers once made nothing of it, in most lanes of a vector: a damaged token was as if it were not there."""
-    for place in (0, 5, 16, 37, 63, 79):
-        case = Case([80, 80], n_tokens=3, group=group)
-        index = torch.arange(81).flip(0).expand(2, 2, -1).contiguous()
+    for end, place in [*((80, place) for place in (0, 5, 16, 37, 63, 79)), (KEY_SPLIT, KEY_SPLIT)]:
+        case = Case([end, end], n_tokens=3, group=group)
+        index = torch.arange(end + 1).flip(0).expand(2, 2, -1).contiguous()
         before = case.attend(), case.attend_at(index)
         getattr(case, which)[1, 1, place] = NAN
         hit = torch.zeros(before[0].shape[:3], dtype=torch.bool)
@@ -228,7 +228,7 @@ def test_a_querys_output_hangs_on_nothing_but_its_own_row_nor_on_threads(group: 
             assert torch.equal(case.attend(end + 1, one, slice(t, t + 1))[:, :, 0], together[one, :, t])
     threads = torch.get_num_threads()
     try:
-        for n_threads in (1, 2):
+        for n_threads in (1, 2, 4, 7):
             torch.set_num_threads(n_threads)
             assert all(map(torch.equal, case.attend_with_mass(4608), (together, mass)))
     finally:
@@ -249,6 +249,19 @@ def test_what_many_rows_find_over_bytes_each_finds_alone(head_dim: int, n_tokens
     together = attend(slice(None))
     for t in range(n_tokens):
         assert torch.equal(attend(slice(t, t + 1)), together[:, :, t : t + 1])
+
+
+@needs_kernel
+def test_neither_blocks_of_queries_nor_splits_show_in_a_bit_of_a_long_chunk() -> None:
+    case = Case([2300], n_tokens=130, group=3)
+    each = [case.attend(tokens=slice(t, t + 1)) for t in range(130)]
+    threads = torch.get_num_threads()
+    try:
+        for n_threads in (1, 2, 9):
+            torch.set_num_threads(n_threads)
+            assert case.attend().equal(torch.cat(each, 2))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @needs_kernel

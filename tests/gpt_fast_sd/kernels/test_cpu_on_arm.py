@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,33 +38,38 @@ beforehand, cpu, cpu_build, cpu_linear, cpu_round, cpu_sampling = (
     importlib.import_module(f"gpt_fast_sd.kernels.{name}")
     for name in ("cpu_beforehand", "cpu", "cpu_build", "cpu_linear", "cpu_round", "cpu_sampling")
 )  # behind the door
-COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (COMPILER and EMULATOR), reason="no cross compiler and emulator for ARM"),
-]
+COMPILER, EMULATOR, OWN_COMPILER = (shutil.which(name) for name in ("aarch64-linux-gnu-g++", "qemu-aarch64", "g++"))
+LEAST, WITH_DOTS = "-march=armv8-a", "-march=armv8.2-a+dotprod"  # the least CPU that has NEON; dot products of bytes
+HERE = "-DBY_FOURS -march=native"  # on this CPU, where plain expressions take the place of those dot products
+needs_both = pytest.mark.skipif(not (COMPILER and EMULATOR), reason="no cross compiler and emulator for ARM")
+ARM = pytest.mark.slow, needs_both
+on_linux = pytest.mark.skipif(not (OWN_COMPILER and sys.platform == "linux"), reason="no g++ with OpenMP")
 
 
-def program(source: Path, head_dim: int, to: Path) -> Path:
-    """The kernel with a program around it, for the least CPU that has NEON."""
-    assert COMPILER
+def program(source: Path, head_dim: int, to: Path, kind: str = LEAST) -> Path:
+    """The kernel with a program around it."""
+    compiler = OWN_COMPILER if kind == HERE else COMPILER
+    assert compiler
     plain = next(iter(sets_of_this_kind().values()))
     named = {cpu_sampling.SOURCE: "#define SAMPLES\n", cpu_round.SOURCE: "#define DRAWS\n"}.get(source, "")
     code = named + cpu_build.text(source, head_dim, plain) + Path(__file__).with_name("on_arm.cpp").read_text()
-    command = [COMPILER, *beforehand.FLAGS, "-fopenmp", "-static", "-march=armv8-a", "-x", "c++", "-", "-o", str(to)]
+    flags = *kind.split(), *(["-static"] if compiler == COMPILER else [])
+    command = [compiler, *beforehand.FLAGS, "-fopenmp", *flags, "-x", "c++", "-", "-o", str(to)]
     done = subprocess.run(command, input=code, text=True, capture_output=True, check=False)
     assert not done.returncode, done.stderr
     return to
 
 
-def run(built: Path, sizes: list[int], arrays: list[Tensor | None]) -> bytes:
-    assert EMULATOR
+def run(built: Path, sizes: list[int], arrays: list[Tensor | None], kind: str = LEAST) -> bytes:
+    by = [] if kind == HERE else [str(EMULATOR)]
     given = [torch.tensor(sizes), *arrays, *[None] * (9 - len(arrays))]
     raw = [b"" if x is None else x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in given]
     said = b"".join(len(one).to_bytes(8, "little") + one for one in raw)
-    return subprocess.run([EMULATOR, str(built)], input=said, capture_output=True, check=True).stdout
+    return subprocess.run([*by, str(built)], input=said, capture_output=True, check=True).stdout
 
 
+@pytest.mark.slow
+@needs_both
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
 def test_attention_is_that_of_fp64(head_dim: int, tmp_path: Path) -> None:
     built = program(cpu.ANY, head_dim, tmp_path / "attend")
@@ -94,8 +100,11 @@ def test_attention_is_that_of_fp64(head_dim: int, tmp_path: Path) -> None:
                     torch.testing.assert_close(mass.sum(-1), torch.full((2, 2), 4.0), rtol=1e-5, atol=0.0)
 
 
-def test_products_are_their_references(tmp_path: Path) -> None:
-    built, n_in, n_out = program(cpu_linear.ANY, 0, tmp_path / "multiply"), 576, 96
+@pytest.mark.parametrize(
+    "kind", [pytest.param(LEAST, marks=ARM), pytest.param(WITH_DOTS, marks=ARM), pytest.param(HERE, marks=on_linux)]
+)
+def test_products_are_their_references(kind: str, tmp_path: Path) -> None:
+    built, n_in, n_out = program(cpu_linear.ANY, 0, tmp_path / "multiply", kind), 576, 96
     weight, bias = (noise(n_out, n_in, seed=1) * 0.05).to(BF16), noise(n_out, seed=2).to(BF16)
     integers, scale = quantize_rows(weight)
     held = quantize_blocks(weight)
@@ -104,7 +113,7 @@ def test_products_are_their_references(tmp_path: Path) -> None:
     def product(x: Tensor, *weights: Tensor | None, gated: bool = False, by_sums: bool = False) -> Tensor:
         width = n_out // 2 if gated else n_out
         sizes = [2 * len(x) * width, 0, len(x), n_in, n_out, n_in, gated, by_sums]
-        return torch.frombuffer(bytearray(run(built, sizes, [x, *weights])), dtype=BF16).view(len(x), width)
+        return torch.frombuffer(bytearray(run(built, sizes, [x, *weights], kind)), dtype=BF16).view(len(x), width)
 
     for n_rows in (1, 3, 8, 50):
         x = noise(n_rows, n_in, seed=n_rows).to(BF16)
@@ -122,6 +131,8 @@ def test_products_are_their_references(tmp_path: Path) -> None:
         torch.testing.assert_close(got.double(), F.silu(gate) * up, rtol=2.0**-8, atol=1e-5)
 
 
+@pytest.mark.slow
+@needs_both
 def test_what_is_drawn_is_what_tensors_keep_and_draw(tmp_path: Path) -> None:
     built, n_vocab = program(cpu_sampling.SOURCE, 0, tmp_path / "sample"), 9001
     filters = [(n_vocab, 1.0, 0.0), (50, 1.0, 0.0), (n_vocab, 0.9, 0.0), (n_vocab, 1.0, 0.05), (3000, 0.97, 0.01)]
@@ -139,6 +150,8 @@ def test_what_is_drawn_is_what_tensors_keep_and_draw(tmp_path: Path) -> None:
     assert torch.frombuffer(bytearray(drawn), dtype=torch.int64).equal(draw(p, u, kernel=False))
 
 
+@pytest.mark.slow
+@needs_both
 def test_all_layers_of_a_step_compile(tmp_path: Path) -> None:
     """They are not run: they call the kernels above, which a program of the emulator would have to load."""
     assert COMPILER
