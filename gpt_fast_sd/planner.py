@@ -9,7 +9,7 @@ tokens per second wins; 0 is plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from statistics import mean
 
@@ -33,6 +33,7 @@ FIRST_PROBE, LAST_PROBE = 16, 1024  # plain rounds after which drafting is tried
 PAYING = 48  # rounds that draft after which it has paid for a while, and is tried again as soon as at first
 PLAIN_AFTER = 32  # rounds that draft after which a plain one is timed again ...
 CLEARLY, RARELY = 1.25, 16  # ... so many times as many where drafting gains more than that, once one was timed
+NEARLY, TRIED = 0.9, 3  # a tier beside the best one that promises this share of it has so many rounds to show itself
 FIRST_ROUNDS = 8  # the quickest of them gives the host's share: the others may build what they are the first to use
 
 
@@ -168,6 +169,7 @@ class GammaPlanner:
                 self._forget(PRIOR_WEIGHT / 2)  # so that one accepted draft is enough for more
                 self._probe_after = min(2 * self._probe_after, LAST_PROBE)
                 best = max(could, key=lambda g: speeds[g])  # the one that loses least
+        best = self._untried_beside(best, speeds) or best
         self._last = best
         # only plain rounds show what they take, and the first of them correct it most
         seen = min(self.verify[0].seen, 4)
@@ -176,6 +178,17 @@ class GammaPlanner:
             self._since_plain = 0  # now: of captured rounds the next one is chosen before this one is recorded
             return 0
         return best
+
+    def _untried_beside(self, best: int, speeds: Mapping[int, float]) -> int:
+        """A tier next to the best one that seems nearly as good and has hardly run; 0: there is none.
+
+        What was timed before the run may be off by more than what lies between two tiers, and only rounds show it.
+        """
+        at = self.tiers.index(best)
+        runs = best and self.verify[best].seen >= TRIED
+        beside = self.tiers[at - 1 : at] + self.tiers[at + 1 : at + 2] if runs else ()
+        near = [g for g in beside if g and self.verify[g].seen < TRIED and speeds[g] >= NEARLY * speeds[best]]
+        return max(near, key=lambda g: speeds[g], default=0)
 
     def record(self, gamma: int, n_keys: int, drafting: float, verifying: float, accepted: Sequence[int]) -> None:
         """Record a round: seconds in the draft's and in the target's steps, accepted drafts of each live row."""

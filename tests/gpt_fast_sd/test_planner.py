@@ -335,6 +335,23 @@ def test_it_finds_the_last_draft_that_is_judged_for_nothing(draft: float, accept
     assert speed > 0.97 * world.best(acceptance)[0]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tier_that_was_timed_while_the_machine_was_slow_is_tried(seed: int) -> None:
+    """Once one draft was chosen where two were faster by a tenth, for as long as a run went on."""
+    world = World(0.2, per_draft=0.1)
+    plan = GammaPlanner("auto", GAMMA_TIERS)
+
+    def measure(gamma: int, n_keys: int) -> tuple[float, float]:
+        draft, target = world.measure(gamma, n_keys)
+        return draft, target * (1.2 if gamma > 1 else 1.0)
+
+    plan.calibrate(measure, few=FEW, many=MANY)
+    plan.begin()
+    speed, gammas = simulate(world, lambda i: 0.8, rounds=96, seed=seed, plan=plan)
+    assert world.best(0.8)[1] > 1 and gammas[48:].count(1) < 8
+    assert speed > 0.93 * world.best(0.8)[0]
+
+
 class Levels(World):
     """A hierarchy: a step of its middle level, of 1.6 target steps, brings two drafts at once."""
 
