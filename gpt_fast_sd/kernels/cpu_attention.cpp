@@ -779,7 +779,8 @@ template <class E, int H, int NQ> struct Rows {
             for (int64_t r = 0; r < in_lanes; r += 16) lanes[r / 16].take(rows + r, in_lanes - r);
         }
     }
-    void read(Tile<E> tile, int, float* page_sum, float* page_max, const E* next_key, const E* next_value) { // the next tile's, or null
+    // next_key, next_value: the next tile's, or null. By itself, as is read_rows: among the rest of attend their sums leave the registers.
+    __attribute__((noinline)) void read(Tile<E> tile, int, float* page_sum, float* page_max, const E* next_key, const E* next_value) {
         constexpr int V = TILE / 16, D = H / IN_DWORD<E>, LINES = TILE * H * sizeof(E) / 64, MIXED = H / 64 * TILE / IN_DWORD<E> / 8;
         const bool few = n_rows > in_lanes;
         int64_t asks = (in_lanes + 15) / 16 * (V * D / 8) + (in_lanes / 16 * 3 + (in_lanes % 16 + MIX - 1) / MIX) * MIXED + (BYTES<E> && few ? TILE / 4 : 0);
