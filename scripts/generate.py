@@ -54,7 +54,7 @@ READ = "prompts", "prompt_file", "document", "draft_model"
 LONG_READ = 50_000_000  # parameters from which on a line says what takes its time
 SHOWN_AT: dict[bool, dict[str, float]] = {  # how texts are drawn where no prompt is given; True: SmolLM2
     False: {"temperature": 0.7},
-    # two of 96 texts fell into a loop or a list; letters and speeches, which were asked for before, nine of 96
+    # two of 96 texts fell into a loop or a list, one request being for a letter; of letters and a speech nine of 96
     True: {"temperature": 1.1, "min_p": 0.03, "top_p": 0.95},
 }
 COLORS = {"green": 32, "yellow": 33, "cyan": 36, "magenta": 35}  # of proposers, in the order a policy names them in
