@@ -830,7 +830,7 @@ template <int H> struct Total {
 };
 template <class E, int H, int NQ> static inline void add_split(Total<H>& total, const Row<E, H, NQ>& row) {
     const float sum = _mm512_reduce_add_ps(_mm512_load_ps(row.sum));
-    if (sum == 0.f) return; // nothing seen here
+    if (sum == 0.f || (!BYTES<E> && row.max == LOWEST)) return; // nothing seen here, or of bf16 no number: of bytes those are NaN already
     const float top = std::max(total.max, row.max), before = exp2f((total.max - top) * row.to_log2), share = exp2f((row.max - top) * row.to_log2);
     const __m512 halves = _mm512_set1_ps(_mm512_reduce_add_ps(_mm512_load_ps(row.halves)));
     for (int c = 0; c < H; c += 16) {
