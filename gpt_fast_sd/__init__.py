@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import DraftConfig, EngineConfig, SamplingParams
     from .engine import Engine
-    from .requests import Completion, TokenEvent
+    from .serving.requests import Completion, TokenEvent
 
 __version__ = "0.1.0"
 __all__ = ["Completion", "DraftConfig", "Engine", "EngineConfig", "SamplingParams", "TokenEvent"]
 
-# In a checkout the rooms model/ and tp/ are next to this folder and are found as gpt_fast_sd.model and gpt_fast_sd.tp;
-# an installed copy has them inside.
-_beside = _Path(__file__).resolve().parent.parent
-if (_beside / "pyproject.toml").is_file():
-    __path__.append(str(_beside))
+# The folders model/ and tp/ of a checkout are links here; where links were not kept, as in some archives, they are
+# found next to this folder.
+_here = _Path(__file__).resolve().parent
+if not (_here / "model").is_dir():
+    __path__.append(str(_here.parent))
 
 _defined_in = {
-    "Completion": ".requests",
+    "Completion": ".serving.requests",
     "DraftConfig": ".config",
     "Engine": ".engine",
     "EngineConfig": ".config",
     "SamplingParams": ".config",
-    "TokenEvent": ".requests",
+    "TokenEvent": ".serving.requests",
 }
 
 if not TYPE_CHECKING:  # a type checker that saw this would accept any misspelt name as Any

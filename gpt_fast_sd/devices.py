@@ -21,7 +21,7 @@ import torch
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import in_short
 
-from .kernels import packing_builds, prepare_launches
+from .fast import packing_builds, prepare_launches
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux says what memory there is
 CAPABILITY = (8, 0)  # the least that the kernels' tables support: tiles of 163 KiB, products of bf16

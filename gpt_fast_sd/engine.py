@@ -18,22 +18,22 @@ from gpt_fast_sd.model import SPLIT, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
-from .access import Access, own_settings, sheltered
-from .batch_state import BatchState
-from .calibration import warm_up
 from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from .devices import free_memory, traits_of
-from .graphs import GraphPool
-from .inflight import Rounds
-from .loading import TORCH_DTYPES, draft_group, load, plan_for, ready_draft, require_fit, target_of
-from .memory import MemoryPlan
-from .planner import GammaPlanner
+from .loading.load import TORCH_DTYPES, draft_group, load, plan_for, ready_draft, require_fit, target_of
+from .loading.memory import MemoryPlan
 from .policies import DraftPolicy, build_policy
 from .prefill import Prefill
-from .requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
 from .sampling import Kind
-from .scheduling import Schedule
-from .stats import EngineStats
+from .serving.calibration import warm_up
+from .serving.cuda_graphs import GraphPool
+from .serving.gamma_planner import GammaPlanner
+from .serving.launch import Rounds
+from .serving.lifecycle import Access, own_settings, sheltered
+from .serving.requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
+from .serving.scheduling import Schedule
+from .serving.stats import EngineStats
+from .state import BatchState
 
 
 class Engine:

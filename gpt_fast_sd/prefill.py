@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
-from .attending import DenseKV
-from .compiling import CompiledStep, span
+from .attention import DenseKV
 from .devices import traits_of
+from .fast.compile import CompiledStep, span
 from .runner import Runner
 
 CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays below it

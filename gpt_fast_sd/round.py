@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from .acceptance import Override
-from .batch_state import BatchState, RoundPlan
-from .compiling import CompiledStep, varying
 from .config import MAX_GAMMA, DraftConfig
 from .devices import traits_of
+from .fast.compile import CompiledStep, varying
 from .policies import Draft, DraftPolicy
 from .runner import Runner
 from .sampling import ACCEPT_STREAM, TARGET_STREAM, Kind
+from .state import BatchState, RoundPlan
 from .target import TargetSteps
 
 

@@ -10,9 +10,9 @@ import torch
 from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.tp import ALONE, Group
 
-from .compiling import Options
-from .kernels import kernels_are_built
-from .whole import WholeModel, runs_whole
+from .fast import kernels_are_built
+from .fast.compile import Options
+from .fast.cpu.fused_model import WholeModel, runs_whole
 
 
 @dataclass(frozen=True)

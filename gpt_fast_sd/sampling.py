@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
-from .kernels import cpu_distributions, cpu_draw, cpu_draw_serves, cpu_sampling_fits, likeliest
+from .fast import cpu_distributions, cpu_draw, cpu_draw_serves, cpu_sampling_fits, likeliest
 
 # What a random number decides; each (seed, position, stream) has its own.
 TARGET_STREAM = 0  # the target's own token: plain decoding, and the one after the accepted drafts

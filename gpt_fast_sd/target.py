@@ -15,11 +15,11 @@ from torch import Tensor
 
 from gpt_fast_sd.model import CacheLayer, Transformer
 
-from .attending import DenseKV, asked_of
-from .batch_state import BatchState, RoundPlan
-from .compiling import CompiledStep, span, varying
-from .kernels import cpu_attention_fits, triton_serves
+from .attention import DenseKV, asked_of
+from .fast import cpu_attention_fits, triton_serves
+from .fast.compile import CompiledStep, span, varying
 from .runner import Runner
+from .state import BatchState, RoundPlan
 
 
 class TargetSteps:

@@ -8,7 +8,8 @@ values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a
 
 from .buffers import Room
 from .cache import KV, SPLIT, CacheLayer, CausalSelf, KVCache, as_int8, as_planes
-from .checkpoint import (
+from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
+from .files.checkpoint import (
     Weights,
     find_downloaded,
     load_model,
@@ -19,10 +20,9 @@ from .checkpoint import (
     resolve_model,
     save_hugging_face,
 )
-from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
-from .files import CheckpointError, gguf_parts, parse_json, read_json
+from .files.reading import CheckpointError, gguf_parts, parse_json, read_json
+from .files.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from .llama import Attention, Block, FeedForward, Linear, RMSNorm, Transformer
-from .tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 __all__ = [
     "KV",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard
 
-from .float8 import is_stored_in_float8
+from .files.float8 import is_stored_in_float8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,12 +50,12 @@ from common import ProgressLine, parser_of, refusing, sentence, started
 from files import check_files
 from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
-from gpt_fast_sd.loading import locate
-from gpt_fast_sd.measuring.document import as_record
-from gpt_fast_sd.measuring.ledger import as_json
+from gpt_fast_sd.loading.load import locate
 from gpt_fast_sd.model import gguf_parts, load_tokenizer, parse_json, read_config
 from gpt_fast_sd.tp import Parallel
 from journal import Files, Log, beside, indices, lock_of
+from measuring.document import as_record
+from measuring.ledger import as_json
 from records import Encoder, Record, own
 
 PROGRAM = "batch.py"

@@ -48,12 +48,13 @@ from common import parser_of, refuse, refusing, sentence, started
 from files import check_files
 from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, given_beside, join, positive, sizes
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
-from gpt_fast_sd.loading import BUNDLED, locate
-from gpt_fast_sd.measuring import grid, plots, prompts
-from gpt_fast_sd.measuring.grid import draft_fields, draft_label, has_a_model, known_drafters
-from gpt_fast_sd.measuring.ledger import complete, read_document
-from gpt_fast_sd.measuring.lengths import lengths_of
-from gpt_fast_sd.measuring.modes import (
+from gpt_fast_sd.loading.load import BUNDLED, locate
+from gpt_fast_sd.model import load_tokenizer, read_config
+from measuring import grid, plots, prompts
+from measuring.grid import draft_fields, draft_label, has_a_model, known_drafters
+from measuring.ledger import complete, read_document
+from measuring.lengths import lengths_of
+from measuring.modes import (
     ByBudget,
     ByPrecision,
     BySize,
@@ -65,8 +66,7 @@ from gpt_fast_sd.measuring.modes import (
     describe,
     params_of,
 )
-from gpt_fast_sd.measuring.points import ratio_text
-from gpt_fast_sd.model import load_tokenizer, read_config
+from measuring.points import ratio_text
 
 PROGRAM = "benchmark.py"
 Record = dict[str, Any]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common import parser_of, refusing
 from flags import positive
-from gpt_fast_sd.kernels import InstructionSet, build_kernel, kernels_to_build, sets_of_this_kind
+from gpt_fast_sd.fast import InstructionSet, build_kernel, kernels_to_build, sets_of_this_kind
 
 PROGRAM = "build_wheel.py"
 PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")

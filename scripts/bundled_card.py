@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from bundled_data import MIXTURES, book_document
-from gpt_fast_sd.measuring.knowledge import END
-from gpt_fast_sd.measuring.tables import Column, Table
+from measuring.knowledge import END
+from measuring.tables import Column, Table
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 Record = dict[str, Any]

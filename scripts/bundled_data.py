@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpt_fast_sd.measuring.needles import made_up, question, register
+from measuring.needles import made_up, question, register
 
 Ids = NDArray[np.int64]
 

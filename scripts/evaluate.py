@@ -37,9 +37,10 @@ from bundled_data import book_paths
 from files import check_files, save
 from flags import add_engine_flags, config_of, count, join, positive
 from gpt_fast_sd import Engine, EngineConfig
-from gpt_fast_sd.loading import locate
-from gpt_fast_sd.measuring import machine, plots, prompts
-from gpt_fast_sd.measuring.knowledge import (
+from gpt_fast_sd.loading.load import locate
+from gpt_fast_sd.model import Tokenizer, read_config
+from measuring import machine, plots, prompts
+from measuring.knowledge import (
     BESIDE,
     NEW_TOKENS,
     distance,
@@ -51,8 +52,7 @@ from gpt_fast_sd.measuring.knowledge import (
     stretches,
     write_samples,
 )
-from gpt_fast_sd.measuring.needles import DIGITS, Probe, needle
-from gpt_fast_sd.model import Tokenizer, read_config
+from measuring.needles import DIGITS, Probe, needle
 
 PROGRAM = "evaluate.py"
 Record = dict[str, Any]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from common import refuse
-from gpt_fast_sd.loading import BUNDLED, find_smollm2
-from gpt_fast_sd.measuring.ledger import write_whole
+from gpt_fast_sd.loading.load import BUNDLED, find_smollm2
 from gpt_fast_sd.model import find_downloaded, gguf_parts
+from measuring.ledger import write_whole
 
 
 def check_files(writes: Mapping[str, Path | None], reads: Mapping[str, Any] | None = None) -> None:

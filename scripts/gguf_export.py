@@ -2,7 +2,7 @@
 
     python scripts/gguf_export.py MODEL_FOLDER OUT.gguf [--dtype f16|bf16|f32|q4_0]
 
-Needs the `gguf` package; gpt_fast_sd/measuring/gguf_export.py says what is written how.
+Needs the `gguf` package; scripts/measuring/gguf_export.py says what is written how.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import refusing, started
 from files import check_files
-from gpt_fast_sd.measuring.gguf_export import DTYPES, export_gguf
+from measuring.gguf_export import DTYPES, export_gguf
 
 
 def main() -> None:

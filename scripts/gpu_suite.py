@@ -11,7 +11,7 @@ a page of targets beside what was measured and what the cost model says, and the
 asked for are done and right; 3: some are left; 1: one failed or found an error; 2: what was asked for makes no sense.
 
 Speed at 8 B parameters is measured with random weights. How many drafts are kept is then replayed from published
-acceptance (gpt_fast_sd/measuring/replay.py), everything else of a round runs as it is: such figures are called replays.
+acceptance (scripts/measuring/replay.py), everything else of a round runs as it is: such figures are called replays.
 
 The stages:
 STAGES
@@ -29,13 +29,13 @@ from pathlib import Path
 import torch
 
 from common import parser_of, refuse, started
-from gpt_fast_sd.measuring.gpu.conducting import SPARE, conduct, launcher
-from gpt_fast_sd.measuring.gpu.setup import Record, Setup
-from gpt_fast_sd.measuring.gpu.stages import FAILED, STAGES, Stage, results_of
-from gpt_fast_sd.measuring.gpu.summary import draw, summary
-from gpt_fast_sd.measuring.ledger import Ledger, write_whole
-from gpt_fast_sd.measuring.machine import environment
 from gpt_fast_sd.tp import why_no_cuda
+from measuring.gpu.conducting import SPARE, conduct, launcher
+from measuring.gpu.setup import Record, Setup
+from measuring.gpu.stages import FAILED, STAGES, Stage, results_of
+from measuring.gpu.summary import draw, summary
+from measuring.ledger import Ledger, write_whole
+from measuring.machine import environment
 
 PROGRAM = "gpu_suite.py"
 ALL_FINE, SOMETHING_WRONG, STAGES_LEFT = 0, 1, 3

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from common import parser_of, refusing, started
 from files import check_files, save
-from gpt_fast_sd.measuring.grid import draft_label, up_to_date
-from gpt_fast_sd.measuring.hero import COLORS, Record, hero
-from gpt_fast_sd.measuring.ledger import complete, read_document
+from measuring.grid import draft_label, up_to_date
+from measuring.hero import COLORS, Record, hero
+from measuring.ledger import complete, read_document
 
 MOST = len(COLORS[0])  # batches that can be told apart
 

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from gpt_fast_sd import DraftConfig
-from gpt_fast_sd.measuring.ledger import write_whole
+from measuring.ledger import write_whole
 from records import Record
 
 SYNC = 5.0  # seconds after which what was written is forced to the disk

@@ -56,13 +56,14 @@ import torch
 from common import refuse, refusing, started
 from files import check_files
 from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
-from gpt_fast_sd.loading import BUNDLED, locate
-from gpt_fast_sd.measuring import plots
-from gpt_fast_sd.measuring.gguf_export import export_gguf
-from gpt_fast_sd.measuring.ledger import Ledger
-from gpt_fast_sd.measuring.machine import environment
-from gpt_fast_sd.measuring.peer_speculation import LLAMA_WEIGHTS, SMALLER, TURNS, Contest, find_program
-from gpt_fast_sd.measuring.peer_turns import (
+from gpt_fast_sd.loading.load import BUNDLED, locate
+from gpt_fast_sd.model import gguf_parts, load_model, read_config, save_hugging_face
+from measuring import plots
+from measuring.gguf_export import export_gguf
+from measuring.ledger import Ledger
+from measuring.machine import environment
+from measuring.peer_speculation import LLAMA_WEIGHTS, SMALLER, TURNS, Contest, find_program
+from measuring.peer_turns import (
     CELL,
     INSTALL,
     WARMUP_STEPS,
@@ -73,8 +74,7 @@ from gpt_fast_sd.measuring.peer_turns import (
     read_bandwidth,
     weight_bytes,
 )
-from gpt_fast_sd.measuring.peers import AS_IT_COMES, Setup, one_line
-from gpt_fast_sd.model import gguf_parts, load_model, read_config, save_hugging_face
+from measuring.peers import AS_IT_COMES, Setup, one_line
 
 PROGRAM = "peers.py"
 PACKAGES = ("torch", "transformers", "llama-cpp-python", "gguf")

@@ -20,10 +20,10 @@ from common import parser_of, refusing, started
 from files import check_files, save
 from flags import given_beside, positive, sizes
 from gpt_fast_sd.config import KV_BITS, KV_DTYPES, QUANTIZATIONS
-from gpt_fast_sd.loading import TORCH_DTYPES
-from gpt_fast_sd.measuring import forecast, planning
-from gpt_fast_sd.measuring.chips import CHIPS
-from gpt_fast_sd.measuring.plots import check_drawable
+from gpt_fast_sd.loading.load import TORCH_DTYPES
+from measuring import forecast, planning
+from measuring.chips import CHIPS
+from measuring.plots import check_drawable
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

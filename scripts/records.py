@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.measuring.prompts import read_text
 from gpt_fast_sd.model import CheckpointError, ModelConfig, Tokenizer, parse_json
+from measuring.prompts import read_text
 
 Record = dict[str, Any]
 PER_PROMPT = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")

@@ -24,9 +24,9 @@ from flags import MODELS, add_flags, draft_of, positive, sizes, threads
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.config import KV_DTYPES
 from gpt_fast_sd.devices import sensible_threads
-from gpt_fast_sd.measuring import prompts, steps
-from gpt_fast_sd.measuring.chips import rates_here
-from gpt_fast_sd.measuring.machine import environment
+from measuring import prompts, steps
+from measuring.chips import rates_here
+from measuring.machine import environment
 
 DRAFTERS = ("streaming", "guided", "snapkv")  # whose steps run all layers in one call
 

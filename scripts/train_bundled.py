@@ -36,8 +36,8 @@ from tqdm import tqdm
 
 from common import parser_of, refusing
 from bundled_data import Books, book_paths, skipped_positions, training_document
-from gpt_fast_sd.measuring.ledger import write_whole
 from gpt_fast_sd.model import ModelConfig, Transformer, load_model, save_hugging_face
+from measuring.ledger import write_whole
 
 WARM_UP_STEPS = 50
 UNREADABLE = (OSError, RuntimeError, EOFError, LookupError, AttributeError, TypeError, pickle.UnpicklingError)

@@ -9,7 +9,7 @@ Five checks, each a line:
 
     greedy    tokens are those of plain decoding; an output may part from it only where the two logits are closer than
               rounding is coarse: 0.25 in bf16 and fp8, 0.03 in fp16 and int8, 0.0001 in fp32 for logits up to 16, and
-              twice that for each doubling (NEAR_TIE in gpt_fast_sd/measuring/lossless.py)
+              twice that for each doubling (NEAR_TIE in scripts/measuring/lossless.py)
     samples   the first two tokens of many seeds follow the target's exact distribution: a G-test on few cells, with
               its power, the smallest total-variation distance between them that it would have found
     seeds     a seed gives the same tokens alone, beside others, again, in another order and in another slot
@@ -36,10 +36,10 @@ from common import ProgressLine, parser_of, refusing, started
 from files import check_files, save
 from flags import add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
-from gpt_fast_sd.measuring import grid, machine, prompts, proof, soak
+from gpt_fast_sd.loading.load import BUNDLED, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
 from gpt_fast_sd.registry import policy_class
+from measuring import grid, machine, prompts, proof, soak
 
 PROGRAM = "verify.py"
 GAMMA = {"default": 4, "type": positive, "metavar": "N", "help": "tokens drafted per round"}

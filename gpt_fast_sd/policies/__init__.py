@@ -3,7 +3,7 @@
 It exports `build_policy`, which makes the policy that a DraftConfig names.
 """
 
-from .base import Draft, DraftPolicy, ModelDraft, OwnPrefill, View, build_view
+from ..draft import Draft, DraftPolicy, ModelDraft, OwnPrefill, View, build_view
 from .build import build_policy
 
 __all__ = ["Draft", "DraftPolicy", "ModelDraft", "OwnPrefill", "View", "build_policy", "build_view"]

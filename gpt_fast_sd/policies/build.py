@@ -7,8 +7,8 @@ from gpt_fast_sd.tp import Group
 
 from .. import registry
 from ..config import DraftConfig
+from ..draft import DraftPolicy
 from ..runner import Runner
-from .base import DraftPolicy
 
 
 def build_policy(

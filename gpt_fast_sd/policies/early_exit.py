@@ -12,11 +12,11 @@ from torch import Tensor
 from gpt_fast_sd.model import ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
-from ..batch_state import BatchState
 from ..config import DraftConfig
-from ..quantize import drafter
+from ..draft import ModelDraft, ModelSteps, build_view
+from ..quantization.quantize import drafter
 from ..runner import Runner
-from .base import ModelDraft, ModelSteps, build_view
+from ..state import BatchState
 
 
 def exit_after(n: int | None, n_layers: int) -> int:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gpt_fast_sd.model import KV, SPLIT
 
-from ..attending import DenseKV
+from ..attention import DenseKV
 from ..config import DraftConfig
+from ..draft import View
 from ..runner import Runner
-from .base import View
 
 
 class FullView(View):

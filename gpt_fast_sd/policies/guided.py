@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.kernels import guided_select
-
-from ..batch_state import BatchState
 from ..config import DraftConfig
+from ..fast import guided_select
 from ..runner import Runner
-from .sparse import SlotView
+from ..state import BatchState
+from .list_and_window import SlotView
 
 
 class GuidedView(SlotView):

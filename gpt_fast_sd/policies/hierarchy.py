@@ -19,14 +19,14 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
-from ..batch_state import BatchState, RoundPlan
-from ..compiling import CompiledStep, span
 from ..config import DraftConfig
+from ..draft import Draft, DraftPolicy, Drafts, ModelSteps, OwnPrefill, View, build_view
+from ..fast.compile import CompiledStep, span
 from ..prefill import Filling
-from ..quantize import drafter
+from ..quantization.quantize import drafter
 from ..runner import Runner
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
-from .base import Draft, DraftPolicy, Drafts, ModelSteps, OwnPrefill, View, build_view
+from ..state import BatchState, RoundPlan
 from .lookup import LookupDraft
 from .standalone import StandaloneDraft, beside
 

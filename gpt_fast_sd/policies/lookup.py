@@ -14,10 +14,10 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, Transformer
 from gpt_fast_sd.tp import Group
 
-from ..batch_state import BatchState, RoundPlan
 from ..config import DraftConfig
+from ..draft import Draft, DraftPolicy
 from ..runner import Runner
-from .base import Draft, DraftPolicy
+from ..state import BatchState, RoundPlan
 
 
 def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor, Tensor]:

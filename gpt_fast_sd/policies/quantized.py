@@ -8,7 +8,7 @@ draft reads both planes in place of that buffer.
 from __future__ import annotations
 
 from ..config import DraftConfig
-from .base import ModelDraft
+from ..draft import ModelDraft
 
 
 class QuantizedDraft(ModelDraft):

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.kernels import entries_of, page_bounds, quest_pages
 from gpt_fast_sd.model import KV, SPLIT, CacheLayer
 
-from ..attending import listed
-from ..batch_state import BatchState, RoundPlan
+from ..attention import listed
 from ..config import DraftConfig
+from ..draft import View
+from ..fast import entries_of, page_bounds, quest_pages
 from ..runner import Runner
-from .base import View
-from .sparse import positions_of
+from ..state import BatchState, RoundPlan
+from .list_and_window import positions_of
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.kernels import top_pages
 from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
-from ..attending import dense_of_slots
-from ..batch_state import BatchState, RoundPlan
-from ..compiling import CompiledStep, span
+from ..attention import dense_of_slots
 from ..config import DraftConfig
 from ..devices import traits_of
+from ..fast import top_pages
+from ..fast.compile import CompiledStep, span
 from ..runner import Runner
-from .sparse import SlotView
+from ..state import BatchState, RoundPlan
+from .list_and_window import SlotView
 
 OBSERVED = 32  # observation window, as in the paper
 REFRESH = 64  # tokens from one selection to the next

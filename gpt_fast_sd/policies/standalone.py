@@ -16,13 +16,13 @@ from torch import Tensor
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
-from ..batch_state import BatchState, RoundPlan
-from ..compiling import CompiledStep
 from ..config import DraftConfig
+from ..draft import Draft, ModelDraft, ModelSteps, View, build_view, draft_step
+from ..fast.compile import CompiledStep
 from ..prefill import CHUNK, Filling, Prefill
-from ..quantize import drafter
+from ..quantization.quantize import drafter
 from ..runner import Runner
-from .base import Draft, ModelDraft, ModelSteps, View, build_view, draft_step
+from ..state import BatchState, RoundPlan
 
 
 def beside(target: Runner, model: Transformer | None, group: Group) -> Runner:

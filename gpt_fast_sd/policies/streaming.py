@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..batch_state import BatchState, RoundPlan
 from ..config import DraftConfig
 from ..runner import Runner
-from .sparse import SlotView
+from ..state import BatchState, RoundPlan
+from .list_and_window import SlotView
 
 
 class StreamingView(SlotView):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.loading.load import BUNDLED
 from gpt_fast_sd.model import CheckpointError, read_config
 from scripts import generate
 from tests.helpers import tiny_model
@@ -97,7 +97,7 @@ def test_what_is_absurd_around_a_program_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr("gpt_fast_sd.measuring.prompts.LONGEST_TEXT", 1000)
+    monkeypatch.setattr("measuring.prompts.LONGEST_TEXT", 1000)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stopped:

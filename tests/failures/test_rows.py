@@ -44,8 +44,8 @@ CORRECTNESS = {
     "C4": Row("tojson with transformers' arguments", (
         f"{TOKENIZER}test_what_templates_may_use_in_transformers_gives_the_same_here",)),
     "C5": Row("an empty shared object in Inductor's cache", (
-        "gpt_fast_sd/kernels/test_cpu_build.py::test_torn_libraries_are_removed_and_built_again",
-        "gpt_fast_sd/kernels/test_cpu_build.py::test_a_run_goes_on_although_a_library_in_the_cache_is_torn")),
+        "gpt_fast_sd/fast/test_cpu_build.py::test_torn_libraries_are_removed_and_built_again",
+        "gpt_fast_sd/fast/test_cpu_build.py::test_a_run_goes_on_although_a_library_in_the_cache_is_torn")),
 }  # fmt: skip
 OUTPUTS = {
     "1": Row("outputs of generate.py that are an input or a file of the model", (

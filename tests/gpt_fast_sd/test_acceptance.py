@@ -18,15 +18,7 @@ from torch import Tensor
 
 from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.acceptance import AcceptResult, verify_greedy, verify_sampled
-from gpt_fast_sd.sampling import (
-    ACCEPT_STREAM,
-    DRAFT_STREAM,
-    TARGET_STREAM,
-    SamplingTable,
-    draw,
-    probabilities,
-    uniform,
-)
+from gpt_fast_sd.sampling import ACCEPT_STREAM, DRAFT_STREAM, TARGET_STREAM, SamplingTable, draw, probabilities, uniform
 from tests.helpers import chi_square, table_of, thinned
 
 BELOW_1 = 1.0 - 2.0**-24  # the largest number uniform() gives

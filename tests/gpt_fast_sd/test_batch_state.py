@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.acceptance import AcceptResult
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
-from gpt_fast_sd.compiling import Options
-from gpt_fast_sd.inflight import Rounds
-from gpt_fast_sd.kernels import cpu_attention_fits
+from gpt_fast_sd.fast import cpu_attention_fits
+from gpt_fast_sd.fast.compile import Options
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.serving.launch import Rounds
+from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.policies.drafting import plans_of
 from tests.helpers import random_ids, tiny_config, tiny_model
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import gpt_fast_sd.loading
+import gpt_fast_sd.loading.load
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.by_layer import _alike
-from gpt_fast_sd.compiling import CompiledStep, span, varying
 from gpt_fast_sd.devices import TRAITS
+from gpt_fast_sd.draft import Runner, draft_step
+from gpt_fast_sd.fast.compile import CompiledStep, span, varying
+from gpt_fast_sd.fast.compile_one_layer import _alike
 from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.policies import build_policy
-from gpt_fast_sd.policies.base import Runner, draft_step
 from gpt_fast_sd.prefill import prefill_step
-from gpt_fast_sd.quantize import quantize
+from gpt_fast_sd.quantization.quantize import quantize
 from gpt_fast_sd.target import decode_step
-from tests.gpt_fast_sd.kernels.references import as_on_cuda
+from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 SLOTS, CAPACITY = 2, 600
@@ -122,7 +122,7 @@ def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_an
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
-    monkeypatch.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
+    monkeypatch.setattr(gpt_fast_sd.loading.load, "can_compile", lambda device: True)
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
     as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=2, max_seq_len=300, device="cpu", dtype="fp32")
@@ -220,7 +220,7 @@ def test_what_compiles_is_told_step_by_step() -> None:
 def test_an_engine_that_is_gone_leaves_no_weights_and_no_cache_behind(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
+    monkeypatch.setattr(gpt_fast_sd.loading.load, "can_compile", lambda device: True)
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32")
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))

@@ -18,7 +18,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.compiling import CompiledStep, can_compile
+from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.model import ModelConfig
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -186,7 +186,7 @@ def test_what_steps_wait_for_is_begun_to_build_before_weights_are_read(
         order.append("weights")
         raise ValueError("read")
 
-    monkeypatch.setattr("gpt_fast_sd.loading.begin_building", lambda *sources, **_: order.append("build"))
+    monkeypatch.setattr("gpt_fast_sd.loading.load.begin_building", lambda *sources, **_: order.append("build"))
     monkeypatch.setattr("gpt_fast_sd.tp.Group.load", read)
     with pytest.raises(ValueError, match="read"):
         Engine.from_pretrained("bundled", EngineConfig(device="cpu", max_seq_len=64, compile=compile))

@@ -18,7 +18,7 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import SPLIT, ModelConfig, save_hugging_face
-from gpt_fast_sd.requests import Completion, TokenEvent
+from gpt_fast_sd.serving.requests import Completion, TokenEvent
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_config, tiny_model, whole_text_logits
 
 LENGTHS = [1, 2, 700, 3, 255, 256, 257, 10, 511, 512, 513, 7, 90, 400, 1, 33, 64, 258, 600, 5]

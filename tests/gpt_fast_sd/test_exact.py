@@ -5,7 +5,6 @@ Shapes: B slots, T tokens in this call, V vocabulary.
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.compiling import CompiledStep, can_compile
-from gpt_fast_sd.kernels import cpu_attention_fits
+from gpt_fast_sd.fast import cpu_attention_fits
+from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.target import decode_step
 from tests.drafts import POLICIES, draft_of
@@ -25,7 +24,6 @@ from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
 
 NAMES = [name for name in POLICIES if " over " not in name]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")  # not exported by its package
 PROMPTS = [random_ids(n, seed=n) for n in (1, 2, 150, 31, 256, 257)]  # more than slots, around a chunk
 PARAMS = [SamplingParams(max_tokens=4 + 7 * i % 15) for i in range(len(PROMPTS))]
 

@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
-from gpt_fast_sd.calibration import time_selecting, time_steps
 from gpt_fast_sd.devices import TRAITS
-from gpt_fast_sd.graphs import GraphPool, steps_of
-from gpt_fast_sd.inflight import Rounds
-from gpt_fast_sd.measuring.replay import Replay
-from gpt_fast_sd.memory import LAYER_NODES, NODE, STEP_NODES
+from gpt_fast_sd.loading.memory import LAYER_NODES, NODE, STEP_NODES
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.policies import build_policy
+from gpt_fast_sd.serving.calibration import time_selecting, time_steps
+from gpt_fast_sd.serving.cuda_graphs import GraphPool, steps_of
+from gpt_fast_sd.serving.launch import Rounds
+from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.tp import Parallel
+from measuring.replay import Replay
 from tests.gpuless.pools import RULES, Cuda, Event, Graph, stand_in
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
@@ -158,7 +158,7 @@ def test_no_more_steps_are_held_in_graphs_than_the_bound(
     cuda: Cuda, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are freed together: one freed alone would take memory that the others need."""
-    monkeypatch.setattr("gpt_fast_sd.inflight.MOST_STEPS", 6)
+    monkeypatch.setattr("gpt_fast_sd.serving.launch.MOST_STEPS", 6)
     one, gammas, held = engine(gamma="auto"), itertools.cycle([3, 1, 2, 3, 3, 1, 0]), list[int]()
     steps: list[int] = []
     monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)

@@ -7,15 +7,13 @@ Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.int4 import Int4Linear
-from gpt_fast_sd.kernels import (
+from gpt_fast_sd.fast import (
     BLOCK,
     Int4,
     dequantize_blocks,
@@ -29,11 +27,11 @@ from gpt_fast_sd.kernels import (
     quantize_blocks,
     unpack_int4,
 )
+from gpt_fast_sd.fast.cpu import build
+from gpt_fast_sd.fast.cpu import linear as cpu_linear
+from gpt_fast_sd.fast.cpu.packing import PackedInt4Linear, SummedInt4Linear, pack_linears
 from gpt_fast_sd.model import Linear
-from gpt_fast_sd.packing import PackedInt4Linear, SummedInt4Linear, pack_linears
-
-build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # what is tested lies behind the door
-cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")
+from gpt_fast_sd.quantization.int4 import Int4Linear
 
 BF16 = torch.bfloat16
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 64, 65, 130]

@@ -5,21 +5,19 @@ Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.int8 import Int8Linear
-from gpt_fast_sd.kernels import int8_linear, pack, quantize_rows, unpack
+from gpt_fast_sd.fast import int8_linear, pack, quantize_rows, unpack
+from gpt_fast_sd.fast.cpu import build
+from gpt_fast_sd.fast.cpu import linear as cpu_linear
+from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, pack_linears
+from gpt_fast_sd.fast.ops import int8
 from gpt_fast_sd.model import Linear
-from gpt_fast_sd.packing import PackedInt8Linear, pack_linears
-
-build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # what is tested lies behind the door
-cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")
-int8 = importlib.import_module("gpt_fast_sd.kernels.int8")
+from gpt_fast_sd.quantization.int8 import Int8Linear
 
 BF16 = torch.bfloat16
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 64, 65, 130]

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import functools
 import gc
-import importlib
 import math
 import warnings
 from typing import Any
@@ -19,20 +18,16 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.attending import DenseKV
-from gpt_fast_sd.compiling import CompiledStep, can_compile
+from gpt_fast_sd.attention import DenseKV
 from gpt_fast_sd.devices import TRAITS
-from gpt_fast_sd.kernels import cpu_attention_fits
-from gpt_fast_sd.loading import BUNDLED
-from gpt_fast_sd.model import (
-    SPLIT,
-    KVCache,
-    ModelConfig,
-    Transformer,
-    load_model,
-    load_tokenizer,
-    read_config,
-)
+from gpt_fast_sd.fast import cpu_attention_fits
+from gpt_fast_sd.fast.compile import CompiledStep, can_compile
+from gpt_fast_sd.fast.cpu import attention_cpp as cpu
+from gpt_fast_sd.fast.cpu import attention_torch as on_cpu
+from gpt_fast_sd.loading import load as loading
+from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, read_config
+from gpt_fast_sd.quantization import quantize
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.test_exact import Watched, covers
 from tests.gpuless.pools import RULES, stand_in
@@ -40,10 +35,6 @@ from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 PROMPTS = [random_ids(n, seed=n) for n in (150, 3, 257)]  # more than slots, over the end of a chunk
 PARAMS = [SamplingParams(max_tokens=n) for n in (14, 9, 12)]
-loading = importlib.import_module("gpt_fast_sd.loading")
-quantize = importlib.import_module("gpt_fast_sd.quantize")
-on_cpu = importlib.import_module("gpt_fast_sd.kernels.on_cpu")  # behind the door
-cpu = importlib.import_module("gpt_fast_sd.kernels.cpu")
 
 
 def engine(name: str = "off", gamma: int | str = 4, *, model: Transformer | None = None, **changes: Any) -> Engine:

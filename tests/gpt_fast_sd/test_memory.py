@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import weakref
 from dataclasses import replace
@@ -13,22 +12,22 @@ import pytest
 import torch
 
 import gpt_fast_sd.engine as engine_module
-import gpt_fast_sd.loading as loading
-import gpt_fast_sd.packing as packing
+import gpt_fast_sd.fast.cpu.packing as packing
+import gpt_fast_sd.loading.load as loading
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.devices import TRAITS
-from gpt_fast_sd.graphs import MOST_STEPS
-from gpt_fast_sd.kernels import pack
-from gpt_fast_sd.loading import KV_TORCH_DTYPES
-from gpt_fast_sd.memory import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
+from gpt_fast_sd.fast import pack
+from gpt_fast_sd.loading.load import KV_TORCH_DTYPES
+from gpt_fast_sd.loading.memory import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
 from gpt_fast_sd.model import PRESETS, SPLIT, Room, Weights
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.serving.cuda_graphs import MOST_STEPS
+from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.tp import Parallel
 from scripts import batch
-from tests.gpt_fast_sd.kernels.references import as_on_cuda
+from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpuless.live import LiveBytes
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -249,7 +248,8 @@ def test_observing_windows_holds_what_the_plan_says(
 def test_sums_in_the_order_of_ranks_are_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """With exact and more than two ranks, each rank receives all parts of every sum."""
     ranks, n_tokens, dim = 8, 2_048, 64
-    collectives = importlib.import_module("gpt_fast_sd.tp.collectives")
+    from gpt_fast_sd.tp import collectives
+
     monkeypatch.setattr(collectives, "all_gather", lambda x, mesh: torch.stack([x] * ranks))
     part = torch.randn(1, n_tokens, dim)
     with torch.inference_mode(), LiveBytes() as live:

@@ -6,7 +6,6 @@ Shapes: M rows, I inputs, O outputs.
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.kernels import packed_swiglu
+from gpt_fast_sd.fast import packed_swiglu
+from gpt_fast_sd.fast.cpu import build
+from gpt_fast_sd.fast.cpu import linear as cpu_linear
+from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
-from gpt_fast_sd.packing import pack_linears
-from gpt_fast_sd.precisions import int4_in_blocks
+from gpt_fast_sd.quantization.table import int4_in_blocks
 from tests.helpers import few, random_ids, tiny_config, tiny_model
-
-build = importlib.import_module("gpt_fast_sd.kernels.cpu_build")  # not exported by its package
-cpu_linear = importlib.import_module("gpt_fast_sd.kernels.cpu_linear")
 
 BF16 = torch.bfloat16
 ROWS = [1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130]

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
-from gpt_fast_sd.compiling import CompiledStep, can_compile
 from gpt_fast_sd.devices import TRAITS
-from gpt_fast_sd.memory import MemoryPlan
+from gpt_fast_sd.fast.compile import CompiledStep, can_compile
+from gpt_fast_sd.loading.memory import MemoryPlan
 from gpt_fast_sd.model import SPLIT
-from gpt_fast_sd.quantize import TAIL
+from gpt_fast_sd.quantization.quantize import TAIL
 from tests.drafts import PLANES, draft_of
-from tests.gpt_fast_sd.kernels import references
+from tests.gpt_fast_sd.fast import references
 from tests.gpt_fast_sd.test_exact import Watched, covers
 from tests.gpt_fast_sd.test_int8_cache import PARAMS, PROMPTS, engine, plain_tokens, tokens
 from tests.gpuless.pools import RULES, stand_in

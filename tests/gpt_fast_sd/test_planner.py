@@ -14,7 +14,15 @@ from statistics import mean
 import pytest
 
 from gpt_fast_sd.config import GAMMA_TIERS
-from gpt_fast_sd.planner import FIRST_PROBE, FIRST_ROUNDS, LAST_PROBE, PLAIN_AFTER, GammaPlanner, StepTimes, rising
+from gpt_fast_sd.serving.gamma_planner import (
+    FIRST_PROBE,
+    FIRST_ROUNDS,
+    LAST_PROBE,
+    PLAIN_AFTER,
+    GammaPlanner,
+    StepTimes,
+    rising,
+)
 from tests.helpers import few, thinned
 
 FEW, MANY = 512, 8192

@@ -16,16 +16,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams, loading, precisions
-from gpt_fast_sd.int8 import Int8Linear
-from gpt_fast_sd.loading import load
-from gpt_fast_sd.memory import MemoryPlan
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.fast.ops import int8 as ops_int8
+from gpt_fast_sd.loading import load as loading
+from gpt_fast_sd.loading import memory
+from gpt_fast_sd.loading.load import load
+from gpt_fast_sd.loading.memory import MemoryPlan
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
-from gpt_fast_sd.precisions import TABLE, bytes_held, precision_of
-from gpt_fast_sd.quantize import draft_copy, equalize_keys, quantize
+from gpt_fast_sd.quantization import table as precisions
+from gpt_fast_sd.quantization.int8 import Int8Linear
+from gpt_fast_sd.quantization.quantize import draft_copy, equalize_keys, quantize
+from gpt_fast_sd.quantization.table import TABLE, bytes_held, precision_of
 from gpt_fast_sd.tp import Parallel, local_config
 from tests.float8_folders import save_float8
-from tests.gpt_fast_sd.kernels import references
+from tests.gpt_fast_sd.fast import references
 from tests.gpuless.live import LiveBytes
 from tests.helpers import few, random_ids, tiny_config, tiny_model, whole_text_logits
 
@@ -216,7 +220,7 @@ def test_a_target_is_quantized_layer_by_layer_as_it_is_read(
 ) -> None:
     """At no time is more there than what is quantized, a matrix, and what is planned beside it."""
     rows = 256 if name == "int4" else 64
-    for module in (precisions, importlib.import_module("gpt_fast_sd.kernels.int8")):
+    for module in (precisions, ops_int8):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", rows)
     source = model_of(**WIDE)
     save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
@@ -233,8 +237,7 @@ def test_a_target_is_quantized_layer_by_layer_as_it_is_read(
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int8", "float8"]))
 def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = importlib.import_module("gpt_fast_sd.memory")
-    for module in (precisions, memory, importlib.import_module("gpt_fast_sd.kernels.int8")):
+    for module in (precisions, memory, ops_int8):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
     one = engine(model_of(**WIDE, n_layers=1), batch_size=1, max_seq_len=300)
     draft = DraftConfig(policy="full", gamma=1, quantize=name)
@@ -293,7 +296,7 @@ def test_unpacking_is_planned_for_where_no_kernel_can_be_built(builds: bool, mon
     found = loading.plan_for(config, DraftConfig(), model, None, BF16, Parallel(CPU), CPU)
     assert found.workspace == MemoryPlan.of(config, DraftConfig(), model, None, BF16, packs=builds).workspace
     # no kernel reads weights of other outputs than multiples of 32: of ten heads of 40
-    memory, odd = importlib.import_module("gpt_fast_sd.memory"), replace(model, n_heads=8, n_kv_heads=1, head_dim=40)
+    odd = replace(model, n_heads=8, n_kv_heads=1, head_dim=40)
     assert memory._largest_of_layers(model, 1, packs=True) == 0
     assert memory._largest_of_layers(odd, 1, packs=True) == 400 * model.dim
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.int4 import Int4Linear
-from gpt_fast_sd.int8 import Int8Linear
-from gpt_fast_sd.loading import load, plan_for
+from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear, pack_linears
+from gpt_fast_sd.fast.ops import int4 as ops_int4
+from gpt_fast_sd.fast.ops import int8 as ops_int8
+from gpt_fast_sd.loading.load import load, plan_for
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
-from gpt_fast_sd.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear, pack_linears
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.policies.hierarchy import HierarchyDraft
-from gpt_fast_sd.quantize import draft_copy, drafter, quantize
+from gpt_fast_sd.quantization.int4 import Int4Linear
+from gpt_fast_sd.quantization.int8 import Int8Linear
+from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
 from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.tp import Parallel
 from tests.drafts import MIXTURES, POLICIES, draft_of
@@ -335,8 +336,8 @@ def test_a_target_is_quantized_as_it_is_read(
     precision: str, copies: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At no time is more there than what is quantized, a matrix and a half, and rows of it in fp32, a few times."""
-    monkeypatch.setattr(importlib.import_module("gpt_fast_sd.kernels.int8"), "ROWS_AT_ONCE", 8)
-    monkeypatch.setattr(importlib.import_module("gpt_fast_sd.kernels.int4"), "AT_ONCE", 8 * 160)
+    monkeypatch.setattr(ops_int8, "ROWS_AT_ONCE", 8)
+    monkeypatch.setattr(ops_int4, "AT_ONCE", 8 * 160)
     source = tiny_model(tiny_config(n_layers=6, dim=64, ffn_dim=160, **changes), dtype=torch.bfloat16)
     save_hugging_face(source, tmp_path, dtype=torch.bfloat16)
     config = EngineConfig(

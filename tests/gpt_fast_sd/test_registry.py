@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, EngineConfig, registry
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
-from gpt_fast_sd.measuring import grid
-from gpt_fast_sd.memory import MemoryPlan
+from gpt_fast_sd.draft import View
+from gpt_fast_sd.loading.memory import MemoryPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
-from gpt_fast_sd.policies.base import View
 from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.tp import Group
+from measuring import grid
 from scripts import generate
 from tests.drafts import PLANES, POLICIES, VIEWS
 from tests.gpt_fast_sd.test_rounds import GREEDY, PROMPTS, captured, engine

@@ -13,8 +13,8 @@ import pytest
 
 from gpt_fast_sd import Completion, SamplingParams
 from gpt_fast_sd.model import StreamDecoder
-from gpt_fast_sd.requests import Decoder, Request, TokenEvent
-from gpt_fast_sd.stats import CompletionStats, EngineStats
+from gpt_fast_sd.serving.requests import Decoder, Request, TokenEvent
+from gpt_fast_sd.serving.stats import CompletionStats, EngineStats
 from tests.helpers import EOS, ByteTokenizer
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.requests import RoundEvent
+from gpt_fast_sd.serving.requests import RoundEvent
+from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpuless.recorder import capture
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
@@ -189,7 +189,7 @@ def test_looking_is_no_part_of_the_time_of_decoding(monkeypatch: pytest.MonkeyPa
     one = engine("streaming")
     one.warm_up()
     clock = [0.0]
-    monkeypatch.setattr("gpt_fast_sd.inflight.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("gpt_fast_sd.serving.launch.time.perf_counter", lambda: clock[0])
     assert one.policy
     positions_read = one.policy.positions_read
 

@@ -15,11 +15,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import RoundPlan
-from gpt_fast_sd.inflight import InFlightRound
-from gpt_fast_sd.measuring.replay import Replay
+from gpt_fast_sd.serving.launch import InFlightRound
+from gpt_fast_sd.state import RoundPlan
+from measuring.replay import Replay
 from tests.drafts import MIXTURES, POLICIES, draft_of
-from tests.gpt_fast_sd.kernels.references import as_on_cuda
+from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpuless.recorder import HostRead, capture
 from tests.helpers import ByteTokenizer, few, random_ids, tiny_config, tiny_model
 

@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
-from gpt_fast_sd.compiling import can_compile
+from gpt_fast_sd.draft import ModelDraft
+from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
-from gpt_fast_sd.policies.base import ModelDraft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.requests import Completion, TokenEvent
 from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.serving.requests import Completion, TokenEvent
+from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.helpers import ByteTokenizer, few, random_ids, thinned, tiny_config, tiny_model
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
-import gpt_fast_sd.loading
+import gpt_fast_sd.loading.load
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.compiling import CompiledStep
 from gpt_fast_sd.devices import TRAITS
+from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.sampling import Kind
 from tests.drafts import POLICIES, draft_of
-from tests.gpt_fast_sd.kernels import references
+from tests.gpt_fast_sd.fast import references
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 NAMES = ["off", *POLICIES]
@@ -41,7 +41,7 @@ def as_on_cuda() -> Iterator[None]:
         patched.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
         references.as_on_cuda(patched)
         patched.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph.forward)
-        patched.setattr(gpt_fast_sd.loading, "can_compile", lambda device: True)
+        patched.setattr(gpt_fast_sd.loading.load, "can_compile", lambda device: True)
         yield
 
 

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, L layers, K kv heads, C listed entries.
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,17 +15,16 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.attending import DenseKV, ListedKV
+from gpt_fast_sd.attention import DenseKV, ListedKV
+from gpt_fast_sd.fast.cpu import attention_torch as on_cpu
+from gpt_fast_sd.fast.cpu.fused_model import WholeModel, runs_whole
+from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.model import SPLIT, Attention, KVCache, RopeScaling, Transformer, as_int8, as_planes
-from gpt_fast_sd.packing import pack_linears
-from gpt_fast_sd.quantize import quantize
+from gpt_fast_sd.quantization.quantize import quantize
 from gpt_fast_sd.runner import Runner
-from gpt_fast_sd.whole import WholeModel, runs_whole
-from tests.gpt_fast_sd.kernels.test_cpu import body, needs_kernel  # noqa: F401  needs_kernel asks for body
+from tests.gpt_fast_sd.fast.test_cpu import body, needs_kernel  # noqa: F401  needs_kernel asks for body
 from tests.gpt_fast_sd.test_exact import PARAMS, PROMPTS, Watched, covers
 from tests.helpers import few, random_ids, tiny_config, tiny_model
-
-on_cpu = importlib.import_module("gpt_fast_sd.kernels.on_cpu")
 
 BF16 = torch.bfloat16
 CONFIG = tiny_config(vocab_size=256, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=128)

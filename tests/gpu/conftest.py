@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import importlib
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch._library.custom_ops import OPDEFS
 
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.tp import why_no_cuda
-from tests.gpt_fast_sd.kernels import references
+from tests.gpt_fast_sd.fast import references
 from tests.gpu.place import INTERPRETED, Place
 
 if INTERPRETED:
@@ -46,7 +45,8 @@ def bodies(place: Place) -> Iterator[None]:
         if not place.on_cuda:
             references.as_on_cuda(patch)
         if INTERPRETED:
-            triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
+            from gpt_fast_sd.fast.triton import common as triton_common
+
             patch.setattr(triton_common, "architecture", lambda: 90)
             ours = (op for name, op in OPDEFS.items() if name.startswith("gpt_fast_sd::"))
             for bodies in (op._backend_fns for op in ours if "cuda" in op._backend_fns):

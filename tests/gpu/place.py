@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import EngineConfig
-from gpt_fast_sd.measuring.gpu.setup import SMALL, difference, random_model
 from gpt_fast_sd.model import SPLIT
-from tests.gpt_fast_sd.kernels import dense, listed
+from measuring.gpu.setup import SMALL, difference, random_model
+from tests.gpt_fast_sd.fast import dense, listed
 
 __all__ = ["SMALL", "difference", "random_model"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpt_fast_sd.kernels.test_interpreted import needs_interpreter, run_interpreted
+from tests.gpt_fast_sd.fast.test_interpreted import needs_interpreter, run_interpreted
 
 
 @needs_interpreter

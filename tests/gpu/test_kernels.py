@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import kernels
+from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.model import KVCache, as_planes
-from tests.gpt_fast_sd.kernels.dense import DTYPES, FP32
-from tests.gpt_fast_sd.kernels.selected import best, rows_of_every_kind
+from tests.gpt_fast_sd.fast.dense import DTYPES, FP32
+from tests.gpt_fast_sd.fast.selected import best, rows_of_every_kind
 from tests.gpu.place import HAS_CUDA, SMALL, Held, Place, difference, of_dtypes
 from tests.gpu.truths import TOLERANCE, miscut, shortfall
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.batch_state import RoundPlan
-from gpt_fast_sd.loading import BUNDLED
-from gpt_fast_sd.measuring.prompts import tokens_of
+from gpt_fast_sd.loading.load import BUNDLED
 from gpt_fast_sd.sampling import GREEDY, Kind
+from gpt_fast_sd.state import RoundPlan
+from measuring.prompts import tokens_of
 from tests.gpu.place import SMALL, Place, random_model
 from tests.gpuless.recorder import Recording
 

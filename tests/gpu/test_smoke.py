@@ -18,10 +18,10 @@ import pytest
 
 import generate
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.loading import BUNDLED
-from gpt_fast_sd.measuring.lossless import differences, is_near_tie, logits_after
+from gpt_fast_sd.loading.load import BUNDLED
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.tp import Parallel
+from measuring.lossless import differences, is_near_tie, logits_after
 from tests.gpu.place import Place
 
 pytestmark = pytest.mark.seconds(240)  # mostly of compiling

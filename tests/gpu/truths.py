@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.gpt_fast_sd.kernels.dense import BF16, FP16, FP32
+from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32
 
 # ||out - truth|| / ||truth||: fp32 sums of fp32 products; results and weights rounded to 11 and to 8 bits. A product in
 # tf32, the mode a GPU takes if it is let, would be off by 3e-4.

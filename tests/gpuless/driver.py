@@ -21,7 +21,7 @@ from triton.backends.driver import DriverBase
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from .aot import SHARED_LIMIT, Compiled, inspect_kernel
+from tests.gpuless.aot import SHARED_LIMIT, Compiled, inspect_kernel
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 from unittest import mock
 
@@ -48,7 +47,8 @@ class LiveBytes(TorchDispatchMode):
     def _launch_nothing(self, body: Any, args: Any) -> None:
         from triton.runtime.jit import JITFunction
 
-        triton_common = importlib.import_module("gpt_fast_sd.kernels.triton_common")
+        from gpt_fast_sd.fast.triton import common as triton_common
+
         launches_nothing = mock.patch.object(JITFunction, "run", lambda *args, **kwargs: None)
         with launches_nothing, mock.patch.object(triton_common, "architecture", lambda: 90), self:
             body(*args)

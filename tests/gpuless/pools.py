@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .recorder import Recording
+from tests.gpuless.recorder import Recording
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.dot}

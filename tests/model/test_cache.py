@@ -6,7 +6,6 @@ Shapes: B batch rows ("slots"), T tokens in this call, S cache capacity, K kv he
 from __future__ import annotations
 
 import errno
-import importlib
 import mmap
 import sys
 from collections.abc import Sequence
@@ -17,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.attending import DenseKV
-from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_model
+from gpt_fast_sd.attention import DenseKV
+from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, buffers, load_model
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 
 B = 4
-buffers = importlib.import_module("gpt_fast_sd.model.buffers")  # behind the door
+
 CANARY = -7.5  # exact in every float type
 
 

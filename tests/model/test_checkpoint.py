@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
@@ -30,8 +29,8 @@ from gpt_fast_sd.model import (
     resolve_model,
     save_hugging_face,
 )
+from gpt_fast_sd.model.files.reading import OpenFile
 
-OpenFile = importlib.import_module("gpt_fast_sd.model.files").OpenFile  # behind the door
 CONFIG = ModelConfig(
     vocab_size=50, dim=32, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=8, ffn_dim=40, max_seq_len=64, qkv_bias=True
 )
@@ -274,7 +273,7 @@ def test_tensors_are_those_that_their_library_reads_in_whole_and_in_part(tmp_pat
 
 def test_a_weight_is_read_in_parts_that_do_not_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = save(tmp_path)
-    monkeypatch.setattr("gpt_fast_sd.model.checkpoint._NUMBERS_AT_ONCE", 70)
+    monkeypatch.setattr("gpt_fast_sd.model.files.checkpoint._NUMBERS_AT_ONCE", 70)
     loaded = load_model(tmp_path)
     assert all(torch.equal(loaded.get_parameter(name), tensor) for name, tensor in whole.state_dict().items())
 
@@ -507,7 +506,7 @@ def test_few_rows_at_a_time_are_widened_to_look_for_what_is_not_finite(
     save(tmp_path)
     sums, real = [], torch.Tensor.sum
     monkeypatch.setattr(torch.Tensor, "sum", lambda x, **how: (sums.append(len(x)), real(x, **how))[1])
-    monkeypatch.setattr("gpt_fast_sd.model.checkpoint._ROWS_AT_ONCE", 8)
+    monkeypatch.setattr("gpt_fast_sd.model.files.checkpoint._ROWS_AT_ONCE", 8)
     load_model(tmp_path, dtype=torch.bfloat16)
     assert sums and max(sums) <= 8
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from gpt_fast_sd.model import FeedForward
+from gpt_fast_sd.model import FeedForward, llama
 from tests.helpers import tiny_config
-
-llama = importlib.import_module("gpt_fast_sd.model.llama")  # not exported by its package
 
 
 @pytest.mark.parametrize("n_rows", [1, 8])

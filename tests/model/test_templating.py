@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import os
 import pickle
@@ -20,7 +19,8 @@ import pytest
 
 pytest.importorskip("jinja2")
 
-templating = importlib.import_module("gpt_fast_sd.model.templating")  # not exported by its package
+from gpt_fast_sd.model.files import chat_template as templating
+
 Template, TemplateError = templating.Template, templating.TemplateError
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -559,7 +559,7 @@ def test_a_template_that_takes_all_time_or_memory_is_ended_with_one_sentence(
 ) -> None:
     """In this process it ran until somebody ended it, or took the machine's memory."""
     if why == "it takes more than 1 s":
-        monkeypatch.setattr("gpt_fast_sd.model.templating.SECONDS", 1.0)
+        monkeypatch.setattr("gpt_fast_sd.model.files.chat_template.SECONDS", 1.0)
     ours = load(llama_3(tmp_path, bpe, chat_template=f"{{% if messages | length > 1 %}}{template}{{% endif %}}fine"))
     with pytest.raises(CheckpointError, match=r"the chat template of .* refuses these messages: ") as refused:
         ours.chat(MESSAGES)

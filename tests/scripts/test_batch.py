@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import batch
 import journal
 from gpt_fast_sd import Completion, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.access import Access
 from gpt_fast_sd.model import load_model, save_hugging_face
-from gpt_fast_sd.scheduling import Schedule
+from gpt_fast_sd.serving.lifecycle import Access
+from gpt_fast_sd.serving.scheduling import Schedule
 from tests.helpers import few, random_ids, tiny_model
 from tests.tp.spawn import environment, run, start_without_agent, torchrun
 

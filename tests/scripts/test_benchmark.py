@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import benchmark
 from flags import gammas, sizes
 from gpt_fast_sd import DraftConfig, EngineConfig
-from gpt_fast_sd.measuring import points, turns
-from gpt_fast_sd.measuring.chips import Chip, Rates
-from gpt_fast_sd.measuring.forecast import System
-from gpt_fast_sd.measuring.grid import Point, Setting, name_of
-from gpt_fast_sd.measuring.modes import budget, size
 from gpt_fast_sd.model import save_hugging_face
-from gpt_fast_sd.stats import EngineStats
+from gpt_fast_sd.serving.stats import EngineStats
+from measuring import points, turns
+from measuring.chips import Chip, Rates
+from measuring.forecast import System
+from measuring.grid import Point, Setting, name_of
+from measuring.modes import budget, size
 from tests.helpers import tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

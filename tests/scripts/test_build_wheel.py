@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import build_wheel
-from gpt_fast_sd.kernels import chosen, packing_builds
+from gpt_fast_sd.fast import chosen, packing_builds
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bundled_data
 from bundled_data import MIXTURES, Books, book_paths, skipped_positions, training_document
-from gpt_fast_sd.measuring.needles import fact, question
+from measuring.needles import fact, question
 
 
 class Words:

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.loading import find_smollm2, locate
-from gpt_fast_sd.measuring import comparing
-from gpt_fast_sd.measuring.card import verdict
-from gpt_fast_sd.measuring.ledger import write_whole
-from gpt_fast_sd.measuring.lossless import Difference
+from gpt_fast_sd.loading.load import find_smollm2, locate
 from gpt_fast_sd.model import load_tokenizer, read_config, save_hugging_face
 from gpt_fast_sd.registry import policies
-from gpt_fast_sd.requests import TokenEvent
-from gpt_fast_sd.stats import EngineStats
+from gpt_fast_sd.serving.requests import TokenEvent
+from gpt_fast_sd.serving.stats import EngineStats
+from measuring import comparing
+from measuring.card import verdict
+from measuring.ledger import write_whole
+from measuring.lossless import Difference
 from tests.helpers import ByteTokenizer, random_ids, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import gpu_suite
-from gpt_fast_sd.measuring.gpu.stages import DONE, FAILED, LEFT, STAGES
-from tests.gpt_fast_sd.measuring.gpu.rig import FakeProcesses, Record, a_ledger
+from measuring.gpu.stages import DONE, FAILED, LEFT, STAGES
+from tests.scripts.measuring.gpu.rig import FakeProcesses, Record, a_ledger
 
 DRY = ["--device", "cpu", "--tiny", "--pairs", "1"]
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import kernels
+from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.acceptance import AcceptResult
-from gpt_fast_sd.batch_state import BatchState
-from tests.gpt_fast_sd.kernels import references
-from tests.gpt_fast_sd.kernels.dense import BF16
-from tests.gpt_fast_sd.kernels.selected import best
+from gpt_fast_sd.state import BatchState
+from tests.gpt_fast_sd.fast import references
+from tests.gpt_fast_sd.fast.dense import BF16
+from tests.gpt_fast_sd.fast.selected import best
 from tests.gpu import test_kernels, test_smoke
 from tests.gpu.place import Held, Place, difference
 from tests.gpu.truths import shortfall

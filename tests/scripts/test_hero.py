@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gpt_fast_sd.measuring.hero import LABEL
+from measuring.hero import LABEL
 from scripts import hero
 
 

@@ -16,9 +16,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import peers
-from gpt_fast_sd.measuring import peer_speculation, peer_turns
-from gpt_fast_sd.measuring.peers import Decoded, Entry, LlamaCpp, PeerFailed, Worker
 from gpt_fast_sd.model import read_config
+from measuring import peer_speculation, peer_turns
+from measuring.peers import Decoded, Entry, LlamaCpp, PeerFailed, Worker
 from tests.llama_server import write_llama_server
 
 

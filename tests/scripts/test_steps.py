@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.measuring import steps
-from gpt_fast_sd.measuring.chips import Chip
+from measuring import steps
+from measuring.chips import Chip
 from scripts.steps import main
 from tests.helpers import random_ids, tiny_config, tiny_model
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import evaluate
 import train_bundled
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.measuring.needles import DIGITS, needle, person, thing
 from gpt_fast_sd.model import CausalSelf, load_model, load_tokenizer, read_config
+from measuring.needles import DIGITS, needle, person, thing
 from train_bundled import RECIPES, Stage, TrainingAttention
 
 SCRIPT = Path(train_bundled.__file__)

@@ -13,10 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import verify
-from gpt_fast_sd.loading import BUNDLED
-from gpt_fast_sd.measuring import proof, soak
-from gpt_fast_sd.measuring.proof import Finding
+from gpt_fast_sd.loading.load import BUNDLED
 from gpt_fast_sd.model import save_hugging_face
+from measuring import proof, soak
+from measuring.proof import Finding
 from tests.helpers import tiny_model
 
 

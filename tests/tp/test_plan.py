@@ -1,6 +1,5 @@
 """The plan on paper: one process that acts as one of many ranks, with collectives that do nothing."""
 
-import importlib
 from collections.abc import Iterator
 from unittest import mock
 
@@ -13,8 +12,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
+from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.model import PRESETS, CausalSelf, ModelConfig, Transformer, preset
-from gpt_fast_sd.packing import pack_linears
 from gpt_fast_sd.tp import Parallel, Vocabulary, collectives_per_step, local_config, start
 from tests.helpers import tiny_config, tiny_model, whole_text_logits
 
@@ -234,6 +233,7 @@ def test_the_processes_device_is_the_engines() -> None:
 def test_the_plan_names_modules_of_the_model_and_styles_of_dtensor() -> None:
     modules = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in
                tiny_model().named_modules()}  # fmt: skip
-    plan = importlib.import_module("gpt_fast_sd.tp.styles").PLAN  # what is tested lies behind the door
+    from gpt_fast_sd.tp.styles import PLAN as plan
+
     assert {*plan} <= modules
     assert all(isinstance(style, ParallelStyle) for style in plan.values())

@@ -1,15 +1,13 @@
 """The best token of each row of logits: what argmax finds, though a CPU does not look through a row one by one."""
 
-import importlib
 import math
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_fast_sd.tp import Vocabulary
+from gpt_fast_sd.tp import Vocabulary, vocab
 
-vocab = importlib.import_module("gpt_fast_sd.tp.vocab")  # behind the door
 BLOCK, FEW, first_best = vocab.BLOCK, vocab.FEW, vocab.first_best
 SIZES = [1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 4096, 32_003, 49_152, 50_257]
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import RoundPlan
-from gpt_fast_sd.inflight import InFlightRound
-from gpt_fast_sd.measuring.machine import peak_bytes
+from gpt_fast_sd.serving.launch import InFlightRound
+from gpt_fast_sd.state import RoundPlan
 from gpt_fast_sd.tp import TIMEOUT, Agreement, Parallel, start
+from measuring.machine import peak_bytes
 from tests.helpers import random_ids, tiny_model
 from tests.tp.spawn import ROOT, WORKERS, run, torchrun
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.batch_state import BatchState
 from gpt_fast_sd.config import DraftConfig
+from gpt_fast_sd.draft import View
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import build_view
-from gpt_fast_sd.policies.base import View
 from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.state import BatchState
 
 SLOTS, LAYERS, CAPACITY, EOS = 4, 2, 4096, (7, 9)
 CUDA = torch.device("cuda")

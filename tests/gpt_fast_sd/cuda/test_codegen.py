@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpt_fast_sd.compiling import span, varying
 from gpt_fast_sd.config import MAX_GAMMA
+from gpt_fast_sd.draft import draft_step
+from gpt_fast_sd.fast.compile import span, varying
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.snapkv import OBSERVED, observe_step
 from gpt_fast_sd.prefill import CHUNK, prefill_step
 from gpt_fast_sd.round import accept_step

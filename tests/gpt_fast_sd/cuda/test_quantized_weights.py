@@ -14,11 +14,11 @@ import torch
 import torch._inductor.config as inductor
 from torch import nn
 
-from gpt_fast_sd.compiling import span
+from gpt_fast_sd.draft import draft_step
+from gpt_fast_sd.fast.compile import span
 from gpt_fast_sd.model import ModelConfig
-from gpt_fast_sd.policies.base import draft_step
-from gpt_fast_sd.precisions import precision_of, require_precision, require_sizes
-from gpt_fast_sd.quantize import draft_copy, drafter, quantize
+from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
+from gpt_fast_sd.quantization.table import precision_of, require_precision, require_sizes
 from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.target import decode_step
 from gpt_fast_sd.tp import local_config

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.acceptance import verify_greedy, verify_sampled
-from gpt_fast_sd.batch_state import RoundPlan
-from gpt_fast_sd.compiling import span
-from gpt_fast_sd.inflight import Rounds
-from gpt_fast_sd.measuring.replay import Replay
+from gpt_fast_sd.draft import draft_step
+from gpt_fast_sd.fast.compile import span
 from gpt_fast_sd.policies import build_policy
-from gpt_fast_sd.policies.base import draft_step
 from gpt_fast_sd.policies.guided import GuidedView
 from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.sampling import Kind
+from gpt_fast_sd.serving.launch import Rounds
+from gpt_fast_sd.state import RoundPlan
 from gpt_fast_sd.target import decode_step
+from measuring.replay import Replay
 from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import fake_cuda_tensors, needs_fake_cuda

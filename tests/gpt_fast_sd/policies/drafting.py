@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import RoundPlan
-from gpt_fast_sd.compiling import can_compile
+from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.requests import Completion
 from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.sampling import probabilities
+from gpt_fast_sd.serving.requests import Completion
+from gpt_fast_sd.state import RoundPlan
 from tests.helpers import chi_square, random_ids, table_of, tiny_config, tiny_model, whole_text_logits
 
 LENGTHS = [1, 2, 300, 3, 256, 257, 24, 5]  # more prompts than slots; around the edges of chunks

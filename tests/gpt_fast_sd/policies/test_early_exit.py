@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import ModelDraft
+from gpt_fast_sd.state import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     changes_no_greedy_token,

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
-from gpt_fast_sd.planner import StepTimes
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, HierarchyDraft, cheap_plan, n_middle_steps
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.sampling import ACCEPT_STREAM, CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM, TARGET_STREAM
+from gpt_fast_sd.serving.gamma_planner import StepTimes
+from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     TOY,

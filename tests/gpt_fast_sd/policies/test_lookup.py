@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.batch_state import RoundPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies.lookup import look_up
+from gpt_fast_sd.state import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     changes_no_greedy_token,

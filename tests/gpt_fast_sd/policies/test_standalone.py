@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.standalone import StandaloneDraft
-from gpt_fast_sd.requests import Request
+from gpt_fast_sd.serving.requests import Request
+from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     TOY,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.compiling import CompiledStep, can_compile
+from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.target import decode_step
 from tests.helpers import random_ids, tiny_config, tiny_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.kernels import decode_attention_with_mass
+from gpt_fast_sd.fast import decode_attention_with_mass
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.target import decode_step
 from tests.gpt_fast_sd.policies.views_rig import Rig

@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, N query heads, K kv heads, G = N // K, R = G * T, H he
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -15,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt_fast_sd.kernels import page_bounds, quest_pages
+from gpt_fast_sd.fast import page_bounds, quest_pages
+from gpt_fast_sd.fast.ops import select
 from gpt_fast_sd.policies import quest
 from gpt_fast_sd.policies.quest import QuestKV
 from tests.gpt_fast_sd.policies.views_rig import N_ROWS, Rig
 from tests.helpers import tiny_config
 
-select = importlib.import_module("gpt_fast_sd.kernels.select")  # not exported by its package
 GROUPS = [1, 2, 4, 5, 7, 8]
 
 

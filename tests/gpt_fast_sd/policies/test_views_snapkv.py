@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.model import SPLIT, CausalSelf, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import snapkv
 from gpt_fast_sd.policies.snapkv import OBSERVED, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.runner import Runner
-from tests.gpt_fast_sd.kernels.references import as_on_cuda
+from gpt_fast_sd.state import BatchState, RoundPlan
+from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpuless.recorder import capture
 from tests.helpers import few, random_ids, tiny_config, tiny_model

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, SamplingParams
-from gpt_fast_sd.batch_state import BatchState, RoundPlan
 from gpt_fast_sd.model import SPLIT, CacheLayer, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import ModelDraft, build_view
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.target import decode_step
 from tests.drafts import VIEWS
 from tests.helpers import random_ids, tiny_config, tiny_model

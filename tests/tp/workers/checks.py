@@ -23,13 +23,14 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, batch_state
-from gpt_fast_sd.compiling import CompiledStep
-from gpt_fast_sd.int4 import Int4Linear
-from gpt_fast_sd.kernels import dequantize_blocks
-from gpt_fast_sd.loading import draft_group
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import state as batch_state
+from gpt_fast_sd.fast import dequantize_blocks
+from gpt_fast_sd.fast.compile import CompiledStep
+from gpt_fast_sd.loading.load import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer, Weights, load_model, save_hugging_face
-from gpt_fast_sd.quantize import draft_copy
+from gpt_fast_sd.quantization.int4 import Int4Linear
+from gpt_fast_sd.quantization.quantize import draft_copy
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.tp import (
     Agreement,

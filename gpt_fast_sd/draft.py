@@ -1,0 +1,377 @@
+"""The base classes of draft policies and of views of a cache, and a model that drafts through a view.
+
+A policy proposes tokens; a view says which committed entries of a cache the drafting model reads, at their true
+positions. The target judges, so neither can change what is emitted, only how fast.
+
+Shapes: B slots, T tokens in this call, S cache capacity, L layers, K kv heads, V vocabulary, gamma tokens drafted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
+from gpt_fast_sd.tp import Group, Vocabulary
+
+from . import registry
+from .config import DraftConfig
+from .devices import traits_of
+from .fast.compile import CompiledStep, span
+from .fast.cpu.fused_model import SERVED, WholeModel
+from .prefill import Filling
+from .quantization.quantize import drafter
+from .runner import Runner
+from .sampling import DRAFT_STREAM
+from .state import BatchState, RoundPlan
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The drafts of a policy for one round."""
+
+    tokens: Tensor  # int64 [B, gamma]
+    q: Tensor | None  # fp32 [B, gamma, V], the distribution of each token; None: the drafts are deterministic
+    count: Tensor  # int64 [B], how many of a row's tokens count, 0..gamma
+    proposer: Tensor | None = None  # int64 [B, gamma], index into the policy's proposers; None: the first of them
+
+    @staticmethod
+    def none(state: BatchState) -> Draft:
+        """No token for any row."""
+        return Draft(state.pending.new_empty(len(state.pending), 0), None, torch.zeros_like(state.pending))
+
+
+@dataclass(frozen=True)
+class ModelSteps:
+    """Equal steps of one model: all that a cost model needs to know about drafting, before anything is built."""
+
+    model: ModelConfig
+    count: int
+    view: str  # through which the model reads its cache
+    n_tokens: int = 1  # of each row
+
+
+class Drafts:
+    """Shared by policies and views: each hook calls the same hook of the parts, and does nothing if there are none.
+
+    The methods run in the order of their definition here, round after round: on the host between rounds, given the plan
+    of the next one, or on the device inside them, where no decision may depend on values that the host would have to
+    read.
+    """
+
+    wants_mass = False  # whether device_after_verify receives attention mass, summed over its `page` if it has one
+    refresh_every = 0  # tokens that a row commits from one refresh to the next; 0: no refresh is needed
+
+    @property
+    def parts(self) -> tuple[Drafts, ...]:
+        """The policies and views that it is made of."""
+        return ()
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return sum(part.graphs for part in self.parts)
+
+    def warm_up(self) -> None:
+        """Compile the steps that run between rounds. A round over idle slots follows, which compiles the others.
+
+        The contents of slots must not change.
+        """
+        for part in self.parts:
+            part.warm_up()
+
+    def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
+        """On the host: a slot was prefilled with all of its prompt except the last token, which is pending."""
+        for part in self.parts:
+            part.host_admit(slot, prompt)
+
+    def host_must_wait(self, plan: RoundPlan) -> bool:
+        """On the host: True if host_before_round needs exact lengths, i.e. no round may be in flight (plan.ahead 0).
+
+        It decides from plan.lengths, each of which may have grown by up to plan.ahead. It is called before every round;
+        one that drafts then waits for the one in flight.
+        """
+        return any([part.host_must_wait(plan) for part in self.parts])  # call all: each may have to follow every round
+
+    def host_before_round(self, state: BatchState, plan: RoundPlan) -> None:
+        """On the host, before a round that drafts: decisions, and steps of its own that are not captured."""
+        for part in self.parts:
+            part.host_before_round(state, plan)
+
+    def host_refreshes(self, plan: RoundPlan) -> list[int]:
+        """On the host, after host_before_round: keys to have in view for each device_refresh that is needed now.
+
+        From plan.lengths, each of which may have grown by up to plan.ahead: enough for all rows that may be due.
+        """
+        passes = itertools.zip_longest(*(part.host_refreshes(plan) for part in self.parts), fillvalue=0)
+        return [max(n_keys) for n_keys in passes]  # one serves all parts
+
+    def device_refresh(self, state: BatchState, n_keys: int) -> None:
+        """On the device: refresh the selection of rows that are due; only the device knows which.
+
+        n_keys: no row that may be due has more. A row's selection, and its time, must depend on that row alone.
+        """
+        for part in self.parts:
+            part.device_refresh(state, n_keys)
+
+    def device_after_verify(self, state: BatchState, mass: Tensor | None) -> None:
+        """On the device, once the round is committed. mass fp32 [L, B, K, S // page]: attention to blocks of keys."""
+        for part in self.parts:
+            part.device_after_verify(state, mass)
+
+    def host_free(self, slot: int) -> None:
+        """On the host: the slot is free again."""
+        for part in self.parts:
+            part.host_free(slot)
+
+
+class DraftPolicy(Drafts):
+    """Proposes up to plan.gamma tokens per row."""
+
+    about = "nobody: plain decoding"  # who proposes, in a phrase
+    reads = ""  # what that reads, in a phrase; of a view's name the view says it
+    flags: tuple[str, ...] = ()  # the fields of DraftConfig that it uses besides gamma
+    beyond = 0  # tokens past gamma that one of its steps may feed
+    own_cache = False  # whether it drafts from a cache that is not the target's
+    of_planes = False  # whether it reads the upper plane of an int8 cache, whatever kv_bits says
+    proposers: tuple[str, ...] = ()  # who may have proposed a token, see Draft.proposer
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
+    ) -> DraftPolicy:
+        """The policy that a configuration describes; ValueError if it does not fit the models.
+
+        draft_group: the ranks that hold the draft model together.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """The views through which its models read caches, the target's or its own first."""
+        return ()
+
+    @classmethod
+    def needs_model(cls, config: DraftConfig) -> bool:
+        """Whether it drafts with a model of its own."""
+        return False
+
+    @classmethod
+    def searches(cls, config: DraftConfig) -> bool:
+        """Whether it searches the texts of all rows."""
+        return False
+
+    @classmethod
+    def steps(cls, gamma: int) -> int:
+        """The most steps of models, and searches, that drafting gamma tokens takes."""
+        return gamma
+
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """The steps of models that drafting gamma tokens takes; ValueError if it does not fit the models."""
+        return []
+
+    def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
+        """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
+        raise NotImplementedError
+
+    def n_steps(self, gamma: int) -> float:
+        """The cost of drafting gamma tokens, counted in steps that take the same time; see GammaPlanner."""
+        return gamma
+
+    def kv_bytes(self, plan: RoundPlan) -> int:
+        """Bytes of keys and values (or bounds of them) that drafting for all slots reads."""
+        return 0
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        """The positions that a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
+        raise NotImplementedError
+
+
+@runtime_checkable
+class OwnPrefill(Protocol):
+    """A policy that has to prefill prompts itself, in addition to the target."""
+
+    def prepare(self, slot: int, prompt: Sequence[int]) -> list[Filling]:
+        """Begin the prefill that host_admit needs: rounds may run between its chunks; host_admit is called last."""
+        ...
+
+
+class View(Drafts):
+    """Which committed entries of a runner's cache a query reads: at most `budget` in each layer and kv head."""
+
+    about = ""  # what it reads, in a phrase
+    flags: tuple[str, ...] = ("budget",)  # the fields of DraftConfig that it uses
+    of_target = False  # whether it needs the target's verification to select
+    compiles = False  # whether some of its steps on a CPU are compiled where all layers of others run in one call
+    n_observed = 0  # committed tokens that it feeds again to select, in a pass of its own
+
+    runner: Runner
+
+    @classmethod
+    def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> View:
+        """The view of a runner's cache. max_new: the most tokens that a round feeds beyond the committed ones."""
+        raise NotImplementedError
+
+    @classmethod
+    def least_budget(cls, config: DraftConfig) -> int:
+        """The smallest budget that makes sense."""
+        return 1
+
+    @classmethod
+    def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
+        """Bytes of selections: n_lists = L * B * K of them, next to a cache of kv_bytes if it were not quantized."""
+        return 0
+
+    @classmethod
+    def reads(cls, config: DraftConfig, n_keys: int) -> int:
+        """Entries that a step over a row of n_keys reads in each layer and kv head."""
+        return min(config.budget, n_keys)
+
+    @classmethod
+    def bounds_read(cls, config: DraftConfig, n_keys: int) -> int:
+        """Pages whose bounds it looks at: two numbers for each of a key's, in bf16 where the cache has fewer bits."""
+        return 0
+
+    @classmethod
+    def refresh_period(cls, config: DraftConfig) -> int:
+        """The refresh_every of the view that a configuration describes."""
+        return 0
+
+    def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
+        """(make, args): a compiled step calls make(layers, span, *args); the tensors of args never move."""
+        raise NotImplementedError
+
+    def whole_of(self, runner: Runner) -> WholeModel | None:
+        """What runs all layers of a model at once where it reads through this view; None: steps are compiled."""
+        return runner.whole if self.kv()[0] in SERVED else None
+
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
+        """On the device, before a round's drafts: let the window slide to the committed end."""
+
+    def entries_read(self, n_keys: int) -> int:
+        """Cache entries per slot that a step reads in one layer and kv head, bounds counted as entries."""
+        raise NotImplementedError
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        """The positions that queries at pos [B] read: bool [L, B, K, S]."""
+        raise NotImplementedError
+
+
+def draft_step(
+    model: Transformer,
+    tokens: Tensor,
+    pos: Tensor,
+    layers: list[CacheLayer],
+    n_splits_carrier: Tensor,
+    make: Callable[..., KV],
+    args: tuple[Any, ...],
+) -> Tensor:
+    """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, V] after the last of them."""
+    last = model.hidden(tokens, pos, make(layers, n_splits_carrier, *args))[:, -1]  # [B, D]
+    logits: Tensor = model.output(last).float()
+    return logits
+
+
+def build_view(config: DraftConfig, name: str, runner: Runner) -> View:
+    """The view of that name over a runner's cache, for the policy of a configuration."""
+    max_new = config.max_gamma + 2 + registry.policy_class(config.policy).beyond
+    view: View = registry.view_class(name).build(config, runner, max_new)
+    return view
+
+
+class ModelDraft(DraftPolicy):
+    """A model drafts token by token through a view of a cache; with the target's own model and cache, a self-draft.
+
+    Self-drafts write their approximate keys at the positions that verification overwrites with exact ones, so they need
+    no cache, no prefill and no rollback of their own.
+    """
+
+    about = "the target itself"
+    flags: tuple[str, ...] = ("quantize", "kv_bits")
+
+    @classmethod
+    def build(
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
+    ) -> DraftPolicy:
+        """Build a self-draft of the target through the view of the policy's name."""
+        runner = drafter(target, config.quantize, on_planes=config.needs_planes)
+        return ModelDraft(runner, build_view(config, cls.views(config)[0], runner), config.policy)
+
+    @classmethod
+    def views(cls, config: DraftConfig) -> tuple[str, ...]:
+        """The name of the policy is that of its view."""
+        return (config.policy,)
+
+    @classmethod
+    def model_steps(
+        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
+    ) -> list[ModelSteps]:
+        """One step of the target per token."""
+        return [ModelSteps(target, gamma, cls.views(config)[0])]
+
+    def __init__(self, runner: Runner, view: View, name: str) -> None:
+        self.runner, self.view = runner, view
+        self.proposers: tuple[str, ...] = (name,)
+        self.wants_mass, self.refresh_every = view.wants_mass, view.refresh_every
+        self.page: int | None = getattr(view, "page", None)
+        self.stream = DRAFT_STREAM  # the random stream of its tokens
+        self.vocabulary = Vocabulary(runner.group.mesh, runner.model.config.vocab_size)
+        compiles_sampling = traits_of(runner.device).compiles_sampling
+        self._choose = CompiledStep(BatchState.choose, compiled=runner.compiled if compiles_sampling else None)
+        self._step = CompiledStep(draft_step, compiled=runner.compiled, whole=view.whole_of(runner))
+
+    @property
+    def parts(self) -> tuple[Drafts, ...]:
+        """The view."""
+        return (self.view,)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return super().graphs + self._step.graphs + self._choose.graphs
+
+    def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
+        """gamma steps, each fed the token of the one before."""
+        self.device_before_draft(state, plan)
+        token, tokens, qs = state.pending, [], []
+        for i in range(plan.gamma):
+            pos = state.seq_len + i  # [B]
+            logits = self.first(state, plan) if i == 0 else self.feed(token[:, None], pos[:, None], plan.n_keys + i)
+            token, q = self._choose(state, logits, pos, plan.kind, self.stream, self.vocabulary, variant=plan.kind)
+            tokens.append(token)
+            qs.append(q)
+        drawn = None if qs[0] is None else torch.stack([q for q in qs if q is not None], 1)  # [B, gamma, V]
+        return Draft(torch.stack(tokens, 1), drawn, torch.full_like(state.pending, plan.gamma))
+
+    def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
+        """Slide the view's window; all committed tokens are in the cache."""
+        self.view.device_before_draft(state, plan)
+
+    def first(self, state: BatchState, plan: RoundPlan) -> Tensor:
+        """Feed the tokens that the drafting model has not seen yet -> logits [B, V] after the pending token."""
+        # cloned, to be inference tensors like those of later steps: otherwise Dynamo compiles a second graph
+        return self.feed(state.pending.clone()[:, None], state.seq_len.clone()[:, None], plan.n_keys)
+
+    def feed(self, tokens: Tensor, pos: Tensor, n_keys: int, step: CompiledStep | None = None) -> Tensor:
+        """tokens, pos [B, T] -> fp32 logits [B, V] after the last of them; a T other than 1 passes its own step."""
+        cache, (make, args) = self.runner.cache, self.view.kv()
+        n_splits_carrier = span(cache, n_keys)
+        out: Tensor = (step or self._step)(self.runner.model, tokens, pos, cache.layers, n_splits_carrier, make, args)
+        return out
+
+    def kv_bytes(self, plan: RoundPlan) -> int:
+        """Bytes of keys and values that drafting reads, all slots."""
+        each = self.runner.cache.bytes_read(self.view.entries_read(plan.n_keys))
+        return plan.gamma * self.runner.shape[1] * each
+
+    def positions_read(self, pos: Tensor) -> Tensor:
+        """The positions that a draft step with queries at pos [B] reads: bool [L, B, K, S]."""
+        return self.view.positions_read(pos)

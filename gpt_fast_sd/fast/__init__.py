@@ -1,0 +1,136 @@
+"""The engine's kernels: attention, selection, products and sampling; each chooses the body that fits its tensors.
+
+Attention: `decode_attention` (and with the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`.
+Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages` and, for tokens, `likeliest`. If `triton_serves`,
+these are operators in Triton: `prepare_launches` does beforehand what Triton needs for launching any of them, and
+`launches` says how many kernels one call launches. On a CPU they are C++ if `cpu_attention_fits`, else PyTorch.
+For a CPU there are also `packed_linear` and `packed_swiglu`, products with bf16, int8 or int4 weights that `pack` or
+`pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with weights from `quantize_rows`
+and `quantize_blocks`), `Stack`, which runs all layers of a packed model in one call, `cpu_judge_greedy`,
+`cpu_judge_sampled`, `cpu_draw` and `cpu_commit` for what a round does besides, and for large vocabularies
+`cpu_distributions`. `begin_building` builds `cpu_kernels` in the background, with `vector_options` among Inductor's
+options.
+"""
+
+from .cpu.attention_cpp import PAGE as MASS_PAGE
+from .cpu.attention_cpp import cpu_attention_fits
+from .cpu.attention_torch import QUERY_BLOCK
+from .cpu.build import begin_building, rebuilding, vector_options
+from .cpu.instruction_sets import InstructionSet, chosen
+from .cpu.layers import LayerCache, LayerWeights, Listed, Product, Spent, Stack, layers_build
+from .cpu.linear import (
+    LANES,
+    LINE,
+    cpu_kernels,
+    kernels_are_built,
+    pack,
+    pack_int4,
+    packable,
+    packed_linear,
+    packed_rows,
+    packed_swiglu,
+    packing_builds,
+    unpack,
+    unpack_int4,
+)
+from .cpu.prebuild import build_kernel, kernels_to_build, sets_of_this_kind
+from .cpu.round import (
+    cpu_commit,
+    cpu_draw,
+    cpu_draw_serves,
+    cpu_judge_greedy,
+    cpu_judge_sampled,
+    cpu_round_serves,
+    cpu_uniform,
+)
+from .cpu.sampling import cpu_distributions, cpu_sampling_fits
+from .ops.choice import triton_serves
+from .ops.decode import decode_attention, decode_attention_with_mass, split_for
+from .ops.filters import likeliest
+from .ops.int4 import BLOCK, Int4, dequantize_blocks, int4_by_sums, int4_linear, power_between, quantize_blocks
+from .ops.int8 import MOST_TILED, ROWS_AT_ONCE, int8_linear, quantize_rows
+from .ops.launch_counts import launches
+from .ops.prefill import (
+    key_mass,
+    prefill_attention,
+    prefill_attention_of_slots,
+    prefill_attention_with_lse,
+    prefill_splits,
+)
+from .ops.select import entries_of, guided_select, page_bounds, quest_pages, top_pages
+from .ops.sizes import page_sums
+from .ops.sparse import sparse_attention
+from .triton.setup import prepare_launches
+
+__all__ = [
+    "BLOCK",
+    "LANES",
+    "LINE",
+    "MASS_PAGE",
+    "MOST_TILED",
+    "QUERY_BLOCK",
+    "ROWS_AT_ONCE",
+    "InstructionSet",
+    "Int4",
+    "LayerCache",
+    "LayerWeights",
+    "Listed",
+    "Product",
+    "Spent",
+    "Stack",
+    "begin_building",
+    "build_kernel",
+    "chosen",
+    "cpu_attention_fits",
+    "cpu_commit",
+    "cpu_distributions",
+    "cpu_draw",
+    "cpu_draw_serves",
+    "cpu_judge_greedy",
+    "cpu_judge_sampled",
+    "cpu_kernels",
+    "cpu_round_serves",
+    "cpu_sampling_fits",
+    "cpu_uniform",
+    "decode_attention",
+    "decode_attention_with_mass",
+    "dequantize_blocks",
+    "entries_of",
+    "guided_select",
+    "int4_by_sums",
+    "int4_linear",
+    "int8_linear",
+    "kernels_are_built",
+    "kernels_to_build",
+    "key_mass",
+    "launches",
+    "layers_build",
+    "likeliest",
+    "pack",
+    "pack_int4",
+    "packable",
+    "packed_linear",
+    "packed_rows",
+    "packed_swiglu",
+    "packing_builds",
+    "page_bounds",
+    "page_sums",
+    "power_between",
+    "prefill_attention",
+    "prefill_attention_of_slots",
+    "prefill_attention_with_lse",
+    "prefill_splits",
+    "prepare_launches",
+    "quantize_blocks",
+    "quantize_rows",
+    "quest_pages",
+    "rebuilding",
+    "sets_of_this_kind",
+    "sparse_attention",
+    "split_for",
+    "top_pages",
+    "triton_serves",
+    "unpack",
+    "unpack_int4",
+    "vector_options",
+]

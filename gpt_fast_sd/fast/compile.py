@@ -1,0 +1,239 @@
+"""Compiled steps that count their graphs, and the fallback if nothing can compile."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import SPLIT, KVCache, Transformer
+from gpt_fast_sd.tp import in_short
+
+from ..config import MAX_GAMMA, EngineConfig
+from . import rebuilding, vector_options
+from .compile_one_layer import ByLayer, Layer, LayeredModel
+from .cpu.fused_model import WholeModel
+
+Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
+
+
+class CompiledStep:
+    """A function compiled with fullgraph by Inductor, or called as it is; `graphs` counts its compilations.
+
+    A step over the layers of a model is compiled for one of them, see by_layer.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *, compiled: bool | Options | None, whole: WholeModel | None = None
+    ) -> None:
+        """compiled: Inductor's options, True for its own defaults; False and None: not compiled.
+
+        whole: called in place of the model among the arguments; then nothing is compiled, either.
+        """
+        self.graphs = 0
+        self._fn = fn if whole is None else functools.partial(_with_whole, fn, whole)
+        self._options: Options = compiled if isinstance(compiled, dict) else {}
+        self._compiles = compiled is not None and compiled is not False and whole is None
+        self._variants: dict[Hashable, Callable[..., Any]] = {}
+        self._layered: LayeredModel | None = None
+        self._layers: list[Layer] = []  # of the current call
+        # torch keeps every backend for good, and compiled results with the code: neither may keep weights alive
+        self._backend = functools.partial(_backend, weakref.ref(self))
+        self._codes: list[types.CodeType] = []  # of the variants
+        weakref.finalize(self, _forget, self._codes)
+        if self._compiles:
+            importlib.import_module("torch._dynamo")  # before sizes are marked, see _mark
+
+    def __call__(self, *args: Any, variant: Hashable = None) -> Any:
+        """Call the step. variant: a key for differences in the arguments that need a graph of their own.
+
+        Each variant has its own code object for Dynamo, which keeps few graphs per object and searches them linearly.
+        """
+        if not self._compiles:
+            return self._fn(*args)
+        if variant not in self._variants:
+            own = own_code(self._fn)
+            self._codes.append(own.__code__)
+            step = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
+            self._variants[variant] = step
+        model = next((arg for arg in args if isinstance(arg, Transformer)), None)
+        if model is None:
+            return self._variants[variant](*args)
+        if self._layered is None or not self._layered.is_of(model):
+            self._layered = LayeredModel(model)
+        first, self._layers = self._layered.split(args)
+        try:
+            return self._variants[variant](*first)
+        finally:
+            self._layers = []
+
+    def _inductor(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        built: Any = rebuilding(lambda: compile_fx(graph, inputs, config_patches=self._options))
+        step: Callable[..., Any] = built
+        return step
+
+
+def _with_whole(fn: Callable[..., Any], whole: WholeModel, *args: Any) -> Any:
+    return fn(*(whole if isinstance(arg, Transformer) else arg for arg in args))
+
+
+def _backend(this: weakref.ref[CompiledStep], graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Compile the graph that Dynamo traced of a step."""
+    step = this()
+    assert step is not None, "its caller holds it"
+    step.graphs += 1
+    if not step._layers:
+        return step._inductor(graph, inputs)
+    by_layer = ByLayer(graph, inputs, step._layers, step._inductor)
+
+    def run(*inputs: Any) -> Any:
+        step = this()
+        assert step is not None
+        return by_layer(step._layers, inputs)
+
+    return run
+
+
+def _forget(codes: list[types.CodeType]) -> None:
+    """Drop what Dynamo compiled of these: its results refer to the code that they were made of, and that to them.
+
+    Neither would ever go, nor the traced graph, a few MiB per step, to which the module's globals hold a name.
+    """
+    if "torch._dynamo" in sys.modules:
+        reset_code = torch._C._dynamo.eval_frame.reset_code
+        for code in codes:
+            reset_code(code)
+
+
+def inductor_options(config: EngineConfig, device: torch.device) -> Options:
+    """Inductor's options for an engine's steps on a device: its own CUDA graphs stay off, as rounds are captured."""
+    if config.kv_dtype == "int8":  # scales in fp16 are stored beside keys in bf16, of which Inductor tells users
+        warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
+    return {"max_autotune": config.max_autotune} if device.type == "cuda" else dict(vector_options())
+
+
+def splits_in_view(cache: KVCache, n_keys: int) -> int:
+    """How many key splits are in view for the first n_keys positions."""
+    return min(cache.splits(n_keys), cache.capacity // SPLIT)
+
+
+def span(cache: KVCache, n_keys: int, *, compiled: bool = True) -> Tensor:
+    """[n_splits, 0]: how many key splits are in view for the first n_keys positions, as a size.
+
+    A size may vary without a recompile, whereas a number would be baked in. compiled: whether the step that it is for
+    may be.
+    """
+    most = cache.capacity // SPLIT
+    size = torch.empty(splits_in_view(cache, n_keys), 0, device=cache.seq_len.device)
+    if compiled and most > 2:  # torch refuses a range of one size
+        _mark(size, 0, min=2, max=most)
+    return size
+
+
+def varying(*tensors: Tensor, min: int = 2, max: int = 1 + MAX_GAMMA) -> None:
+    """Let one graph serve tensors of any second size from min to max: [B, T, ...].
+
+    One range for every engine, whatever it drafts: graphs in Inductor's cache are stored with their range.
+    """
+    for tensor in tensors:
+        _mark(tensor, 1, min=min, max=max)
+
+
+def _mark(tensor: Tensor, dim: int, *, min: int, max: int) -> None:
+    """Tell Dynamo the range of a size; where nothing compiles it is not even imported, which would take a second."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.mark_dynamic(tensor, dim, min=min, max=max)
+
+
+def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own.
+
+    Dynamo keeps compiled graphs, and their limit, per code object: so engines and steps of different shapes never check
+    each other's guards.
+    """
+    assert isinstance(fn, types.FunctionType)
+    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether Inductor can build code here; warns once with the reason if it cannot."""
+    if device.type == "cuda":
+        return True  # see devices.require_kernels
+    if why := no_compiler():
+        said = f"compile=True needs a C++ compiler, and {why}: running eagerly, slower"
+        warnings.warn(said, stacklevel=5)  # the line that builds the engine, past the engine's own two and target_of
+    return not why
+
+
+def no_compiler() -> str | None:
+    """Why Inductor cannot build code for this CPU; None if it can."""
+    if why := _cannot_write():  # first: Inductor is not even imported where it cannot
+        return why
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return _fails(get_cpp_compiler())
+    except (InvalidCxxCompiler, OSError):  # the latter: of what CXX names
+        return "none was found"
+
+
+def _cannot_write() -> str | None:
+    """Why Inductor, and our kernels with it, cannot keep what they build. ValueError where torch itself would fail."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folder = None if named is None else os.path.abspath(named)  # as torch reads it
+    try:
+        if folder:
+            os.makedirs(folder, exist_ok=True)  # as torch does when a model is made
+    except OSError as error:
+        why = f"is no folder, and none can be made there: {error.strerror}"
+        raise ValueError(f"TORCHINDUCTOR_CACHE_DIR is {named!r}, which {why}") from None
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:  # Inductor's own folder lies where temporary files do
+            file.write(bytes(2**20))  # more than a kernel and its source
+    except OSError as error:
+        place = folder or "the folder for temporary files"
+        return f"{place} cannot hold what it builds: {error.strerror} (TORCHINDUCTOR_CACHE_DIR names another folder)"
+    return None
+
+
+@functools.cache
+def _fails(compiler: str) -> str | None:
+    """What is wrong with a compiler that tells its version: it must build what Inductor builds, a module for Python.
+
+    Half a second, once in a process. Only Linux's compilers are known to take the same flags everywhere.
+    """
+    if sys.platform != "linux":
+        return None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        source = Path(folder) / "module.cpp"
+        source.write_text('#include <Python.h>\n#include <cmath>\nextern "C" int one() { return 1; }\n')
+        flags = ["-O0", "-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_path('include')}"]
+        command = [compiler, *flags, str(source), "-o", str(source.with_suffix(".so"))]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{compiler} cannot be run ({in_short(error)})"
+        if not done.returncode:
+            return None
+        said = [line.strip() for line in done.stderr.splitlines() if re.search("error|cannot|not found", line)]
+        why = said[0] if said else f"exit code {done.returncode}"
+    return f"{compiler} cannot build a module for Python ({why:.200})"

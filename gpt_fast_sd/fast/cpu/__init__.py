@@ -1,0 +1,1 @@
+"""Kernels for a CPU, in C++, and what builds and calls them."""

@@ -1,0 +1,131 @@
+"""A packed model whose steps on a CPU run all layers in one call: no compiler, no graph, no operators between them.
+
+Shapes: B slots, T tokens in this call, L layers, K kv heads, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gpt_fast_sd.model import SPLIT, Attention, Block, CacheLayer, KVCache, RMSNorm, Transformer
+
+from ...attention import DenseKV, ListedKV
+from .. import MASS_PAGE as PAGE
+from .. import LayerCache, LayerWeights, Listed, Product, Stack, cpu_attention_fits, layers_build, page_sums
+from .packing import (
+    PackedEmbedding,
+    PackedFeedForward,
+    PackedInt4Linear,
+    PackedInt8Linear,
+    PackedLinear,
+    SummedInt4Linear,
+    all_packed,
+)
+
+SERVED = DenseKV, ListedKV  # what steps may read through
+CACHED = torch.bfloat16, torch.int8, torch.uint8
+
+
+class WholeModel:
+    """In place of a Transformer in a step that reads the cache through one of SERVED."""
+
+    def __init__(self, model: Transformer) -> None:
+        """The weights are the model's own; a model that `runs_whole` allows.
+
+        They may move and change; modules and parameters that are put in their places are not seen.
+        """
+        self.config, self.head = model.config, _product_of(model.output)
+        self._caches: dict[tuple[int, ...], tuple[list[CacheLayer], list[LayerCache]]] = {}
+        self.stack = Stack(
+            layers=[_weights_of(layer) for layer in model.layers],
+            embedding=model.embedding.weight,
+            embedding_is_packed=type(model.embedding) is PackedEmbedding,
+            norm=model.norm.weight,
+            freqs=model.rope_freqs,
+            rope_length=model.rope_length,
+            eps=model.norm.eps,
+            n_heads=model.config.n_heads,
+            n_kv_heads=model.config.n_kv_heads,
+        )
+
+    def output(self, x: Tensor) -> Tensor:
+        """As Transformer.output: [..., D] -> [..., V]."""
+        return self.head.of(x)
+
+    def hidden(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
+        """As Transformer.hidden: tokens, pos [B, T] -> [B, T, D]."""
+        first, caches = kv.layers[0], self._caches_of(kv.layers)
+        if isinstance(kv, ListedKV):
+            listed = Listed(kv.kv_indices, kv.window_start, kv.window_width)
+            return self.stack(tokens, pos, caches, first.capacity, listed=listed, tail=first.tail, fine=first.fine)
+        n_keys, mass = kv.n_splits_carrier.shape[0] * SPLIT, None
+        if kv.page:
+            size = len(caches), *first.k.shape[:2], n_keys // PAGE
+            mass = torch.empty(size, dtype=torch.float32, device="cpu")
+        out = self.stack(tokens, pos, caches, n_keys, mass=mass, tail=first.tail, fine=first.fine)
+        if mass is not None:
+            kv.mass.extend(page_sums(mass.flatten(0, 1), kv.page // PAGE).unflatten(0, (len(caches), -1)))
+        return out
+
+    def _caches_of(self, layers: Sequence[CacheLayer]) -> list[LayerCache]:
+        """The buffers of these layers, made when they come first: a frozen layer keeps its own."""
+        key = tuple(map(id, layers))
+        if key not in self._caches:
+            if len(self._caches) > 8:
+                self._caches.clear()
+            self._caches[key] = list(layers), [_cache_of(layer) for layer in layers]  # held: no other has their ids
+        return self._caches[key][1]
+
+    def __call__(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
+        """As Transformer.forward: tokens, pos [B, T] -> logits [B, T, V]."""
+        return self.output(self.hidden(tokens, pos, kv))
+
+
+def runs_whole(model: Transformer, cache: KVCache) -> bool:
+    """Whether a WholeModel serves this model, held by one process, and its cache on this machine."""
+    first = cache.layers[0]
+    dtypes = model.embedding.weight.dtype, model.rope_freqs.dtype
+    if dtypes != (torch.bfloat16, torch.float32) or first.k.dtype not in CACHED or not all_packed(model):
+        return False
+    queries = first.k.new_empty(*first.k.shape[:2], 0, first.head_dim, dtype=torch.bfloat16)
+    return is_plain(model) and cpu_attention_fits(queries, first.k) and layers_build()
+
+
+def is_plain(model: Transformer) -> bool:
+    """Whether its layers are those of model/llama.py, and nothing is hooked to them."""
+    kinds = Block, Attention, PackedFeedForward, RMSNorm, nn.Identity, nn.ModuleList, nn.Embedding, PackedEmbedding
+    modules = [module for module in model.modules() if not isinstance(module, nn.Linear)][1:]
+    norms = [module for module in modules if isinstance(module, RMSNorm)]
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    same = all(norm.eps == model.norm.eps for norm in norms)
+    return type(model) is Transformer and all(type(m) in kinds for m in modules) and same and not hooked
+
+
+def _weights_of(layer: nn.Module) -> LayerWeights:
+    assert isinstance(layer, Block) and isinstance(layer.attention, Attention)
+    attention, ffn = layer.attention, layer.feed_forward
+    return LayerWeights(
+        attention_norm=layer.attention_norm.weight,
+        ffn_norm=layer.ffn_norm.weight,
+        q_norm=getattr(attention.q_norm, "weight", None),
+        k_norm=getattr(attention.k_norm, "weight", None),
+        wqkv=_product_of(attention.wqkv),
+        wo=_product_of(attention.wo),
+        w_in=_product_of(ffn.w_in),
+        w_out=_product_of(ffn.w_out),
+    )
+
+
+def _product_of(linear: nn.Module) -> Product:
+    assert isinstance(linear, (PackedLinear, PackedInt8Linear, PackedInt4Linear))
+    if isinstance(linear, PackedLinear):
+        return Product(linear.weight, linear.bias)
+    blocks = linear.blocks if isinstance(linear, PackedInt4Linear) else None
+    return Product(linear.weight, linear.bias, linear.scale, blocks, isinstance(linear, SummedInt4Linear))
+
+
+def _cache_of(layer: CacheLayer) -> LayerCache:
+    return LayerCache(layer.k, layer.v, layer.k_scale, layer.v_scale, layer.k_low, layer.v_low)

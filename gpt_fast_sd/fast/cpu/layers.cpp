@@ -1,0 +1,278 @@
+// All layers of a Llama in one call: what model/llama.py says, for models whose weights are packed and whose attention
+// is that of the kernels beside this file, which it calls. What lies between them are loops over few numbers, for which
+// leaving and entering Python takes longer than computing.
+//
+// Numbers are rounded to bf16 where the model's own tensors are, so a row's results depend on that row alone.
+//
+// Names: L layers, B batch, T tokens a row, M = B * T, D width, N query heads, K kv heads, G = N / K, H head dim, F feed-forward
+// width, S positions of the cache, C entries listed, W entries of the window.
+typedef void Multiply(const bf16*, const void*, const void*, const float*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, int, int, int);
+typedef void AttendAny(const void*, const void*, const void*, const fp16*, const fp16*, const uint8_t*, const uint8_t*, const int64_t*, const int64_t*, void*, float*,
+                       int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+typedef void AttendOwn(const void*, const void*, const void*, const fp16*, const fp16*, const uint8_t*, const uint8_t*, const int64_t*, const int64_t*, void*, float*,
+                       int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+
+// As Python lays them out: see layers.py.
+struct Linear {
+    Multiply* multiply;
+    const void *packed, *blocks;
+    const float* scale;
+    const bf16* bias;
+    int64_t I, O, by_sums;
+};
+struct Layer {
+    const bf16 *attention_norm, *ffn_norm, *q_norm, *k_norm;
+    Linear wqkv, wo, w_in, w_out;
+};
+struct Cached {
+    void *k, *v;
+    fp16 *k_scale, *v_scale;
+    uint8_t *k_low, *v_low;
+    const int64_t* listed; // [B, K, C]
+};
+struct Call {
+    int64_t L, B, T, D, N, K, H, V, S;
+    int64_t kv_b, kv_k, scale_b, scale_k, tail, fine, k_dtype; // of every layer's cache
+    int64_t n_keys, is_listed, C, W; // in view, or listed and of the window
+    const int64_t *tokens, *pos, *window_start;
+    const bf16 *embedding, *norm;
+    const float* freqs;
+    void* attend;
+    const Layer* layers;
+    const Cached* caches;
+    bf16* out; // [M, D]
+    float* mass; // [L, B, K, n_keys / 16]
+    int64_t* spent; // nanoseconds in products, in attention, in all; null: nobody asks
+    int64_t embedding_is_packed, attends_any, threads;
+    double eps, rope_length;
+};
+static_assert(sizeof(void*) == 8 && sizeof(Layer) == 36 * 8 && sizeof(Cached) == 7 * 8 && sizeof(Call) == 37 * 8);
+
+namespace {
+// n is a multiple of 16, and so of the lanes
+static inline void widen(const bf16* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) store(to + i, widened(from + i));
+}
+static inline void narrow(const float* from, bf16* to, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) store_bf16(to + i, load<F>(from + i));
+}
+
+// x / rms(x), rounded, times the weight, rounded: x in fp32, which is overwritten
+static void norm(float* x, const bf16* weight, int64_t n, double eps, bf16* to) {
+    F squares{};
+    for (int64_t i = 0; i < n; i += LANES) squares = more(squares, load<F>(x + i), load<F>(x + i));
+    const float by = 1.f / std::sqrt(sum_of(squares) / (float)n + (float)eps);
+    for (int64_t i = 0; i < n; i++) x[i] *= by;
+    narrow(x, to, n);
+    for (int64_t i = 0; i < n; i++) x[i] = widened_one(to[i]) * widened_one(weight[i]);
+    narrow(x, to, n);
+}
+
+// Pair (i, i + H / 2) of a head turned by its angle
+static void rotate(float* x, const float* cos, const float* sin, int64_t H) {
+    for (int64_t i = 0; i < H / 2; i++) {
+        const float a = x[i], b = x[i + H / 2];
+        x[i] = a * cos[i] - b * sin[i], x[i + H / 2] = b * cos[i] + a * sin[i];
+    }
+}
+
+// One key or value of bf16 into the cache, as model/cache.py's as_int8 and as_planes round it.
+static void keep(const Call& a, const bf16* x, void* to, fp16* scales, uint8_t* lower, int64_t place, int64_t scale_place) {
+    const int64_t H = a.H;
+    if (!scales) {
+        memcpy((bf16*)to + place * H, x, 2 * H);
+        return;
+    }
+    float largest = 0.f, none = 0.f;
+    for (int64_t i = 0; i < H; i++) {
+        const float y = widened_one(x[i]);
+        largest = std::max(largest, std::fabs(y)), none += y == y ? 0.f : 1.f;
+    }
+    float scale = std::min(std::max(largest, 1e-5f), 127 * 65504.f) / 127;
+    if (scale < 0x1p-14f) scale = std::ceil(scale / 0x1p-24f) * 0x1p-24f;
+    alignas(64) float all_scales[LANES] = {none > 0.f ? std::numeric_limits<float>::quiet_NaN() : scale};
+    fp16 halves[LANES];
+    store_fp16(halves, load<F>(all_scales));
+    scales[scale_place] = halves[0];
+    const float by = none > 0.f ? 1.f : of_half(halves[0]);
+    auto number = [&](int64_t i) {
+        const float y = widened_one(x[i]) / by;
+        return (int8_t)(y == y ? std::min(std::max(std::nearbyint(y), -127.f), 127.f) : 0.f);
+    };
+    if (!lower) {
+        for (int64_t i = 0; i < H; i++) ((int8_t*)to)[place * H + i] = number(i);
+        return;
+    }
+    for (int64_t i = 0; i < H / 2; i++) {
+        const uint8_t first = (uint8_t)number(i) ^ 0x80, second = (uint8_t)number(i + H / 2) ^ 0x80;
+        ((uint8_t*)to)[place * (H / 2) + i] = (uint8_t)(first >> 4 | (second & 0xf0));
+        lower[place * (H / 2) + i] = (uint8_t)((first & 15) | second << 4);
+    }
+}
+
+// Element i of row o of an embedding; packed as linear.py's `pack` has it
+static inline bf16 embedded(const Call& a, int64_t o, int64_t i) {
+    if (!a.embedding_is_packed) return a.embedding[o * a.D + i];
+    const int64_t block = (o / 32 * (a.D / 32) + i / 32) * 2 + o % 32 / 16;
+    return a.embedding[((block * 16 + i % 32 / 2) * 16 + o % 16) * 2 + i % 2];
+}
+
+struct Step {
+    const Call& a;
+    const int64_t M = a.B * a.T, G = a.N / a.K, n_listed = a.C + a.W;
+    float *cos = nullptr, *sin = nullptr; // [M, H / 2]
+    int64_t *index = nullptr, *limit = nullptr; // [B, K, C + W], [B, T]
+    bf16 *h = nullptr, *qkv = nullptr, *q = nullptr, *attended = nullptr, *mixed = nullptr, *gated = nullptr, *y = nullptr; // of all rows
+    std::unique_ptr<char[]> held;
+    const bool together = M >= 16;
+
+    explicit Step(const Call& call) : a(call) {
+        const Layer& first = a.layers[0];
+        size_t bytes = 64;
+        for (int pass = 0; pass < 2; pass++) { // how much, then where
+            char* next = pass ? (char*)(((uintptr_t)held.get() + 63) / 64 * 64) : nullptr;
+            auto take = [&](auto*& part, int64_t n) {
+                const size_t size = (n * sizeof *part + 63) / 64 * 64;
+                if (pass) part = (std::decay_t<decltype(part)>)next, next += size;
+                else bytes += size;
+            };
+            take(cos, M * (a.H / 2)), take(sin, M * (a.H / 2));
+            take(h, M * a.D), take(qkv, M * first.wqkv.O), take(q, M * a.N * a.H), take(attended, M * a.N * a.H);
+            take(mixed, M * a.N * a.H), take(gated, M * first.w_out.I), take(y, M * a.D);
+            if (a.is_listed) take(index, a.B * a.K * n_listed), take(limit, M);
+            if (!pass) held.reset(new (std::nothrow) char[bytes]);
+            if (!held) return;
+        }
+    }
+
+    template <class Of> void timed(int what, const Of& of) const {
+        if (!a.spent) return of();
+        const auto begun = std::chrono::steady_clock::now();
+        of();
+        a.spent[what] += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - begun).count();
+    }
+    template <class Of> void of_rows(const Of& of) const {
+#pragma omp parallel for num_threads(a.threads) if (together)
+        for (int64_t m = 0; m < M; m++) of(m);
+    }
+    void multiply(const Linear& by, const bf16* x, bf16* to, bool gate = false) const {
+        timed(0, [&] { by.multiply(x, by.packed, by.blocks, by.scale, by.bias, to, M, by.I, by.O, by.I, gate, (int)by.by_sums, (int)a.threads); });
+    }
+
+    // Nothing is read or written where a token or a position does not exist, or there is no memory: 1, 2, 3.
+    int begin() {
+        if (!held) return 3;
+        for (int64_t m = 0; m < M; m++) {
+            if (a.tokens[m] < 0 || a.tokens[m] >= a.V) return 1;
+            if (a.pos[m] < 0 || a.pos[m] >= a.S) return 2;
+        }
+        of_rows([&](int64_t m) {
+            for (int64_t i = 0; i < a.D; i++) a.out[m * a.D + i] = embedded(a, a.tokens[m], i);
+            for (int64_t i = 0; i < a.H / 2; i++) {
+                const float angle = (float)a.pos[m] * a.freqs[i];
+                cos[m * (a.H / 2) + i] = std::cos(angle) * (float)a.rope_length, sin[m * (a.H / 2) + i] = std::sin(angle) * (float)a.rope_length;
+            }
+            if (a.is_listed) limit[m] = a.pos[m] < a.n_keys ? a.pos[m] : -1;
+        });
+        for (int64_t bk = 0; bk < (a.is_listed ? a.B * a.K : 0); bk++)
+            for (int64_t w = 0; w < a.W; w++) index[bk * n_listed + a.C + w] = a.window_start[bk / a.K] + w;
+        return 0;
+    }
+
+    // Norm of the stream, which each layer adds to
+    void normed(const bf16* weight, bf16* to) const {
+        of_rows([&](int64_t m) {
+            std::vector<float>& x = row();
+            widen(a.out + m * a.D, x.data(), a.D);
+            norm(x.data(), weight, a.D, a.eps, to + m * a.D);
+        });
+    }
+    void add() const {
+        of_rows([&](int64_t m) {
+            std::vector<float>& x = row();
+            for (int64_t i = 0; i < a.D; i++) x[i] = widened_one(a.out[m * a.D + i]) + widened_one(y[m * a.D + i]);
+            narrow(x.data(), a.out + m * a.D, a.D);
+        });
+    }
+    std::vector<float>& row() const { // of this thread
+        static thread_local std::vector<float> kept;
+        if ((int64_t)kept.size() < std::max(a.D, a.H)) kept.resize(std::max(a.D, a.H));
+        return kept;
+    }
+
+    void layer(int64_t l) {
+        const Layer& by = a.layers[l];
+        const Cached& cache = a.caches[l];
+        normed(by.attention_norm, h);
+        multiply(by.wqkv, h, qkv);
+        of_rows([&](int64_t m) { // [K, G + 2, H]: queries and key turned, key and value stored
+            float* x = row().data();
+            const float *cos_m = cos + m * (a.H / 2), *sin_m = sin + m * (a.H / 2);
+            const int64_t b = m / a.T, place = a.pos[m];
+            for (int64_t head = 0; head < a.K * (G + 2); head++) {
+                const int64_t k = head / (G + 2), g = head % (G + 2);
+                bf16* from = qkv + (m * a.K * (G + 2) + head) * a.H;
+                bf16* to = g < G ? q + (m * a.N + k * G + g) * a.H : from;
+                if (g <= G) {
+                    const bf16* weight = g < G ? by.q_norm : by.k_norm;
+                    widen(from, x, a.H);
+                    if (weight) norm(x, weight, a.H, a.eps, from), widen(from, x, a.H);
+                    rotate(x, cos_m, sin_m, a.H);
+                    narrow(x, to, a.H);
+                }
+                if (g < G) continue;
+                const int64_t entry = cache.k_low ? a.H / 2 : a.H, at = (b * a.kv_b + k * a.kv_k) / entry + place, scale_at = b * a.scale_b + k * a.scale_k + place;
+                if (g == G) keep(a, to, cache.k, cache.k_scale, cache.k_low, at, scale_at);
+                else keep(a, to, cache.v, cache.v_scale, cache.v_low, at, scale_at);
+            }
+        });
+        timed(1, [&] { attend(cache, a.mass ? a.mass + l * a.B * a.K * (a.n_keys / 16) : nullptr); });
+        if (a.T > 1) // [B, N, T, H] -> [B, T, N, H]
+            of_rows([&](int64_t m) {
+                for (int64_t n = 0; n < a.N; n++)
+                    memcpy(mixed + (m * a.N + n) * a.H, attended + ((m / a.T * a.N + n) * a.T + m % a.T) * a.H, 2 * a.H);
+            });
+        multiply(by.wo, a.T > 1 ? mixed : attended, y);
+        add();
+        normed(by.ffn_norm, h);
+        multiply(by.w_in, h, gated, true);
+        multiply(by.w_out, gated, y);
+        add();
+    }
+
+    void attend(const Cached& cache, float* mass) {
+        const int64_t* at = nullptr;
+        if (a.is_listed) {
+            for (int64_t bk = 0; bk < a.B * a.K; bk++)
+                for (int64_t c = 0; c < a.C; c++) {
+                    const int64_t entry = cache.listed[bk * a.C + c];
+                    index[bk * n_listed + c] = entry < a.window_start[bk / a.K] ? entry : -1;
+                }
+            at = index;
+        }
+        const int64_t *pos = a.is_listed ? limit : a.pos, keys = a.is_listed ? n_listed : a.n_keys;
+        const int64_t q_b = a.T * a.N * a.H, q_n = a.H, q_t = a.N * a.H;
+        const float scale = (float)std::pow((double)a.H, -0.5);
+        if (a.attends_any) {
+            ((AttendAny*)a.attend)(q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.k_low, cache.v_low, pos, at, attended, mass, a.B, a.K, G, a.T, keys, a.S,
+                                   q_b, q_n, q_t, a.kv_b, a.kv_k, a.scale_b, a.scale_k, a.tail, BF16, a.k_dtype, scale, (int)a.threads);
+        } else {
+            ((AttendOwn*)a.attend)(q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.k_low, cache.v_low, pos, at, attended, mass, a.B, a.K, G, a.T, keys, a.S,
+                                   q_b, q_n, q_t, a.kv_b, a.kv_k, a.scale_b, a.scale_k, a.tail, a.fine, scale, (int)a.threads);
+        }
+    }
+};
+}
+
+// Tokens [B, T] at pos [B, T] -> normed final states [M, D] in call->out. 1 for a token, 2 for a position that does not
+// exist, 3 for want of memory: then nothing was done.
+extern "C" int layers_any(const Call* call) {
+    Step step(*call);
+    int wrong = 0;
+    step.timed(2, [&] {
+        if ((wrong = step.begin())) return;
+        for (int64_t l = 0; l < call->L; l++) step.layer(l);
+        step.normed(call->norm, call->out);
+    });
+    return wrong;
+}

@@ -1,0 +1,178 @@
+"""Weights held once, packed for the CPU's products of few rows, in modules that read them only through the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt_fast_sd.model import FeedForward, Linear, Room
+
+from ...quantization.int4 import Int4Linear
+from ...quantization.int8 import Int8Linear
+from .. import LINE, Int4, pack, pack_int4, packable, packed_linear, packed_rows, packed_swiglu, unpack, unpack_int4
+
+
+class _Packed(nn.Module):
+    """A module whose weight is packed; it is saved and loaded in the usual order."""
+
+    weight: Tensor
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = unpack(self.weight.detach())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        name = f"{prefix}weight"
+        if name in state_dict and state_dict[name].shape == self.weight.shape:
+            state_dict = {**state_dict, name: pack(state_dict[name].to(self.weight.dtype))}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class PackedLinear(_Packed, Linear):
+    """A Linear whose weight [O, I] holds its elements in the order that `pack` gives them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight)
+
+
+class PackedInt8Linear(Int8Linear):
+    """An Int8Linear whose weight [O, I] holds its elements in the order that `pack` gives them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias, self.scale)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight, self.scale)
+
+    def in_order(self) -> Tensor:
+        """The weight as its outputs and inputs are numbered: int8 [O, I]."""
+        return unpack(super().in_order())
+
+    def arranged(self, weight: Tensor) -> Tensor:
+        """Such a weight, packed."""
+        return pack(weight)
+
+
+class PackedInt4Linear(Int4Linear):
+    """An Int4Linear that keeps its weight in the order that `pack_int4` gives it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias, self.scale, self.blocks)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight, self.scale, self.blocks)
+
+    def in_order(self) -> Int4:
+        """The weight as its outputs and inputs are numbered."""
+        return unpack_int4(super().in_order())
+
+    def arranged(self, held: Int4) -> Int4:
+        """Such a weight, packed."""
+        return pack_int4(held)
+
+
+class SummedInt4Linear(PackedInt4Linear):
+    """The same for few rows: faster for one, with activations of 15 bits, and slower from 16 rows on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]"""
+        return packed_linear(x, self.weight, self.bias, self.scale, self.blocks, by_sums=True)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of its outputs: [..., I] -> [..., O / 2]"""
+        return packed_swiglu(x, self.weight, self.scale, self.blocks, by_sums=True)
+
+    def in_order(self) -> Int4:
+        """The weight as its outputs and inputs are numbered."""
+        return unpack_int4(Int4Linear.in_order(self), by_sums=True)
+
+    def arranged(self, held: Int4) -> Int4:
+        """Such a weight, packed."""
+        return pack_int4(held, by_sums=True)
+
+
+class PackedEmbedding(_Packed, nn.Embedding):
+    """An Embedding that shares the packed weight of an output head."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., D]"""
+        return packed_rows(self.weight, tokens)
+
+
+class PackedFeedForward(FeedForward):
+    """A FeedForward that applies SwiGLU to the results of its packed w_in inside the kernel."""
+
+    w_in: PackedLinear | PackedInt8Linear | PackedInt4Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]"""
+        out: Tensor = self.w_out(self.w_in.swiglu(x))
+        return out
+
+
+PACKED: dict[type[nn.Linear], type[nn.Linear]] = {
+    Linear: PackedLinear,
+    Int8Linear: PackedInt8Linear,
+    Int4Linear: PackedInt4Linear,
+}
+FEW_ROWS = 8  # up to which SummedInt4Linear is not slower
+FOR_FEW_ROWS = PACKED | {Int4Linear: SummedInt4Linear}
+
+
+def all_packed(model: nn.Module) -> bool:
+    """Whether every product with the model's weights runs through the kernel."""
+    return all(_is_packed(module) for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def _is_packed(module: nn.Module) -> bool:
+    return type(module) in (*PACKED.values(), *FOR_FEW_ROWS.values())
+
+
+def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
+    """Pack in place the weights that the kernel serves, if they multiply bf16, one after another -> their number.
+
+    few_rows: for products of no more than FEW_ROWS rows.
+    Modules keep their names and shapes; their weights are read only through them. A head that shares its weight with
+    the embedding packs both. Nothing is packed if this CPU or its compiler lacks the instructions.
+    """
+    n_packed, room = 0, Room()
+    embeddings = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        if not isinstance(module, nn.Linear) or type(module) not in PACKED:
+            continue
+        plain = type(module.weight) is nn.Parameter and type(module.weight.data) is Tensor
+        dtype = module.made_from if isinstance(module, (Int8Linear, Int4Linear)) else module.weight.dtype
+        if not plain or dtype != torch.bfloat16 or not packable(module.weight):
+            continue
+        tied = embeddings.get(id(module.weight))
+        if type(tied) not in (type(None), nn.Embedding, PackedEmbedding):
+            continue  # one rank's rows of a vocabulary, which have their own look-up
+        kind = getattr(module.weight, "is_packed", None)  # another model may share it
+        if kind is None:
+            kind = (FOR_FEW_ROWS if few_rows and not module.in_features % LINE else PACKED)[type(module)]
+            if isinstance(module, Int4Linear):
+                by_sums = kind is SummedInt4Linear
+                numbers, blocks, _ = pack_int4(module.in_order(), by_sums)
+                module.weight.data, module.blocks.data = room.keep(numbers), room.keep(blocks)
+            else:
+                module.weight.data = pack(module.weight.data, room.keep)
+            module.weight.is_packed = kind  # type: ignore[attr-defined]
+        module.__class__ = kind
+        if tied is not None:
+            tied.__class__ = PackedEmbedding
+        n_packed += 1
+    for module in model.modules():
+        if type(module) is FeedForward and _is_packed(module.w_in) and module.w_in.bias is None:
+            module.__class__ = PackedFeedForward
+    return n_packed

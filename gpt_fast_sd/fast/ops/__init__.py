@@ -1,0 +1,1 @@
+"""Operators whose body is chosen by device: attention, selection, products."""

@@ -1,0 +1,102 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+"""Products with int8 weights in Triton: each weight is read once for all rows of a tile, and widened in registers.
+
+A program has some outputs, a tile of rows and all inputs: sums are not split. How the tile is built follows from the
+number of rows, so a row's result depends on no other row, and for the same kind of tile not on their number.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import family, widen
+
+LARGEST_TILE = 64  # rows of a program
+MANY_OUTPUTS = 8192  # with fewer, blocks of 64 outputs are fewer than an H100 has SMs
+
+
+class Config(NamedTuple):
+    """How the kernel is built."""
+
+    block_m: int  # rows of a tile
+    block_n: int  # outputs of a block
+    block_k: int  # inputs of a step
+    num_warps: int
+    num_stages: int
+
+
+# (family, rows of a tile) -> inputs of a step, stages. Estimated, not timed on a chip: by Little's law 36 KB in flight
+# per SM are enough for 4.8 TB/s; a step of 64 outputs x 128 inputs is 8 KiB of weights. Ampere's smaller members have
+# 99 KiB for weights and rows together.
+STEPS = {
+    (90, 16): (128, 5),
+    (90, 32): (128, 5),
+    (90, 64): (128, 4),
+    (80, 16): (128, 5),
+    (80, 32): (128, 4),
+    (80, 64): (128, 3),
+}
+# Blocks of half the outputs have half of that in flight, and with 4,096 outputs there is one to an SM: where two still
+# fit, and only Hopper's memory needs so much, their steps take twice the inputs.
+TWICE_THE_INPUTS = {(90, 16), (90, 32)}
+
+
+def config(arch: int | str, itemsize: int, n_rows: int, n_out: int) -> Config:
+    """How the kernel is built for so many rows, of numbers of itemsize bytes, and outputs."""
+    block_m = min(max(16, triton.next_power_of_2(n_rows)), LARGEST_TILE)
+    block_n = 64 if n_out >= MANY_OUTPUTS else 32
+    block_k, num_stages = STEPS[family(arch), block_m]
+    if block_n == 32 and (family(arch), block_m) in TWICE_THE_INPUTS:
+        block_k *= 2
+    if itemsize == 4:  # no tensor core serves: more of it would spill
+        block_m, block_k, num_stages = 16, 32, 3
+    return Config(block_m, block_n, block_k, 4, num_stages)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def linear_kernel(
+    p_x, p_w, p_scale, p_bias, p_out, n_rows, n_in, n_out, stride_x,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [M, O] = x [M, I] times w [O, I], each output times its scale, and the bias."""
+    # tiles of rows come first: they run side by side, and all but one find the weights in the cache
+    i_m, i_n = tl.program_id(0), tl.program_id(1)
+    o_m, o_n, o_k = i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    m_m, m_n = o_m < n_rows, o_n < n_out
+    # [BLOCK_N, BLOCK_K]; past the last output its weights are read again
+    p_w += tl.minimum(o_n, n_out - 1).to(tl.int64)[:, None] * n_in + o_k[None, :]
+    # [BLOCK_K, BLOCK_M]
+    p_x += o_m.to(tl.int64)[None, :] * stride_x + o_k[:, None]
+    # [BLOCK_N, BLOCK_M]
+    b_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for i_k in tl.range(0, n_in, BLOCK_K, num_stages=STAGES):
+        m_k = o_k < n_in - i_k
+        b_w = tl.load(p_w + i_k, mask=m_k[None, :], other=0)
+        b_x = tl.load(p_x + i_k, mask=m_k[:, None] & m_m[None, :], other=0.0)
+        b_sum = tl.dot(widen(b_w, b_x.dtype), b_x, b_sum, input_precision="ieee")
+    b_out = b_sum * tl.load(p_scale + o_n, mask=m_n, other=0.0)[:, None]
+    if p_bias is not None:
+        b_out += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    p_out += o_m.to(tl.int64)[None, :] * n_out + o_n[:, None]
+    tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_m[None, :])
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, *, arch: int | str) -> Tensor:
+    """x W' + bias: x [M, I], last stride 1, int8 weight [O, I], fp32 scale [O] -> [M, O] in the dtype of x."""
+    (n_rows, n_in), n_out = x.shape, len(weight)
+    assert weight.dtype == torch.int8 and weight.shape[1] == n_in and weight.is_contiguous()
+    assert scale.dtype == torch.float32 and scale.shape == (n_out,) and (x.stride(1) == 1 or n_in == 1)
+    out = torch.empty((n_rows, n_out), dtype=x.dtype, device=x.device)
+    block_m, block_n, block_k, num_warps, num_stages = config(arch, x.element_size(), n_rows, n_out)
+    linear_kernel[triton.cdiv(n_rows, block_m), triton.cdiv(n_out, block_n)](
+        x, weight, scale, bias, out, n_rows, n_in, n_out, x.stride(0),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=num_stages, num_warps=num_warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,311 @@
+"""Which weights of few bits run where: a table whose entries say what makes them and what they need.
+
+A precision without an entry for a kind of device is refused there by a sentence, and so is whatever an entry asks for
+that a machine or a model lacks. Targets and copies that draft follow the same table; what differs is the output head: a
+target's keeps its dtype, a copy's is quantized, too, to the entry's `head`.
+
+Shapes: O x I a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpt_fast_sd.model import Linear, ModelConfig
+
+from ..fast import BLOCK, ROWS_AT_ONCE, dequantize_blocks, unpack
+from ..fast.cpu.packing import PackedLinear
+from .int4 import Int4Linear, int4_from
+from .int8 import Int8Linear
+
+FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
+GROUP = 128  # inputs that share a scale in int4
+BY_TORCHAO = {"Float8Tensor": "float8", "Int4TilePackedTo4dTensor": "int4"}  # kinds of tensors
+TOO_MUCH = 0.15  # of a weight, for what it is padded with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Weights of one precision on one kind of device.
+
+    of: makes a linear layer with such weights; the bias is shared, the given layer not changed, and one that has such
+    weights is returned. per_weight, per_row: bytes of a weight, and further ones of each output. head: the precision of
+    a copy's output head. widened: bytes of a weight in the copy that a product of many rows makes, or on a CPU any
+    product of weights that are not packed. beside: fp32 numbers that are kept beside each of the rows that are
+    quantized at a time. evens: whether an output can be scaled afterwards, see `equalize_keys`. inputs, outputs: what
+    must divide them. padded: the multiple to which inputs are padded. capability: the least compute capability.
+    only_bf16: whether weights of other dtypes are refused. cublas: whether CUDA 12.9 is refused.
+    """
+
+    of: Callable[[nn.Linear], nn.Linear]
+    per_weight: float = 1.0
+    per_row: int = 4
+    head: str = "int8"
+    widened: int = 0
+    beside: int = 4
+    evens: bool = True
+    inputs: int = 1
+    outputs: int = 1
+    padded: int = 1
+    capability: tuple[int, int] | None = None
+    only_bf16: bool = False
+    cublas: bool = False
+
+    def bytes_of(self, rows: int, columns: int) -> int:
+        """Bytes of a weight [rows, columns] as it is kept."""
+        return int(rows * (-(-columns // self.padded) * self.padded * self.per_weight + self.per_row))
+
+
+def int8_of(linear: nn.Linear) -> nn.Linear:
+    """The same with int8 weights and a scale for each output, the bias shared; itself where it has them."""
+    if isinstance(linear, Int8Linear):
+        return linear
+    return Int8Linear(plain_weight(linear, "int8"), linear.bias)
+
+
+def float8_of(linear: nn.Linear) -> nn.Linear:
+    """The same with torchao's float8 weights (e4m3), a scale for each output and one for each row that comes.
+
+    ValueError for a size that 16 does not divide.
+    """
+    return linear if precision_of(linear) == "float8" else _by_torchao(linear, "float8", _float8_config())
+
+
+def float8_from(linear: nn.Linear, numbers: Tensor, scales: Tensor) -> nn.Linear:
+    """The same with weights that are float8 already: numbers [O, I], and what an output's stand for, fp32 [O]."""
+    few = torch.zeros(16, 16, dtype=torch.bfloat16, device=numbers.device)
+    pattern: Any = _quantized(few, "float8", _float8_config())
+    attributes = {**pattern.__tensor_flatten__()[1], "block_size": [1, numbers.shape[1]]}
+    held = {"qdata": numbers, "scale": scales[:, None]}
+    return _holding(linear, type(pattern).__tensor_unflatten__(held, attributes, None, None))
+
+
+def int4_in_blocks(linear: nn.Linear) -> nn.Linear:
+    """The same with int4 weights in blocks of 32 inputs, the bias shared; itself where it has them."""
+    if isinstance(linear, Int4Linear):
+        return linear
+    weight = plain_weight(linear, "int4")
+    return Int4Linear(int4_from(weight, linear.weight), linear.bias, weight.dtype)
+
+
+def int4_of(linear: nn.Linear) -> nn.Linear:
+    """The same with torchao's int4 weights in the layout of torch's own product, a scale and a zero for 128 inputs.
+
+    ValueError for inputs that 128 does not divide.
+    """
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    config = Int4WeightOnlyConfig(
+        group_size=GROUP, int4_packing_format="tile_packed_to_4d", int4_choose_qparams_algorithm="hqq",
+        set_inductor_config=False,
+    )  # fmt: skip
+    return linear if precision_of(linear) == "int4" else _by_torchao(linear, "int4", config)
+
+
+def _float8_config() -> object:
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    # its own kernels are torch's; by default torchao changes Inductor's settings of the whole process
+    return Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), kernel_preference=KernelPreference.TORCH, set_inductor_config=False
+    )
+
+
+TABLE: Mapping[str, Mapping[str, Precision]] = {  # name -> kind of device
+    "int8": {"cpu": Precision(of=int8_of), "cuda": Precision(of=int8_of, widened=2)},
+    "int4": {
+        "cpu": Precision(of=int4_in_blocks, per_weight=0.5 + 4 / BLOCK, inputs=BLOCK, widened=11),
+        "cuda": Precision(
+            of=int4_of, per_weight=0.5 + 4 / GROUP, per_row=0, beside=8, evens=False, inputs=GROUP, outputs=8,
+            padded=1024, only_bf16=True,
+        ),
+    },
+    "float8": {
+        "cuda": Precision(
+            of=float8_of, head="float8", inputs=16, outputs=16, capability=FLOAT8_CAPABILITY, only_bf16=True,
+            cublas=True,
+        ),
+    },
+}  # fmt: skip
+
+
+def precision(name: str, device: torch.device, *, of_draft: bool = False) -> Precision:
+    """The entry for a device; ValueError where there is none."""
+    found = TABLE[name].get(device.type)
+    if found is None:
+        kinds = " or ".join(repr(kind) for kind in TABLE[name])
+        others = [repr(other) for other, runs in TABLE.items() if device.type in runs]
+        advice = f": use {' or '.join(others)}" if others else ""
+        raise ValueError(f"{_said(name, of_draft)} runs on device {kinds}, and the model is on {device.type!r}{advice}")
+    return found
+
+
+def require_precision(name: str | None, device: torch.device, dtype: torch.dtype, *, of_draft: bool = False) -> None:
+    """ValueError where a device does not run weights of this precision, made from weights of this dtype."""
+    if name is None:
+        return
+    said, found = _said(name, of_draft), precision(name, device, of_draft=of_draft)
+    if found.capability is not None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < found.capability:
+            has, least = (".".join(map(str, c)) for c in (capability, found.capability))
+            raise ValueError(
+                f"{said} needs compute capability {least} or more (L40S, H100, or later), and this GPU has {has}"
+            )
+    if found.cublas and str(torch.version.cuda).startswith("12.9"):  # https://github.com/pytorch/ao/issues/4582
+        raise ValueError(f"{said} may crash in CUDA 12.9's cuBLAS: use a torch built for another CUDA")
+    if found.only_bf16 and dtype != torch.bfloat16:
+        given = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{said} needs bf16 weights, and the model's are {given}: use dtype 'bf16'")
+
+
+def require_sizes(
+    name: str | None, device: torch.device, shape: ModelConfig, ranks: int, *, of_draft: bool = False
+) -> None:
+    """ValueError where weights of these sizes are not quantized so, those of a copy's output head included.
+
+    shape: of one of so many ranks, see local_config.
+    """
+    if name is None:
+        return
+    said, entry = _said(name, of_draft), precision(name, device)
+    split = f" on each of {ranks} processes" if ranks > 1 else ""
+    sizes = {place: (entry, *size) for place, size in matrices_of(shape, ranks).items()}
+    if of_draft:
+        sizes["the output head"] = precision(entry.head, device), -(-shape.vocab_size // ranks), shape.dim
+    for place, (found, rows, columns) in sizes.items():
+        if columns % found.inputs or rows % found.outputs:
+            need = f"inputs that {found.inputs} divides"
+            need = need if found.outputs == 1 else f"{need} and outputs that {found.outputs} divides"
+            raise ValueError(f"{said} needs {need}, and {place} has {columns:,} and {rows:,}{split}")
+        whole = -(-columns // found.padded) * found.padded
+        if whole > columns * (1 + TOO_MUCH):
+            raise ValueError(
+                f"{said} pads inputs to multiples of {found.padded:,}, and the {columns:,} of {place}{split} would "
+                f"grow by {whole / columns - 1:.0%}, more than {TOO_MUCH:.0%}"
+            )
+
+
+def require_copy(name: str, target: str | None) -> None:
+    """ValueError where no copy with weights of this precision is made of a target with weights of another one."""
+    if target not in (None, name):
+        raise ValueError(
+            f"{_said(name, True)} needs a target with plain weights, or of that precision, and this one's are {target}"
+        )
+
+
+def matrices_of(shape: ModelConfig, ranks: int) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the weights of a layer, all of which are quantized.
+
+    shape: of one of so many ranks, see local_config.
+    """
+    heads, kv_heads = shape.n_heads * shape.head_dim, 2 * shape.n_kv_heads * shape.head_dim
+    ffn = shape.ffn_dim // ranks
+    return {
+        "wqkv": (heads + kv_heads, shape.dim),
+        "wo": (shape.dim, heads),
+        "w_in": (2 * ffn, shape.dim),
+        "w_out": (shape.dim, ffn),
+    }
+
+
+def precision_of(linear: nn.Linear) -> str | None:
+    """The name of the precision of its weight, or of a kind of tensor that is none of ours; None: not quantized."""
+    if isinstance(linear, (Int8Linear, Int4Linear)):
+        return "int8" if isinstance(linear, Int8Linear) else "int4"
+    held = type(linear.weight.data)
+    return BY_TORCHAO.get(held.__name__, held.__name__) if held.__module__.startswith("torchao.") else None
+
+
+def by_output(linear: nn.Linear) -> tuple[Tensor, Tensor] | None:
+    """A weight as numbers [O, I], and what each output's are multiplied with, [O, 1]; None where it is not kept so.
+
+    Of a plain weight both are the weight itself.
+    """
+    name, weight = precision_of(linear), linear.weight.data
+    if isinstance(linear, Int8Linear):
+        return None if type(linear) is not Int8Linear else (weight, linear.scale.data[:, None])
+    if type(linear) is Int4Linear:
+        alone = linear.held._replace(power=torch.ones_like(linear.scale))
+        return dequantize_blocks(alone, torch.float32), linear.scale.data[:, None]
+    if name == "float8":
+        return weight.qdata, weight.scale  # type: ignore[attr-defined]
+    return None if name or isinstance(linear, PackedLinear) else (weight, weight)
+
+
+def plain_weight(linear: nn.Linear, name: str) -> Tensor:
+    """The weight [O, I] from which another precision is made; ValueError for one that is quantized already."""
+    if isinstance(linear, PackedLinear):
+        return unpack(linear.weight.detach())
+    if precision_of(linear):
+        raise ValueError(f"quantize {name!r} needs a model with plain weights, and this one's are quantized already")
+    return linear.weight.detach()
+
+
+def bytes_held(module: nn.Module) -> int:
+    """Bytes of all parameters as they are kept, those that modules share once."""
+    inner = (tensor for p in module.parameters() for tensor in _plain_parts(p.data))
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in inner}.values())
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    if not type(tensor).__module__.startswith("torchao."):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from _plain_parts(getattr(tensor, name))
+
+
+# the tensors inside torchao's, and the dimension along which they hold outputs
+OUTPUTS_ALONG = {"qdata": 0, "scale": 0, "scale_and_zero": 1}
+
+
+def _by_torchao(linear: nn.Linear, name: str, config: object) -> nn.Linear:
+    """The same with weights that torchao has quantized; some rows at a time, as what it takes besides is large."""
+    weight = plain_weight(linear, name)
+    n_out, held = len(weight), dict[str, Tensor]()
+    for begin in range(0, n_out, ROWS_AT_ONCE):
+        rows = weight[begin : begin + ROWS_AT_ONCE]
+        part: Any = _quantized(rows, name, config)
+        tensors, attributes = part.__tensor_flatten__()
+        for inner in tensors:
+            piece, dim = getattr(part, inner), OUTPUTS_ALONG[inner]
+            size = piece.shape[dim]
+            if inner not in held:
+                held[inner] = piece.new_empty([*piece.shape[:dim], size * n_out // len(rows), *piece.shape[dim + 1 :]])
+            held[inner].narrow(dim, begin * size // len(rows), size).copy_(piece)
+    if "shape" in attributes:
+        attributes = {**attributes, "shape": weight.shape}
+    return _holding(linear, type(part).__tensor_unflatten__(held, attributes, None, None))
+
+
+def _holding(linear: nn.Linear, weight: Tensor) -> nn.Linear:
+    """Such a layer with another weight, the bias shared."""
+    with torch.device("meta"):
+        own = Linear(linear.in_features, linear.out_features, bias=False)
+    own.weight, own.bias = nn.Parameter(weight, requires_grad=False), linear.bias
+    return own.train(False)
+
+
+def _quantized(rows: Tensor, name: str, config: object) -> Tensor:
+    """Rows of a weight as torchao quantizes them; ValueError where it does not."""
+    from torchao.quantization import quantize_
+
+    with torch.device("meta"):
+        own = nn.Linear(rows.shape[1], len(rows), bias=False)
+    own.weight = nn.Parameter(rows, requires_grad=False)
+    quantize_(own, config, filter_fn=lambda module, _: True)
+    if precision_of(own) != name:  # torchao leaves such a one as it is, and says nothing
+        needed = precision(name, rows.device).inputs
+        raise ValueError(f"quantize {name!r} needs sizes that {needed} divides, and a weight has {list(rows.shape)}")
+    return own.weight.data
+
+
+def _said(name: str, of_draft: bool) -> str:
+    return f"quantize {name!r}{' of a draft' if of_draft else ''}"

@@ -1,0 +1,1 @@
+"""Requests, slots and rounds over time: what keeps the device busy, and counts it."""

@@ -1,0 +1,97 @@
+"""Done once, before the first request: steps are compiled, and timed on this machine, on the cache as it is.
+
+Shapes: B slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from gpt_fast_sd.model import SPLIT
+
+from ..config import MAX_GAMMA
+from ..sampling import GREEDY
+from ..state import RoundPlan
+from .scheduling import Schedule
+
+
+def warm_up(at: Schedule) -> float:
+    """Compile all steps, and time them for the planner; every slot is free afterwards -> seconds taken."""
+    started, policy, rounds = time.perf_counter(), at.policy, at.rounds
+    parts: list[Callable[[], object]] = [at.prefill.warm_up]
+    if policy:
+        parts.append(policy.warm_up)
+    parts += [partial(rounds.warm_up, [gamma], [GREEDY]) for gamma in at.gammas]
+    if policy:
+        selecting = partial(time_selecting, at) if policy.refresh_every else None
+        timed = partial(at.planner.calibrate, partial(time_steps, at), 2 * SPLIT, at.cache.capacity)
+        parts.append(partial(timed, selecting, getattr(policy, "n_steps", None)))
+    what = "warm up" if rounds.target.compiled is None else "compile"
+    for done, part in enumerate(parts):
+        at.tell(what, done, len(parts))
+        part()
+    at.tell(what, len(parts), len(parts))
+    for slot in range(len(at.slots)):
+        at.release(slot)
+    return time.perf_counter() - started
+
+
+def time_steps(at: Schedule, gamma: int, n_keys: int) -> tuple[float, float]:
+    """Seconds of one draft step and of the target's step over gamma drafts, n_keys in view: the best of three.
+
+    Drafting is timed for one token and for the highest tier.
+    """
+    state, rounds, policy, seconds = at.state, at.rounds, at.policy, []
+    assert policy
+    plan = RoundPlan(gamma=gamma, n_keys=n_keys - gamma)
+    fed = slice(n_keys - gamma - 1, n_keys + MAX_GAMMA)
+    held = [(buffer, buffer[:, :, fed].clone()) for buffer in at.cache.buffers]
+    try:
+        state.seq_len.fill_(fed.start)
+        state.active.fill_(True)
+        tokens = torch.zeros(len(at.slots), gamma + 1, dtype=torch.int64, device=state.seq_len.device)
+        # once each before they are timed, since a first call may compile
+        timed = gamma in (1, at.planner.tiers[-1])
+        propose = rounds.prepared(lambda: policy.propose(state, plan)) if timed else lambda: None
+        verify = rounds.prepared(lambda: rounds.feed(tokens, n_keys))
+        for _ in range(3):
+            started = time.perf_counter()
+            propose()
+            rounds.synchronize()
+            drafted = time.perf_counter()
+            verify()
+            rounds.synchronize()
+            seconds.append(((drafted - started) / max(1, gamma), time.perf_counter() - drafted))
+    finally:
+        for buffer, before in held:  # slots keep their prompts
+            buffer[:, :, fed] = before
+        for slot in range(len(at.slots)):
+            at.release(slot)
+    return min(s for s, _ in seconds), min(s for _, s in seconds)
+
+
+def time_selecting(at: Schedule, n_keys: int) -> float:
+    """Seconds of refreshing selections per token that every row emits, rows of n_keys: the best of three."""
+    state, rounds, policy, seconds = at.state, at.rounds, at.policy, []
+    assert policy
+    slots = range(len(at.slots))
+    plan = RoundPlan.of(dict.fromkeys(slots, n_keys - 1))
+    try:
+        state.seq_len.fill_(n_keys - 1)
+        state.active.fill_(True)
+        for _ in range(4):  # the first one may compile
+            for slot in slots:
+                policy.host_free(slot)
+            rounds.synchronize()
+            started = time.perf_counter()
+            rounds.refresh(plan)
+            rounds.synchronize()
+            seconds.append(time.perf_counter() - started)
+    finally:
+        for slot in slots:
+            at.release(slot)
+    return min(seconds) / policy.refresh_every

@@ -1,0 +1,254 @@
+"""Rounds in flight. On CUDA a round is captured, and launched as one graph.
+
+Captured rounds are launched one ahead of what the host has read: while the device works on a round, the host handles
+the one before.
+
+Shapes: B slots, L layers, K kv heads, gamma tokens drafted per round.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.tp import DoneEvent
+
+from ..acceptance import Override
+from ..config import DraftConfig
+from ..devices import traits_of
+from ..policies import DraftPolicy
+from ..round import Round
+from ..runner import Runner
+from ..sampling import Kind
+from ..state import BatchState, RoundPlan
+from .cuda_graphs import MOST_STEPS, REFRESH_STEPS, Capture, GraphPool, doubling, steps_of
+from .requests import Request
+
+Result = TypeVar("Result")
+Wait = Callable[[DoneEvent], None]
+
+
+@dataclass
+class InFlightRound:
+    """A round that was launched: its plan, and its result, which may still be on its way to the host."""
+
+    plan: RoundPlan
+    live: list[tuple[int, Request]]
+    planned: bool  # whether gamma was the planner's choice
+    begun: float  # clock at the launch
+    result: Tensor  # int64 [B, 2 * gamma + 5] on the host
+    done_event: torch.cuda.Event | None = None  # recorded after the copy; None: the result is there
+    timestamps: list[float] = field(default_factory=list)  # at the beginning, after the draft, after the target's step
+    seen: Tensor | None = None  # fp32 [B, n_keys + gamma] on the host, rows as they began it, see Rounds.seen
+    watching: float = 0.0  # seconds spent recording what the draft read
+
+    def read(self, wait: Wait) -> list[list[int]]:
+        """Wait for the result and read it."""
+        if self.done_event is not None:
+            wait(self.done_event)
+        rows: list[list[int]] = self.result.tolist()
+        return rows
+
+
+class Rounds(Round):
+    """Launches rounds: run as they are, or captured once and replayed, one ahead of what the host has read."""
+
+    def __init__(
+        self,
+        target: Runner,
+        state: BatchState,
+        policy: DraftPolicy | None,
+        draft: DraftConfig,
+        *,
+        width: int = 0,
+        capture: Capture | None = None,
+        wait: Wait = operator.methodcaller("synchronize"),
+    ) -> None:
+        """capture: how a round is captured.
+
+        wait: how to wait for the device, which a lost rank may keep in a round forever (see Parallel.wait_for).
+        """
+        super().__init__(target, state, policy, draft, width=width)
+        self.capture, self.wait = capture, wait
+        self._captured: dict[tuple[object, ...], Callable[[], Any]] = {}
+        self._steps_held = 0  # steps in all captured rounds
+        self._baked: tuple[object, ...] = ()
+        self.capture_seconds = 0.0  # that captures have taken so far
+        self._warm: set[tuple[object, ...]] = set()
+        self._pinned: list[Tensor] = []  # pinned host buffers, one per round in flight
+        self._launched = 0
+
+    @property
+    def results_behind(self) -> int:
+        """Rounds that may be in flight when the next one is launched."""
+        return 1 if self.capture else 0
+
+    @property
+    def captured(self) -> int:
+        """CUDA graphs of rounds held now, with at most MOST_STEPS steps in all."""
+        return len(self._captured)
+
+    # ---------------------------------------------------------------- rounds under way
+
+    def launch(
+        self, plan: RoundPlan, live: Sequence[tuple[int, Request]], *, planned: bool, watched: bool = False
+    ) -> InFlightRound:
+        """Start a round for the live requests.
+
+        watched: also record what the draft reads, unless the round is captured.
+        """
+        round_ = InFlightRound(plan, list(live), planned, time.perf_counter(), self.state.pending)
+        if not self.capture:
+
+            def timestamp() -> None:
+                self.synchronize()
+                round_.timestamps.append(time.perf_counter())
+                if watched and plan.gamma and self.policy and len(round_.timestamps) == 3:  # before its next refresh
+                    round_.seen = self.seen(self.policy, plan)
+                    round_.watching = time.perf_counter() - round_.timestamps[-1]
+
+            timestamp()
+            round_.result = self.device_round(plan, timestamp).cpu()
+            return round_
+        result = self._captured_round(plan)()
+        if traits_of(result.device).captures:
+            round_.result, round_.done_event = self._pinned_buffer(result), torch.cuda.Event()
+            round_.result.copy_(result, non_blocking=True)
+            round_.done_event.record()
+        else:
+            round_.result = result.clone()
+        return round_
+
+    def seen(self, policy: DraftPolicy, plan: RoundPlan) -> Tensor:
+        """The share of layers and kv heads that read each position in a round's last draft step: fp32 [B, S]."""
+        mask = policy.positions_read(self.state.seq_len + plan.gamma - 1)  # [L, B, K, S]
+        mask = mask[..., : plan.n_keys + plan.gamma]
+        n_layers, _, n_kv, _ = mask.shape
+        return (mask.sum((0, 2), dtype=torch.float32) / (n_layers * n_kv)).cpu()
+
+    def warm_up(self, gammas: Iterable[int], kinds: Iterable[Kind]) -> None:
+        """Run rounds of these gammas over empty slots, for rows of these kinds, each once.
+
+        Then everything that a first call builds or allocates exists: neither may happen in a capture.
+        """
+        place = self.replay.place.clone() if self.replay else None
+        for kind in kinds:
+            for gamma in gammas:
+                if (gamma, kind) not in self._warm:
+                    if self.policy and gamma:
+                        self.policy.device_refresh(self.state, 1)
+                        self._warm.add(("refresh",))
+                    self.device_round(RoundPlan(gamma=gamma, n_keys=1, kind=kind))
+                    self._warm.add((gamma, kind))
+        if self.replay and place is not None:  # these rounds must not advance the replay
+            self.replay.place.copy_(place)
+        self.synchronize()
+
+    def prepared(self, part: Callable[[], Result]) -> Callable[[], Result]:
+        """A part of a round in the form in which rounds run it: captured, or as it is. It is called once."""
+        part()
+        self.synchronize()
+        capture = self.capture.passing if isinstance(self.capture, GraphPool) else self.capture
+        return capture(part) if capture else part
+
+    def refresh(self, plan: RoundPlan) -> int:
+        """Let the policy refresh its selection before a round that drafts -> number of passes."""
+        passes = self.policy.host_refreshes(plan) if self.policy else []
+        for n_keys in passes:
+            self._refresh(n_keys)
+        return len(passes)
+
+    def _refresh(self, n_keys: int) -> None:
+        """One pass with at least n_keys in view; captured, it is a graph for each doubling of the view."""
+        state, policy = self.state, self.policy
+        assert policy
+        if not self.capture or ("refresh",) not in self._warm:  # as in a round: call it before capturing it
+            policy.device_refresh(state, n_keys)
+            self._warm.add(("refresh",))
+            return
+        in_view = doubling(n_keys, self.target.cache.capacity)
+        self._graph(("refresh", in_view), REFRESH_STEPS, lambda: policy.device_refresh(state, in_view))()
+
+    def _captured_round(self, plan: RoundPlan) -> Callable[[], Tensor]:
+        """The graph of such a round: one for each gamma, each kind of sampling, and each doubling of the view."""
+        gamma, kind = plan.gamma, plan.kind
+        if (gamma, kind) not in self._warm:  # the first request of its kind in a stream
+            self._warm.add((gamma, kind))
+            return lambda: self.device_round(plan)  # so that all is built when the next one is captured
+        in_view = doubling(plan.n_keys + gamma, self.target.cache.capacity)
+        any_rows = plan.to_capture(in_view - gamma)
+        key = (gamma, in_view, kind, self.width, self.replay)
+        return self._graph(key, steps_of(self.draft, gamma), lambda: self.device_round(any_rows))
+
+    def _graph(self, key: tuple[object, ...], steps: int, part: Callable[[], Result]) -> Callable[[], Result]:
+        """A function that replays a part of a round; captured now, unless there is a graph for this key.
+
+        A new policy, configuration or way to capture frees all graphs. Apart from constants, a round reads only these
+        and the key on the host.
+        """
+        assert self.capture
+        baked = self.policy, self.draft, self.capture
+        if len(self._baked) != len(baked) or any(a is not b for a, b in zip(self._baked, baked, strict=True)):
+            self.forget()
+            self._baked = baked
+        if key not in self._captured:
+            self.synchronize()  # so that a round in flight does not count as capture time
+            started = time.perf_counter()
+            try:
+                if self._steps_held + steps > MOST_STEPS:
+                    self.forget()  # all of them, see GraphPool
+                self._captured[key] = self.capture(part)
+                self._steps_held += steps
+            except BaseException:
+                self.forget()  # those captured before may have lost memory that they shared with this one
+                raise
+            finally:
+                self.capture_seconds += time.perf_counter() - started
+        return self._captured[key]
+
+    def forget(self) -> None:
+        """Free all captured rounds, none of which may be running: they are captured again when they are needed."""
+        self._captured.clear()
+        self._steps_held = 0
+        if isinstance(self.capture, GraphPool):
+            self.capture.clear()
+
+    def set_replay(self, replay: Override | None) -> None:
+        """Set what overrides how many drafts are kept; the steps that judge by it are compiled before a capture."""
+        self.replay = replay
+        self._warm.clear()
+
+    def set_policy(self, policy: DraftPolicy | None) -> None:
+        """Set the draft policy, none of whose steps are compiled or captured yet.
+
+        ValueError if it is not a policy, or if it reads another engine's cache.
+        """
+        if not (policy is None or isinstance(policy, DraftPolicy)):
+            raise ValueError(f"a policy must be a DraftPolicy, got {policy!r:.80}: Engine.redraft takes a DraftConfig")
+        for level in (policy, getattr(policy, "cheap", None)):
+            runner = getattr(level, "runner", None) or getattr(level, "target", None)
+            if isinstance(runner, Runner) and runner.cache.seq_len is not self.target.cache.seq_len:
+                raise ValueError("the policy was built for another engine: build it over this one's target")
+        self.policy = policy
+        self._warm.clear()
+        self.forget()
+
+    def _pinned_buffer(self, result: Tensor) -> Tensor:
+        """Pinned host memory [B, 2 * gamma + 5] that no other round in flight uses."""
+        if not self._pinned:
+            most, n = result.shape[0] * (2 * self.draft.max_gamma + 5), self.results_behind + 1
+            self._pinned = [torch.empty(most, dtype=result.dtype, pin_memory=True) for _ in range(n)]
+        self._launched += 1
+        return self._pinned[self._launched % len(self._pinned)][: result.numel()].view(result.shape)
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all its work."""
+        if traits_of(self.target.device).captures:
+            self.wait(torch.cuda.current_stream(self.target.device).record_event())
+            torch.cuda.synchronize(self.target.device)

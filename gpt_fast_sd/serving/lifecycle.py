@@ -1,0 +1,103 @@
+"""When an engine may be called: one call at a time, and none once it is closed or its device has failed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
+import torch
+
+from ..devices import require_current
+from .scheduling import Schedule
+
+Event = TypeVar("Event")
+
+
+class Access:
+    """Whether an engine on a device is idle, at work, closed or broken; RuntimeError if a call must not be made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.running = self.closed = False
+        self.failure: str | None = None  # the error of the device
+
+    def require_open(self) -> None:
+        """RuntimeError for an engine that is closed or broken."""
+        if self.failure:
+            raise RuntimeError(self._broken)
+        if self.closed:
+            raise RuntimeError("the engine is closed: build a new one")
+
+    def require_idle(self) -> None:
+        """The same, and for one that is at work; ValueError if another device is the current one."""
+        self.require_open()
+        if self.running:
+            raise RuntimeError("the engine is still streaming: exhaust or close that stream first")
+        require_current(self.device)
+
+    @contextlib.contextmanager
+    def at_work(self, schedule: Schedule) -> Iterator[None]:
+        """No other call may be made meanwhile; afterwards every slot is free, whatever happened.
+
+        If the device itself failed, the engine is unusable from then on and says so.
+        """
+        self.require_idle()
+        self.running, ended_well = True, False
+        try:
+            yield
+            ended_well = True
+        except GeneratorExit:
+            ended_well = True
+            raise
+        except torch.AcceleratorError as error:
+            self.failure = _first_line(error)
+            raise
+        finally:
+            self.running = False
+            try:
+                schedule.clear(everything=not ended_well)  # it may have failed while a slot was being taken
+            except Exception as error:
+                self.failure = self.failure or _first_line(error)
+                if ended_well:  # else the first error says more
+                    raise RuntimeError(self._broken) from error
+
+    @property
+    def _broken(self) -> str:
+        return f"the device failed ({self.failure}): build a new engine"
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """What the caller has set for its own work, autocast, default dtype and default device, does not reach inside."""
+    casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not casts and torch.get_default_dtype() == torch.float32 and torch.get_default_device() == torch.device("cpu"):
+        yield  # as nearly always: a round of a small model takes half a millisecond
+        return
+    with contextlib.ExitStack() as stack:
+        for kind in casts:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device() != torch.device("cpu"):
+            stack.enter_context(torch.device("cpu"))
+        if (dtype := torch.get_default_dtype()) != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        yield
+
+
+def sheltered(events: Generator[Event, None, None]) -> Iterator[Event]:
+    """The same, made under own settings; the caller's are the caller's own again whenever it has one."""
+    try:
+        while True:
+            with own_settings():
+                event = next(events, None)
+            if event is None:
+                return
+            yield event
+    finally:
+        events.close()
+
+
+def _first_line(error: BaseException) -> str:
+    """An error's message, without the advice that follows."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

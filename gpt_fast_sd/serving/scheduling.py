@@ -1,0 +1,273 @@
+"""Which request is where: waiting, being prefilled, decoded in a slot. Rounds are launched for the last, and collected.
+
+Shapes: B slots, S cache capacity.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.tp import Parallel
+
+from ..config import gamma_tiers
+from ..fast.compile import splits_in_view
+from ..policies import DraftPolicy, OwnPrefill
+from ..prefill import Prefill
+from ..state import BatchState, RoundPlan
+from .gamma_planner import GammaPlanner
+from .launch import InFlightRound, Rounds
+from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting
+from .stats import EngineStats
+
+
+class Schedule:
+    """B slots, what occupies them, and the rounds in flight; see Engine for on_progress and on_round."""
+
+    on_progress: Callable[[str, int, int], None] | None = None
+    on_round: Callable[[RoundEvent], None] | None = None
+
+    def __init__(self, prefill: Prefill, state: BatchState, rounds: Rounds, parallel: Parallel) -> None:
+        self.prefill, self.state, self.parallel = prefill, state, parallel
+        self.cache, self.agreement = prefill.runner.cache, parallel.agreement()
+        self.slots: list[Request | None] = [None] * prefill.runner.shape[1]  # what is decoded
+        self.arrival: Arrival | None = None  # what is being prefilled, into a slot that is None above
+        self.in_flight: deque[InFlightRound] = deque()
+        self.n_rounds = 0  # launched, in all calls
+        self._follows_a_draft, self._drafted_at = False, dict[int, int]()  # see RoundPlan
+        self.stats = EngineStats()
+        self._collected_at: float | None = None  # clock at the last collection, None: something else ran since
+        self._chosen: int | None = None  # gamma of the next round
+        self._graphs_before = 0  # at the start of the current call
+        self._told = 0.0, 0.0  # decode and prefill seconds at the last call of on_round
+        self.use(rounds)
+
+    def use(self, rounds: Rounds) -> None:
+        """Launch these rounds from now on, with a planner that has seen none of them."""
+        self.rounds = rounds
+        self.planner = GammaPlanner(rounds.draft.gamma, gamma_tiers(self.prefill.runner.model.config.group_size))
+
+    @property
+    def policy(self) -> DraftPolicy | None:
+        """The draft policy, None for plain decoding."""
+        return self.rounds.policy
+
+    @property
+    def gammas(self) -> list[int]:
+        """The gammas that a round may have, the largest first: a step of varying width is built for its first call."""
+        if not self.policy:
+            return [0]
+        return list(self.planner.tiers[::-1]) if self.planner.fixed is None else [self.planner.fixed, 0]
+
+    def run(self, waiting: Waiting, speculate: bool, require_open: Callable[[], None]) -> Iterator[TokenEvent]:
+        """Keep the slots filled from the queue, and run rounds until every request is finished.
+
+        require_open raises if the consumer of the events has meanwhile closed the engine.
+        """
+        self.planner.begin()
+        self._collected_at, self._chosen, self._graphs_before = None, None, self.graphs
+        self._told = 0.0, 0.0
+        while not waiting.over or self.arrival or any(self.slots):
+            require_open()
+            yield from self._refill(waiting)
+            require_open()
+            if any(self.slots):
+                launched = self._launch(speculate)
+                yield from self._collect_all_but(self.rounds.results_behind if launched else 0)
+        self.agreement.settle()
+
+    def clear(self, *, everything: bool = False) -> None:
+        """End work in progress and free every slot in use, or every slot.
+
+        Rounds may still be running that were launched before their rows were known to be finished.
+        """
+        if self.arrival:  # it ends together with the requests being decoded
+            self.slots[self.arrival.slot], self.arrival = self.arrival.request, None
+        self.rounds.synchronize()
+        self.in_flight.clear()
+        for slot, occupant in enumerate(self.slots):
+            if occupant is not None or everything:
+                self.release(slot)
+
+    def _refill(self, waiting: Waiting) -> Iterator[TokenEvent]:
+        """Let waiting requests into free slots; once some row has begun its text, a round follows each chunk.
+
+        Until then nothing has to wait: rows that can begin together do, so the first rounds are as full as later ones.
+        """
+        while self.arrival or (None in self.slots and not waiting.over):
+            request = None if self.arrival else self._next(waiting)
+            if not (self.arrival or request):
+                return
+            yield from self._collect_all_but(0)  # events come first, and prefill does not count as a round's time
+            if request:
+                self._admit(request)
+            if self._fill() and any(row.rounds for row in self.slots if row):
+                return
+
+    def _next(self, waiting: Waiting) -> Request | None:
+        """The next request; None if there is none now."""
+        with torch.inference_mode(False):  # the caller's iterator is not part of the engine
+            request = waiting.take()
+        # compared before ranks could diverge
+        params, texts = (request.params, [request.prompt]) if request else (waiting.over, [])
+        self.agreement.note("prompts and parameters", params, texts)
+        self.agreement.settle()
+        return request
+
+    def _admit(self, request: Request) -> None:
+        """Give the request a free slot, and begin to prefill all but its last prompt token."""
+        started, body = time.perf_counter(), request.prompt[:-1]
+        free = [slot for slot, occupant in enumerate(self.slots) if occupant is None]
+        slot = max(free, key=lambda slot: self.prefill.reusable(slot, body))  # ties go to the first
+        fillings = [self.prefill.begin(slot, body)]
+        if isinstance(self.policy, OwnPrefill):
+            fillings += self.policy.prepare(slot, request.prompt)
+        self.arrival = Arrival(slot, request, fillings)
+        self.stats.prefill_seconds += time.perf_counter() - started
+        self.tell("prefill", self.arrival.total - self.arrival.left, self.arrival.total)
+
+    def _fill(self) -> bool:
+        """Prefill the next chunk; after the last one the request is decoded. False if there was nothing to compute."""
+        started, arrival = time.perf_counter(), self.arrival
+        assert arrival
+        slot, request = arrival.slot, arrival.request
+        filling = next((filling for filling in arrival.fillings if filling.left), None)
+        if filling:
+            n = filling.step()
+            self.stats.prefill_tokens += n if filling.prefill is self.prefill else 0
+        if not arrival.left:  # its last prompt token becomes the pending one
+            for filled in arrival.fillings:
+                filled.finish()
+            seed = request.params.seed if request.params.seed is not None else self.parallel.same(secrets.randbits(63))
+            self.state.assign(slot, request.prompt, request.params, seed)
+            if self.policy:
+                self.policy.host_admit(slot, request.prompt)
+            self.slots[slot], self.arrival = request, None
+            self._drafted_at = {**self._drafted_at, slot: request.length}
+        self.rounds.synchronize()
+        self._collected_at = None
+        self.stats.prefill_seconds += time.perf_counter() - started
+        self.tell("prefill", arrival.total - arrival.left, arrival.total)
+        return filling is not None
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Call on_progress, if there is anything to do."""
+        if self.on_progress and total:
+            self.on_progress(what, done, total)
+
+    def _launch(self, speculate: bool) -> bool:
+        """Start a round: draft, verify, judge, commit. False if the rounds in flight must be collected first."""
+        started, captured = time.perf_counter(), self.rounds.capture_seconds
+        live = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
+        policy = self.policy if speculate else None
+        plan = RoundPlan.of(
+            {slot: request.length for slot, request in live}, [request.params for _, request in live],
+            ahead=sum(round_.plan.gamma + 1 for round_ in self.in_flight), number=self.n_rounds + 1,
+            follows_a_draft=self._follows_a_draft, drafted_at=self._drafted_at,
+        )  # fmt: skip
+        if self._chosen is None:  # once per round, even if its launch is delayed: a retry of drafting must count once
+            self._chosen = self.planner.choose(self.rounds.keys_read(plan)) if policy else 0
+            if self.planner.fixed is None:  # each process has its own clock
+                self._chosen = self.parallel.same(self._chosen)
+        plan = plan.with_gamma(self._chosen)
+        # a policy is asked even if nothing is drafted, as it may have to follow every round
+        if policy and self.in_flight and policy.host_must_wait(plan) and plan.gamma:
+            return False
+        gamma, self._chosen, self.n_rounds = plan.gamma, None, plan.number
+        if not self.rounds.capture:  # a captured round drafts as planned, and keeps only what may still be emitted
+            room = max(request.params.max_tokens - len(request.tokens) for _, request in live) - 1
+            # mass sums all that is verified, which must not depend on how long a row's neighbours go on
+            if not (policy and policy.wants_mass and room > 0):
+                gamma = min(gamma, room)
+        plan, self._follows_a_draft = plan.with_gamma(gamma), policy is not None and gamma > 0
+        if policy and gamma:
+            policy.host_before_round(self.state, plan)
+            self.rounds.refresh(plan)
+            self._drafted_at = {**self._drafted_at, **plan.lengths}
+            self.stats.kv_bytes += policy.kv_bytes(plan)
+        n_splits = splits_in_view(self.cache, self.rounds.in_view(plan.n_keys + gamma))
+        self.stats.kv_bytes += len(self.slots) * n_splits * SPLIT * self.cache.bytes_per_token
+        round_ = self.rounds.launch(plan, live, planned=policy is not None, watched=self.on_round is not None)
+        self.in_flight.append(round_)
+        capturing = self.rounds.capture_seconds - captured
+        if capturing:  # the round before ended meanwhile, at an unknown time
+            self._collected_at = None
+        self.stats.capture_seconds += capturing
+        self.stats.decode_seconds += time.perf_counter() - started - capturing - round_.watching
+        return True
+
+    def _collect_all_but(self, n: int) -> Iterator[TokenEvent]:
+        """Collect rounds, the oldest first, until at most n are in flight."""
+        while len(self.in_flight) > n:
+            events = self._collect()
+            self.stats.recompiles = self.graphs - self._graphs_before
+            yield from events
+
+    def _collect(self) -> list[TokenEvent]:
+        """Read a round's result: every live request emits at least one token, finished ones leave their slot."""
+        started, round_ = time.perf_counter(), self.in_flight.popleft()
+        gamma, policy, events = round_.plan.gamma, self.policy, []
+        read = round_.read(self.rounds.wait)  # the one host read of a round
+        collected = time.perf_counter()
+        for slot, request in round_.live:
+            if request.finish_reason:  # it finished after this round was launched
+                continue
+            emitted, judged, accepted, *rest = read[slot]
+            tokens, whose, first_refused = rest[: gamma + 1], rest[gamma + 1 : -1], rest[-1]
+            refused = [first_refused, *tokens[accepted + 1 : judged]] if accepted < judged else []
+            sources = [*(policy.proposers[i] for i in whose[:accepted]), "target"] if policy else ["target"]
+            events.append(request.commit(tokens[:emitted], sources, judged, accepted, refused))
+            if request.finish_reason:
+                self.release(slot)
+        self.agreement.note(f"tokens of round {self.n_rounds}", [(e.index, e.tokens, e.accepted) for e in events])
+        stats, keys_read, taken = self.stats, self.rounds.keys_read(round_.plan), [event.accepted for event in events]
+        stats.count(gamma, [event.drafted for event in events], taken)
+        stats.row_rounds += len(events)
+        stats.decode_tokens += sum(len(event.tokens) for event in events)
+        stats.decode_seconds += time.perf_counter() - started
+        if round_.timestamps:
+            begun, drafted, verified = round_.timestamps
+            if gamma:
+                stats.draft_seconds += drafted - begun
+            stats.verify_seconds += verified - drafted
+            if round_.planned:
+                self.planner.record(gamma, keys_read, drafted - begun, verified - drafted, taken)
+                self.planner.record_host(gamma, time.perf_counter() - verified - round_.watching)
+        elif round_.planned and events:
+            # the wall time is this round's alone if it was queued before the previous one was collected
+            followed = self._collected_at is not None and round_.begun < self._collected_at
+            whole = collected - self._collected_at if followed and self._collected_at else None
+            self.planner.record_whole(gamma, keys_read, whole, taken)
+        self._collected_at = collected
+        if self.on_round:
+            self.on_round(self._round_event(round_, events))
+        return events
+
+    def _round_event(self, round_: InFlightRound, events: list[TokenEvent]) -> RoundEvent:
+        told, self._told = self._told, (self.stats.decode_seconds, self.stats.prefill_seconds)
+        begun, drafted, verified = round_.timestamps or (0.0, 0.0, 0.0)
+        seen, places = round_.seen, {request.index: slot for slot, request in round_.live}
+        return RoundEvent(
+            gamma=round_.plan.gamma, events=events, seconds=self._told[0] - told[0],
+            draft_seconds=drafted - begun if round_.plan.gamma else 0.0, verify_seconds=verified - drafted,
+            prefill_seconds=self._told[1] - told[1],
+            read={} if seen is None else {event.index: seen[places[event.index]] for event in events},
+        )  # fmt: skip
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        self.slots[slot] = None
+        self.cache.seq_len[slot] = self.prefill.held(slot)  # an idle slot keeps its prompt and writes past it
+        self.state.free(slot)
+        if self.policy:
+            self.policy.host_free(slot)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled so far."""
+        return self.rounds.graphs + self.prefill.graphs + (self.policy.graphs if self.policy else 0)

@@ -1,0 +1,228 @@
+"""The slots as tensors, and the host's plan of a round, so that the host reads them once, when the round is over.
+
+Shapes: B slots, T tokens in this call, S tokens of history per slot, V vocabulary, gamma tokens drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_fast_sd.tp import Vocabulary
+
+from .acceptance import WHOLE, AcceptResult, verify_greedy, verify_sampled
+from .config import SamplingParams
+from .fast import cpu_commit, cpu_draw_serves, cpu_judge_greedy, cpu_judge_sampled, cpu_round_serves, cpu_uniform
+from .sampling import GREEDY, Kind, SamplingTable, draw, probabilities, uniform
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """What the host knows about a round when it begins, as of the last result that it read.
+
+    It is made once per round and passed down; a policy with parts derives a plan for each by dataclasses.replace.
+    """
+
+    gamma: int  # tokens to draft
+    n_keys: int  # at most so many keys are in use once the longest row's pending token is fed
+    kind: Kind = GREEDY
+    lengths: Mapping[int, int] = field(default_factory=dict)  # committed positions of each live slot
+    ahead: int = 0  # tokens that rounds in flight may have added to each of them
+    number: int = 0  # of the round
+    follows_a_draft: bool = True  # the round before drafted, so no row has grown by more than one round since
+    drafted_at: Mapping[int, int] = field(default_factory=dict)  # lengths at the last draft, or when a slot was filled
+    captured: bool = False  # the round will be replayed for other rows
+
+    @classmethod
+    def of(
+        cls, lengths: Mapping[int, int], params: Sequence[SamplingParams] = (), *, gamma: int = 0, ahead: int = 0,
+        number: int = 0, follows_a_draft: bool = True, drafted_at: Mapping[int, int] | None = None,
+    ) -> RoundPlan:  # fmt: skip
+        """The plan for live rows of these lengths and parameters. drafted_at: None if none has grown since."""
+        return cls(
+            gamma=gamma, n_keys=max(lengths.values()) + 1 + ahead, kind=Kind.of(params), lengths=lengths, ahead=ahead,
+            number=number, follows_a_draft=follows_a_draft, drafted_at=lengths if drafted_at is None else drafted_at,
+        )  # fmt: skip
+
+    def with_gamma(self, gamma: int) -> RoundPlan:
+        """The same round with so many tokens to draft."""
+        return self if gamma == self.gamma else replace(self, gamma=gamma)
+
+    def mean_keys(self, n_slots: int) -> int:
+        """Keys in use, averaged over all slots and rounded down: idle ones have none."""
+        return (sum(self.lengths.values()) + len(self.lengths) * (1 + self.ahead)) // n_slots
+
+    def any_drafted_within(self, n: int) -> bool:
+        """Whether some live row may have last drafted at no more than n committed positions; if captured, some may."""
+        return self.captured or any(self.drafted_at[slot] <= n for slot in self.lengths)
+
+    def to_capture(self, n_keys: int) -> RoundPlan:
+        """The same for any rows of up to n_keys keys, about which nothing more is known."""
+        return RoundPlan(gamma=self.gamma, n_keys=n_keys, kind=self.kind, captured=True)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchState:
+    """B slots: the pending token (emitted, not yet fed), the text so far, and what may still be emitted.
+
+    A round writes these tensors in place, and captured ones know where they are: none is ever replaced. seq_len is the
+    cache's own: positions before it are committed, the pending token will be fed at it.
+    """
+
+    seq_len: Tensor  # int64 [B]
+    pending: Tensor  # int64 [B]
+    history: Tensor  # int64 [B, S] committed, then pending
+    active: Tensor  # bool [B] a request is being decoded
+    remaining: Tensor  # int64 [B] tokens that may still be emitted
+    stop_on_eos: Tensor  # bool [B]
+    eos_ids: Tensor  # int64 [n]
+    table: SamplingTable
+    vocabulary: Vocabulary = WHOLE  # which rank has which of the target's logits
+    vocab_size: int
+    kernel: bool = False  # whether kernels that must be built here may be used: eager steps start at once
+
+    @staticmethod
+    def idle(
+        seq_len: Tensor, history_len: int, vocab_size: int, eos_ids: Sequence[int], vocabulary: Vocabulary = WHOLE,
+        *, kernel: bool = False,
+    ) -> BatchState:  # fmt: skip
+        """As many free slots as seq_len has entries."""
+        n, device = seq_len.shape[0], seq_len.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        return BatchState(
+            seq_len=seq_len, pending=zeros(n), history=zeros(n, history_len), active=zeros(n, dtype=torch.bool),
+            remaining=zeros(n), stop_on_eos=zeros(n, dtype=torch.bool), vocabulary=vocabulary, vocab_size=vocab_size,
+            eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=device),
+            table=SamplingTable.empty(n, vocab_size, device), kernel=kernel,
+        )  # fmt: skip
+
+    def assign(self, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
+        """Give the slot to a request whose prompt, except its last token, is in the cache."""
+        self.seq_len[slot] = len(prompt) - 1
+        self.history[slot, : len(prompt)] = torch.tensor(list(prompt), device=self.history.device)
+        self.pending[slot] = prompt[-1]
+        self.remaining[slot] = params.max_tokens
+        self.stop_on_eos[slot] = not params.ignore_eos
+        self.table.assign(slot, params, seed, self.vocab_size)
+        self.active[slot] = True
+
+    def free(self, slot: int) -> None:
+        """Free the slot; it idles at position 0, greedy."""
+        self.pending[slot] = self.remaining[slot] = 0
+        self.active[slot] = False
+        self.table.temperature[slot] = 0.0
+
+    def ending_at(self, seq_len: Tensor, pending: Tensor | None = None) -> BatchState:
+        """The rows as if seq_len [B] of their tokens were committed and pending [B] came next; all else is shared."""
+        return replace(self, seq_len=seq_len, pending=self.pending if pending is None else pending)
+
+    @property
+    def in_one_call(self) -> bool:
+        """Whether kernels for a CPU judge and commit, each in one call; if not, or where this is traced, PyTorch."""
+        return self.kernel and cpu_round_serves(self.seq_len.device)
+
+    def probabilities(self, logits: Tensor, kind: Kind) -> Tensor:
+        """The distribution of each row: logits [B, V] or [B, T, V] -> fp32, the same shape."""
+        return probabilities(logits, self.table, filtered=kind.filtered, kernel=self.kernel)
+
+    def uniform(self, pos: Tensor, stream: int) -> Tensor:
+        """A number in [0, 1) for each row's seed and position: int64 [B] or [B, T] -> fp32, the same shape."""
+        if self.kernel and cpu_draw_serves(pos.device):
+            return cpu_uniform(self.table.seed, pos, stream)
+        seed = self.table.seed if pos.dim() == 1 else self.table.seed[:, None]
+        return uniform(seed, pos, stream)
+
+    def choose(
+        self, logits: Tensor, pos: Tensor, kind: Kind, stream: int, vocabulary: Vocabulary = WHOLE
+    ) -> tuple[Tensor, Tensor | None]:
+        """One token per row after position pos [B]: logits [B, V] -> tokens [B], and q [B, V] if any row samples.
+
+        vocabulary: which rank has which tokens' logits, of the target or a draft model. Among ranks that hold a model
+        together the first one's draw counts, and so does its q, which may differ from the others' in the last bits.
+        """
+        if not kind.sampled:
+            return vocabulary.argmax(logits), None
+        q = self.probabilities(vocabulary.whole(logits), kind)
+        (token,) = vocabulary.decided(draw(q, self.uniform(pos, stream), kernel=self.kernel))
+        return token, q
+
+    def accept(
+        self,
+        logits: Tensor,
+        kind: Kind,
+        drafted: Tensor,
+        q: Tensor | None,
+        max_accept: Tensor,
+        *,
+        accept: int,
+        own: int,
+    ) -> tuple[AcceptResult, Tensor | None]:
+        """Which drafted [B, T - 1] ~ q [B, T - 1, V] stay, at most max_accept [B]. logits [B, T, V] from seq_len on.
+
+        q None: deterministic drafts. accept and own are the streams that decide on drafts and draw the next token.
+        -> the result, and p [B, T, V] if any row samples. As in choose, the first rank's result counts, by its p and q;
+        those of the others decide nothing.
+        """
+        if not kind.sampled:
+            if self.in_one_call and self.vocabulary.mesh is None:
+                return AcceptResult(*cpu_judge_greedy(logits, drafted, max_accept)), None
+            return verify_greedy(logits, drafted, max_accept, self.vocabulary), None
+        p = self.probabilities(self.vocabulary.whole(logits), kind)
+        if self.in_one_call:
+            beside = drafted, max_accept, self.table.seed, self.seq_len
+            result = AcceptResult(*cpu_judge_sampled(p, q, *beside, accept=accept, own=own))
+        else:
+            if q is None:
+                # not F.one_hot, which in torch 2.11 on a CPU reads the tokens on the host to check them
+                q = (drafted[..., None] == torch.arange(p.shape[-1], device=p.device)).to(p.dtype)
+            # a token's randomness depends only on its row's seed and its position
+            pos = self.seq_len[:, None] + torch.arange(p.shape[1], device=p.device)  # [B, T]
+            accept_u, next_u = self.uniform(pos[:, :-1], accept), self.uniform(pos, own)
+            result = verify_sampled(p, q, drafted, max_accept, accept_u, next_u, kernel=self.kernel)
+        return AcceptResult(*self.vocabulary.decided(result.n_accepted, result.next_token)), p
+
+    def commit(
+        self, drafted: Tensor, max_accept: Tensor, result: AcceptResult, proposer: Tensor | None = None
+    ) -> Tensor:
+        """Keep the accepted prefix and the next token: seq_len grows by n_accepted + 1, less what EOS or the end cuts.
+
+        drafted [B, gamma]; max_accept [B] drafts that counted; proposer [B, gamma], None: all the first -> int64
+        [B, 2 * gamma + 5], all that the host has to read: tokens emitted, drafts judged, drafts accepted, then the
+        tokens (past the emitted ones drafts that go unused), who proposed each draft, and the first refused draft.
+        """
+        if self.in_one_call:
+            return cpu_commit(
+                drafted, max_accept, result.n_accepted, result.next_token, proposer, self.eos_ids, self.stop_on_eos,
+                seq_len=self.seq_len, pending=self.pending, history=self.history, remaining=self.remaining,
+                active=self.active,
+            )  # fmt: skip
+        gamma = drafted.shape[1]
+        step = torch.arange(gamma + 1, device=drafted.device)  # [gamma + 1]
+        at = result.n_accepted[:, None]  # [B, 1]
+        padded = F.pad(drafted, (0, 1))  # [B, gamma + 1], a copy: drafts may be a view of what is written below
+        tokens = torch.where(step == at, result.next_token[:, None], padded)
+        emitted = torch.minimum(result.n_accepted + 1, self.remaining)  # [B]
+        # not torch.isin, which compiles for each gamma: how it searches depends on the number of tokens
+        is_eos = (tokens[..., None] == self.eos_ids).any(-1)  # [B, gamma + 1]
+        ends = is_eos & self.stop_on_eos[:, None] & (step < emitted[:, None])
+        first = torch.where(ends, step, gamma + 1).amin(1)  # [B] index of the first EOS
+        emitted = torch.minimum(emitted, first + 1) * self.active
+        accepted = torch.minimum(result.n_accepted, emitted)
+        judged = torch.where(emitted <= result.n_accepted, emitted, max_accept) * self.active
+        place = self.seq_len[:, None] + 1 + step  # [B, gamma + 1]
+        kept = torch.where(step < emitted[:, None], tokens, self.history.gather(1, place))
+        self.history.scatter_(1, place, kept)
+        self.seq_len.add_(emitted)
+        self.remaining.sub_(emitted)
+        last = tokens.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
+        self.pending.copy_(torch.where(emitted > 0, last, self.pending))
+        self.active.bitwise_and_((first > gamma) & (self.remaining > 0))
+        by_whom = torch.zeros_like(drafted) if proposer is None else proposer  # [B, gamma]
+        return torch.cat([torch.stack([emitted, judged, accepted], 1), tokens, by_whom, padded.gather(1, at)], 1)

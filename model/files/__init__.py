@@ -1,0 +1,1 @@
+"""Files that hold models as others store them: checkpoints, GGUF, tokenizers, chat templates."""

@@ -1,0 +1,447 @@
+"""Speculation by the cost model, before anyone waits for it or buys a chip, and measurements next to it.
+
+Shapes: B rows, gamma tokens drafted per round; T_T a step of plain decoding, T_D a draft step, T_V a verification.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt_fast_sd import registry
+from gpt_fast_sd.config import FLOAT8_CACHES, DraftConfig, EngineConfig, gamma_tiers
+from gpt_fast_sd.devices import free_memory, traits_of
+from gpt_fast_sd.fast import triton_serves
+from gpt_fast_sd.loading.load import (
+    KV_TORCH_DTYPES,
+    TORCH_DTYPES,
+    check_kv_dtype,
+    check_planes,
+    check_positions,
+    locate,
+)
+from gpt_fast_sd.loading.memory import MemoryPlan, bytes_of_layers, bytes_of_weights
+from gpt_fast_sd.model import PRESETS, KVCache, ModelConfig, preset, read_config
+from gpt_fast_sd.policies.standalone import check_draft_model
+from gpt_fast_sd.quantization.quantize import TAIL
+from gpt_fast_sd.quantization.table import precision, require_copy, require_sizes
+from gpt_fast_sd.tp import local_config
+from measuring.chips import GIB, NETWORK_HOP, Chip, Link, Ranks, chip_named, chip_of, rates_here
+from measuring.grid import Setting, draft_fields, up_to_date
+from measuring.ledger import complete, read_document
+from measuring.replay import PROFILES
+from measuring.roofline import (
+    EXPECTED,
+    IDEAL,
+    PRACTICAL,
+    Conditions,
+    Efficiency,
+    Forecast,
+    Refresh,
+    best_gamma,
+    collective_seconds,
+    free,
+    omega,
+    refresh_seconds,
+    step_seconds,
+)
+
+Record = dict[str, Any]
+Chances = Sequence[float]  # that the first, second, ... draft of a round is kept if those before it were
+ESTIMATES = {"roofline": IDEAL, "good": PRACTICAL, "expected": EXPECTED}
+
+
+def shape_of(model: str) -> ModelConfig:
+    """The shape of a preset (no file is read), of "bundled", of "smollm2", of a folder or of a GGUF file."""
+    if model in PRESETS or not (model in ("bundled", "smollm2") or Path(model).exists()):
+        return preset(model)
+    return read_config(locate(model))
+
+
+def chip_for(
+    device: str | None, dtype: torch.dtype, bandwidth: float | None, flops: float | None, memory: float | None
+) -> tuple[Chip, str]:
+    """The chip of a name, this machine's for "this" (measured, a few seconds), or one given by rates; and its kind.
+
+    bandwidth in GB/s, flops in TFLOP/s and memory in GiB replace what is published.
+    """
+    units = {"bandwidth": (bandwidth, 1e9, "GB/s"), "peak": (flops, 1e12, "TFLOP/s"), "memory": (memory, GIB, "GiB")}
+    for name, (value, _, unit) in units.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number of {unit}, got {value:g}")
+    given: Record = {name: value * unit for name, (value, unit, _) in units.items() if value is not None}
+    if device is None:
+        return Chip(name="a device of given rates", **given), "cuda"
+    if device != "this":
+        chip = chip_named(device).working_in(dtype)
+        named = f", {' and '.join(given)} as given" if given else ""
+        return replace(chip, **given, name=f"{chip.name}{named}"), "cuda"
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name(here) if here.type == "cuda" else f"this CPU, threads: {torch.get_num_threads()}"
+    found = rates_here(here, dtype)
+    return replace(found.chip(f"{name}, as measured now", memory=free_memory(here) or math.inf), **given), here.type
+
+
+def ranks_for(chip: Chip, tp: int, per_node: int, link: float | None, network: float | None) -> Ranks | None:
+    """n such chips, per_node in a machine; link and network in GB/s each way. None for one chip."""
+    own = chip.link if link is None else replace(chip.link, name="a link", bandwidth=link * 1e9)
+    other = None if network is None else Link(name="a network", bandwidth=network * 1e9, hop=NETWORK_HOP)
+    return Ranks(n=tp, link=own, per_node=per_node, network=other) if tp > 1 else None
+
+
+# ---------------------------------------------------------------- a model on chips
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A model on chips: all that the cost of a round depends on besides its rows and its draft.
+
+    device: the kind of the chips, "cuda" or "cpu". room: tokens that a row may grow by. ranks: None for one chip.
+    """
+
+    model: ModelConfig
+    chip: Chip
+    device: str = "cuda"
+    dtype: str = "bf16"
+    kv_dtype: str | None = None
+    quantize: str | None = None
+    draft_model: ModelConfig | None = None
+    ranks: Ranks | None = None
+    room: int = 512
+
+    def __post_init__(self) -> None:
+        local_config(self.model, self.tp)  # refuses a model that ranks cannot share
+        self._require(self.quantize, self.model, self.tp)
+
+    @property
+    def tp(self) -> int:
+        """Ranks that hold the model together."""
+        return self.ranks.n if self.ranks else 1
+
+    def draft_ranks(self, draft: DraftConfig) -> Ranks | None:
+        """Ranks that hold a draft model together."""
+        n = draft.draft_tp or self.tp
+        return replace(self.ranks, n=n) if self.ranks and n > 1 else None
+
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        return KV_TORCH_DTYPES[self.kv_dtype or self.dtype]
+
+    def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
+        """Of every step of the target: quantizing leaves the output's weights as they are."""
+        own = self._unquantized(self.model, self.ranks, efficiency)
+        weight = self._weight_bytes(self.quantize, self.model, self.tp) if self.quantize else own.weight_bytes
+        return replace(own, weight_bytes=weight)
+
+    def _require(self, name: str | None, model: ModelConfig, ranks: int, *, of_draft: bool = False) -> None:
+        """ValueError where the chips do not run weights of that precision, or not of these sizes."""
+        if name is None:
+            return
+        device = torch.device(self.device)
+        entry = precision(name, device, of_draft=of_draft)
+        if entry.capability and not self.chip.float8:
+            raise ValueError(f"quantize {name!r} needs a GPU that multiplies float8, and {self.chip.name} does not")
+        if entry.only_bf16 and self.dtype != "bf16":
+            raise ValueError(f"quantize {name!r} needs bf16 weights, not {self.dtype}: use dtype 'bf16'")
+        require_sizes(name, device, local_config(model, ranks), ranks, of_draft=of_draft)
+
+    def _weight_bytes(self, name: str, model: ModelConfig, ranks: int) -> float:
+        """Bytes of one weight of the layers, scales and padding included."""
+        own, entry = local_config(model, ranks), precision(name, torch.device(self.device))
+        return bytes_of_layers(own, ranks, entry.bytes_of) / bytes_of_layers(own, ranks, lambda o, i: o * i)
+
+    def _unquantized(self, model: ModelConfig, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
+        """The same for a model that these ranks hold unquantized."""
+        own, kv = float(TORCH_DTYPES[self.dtype].itemsize), KVCache.element_bytes(self._kv_dtype, model.head_dim)
+        return Conditions(
+            weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
+            all_reduce=ranks.all_reduce if ranks else free, efficiency=efficiency,
+        )  # fmt: skip
+
+    def config(self, batch: int, context: int) -> EngineConfig:
+        """The configuration of an engine for such rows; ValueError if it would refuse them."""
+        config = EngineConfig(
+            batch_size=batch, max_seq_len=context + self.room, device=self.device, dtype=self.dtype,
+            kv_dtype=self.kv_dtype, quantize=self.quantize,
+        )  # fmt: skip
+        check_positions(config, self.model)
+        dtype, cpu = TORCH_DTYPES[self.dtype], torch.device("cpu")
+        check_kv_dtype(config, dtype, cpu)
+        if self.kv_dtype in FLOAT8_CACHES and self.device == "cuda" and not self.chip.float8:
+            asked = f"kv_dtype {self.kv_dtype!r}"
+            raise ValueError(f"{asked} needs a GPU that multiplies float8, and {self.chip.name} does not")
+        if self.draft_model:
+            check_draft_model(self.draft_model, self.model, config.max_seq_len)
+        return config
+
+    def plain(self, batch: int, context: float, efficiency: Efficiency = IDEAL) -> float:
+        """Seconds of a step of plain decoding, T_T."""
+        return step_seconds(self.model, self.chip, batch, 1, context, self.conditions(efficiency))
+
+    def forecast(
+        self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, gamma: int,
+        efficiency: Efficiency = IDEAL,
+    ) -> Forecast:  # fmt: skip
+        """Rounds of gamma drafts, including the cost of their selection; gamma 0 is plain decoding."""
+        check_planes(EngineConfig(kv_dtype=self.kv_dtype), draft, self.model)
+        policy, under = registry.policy_class(draft.policy), self.conditions(efficiency)
+        theirs = self.draft_model and replace(self.draft_model)  # a copy, distinct even if it has the target's shape
+        own = self._unquantized(self.draft_model or self.model, self.draft_ranks(draft), efficiency)
+        views = [registry.view_class(name) for name in policy.views(draft)]
+        page = draft.page if gamma and any(view.wants_mass for view in views) else 0
+        tokens, drafting, selecting = omega(gamma, chances), 0.0, 0.0
+        for step in policy.model_steps(draft, self.model, theirs, gamma) if gamma else ():
+            view = registry.view_class(step.view)
+            of_step, size = own if step.model is theirs else under, (step.model, self.chip, batch)
+            if draft.quantize:
+                if step.model is not theirs:
+                    require_copy(draft.quantize, self.quantize)
+                self._require(draft.quantize, step.model, of_step.tp, of_draft=True)
+                device, rows = torch.device(self.device), -(-step.model.vocab_size // of_step.tp)
+                head = precision(precision(draft.quantize, device).head, device)
+                of_step = replace(
+                    of_step, weight_bytes=self._weight_bytes(draft.quantize, step.model, of_step.tp),
+                    head_bytes=head.bytes_of(rows, step.model.dim) / (rows * step.model.dim),
+                )  # fmt: skip
+            head_dim, upper = step.model.head_dim, draft.needs_planes and step.model is not theirs
+            if upper:
+                of_step = replace(of_step, kv_bytes=KVCache.element_bytes(self._kv_dtype, head_dim, upper=True))
+            reads: float = view.reads(draft, int(context))
+            if upper:  # the other plane of the tail
+                reads += min(reads, TAIL) * 0.5 / of_step.kv_bytes
+            # bounds of a page, the largest and the smallest key, are an entry's numbers
+            reads += view.bounds_read(draft, int(context)) * max(self._kv_dtype.itemsize, 2) / of_step.kv_bytes
+            drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
+            if (period := view.refresh_period(draft)) and context > draft.budget:
+                # on CUDA keys are read twice, with their weights and to sum these, and values once
+                traits = traits_of(torch.device(self.device))
+                twice = 1.5 if triton_serves(torch.device(self.device)) else 1.0
+                refresh = Refresh(every=period, n_observed=view.n_observed, reads=twice, at_once=traits.windows)
+                selecting += refresh_seconds(*size, int(context), tokens, refresh, of_step)
+        return Forecast(
+            gamma=gamma, tokens=tokens, target_seconds=self.plain(batch, context, efficiency),
+            draft_seconds=drafting / gamma if gamma else 0.0,
+            verify_seconds=step_seconds(self.model, self.chip, batch, gamma + 1, context, under, mass_page=page),
+            select_seconds=selecting + efficiency.judge_seconds if gamma else 0.0,
+        )  # fmt: skip
+
+    def mean_round(
+        self, draft: DraftConfig, chance: float, batch: int, context: float, rounds_by_gamma: Mapping[int, int]
+    ) -> float:
+        """Average seconds of a round, given how many drafted each gamma and the chance that drafts were kept."""
+        rounds = {gamma: self.forecast(draft, chance, batch, context, gamma) for gamma in rounds_by_gamma}
+        spent = sum(n * rounds[gamma].round_seconds for gamma, n in rounds_by_gamma.items())
+        return spent / sum(rounds_by_gamma.values())
+
+    def best(
+        self, draft: DraftConfig, chances: float | Chances, batch: int, context: float, efficiency: Efficiency = IDEAL
+    ) -> Forecast:
+        """Rounds with the gamma that a configuration fixes, or with the best that gamma "auto" may draft."""
+        tiers = gamma_tiers(self.model.group_size)[1:] if isinstance(draft.gamma, str) else [draft.gamma]
+        return best_gamma(lambda gamma: self.forecast(draft, chances, batch, context, gamma, efficiency), tiers)
+
+    def memory(self, draft: DraftConfig, batch: int, context: int) -> tuple[int, str | None]:
+        """Bytes on each chip by an engine's memory plan, and None or, if they do not fit, advice on what would."""
+        config, device = self.config(batch, context), torch.device(self.device)
+        have = None if math.isinf(self.chip.memory) else int(self.chip.memory)
+        size, on_cuda = TORCH_DTYPES[self.dtype].itemsize, self.device == "cuda"
+        needed = self.draft_model if registry.policy_class(draft.policy).needs_model(draft) else None
+        ranks = self.draft_ranks(draft)
+        parts = [(self.model, self.tp)] + ([(needed, ranks.n if ranks else 1)] if needed else [])
+        target, theirs = [*(local_config(*part) for part in parts), None][:2]
+        assert target
+        plan = MemoryPlan.of(
+            config, draft, target, theirs, self._kv_dtype, device=device,
+            weights=sum(
+                bytes_of_weights(model, n, size, self.quantize if model is self.model else None, device)
+                for model, n in parts
+            ), groups=int(self.tp > 1),
+            whole=have or 0, ranks=self.tp, draft_ranks=parts[-1][1], packs=not on_cuda and self.dtype == "bf16",
+        )  # fmt: skip
+        try:
+            plan.check(have, device, config)
+        except ValueError as error:
+            return plan.total, str(error).rpartition("; ")[2]
+        return plan.total, None
+
+    # ------------------------------------------------------------ from which length on
+
+    def break_even(
+        self, draft: DraftConfig, chances: float | Chances, batch: int, efficiency: Efficiency = IDEAL
+    ) -> int | None:
+        """The shortest context at which drafting is faster than plain decoding; None: at none within the model's."""
+        return self._first(lambda context: self.best(draft, chances, batch, context, efficiency).ratio > 1)
+
+    def critical(
+        self, draft: DraftConfig, chances: float | Chances, batches: Sequence[int], efficiency: Efficiency = IDEAL
+    ) -> int | None:
+        """The shortest context at which the largest batch gains at least as much as the smallest; None: at none."""
+
+        def grows(context: int) -> bool:
+            few, many = (self.best(draft, chances, n, context, efficiency).ratio for n in (min(batches), max(batches)))
+            return many >= few
+
+        return self._first(grows)
+
+    def _first(self, holds: Callable[[int], bool]) -> int | None:
+        """The shortest context at which something holds that, once it does, holds at every longer one."""
+        low, high = 0, self.model.max_seq_len - self.room
+        if high < 1 or not holds(high):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if holds(middle) else (middle, high)
+        return high
+
+
+def budget_of(draft: DraftConfig) -> int | None:
+    """The budget of a draft, None if its policy uses none."""
+    return draft.budget if "budget" in registry.heeds(draft.policy) else None
+
+
+def label(one: Record) -> str:
+    """Who drafted, as "streaming 512"."""
+    return Setting(policy=one["policy"], budget=one["budget"]).label
+
+
+# ---------------------------------------------------------------- how many drafts are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """How many drafts are kept: as given, by policy ("" is any), as measured, or else as published."""
+
+    said: Mapping[str, float]
+    measured: Sequence[Record] = ()
+
+    @staticmethod
+    def of(texts: Sequence[str]) -> Kept:
+        """From 0.8, streaming=0.8 and results of an earlier run (JSON); ValueError if a text is none of these."""
+        said: dict[str, float] = {}
+        measured: list[Record] = []
+        for text in texts:
+            policy, _, rate = text.rpartition("=")
+            if text.endswith(".json"):
+                measured += _measured_acceptance(Path(text))
+                continue
+            try:
+                said[policy] = float(rate)
+            except ValueError:
+                said[policy] = math.nan
+            if not 0.0 <= said[policy] <= 1.0 or policy not in ("", *registry.policies()):
+                raise ValueError(
+                    f"acceptance must be a rate from 0 to 1, POLICY=rate or a .json file of results, got {text!r:.80}"
+                )
+        return Kept(said=said, measured=measured)
+
+    def chances(self, draft: DraftConfig, context: int) -> tuple[Chances, str]:
+        """The chances of a draft, and their source; ValueError if there are none."""
+        policy, budget = draft.policy, budget_of(draft)
+        if (rate := self.said.get(policy, self.said.get(""))) is not None:
+            return (rate,), "given"
+        ours = [one for one in self.measured if (one["policy"], one["budget"]) == (policy, budget)]
+        if ours:
+            one = min(ours, key=lambda one: (abs(one["context"] - context), one["temperature"]))
+            return one["chances"], f"measured: {one['file']}, context {one['context']:,}, T {one['temperature']:g}"
+        if self.measured:
+            there = ", ".join(sorted({label(one) for one in self.measured}))
+            raise ValueError(
+                f"no acceptance of {label({'policy': policy, 'budget': budget})} was measured there, only of {there}"
+            )
+        if policy in PROFILES:
+            profile = PROFILES[policy].with_weights(draft.quantize)
+            return profile.chances, f"assumed: {profile.source}"
+        raise ValueError(f"no published acceptance of {policy} is known: give one, as in {policy}=0.5")
+
+
+def _measured_acceptance(path: Path) -> list[Record]:
+    """Acceptance in the results of a frontier or a sweep, for drafts that follow accepted ones.
+
+    From the shares of positions i and i - 1, which is exact if every round drafted equally many: gamma "auto" drafts
+    more where that pays, so there it is a guess.
+    """
+    document, found = read_document(path, "frontier", "batch"), []
+    with complete(path):
+        for one in document.get("results") or document.get("points") or ():
+            shares = one.get("acceptance_by_position")
+            if shares:
+                settings = {"temperature": 0.0} | document["settings"] | one
+                chances = [min(1.0, b / a) if a else 0.0 for a, b in zip([1.0, *shares], shares, strict=False)]
+                keys = ("policy", "budget", "context", "temperature")
+                found.append({key: settings[key] for key in keys} | {"chances": chances, "file": path.name})
+    if not found:
+        raise ValueError(f"{path} holds no acceptance by position")
+    return found
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def default_policies(system: System) -> list[str]:
+    """The policies for which an acceptance was published, including those of a draft model if there is one."""
+    needs = {name for name in registry.policies() if registry.policy_class(name).own_cache}
+    return [name for name in registry.policies() if name in PROFILES and (system.draft_model or name not in needs)]
+
+
+def cell(system: System, draft: DraftConfig, kept: Kept, batch: int, context: int, efficiency: Efficiency) -> Record:
+    """One draft in one batch and context, JSON-ready; times in milliseconds."""
+    chances, source = kept.chances(draft, context)
+    n_bytes, advice = system.memory(draft, batch, context)  # refuses before anything is computed
+    one, ideal = (system.best(draft, chances, batch, context, e) for e in (efficiency, IDEAL))
+    return {
+        "batch": batch, "context": context, "policy": draft.policy, "budget": budget_of(draft),
+        "acceptance": list(chances), "acceptance_source": source, "gamma": one.gamma, "tokens_per_round": one.tokens,
+        "plain_ms": one.target_seconds * 1e3, "draft_ms": one.draft_seconds * 1e3,
+        "verify_ms": one.verify_seconds * 1e3, "select_ms": one.select_seconds * 1e3,
+        "round_ms": one.round_seconds * 1e3, "speedup": one.ratio, "speedup_of_roofline": ideal.ratio,
+        "collective_ms": collective_seconds(system.model, batch, system.conditions()) * 1e3,
+        "plain_tokens_per_second": batch / one.target_seconds,
+        "speculative_tokens_per_second": batch * one.tokens / one.round_seconds,
+        "memory_bytes": n_bytes, "fits": advice is None, "advice": advice,
+    }  # fmt: skip
+
+
+def compare(path: Path) -> list[Record]:
+    """The measurements of a sweep next to the prediction from that machine's own rates, at the same acceptance."""
+    document = read_document(path, "batch")
+    with complete(path):
+        up_to_date(document)
+        measured = [point for point in document.get("points", ()) if point.get("status") == "measured"]
+        found = [_beside(document["settings"], point) for point in measured]
+    if not found:
+        raise ValueError(f"{path} holds no measured points of a sweep")
+    return found
+
+
+def _beside(settings: Record, point: Record) -> Record:
+    """One measured point of a sweep with these settings, and what is predicted for it."""
+    machine, tp = settings["machine"], settings.get("tp", 1)
+    chip = Chip(name=machine["cpu"], **point["machine"])
+    chip = replace(chip, link=(chip_of(machine["device"]) or chip).link)
+    shapes = [_shape(settings[key]) for key in ("transformer", "draft_transformer")]
+    assert shapes[0]
+    system = System(
+        model=shapes[0], draft_model=shapes[1], chip=chip, device=settings["device"], dtype=point["dtype"],
+        kv_dtype=point["kv_dtype"], quantize=settings["quantize"], ranks=ranks_for(chip, tp, tp, None, None),
+    )  # fmt: skip
+    draft = Setting(policy=point["policy"], budget=point["budget"]).draft("auto", draft_fields(settings))
+    size = point["batch"], point["context"] + settings["max_new_tokens"] / 2
+    rounds_by_gamma = {int(gamma): n for gamma, n in point["rounds_by_gamma"].items()}
+    plain, a_round = system.plain(*size), system.mean_round(draft, point["acceptance_rate"], *size, rounds_by_gamma)
+    return {
+        **{key: point[key] for key in ("batch", "context", "policy", "budget", "gamma", "temperature")},
+        "plain_ms": plain * 1e3, "plain_ms_measured": point["plain"]["round_ms"]["round"],
+        "round_ms": a_round * 1e3, "round_ms_measured": point["speculative"]["round_ms"]["round"],
+        "speedup": point["speculative"]["tokens_per_round"] * plain / a_round,
+        "speedup_measured": (point["speedup"]["steady"] or point["speedup"]["completion"])["median"],
+    }  # fmt: skip
+
+
+def _shape(stored: Record | None) -> ModelConfig | None:
+    """A shape as stored in results; its position scaling costs nothing and is left out."""
+    return ModelConfig(**{**stored, "rope_scaling": None, "eos_ids": ()}) if stored else None

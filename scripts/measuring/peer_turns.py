@@ -1,0 +1,289 @@
+"""Peers that decode the same rows in turns: what each step took, and how far its tokens are those of fp32.
+
+Shapes: B batch rows, S tokens a row holds, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt_fast_sd.model import ModelConfig, load_tokenizer
+from measuring import plots, prompts
+from measuring.chips import measure
+from measuring.lossless import first_difference
+from measuring.peers import AS_IT_COMES, Entry, PeerFailed, PeerMissing, Setup, Worker, entries
+from measuring.tables import Column, Table, shown
+
+WARMUP_STEPS = 3
+INSTALL = {
+    "ours": "pip install -e .",
+    "transformers": "pip install transformers",
+    "transformers-compiled": "pip install transformers (and a C++ compiler for torch.compile)",
+    "llama.cpp": 'CMAKE_ARGS="-DGGML_NATIVE=ON" pip install llama-cpp-python gguf',
+}
+INSTALL["llama.cpp-file"] = INSTALL["llama.cpp"]
+
+
+# ------------------------------------------------------------------------------------------ prompt and ceiling
+
+
+def prompt_tokens(folder: Path, config: ModelConfig, text: Path, length: int) -> list[int]:
+    """BOS and the text's tokens, repeated or cut to length [S]."""
+    tokenizer = load_tokenizer(folder, config)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer to read the prompt's text with")
+    return prompts.round_the_text(prompts.tokens_of(text, tokenizer), 1, length, config.bos_id)[0]
+
+
+def read_bandwidth() -> float:
+    """GB/s at which torch reads 1 GiB."""
+    return measure(torch.device("cpu"), n_bytes=2**30, size=64, dtype=torch.float32, repeats=10).read / 1e9
+
+
+def weight_bytes(config: ModelConfig) -> int:
+    """Bytes of 16-bit weights that a step reads; of an untied input embedding it reads B rows only."""
+    unread = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    return 2 * (config.n_params - unread)
+
+
+# --------------------------------------------------------------------------------------------- the measurement
+
+
+@dataclass(kw_only=True)
+class Timing:
+    """What one entry did in one cell."""
+
+    entry: Entry
+    prefill_seconds: float
+    tokens: list[list[int]]  # [steps, B], from the first one on
+    milliseconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Milliseconds per step; half of the steps took less."""
+        return statistics.median(self.milliseconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What transformers computes in fp32: greedy tokens [n] and each one's lead over the runner-up [n]."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+    def agreement(self, tokens: Sequence[list[int]]) -> dict[str, Any]:
+        """How many leading tokens of row 0 are the same, and how close the choice was where they part."""
+        pairs = list(zip(self.tokens, (row[0] for row in tokens), strict=False))
+        parted = first_difference(*zip(*pairs, strict=True)) if pairs else None
+        agreed = len(pairs) if parted is None else parted
+        return {
+            "agreed": agreed, "compared": len(pairs),
+            "fp32_logit_gap_where_they_part": None if agreed == len(pairs) else self.gaps[agreed],
+            "rows_alike": all(len(set(row)) == 1 for row in tokens[: len(pairs)]),
+        }  # fmt: skip
+
+
+class Run:
+    """One run of the benchmark: its settings, the peers still in it, and the report it grows."""
+
+    def __init__(
+        self, setup: Setup, peers: Sequence[str], without: Sequence[str], *, steps: int, repeats: int, agree: int
+    ) -> None:
+        """without: modes that are not timed. steps: timed ones of a block. repeats: blocks. agree: tokens compared."""
+        self.setup, self.peers, self.steps, self.repeats, self.agree = setup, peers, steps, repeats, agree
+        self.prompt: list[int] = []
+        timed = [entry for peer in peers for entry in entries(peer, "bf16")]
+        self.entries = [entry for entry in timed if entry.mode not in without]
+        self.workers: dict[Entry, Worker] = {}
+        self.skipped: dict[str, str] = {}
+        self.failures: list[str] = []
+        self.notes: dict[str, str] = {}
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that each row emits in a cell: one out of prefill, one per step."""
+        return 1 + WARMUP_STEPS + self.repeats * (1 + self.steps)
+
+    def skip(self, peer: str, reason: str) -> None:
+        """The peer takes no part from here on; the report names it."""
+        self.skipped[peer] = reason
+        self.entries = [entry for entry in self.entries if entry.peer != peer]
+        print(f"  skipped {peer}: {reason}. To install it: {INSTALL[peer]}", flush=True)
+
+    def fail(self, entry: Entry, where: str, reason: str) -> None:
+        """Note a failure: this entry has no result there."""
+        self.failures.append(f"{entry.label}, {entry.dtype}, {where}: {reason}")
+        print(f"  failed: {self.failures[-1]}", flush=True)
+
+    def worker(self, entry: Entry) -> Worker:
+        """The entry's process, started when it is first asked for."""
+        if entry not in self.workers:
+            self.workers[entry] = Worker(entry, self.setup)
+            self.notes[entry.peer] = self.workers[entry].notes
+        return self.workers[entry]
+
+    def find_missing(self) -> None:
+        """Start every timed entry once; peers that are not installed are skipped by name."""
+        for entry in list(self.entries):
+            if entry.peer in self.skipped:
+                continue
+            try:
+                self.worker(entry)
+            except PeerMissing as reason:
+                self.skip(entry.peer, str(reason))
+            except PeerFailed as reason:
+                self.fail(entry, "start", str(reason))
+                self.entries.remove(entry)
+
+    def reference(self, context: int) -> Reference | None:
+        """The tokens that every peer should emit after this context, or None without transformers."""
+        entry = Entry(peer="transformers", mode="eager", dtype="fp32", attention="eager")
+        try:
+            worker = Worker(entry, self.setup)
+            worker.call("reserve", 1, context + self.agree)
+            tokens = [worker.call("prefill", self.prompt[:context])[0]]
+            gaps = [worker.call("top2_gap")]
+            for _ in range(self.agree - 1):
+                tokens.append(worker.call("step")[0])
+                gaps.append(worker.call("top2_gap"))
+            worker.close()
+        except (PeerMissing, PeerFailed) as reason:
+            print(f"  no fp32 reference at context {context}: {reason}")
+            return None
+        return Reference(tokens=tokens, gaps=gaps)
+
+    def agreement_in_fp32(self, context: int, reference: Reference) -> dict[str, Any]:
+        """Every peer in fp32 against the reference, two rows each, by label."""
+        report = {}
+        for peer in [peer for peer in self.peers if peer not in self.skipped]:
+            for entry in entries(peer, "fp32"):
+                try:
+                    worker = Worker(entry, self.setup)
+                    worker.call("reserve", 2, context + self.agree)
+                    tokens = [worker.call("prefill", self.prompt[:context])]
+                    tokens += worker.call("steps", self.agree - 1, 0)[0]
+                    worker.close()
+                    report[entry.label] = reference.agreement(tokens)
+                    print(f"  {entry.label:<62}{agreement_phrase(report[entry.label])}", flush=True)
+                except (PeerMissing, PeerFailed) as reason:
+                    self.fail(entry, f"context {context}", str(reason))
+        return report
+
+    def cell(self, context: int, batch: int) -> list[Timing]:
+        """Prefill every entry, then let them take turns -> what each one took."""
+        timings: dict[Entry, Timing] = {}
+
+        def attempt(entry: Entry, work: Callable[[Entry], None]) -> None:
+            try:
+                work(entry)
+            except (PeerMissing, PeerFailed) as reason:
+                self.fail(entry, f"context {context}, batch {batch}", str(reason))
+                self.workers.pop(entry, None)
+                timings.pop(entry, None)
+
+        def prepare(entry: Entry) -> None:
+            worker = self.worker(entry)
+            worker.call("reserve", batch, context + self.decoded)
+            start = time.perf_counter()
+            first = worker.call("prefill", self.prompt[:context])
+            timings[entry] = Timing(entry=entry, prefill_seconds=time.perf_counter() - start, tokens=[first])
+            timings[entry].tokens += worker.call("steps", WARMUP_STEPS, 0)[0]
+
+        def take_turn(entry: Entry) -> None:
+            tokens, milliseconds = self.worker(entry).call("steps", 1, self.steps)
+            timings[entry].tokens += tokens
+            timings[entry].milliseconds += milliseconds
+
+        for entry in self.entries:
+            attempt(entry, prepare)
+        for _ in range(self.repeats):
+            for entry in list(timings):
+                attempt(entry, take_turn)
+        return list(timings.values())
+
+    def close(self) -> None:
+        """No process is left."""
+        for worker in self.workers.values():
+            worker.close()
+
+
+# --------------------------------------------------------------------------------------------------- the report
+
+
+def cell_report(
+    timings: list[Timing], context: int, batch: int, needs: dict[str, Any], reference: Reference | None
+) -> dict[str, Any]:
+    """One cell as plain data: every entry beside the roofline and beside ours."""
+    fastest = {peer: min(t.median for t in timings if t.entry.peer == peer) for peer in {t.entry.peer for t in timings}}
+    rows = [
+        {
+            "peer": t.entry.peer, "mode": t.entry.mode, "counts": t.median == fastest[t.entry.peer],
+            "ms_per_step": {"median": t.median, "min": min(t.milliseconds), "max": max(t.milliseconds)},
+            "tokens_per_second": batch / t.median * 1e3,
+            "percent_of_roofline": 100 * needs[roofline_of(t.entry)] / t.median,
+            "time_over_ours": t.median / fastest["ours"] if "ours" in fastest else None,
+            "prefill_one_row_seconds": t.prefill_seconds,
+            "prefill_tokens_per_second": context / t.prefill_seconds,
+            "greedy": reference.agreement(t.tokens) if reference else None,
+            "first_tokens": [row[0] for row in t.tokens[:16]],
+        }
+        for t in timings
+    ]  # fmt: skip
+    return {"context": context, "batch": batch, **needs, "results": rows}
+
+
+def roofline_of(entry: Entry) -> str:
+    """The name of the ceiling that holds for it among what a cell needs."""
+    return "file_roofline_ms" if entry.weights == AS_IT_COMES else "roofline_ms"
+
+
+def agreement_phrase(greedy: dict[str, Any] | None) -> str:
+    """One agreement as a table cell."""
+    if greedy is None:
+        return "-"
+    phrase = f"{greedy['agreed']}/{greedy['compared']}"
+    if greedy["fp32_logit_gap_where_they_part"] is not None:
+        phrase += f", gap {greedy['fp32_logit_gap_where_they_part']:.3f}"
+    return phrase if greedy["rows_alike"] else phrase + ", rows differ"
+
+
+def entry_text(r: dict[str, Any]) -> str:
+    """A peer and its mode, starred where it is the one that counts."""
+    return f"{'*' if r['counts'] else ' '} {r['peer']}{' (' + r['mode'] + ')' if r['mode'] else ''}"
+
+
+CELL = Table(
+    Column("peer", entry_text, 62, left=True),
+    Column("ms/step", lambda r: f"{r['ms_per_step']['median']:.2f}", 7),
+    Column("min", lambda r: f"{r['ms_per_step']['min']:.2f}", 7),
+    Column("max", lambda r: f"{r['ms_per_step']['max']:.2f}", 7),
+    Column("tok/s", lambda r: f"{r['tokens_per_second']:.0f}"),
+    Column("% roof", lambda r: f"{r['percent_of_roofline']:.0f}"),
+    Column("/ ours", lambda r: shown(r["time_over_ours"], ".2f")),
+    Column("prefill/s", lambda r: f"{r['prefill_tokens_per_second']:,.0f}"),
+    Column("same tokens as fp32", lambda r: agreement_phrase(r["greedy"]), left=True),
+)
+
+
+def plot(cells: list[dict[str, Any]], title: str, file: Path) -> None:
+    """Save one panel per cell: milliseconds per step of each peer's fastest mode, and the roofline."""
+    rows: dict[int, list[Any]] = {}
+    for cell in cells:
+        bars = {
+            row["peer"]: (ms := row["ms_per_step"]["median"], f" {ms:.2f} ms, {row['percent_of_roofline']:.0f} %")
+            for row in cell["results"]
+            if row["counts"]
+        }
+        name = f"context {cell['context']}, batch {cell['batch']}"
+        rows.setdefault(cell["batch"], []).append((name, bars, cell["roofline_ms"]))
+    plots.draw_bars(
+        [*rows.values()], file, title=title, first="ours",
+        xlabel="ms per step; dashed line and percentage: reading weights and KV once",
+    )  # fmt: skip

@@ -1,0 +1,447 @@
+"""Other engines next to this one: the same calls for each, and a process of its own for every mode.
+
+Shapes: B batch rows, S tokens that a row holds, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import re
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.config import DraftConfig, EngineConfig, SamplingParams
+from gpt_fast_sd.engine import Engine
+from gpt_fast_sd.model import ModelConfig
+from measuring.machine import version
+
+PREFILL_CHUNK = 512
+DEBUG = 1  # ggml's number of that level: with many layers it logs more than is kept
+AS_IT_COMES = "file"  # weights of llama.cpp-file
+# Weights, KV, flash attention. With BF16 KV its flash attention leaves the fast path on a CPU. In F32 there is none: it
+# casts keys and values to F16 and sums in F16, which loses digits as the context grows (each cell shows its agreement).
+LLAMA_MODES = {
+    "bf16": (
+        ("F16", "F16", False),
+        ("F16", "F16", True),
+        ("BF16", "F16", False),
+        ("BF16", "F16", True),
+        ("BF16", "BF16", False),
+    ),
+    "fp32": (("F32", "F32", False),),
+}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+# ---------------------------------------------------------------------------------------------------- the peers
+
+
+class Peer(Protocol):
+    """One engine with the model loaded. All rows hold the same prompt, each in its own memory."""
+
+    notes: str
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """Make room for batch rows of capacity tokens; earlier contents are dropped."""
+        ...
+
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Make every row hold tokens [S] -> the greedy token that follows, per row [B]."""
+        ...
+
+    def step(self) -> list[int]:
+        """Make every row also hold its latest token -> the greedy token that follows, per row [B]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """A row's new tokens and the seconds of the rounds that gave them: the prompt's time is not among them."""
+
+    tokens: list[int]
+    seconds: float
+    rounds: int
+    drafted: int
+    accepted: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over the seconds of their rounds."""
+        return len(self.tokens) / self.seconds
+
+
+class Ours:
+    """Plain or speculative decoding by this engine: whole rounds, the host's part included."""
+
+    def __init__(self, folder: Path, dtype: str, draft: DraftConfig | None = None) -> None:
+        def start(batch: int, capacity: int) -> Engine:
+            config = EngineConfig(batch_size=batch, max_seq_len=capacity, device="cpu", dtype=dtype)
+            return Engine.from_pretrained(folder, config, draft)
+
+        self.start = start
+        self.notes = f"version {version('gpt_fast_sd') or 'of this checkout'}"
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """A new engine of that shape, compiled."""
+        self.events: Any = None
+        self.engine: Any = None  # free the old cache first
+        self.engine = self.start(batch, capacity)
+        self.engine.tokenizer = None  # tokens only, like the others
+        self.engine.warm_up()
+
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Prefill one slot (the engine copies its keys into the others), decode the first token: tokens [S] -> [B]."""
+        batch, room = self.engine.config.batch_size, self.engine.config.max_seq_len - len(tokens)
+        params = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True)
+        self.events = self.engine.stream([tokens] * batch, params)
+        return self.step()
+
+    def step(self) -> list[int]:
+        """One round of plain decoding, which gives every slot an event -> [B]."""
+        return [next(self.events).tokens[-1] for _ in range(self.engine.config.batch_size)]
+
+    def decode(self, tokens: list[int], n: int) -> Decoded:
+        """n greedy tokens after the prompt [S], whose keys the slot keeps for the next call."""
+        params = SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True)
+        found = [token for event in self.engine.stream([tokens], params) for token in event.tokens]
+        stats = self.engine.stats
+        return Decoded(
+            tokens=found, seconds=stats.decode_seconds, rounds=stats.rounds, drafted=stats.drafted,
+            accepted=stats.accepted,
+        )  # fmt: skip
+
+
+class Transformers:
+    """Hugging Face transformers: a growing cache run eagerly, or a static cache under torch.compile."""
+
+    def __init__(self, folder: Path, dtype: str, attention: str, *, compiled: bool) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=TORCH_DTYPES[dtype], attn_implementation=attention
+        )
+        self.compiled = compiled
+        self.cache: Any = None
+        self.notes = f"version {version('transformers')}"
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """Forget the old cache and, when compiled, the old graphs: shapes are static."""
+        self.batch, self.capacity, self.cache = batch, capacity, None
+        self.decode: Callable[..., Any] = self.model
+        if self.compiled:
+            torch.compiler.reset()
+            self.decode = torch.compile(self.model, dynamic=False, fullgraph=True)
+
+    @torch.no_grad()
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Prefill one row in chunks, then repeat its keys and values: tokens [S] -> [B]."""
+        from transformers import DynamicCache, StaticCache
+
+        cache: Any = DynamicCache(config=self.model.config)
+        for chunk in torch.tensor([tokens]).split(PREFILL_CHUNK, dim=1):  # [1, chunk]
+            logits = self.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        if self.compiled:
+            self.cache = StaticCache(config=self.model.config, max_cache_len=self.capacity)
+            for i, layer in enumerate(cache.layers):
+                k, v = (x.expand(self.batch, -1, -1, -1) for x in (layer.keys, layer.values))  # [B, K, S, H]
+                self.cache.update(k, v, i)
+        else:
+            cache.batch_repeat_interleave(self.batch)
+            self.cache = cache
+        return self._choose(logits.expand(self.batch, -1, -1))
+
+    @torch.no_grad()
+    def step(self) -> list[int]:
+        """One forward of [B, 1] -> [B]."""
+        return self._choose(self.decode(self.tokens, past_key_values=self.cache, use_cache=True).logits)
+
+    def top2_gap(self) -> float:
+        """How far the latest token's logit is above the runner-up, in row 0."""
+        best, second = self.logits[0].topk(2).values.tolist()
+        return float(best - second)
+
+    def _choose(self, logits: Tensor) -> list[int]:
+        """[B, 1, V] -> the greedy tokens [B], kept for the next step."""
+        self.logits = logits[:, -1].float()
+        self.tokens = logits.argmax(-1)  # [B, 1]
+        tokens: list[int] = self.tokens[:, 0].tolist()
+        return tokens
+
+
+class LlamaCpp:
+    """llama.cpp through the low-level calls of llama-cpp-python, one KV stream per sequence."""
+
+    def __init__(self, gguf: Path, config: ModelConfig, kv: str, threads: int, *, flash: bool, repacked: bool) -> None:
+        import gguf as gguf_format
+        import llama_cpp
+        import numpy as np
+
+        self.api, self.np, self.config = llama_cpp, np, config
+        self.types: Any = gguf_format.GGMLQuantizationType  # numbered as ggml numbers them
+        self.kv, self.threads, self.flash = kv, threads, flash
+        self.log = ""
+        self._on_log = llama_cpp.llama_log_callback(self._keep_log)  # held here: C keeps only the pointer
+        llama_cpp.llama_log_set(self._on_log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.use_extra_bufts = repacked
+        self.model: Any = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
+        if not self.model:
+            raise RuntimeError(f"llama.cpp refused the model: {self.log.strip().splitlines()[-1:]}")
+        self.context: Any = None
+        self.prompt_batch: Any = None
+        self.step_batch: Any = None
+        features = " ".join(re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode()))
+        self.notes = (
+            f"version {version('llama-cpp-python')} of llama-cpp-python, one KV stream per sequence; {features}"
+        )
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """A new context whose KV buffer holds batch separate rows."""
+        api = self.api
+        if self.context:
+            api.llama_free(self.context)
+            api.llama_batch_free(self.prompt_batch)
+            api.llama_batch_free(self.step_batch)
+        params = api.llama_context_default_params()
+        params.n_seq_max = batch
+        params.kv_unified = False
+        params.n_ctx = batch * -(-capacity // 256) * 256
+        params.n_batch = params.n_ubatch = PREFILL_CHUNK
+        params.n_threads = params.n_threads_batch = self.threads
+        params.type_k = params.type_v = int(self.types[self.kv])
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.no_perf = True
+        self.log = ""
+        self.context = api.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp refused the context: {self.log.strip().splitlines()[-1:]}")
+        self._refuse_shared_rows(batch, capacity)
+        self.batch = batch
+        self.prompt_batch = api.llama_batch_init(PREFILL_CHUNK, 0, 1)
+        self.step_batch = api.llama_batch_init(batch, 0, 1)
+        self.step_batch.n_tokens = batch
+        for row in range(batch):
+            self.step_batch.n_seq_id[row], self.step_batch.seq_id[row][0] = 1, row
+            self.step_batch.logits[row] = True
+
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Prefill sequence 0, copy its buffers into the other streams: tokens [S] -> [B]."""
+        batch = self.prompt_batch
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            chunk = tokens[start : start + PREFILL_CHUNK]
+            batch.n_tokens = len(chunk)
+            for i, token in enumerate(chunk):
+                batch.token[i], batch.pos[i] = token, start + i
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+                batch.logits[i] = start + i == len(tokens) - 1
+            self._decode(batch)
+        self.tokens = self._choose(1) * self.batch
+        memory = self.api.llama_get_memory(self.context)
+        for row in range(1, self.batch):
+            self.api.llama_memory_seq_cp(memory, 0, row, -1, -1)
+        self.length = len(tokens)
+        return self.tokens
+
+    def step(self) -> list[int]:
+        """One llama_decode of B tokens, one per sequence -> [B]."""
+        for row, token in enumerate(self.tokens):
+            self.step_batch.token[row], self.step_batch.pos[row] = token, self.length
+        self._decode(self.step_batch)
+        self.length += 1
+        self.tokens = self._choose(self.batch)
+        return self.tokens
+
+    def _decode(self, batch: Any) -> None:
+        status = self.api.llama_decode(self.context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+
+    def _choose(self, rows: int) -> list[int]:
+        """The greedy tokens of the latest batch's outputs [rows, V] -> [rows]."""
+        logits = self.np.ctypeslib.as_array(self.api.llama_get_logits(self.context), (rows, self.config.vocab_size))
+        tokens: list[int] = logits.argmax(1).tolist()
+        return tokens
+
+    def _keep_log(self, level: int, text: bytes, user_data: Any) -> None:
+        if level != DEBUG:
+            self.log = (self.log + text.decode(errors="replace"))[-100_000:]
+
+    def _refuse_shared_rows(self, batch: int, capacity: int) -> None:
+        """RuntimeError unless llama.cpp reports that it allocated keys and values for batch full rows."""
+        needed = batch * capacity * self.config.kv_bytes_per_token(4 if self.kv == "F32" else 2)
+        held = sum(float(size) for size in re.findall(r"KV buffer size = +([\d.]+) MiB", self.log)) * 2**20
+        if held < needed:
+            raise RuntimeError(
+                f"llama.cpp reports {held / 2**20:.0f} MiB of KV where {batch} separate rows need {needed / 2**20:.0f}"
+            )
+
+
+# ------------------------------------------------------------------------------------- one process for each peer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One mode of one peer in one dtype."""
+
+    peer: str
+    mode: str
+    dtype: str
+    attention: str = ""  # transformers' name for it
+    weights: str = ""  # ggml's dtypes
+    kv: str = ""
+    flash: bool = False
+    repacked: bool = True  # llama.cpp's default; with AMX its Q4_1 ended the process (0.3.36)
+    draft: DraftConfig | None = None  # ours
+    server: tuple[str, ...] = ()  # flags of llama.cpp's server that say who drafts
+
+    @property
+    def label(self) -> str:
+        """Peer and mode in one phrase."""
+        return f"{self.peer} ({self.mode})" if self.mode else self.peer
+
+
+def entries(peer: str, dtype: str) -> list[Entry]:
+    """Every mode in which a peer may compete."""
+    if peer == "ours":
+        return [Entry(peer=peer, mode="", dtype=dtype)]
+    if peer == "llama.cpp-file":
+        return [
+            Entry(
+                peer=peer, dtype=dtype,
+                mode=f"smaller weights, {'repacked' if repacked else 'mapped'}, flash {'on' if flash else 'off'}",
+                weights=AS_IT_COMES, kv="F16", flash=flash, repacked=repacked,
+            )
+            for repacked in (True, False) for flash in (False, True) if dtype != "fp32"
+        ]  # fmt: skip
+    if peer == "llama.cpp":
+        return [
+            Entry(
+                peer=peer, mode=f"{w}, {kv} KV, flash {'on' if flash else 'off'}",
+                dtype=dtype, weights=w, kv=kv, flash=flash,
+            )
+            for w, kv, flash in LLAMA_MODES[dtype]
+        ]  # fmt: skip
+    return [Entry(peer=peer, mode=attention, dtype=dtype, attention=attention) for attention in ("sdpa", "eager")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The settings that all peers share."""
+
+    folder: Path
+    config: ModelConfig
+    ggufs: Path  # folder of the GGUF files, F16.gguf and so on
+    threads: int
+
+
+def build(entry: Entry, setup: Setup) -> Peer:
+    """The peer an entry names, its model loaded."""
+    if entry.peer.startswith("ours"):
+        return Ours(setup.folder, entry.dtype, entry.draft)
+    if entry.peer.startswith("llama.cpp"):
+        gguf = setup.ggufs / f"{entry.weights}.gguf"
+        return LlamaCpp(gguf, setup.config, entry.kv, setup.threads, flash=entry.flash, repacked=entry.repacked)
+    compiled = entry.peer == "transformers-compiled"
+    return Transformers(setup.folder, entry.dtype, entry.attention, compiled=compiled)
+
+
+def timed_steps(peer: Peer, untimed: int, timed: int) -> tuple[list[list[int]], list[float]]:
+    """Take untimed + timed steps -> all their tokens [steps, B] and the milliseconds of the timed ones."""
+    tokens, milliseconds = [], []
+    for i in range(untimed + timed):
+        start = time.perf_counter()
+        tokens.append(peer.step())
+        if i >= untimed:
+            milliseconds.append((time.perf_counter() - start) * 1e3)
+    return tokens, milliseconds
+
+
+def serve(pipe: Connection, entry: Entry, setup: Setup) -> None:
+    """Build the peer, then answer calls until the pipe closes. Answers are ("ok" | "missing" | "failed", value)."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(setup.threads)
+    try:
+        peer = build(entry, setup)
+        pipe.send(("ok", peer.notes))
+    except ImportError as error:
+        pipe.send(("missing", one_line(error)))
+        return
+    except Exception as error:  # any error of a peer becomes its line in the report
+        pipe.send(("failed", one_line(error)))
+        return
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            call = timed_steps if name == "steps" else getattr(type(peer), name)
+            pipe.send(("ok", call(peer, *arguments)))
+        except Exception as error:  # as above
+            pipe.send(("failed", one_line(error)))
+
+
+class PeerMissing(Exception):
+    """The peer is not installed."""
+
+
+class PeerFailed(Exception):
+    """The peer is installed but failed."""
+
+
+class Worker:
+    """A peer in its own process; calls block until it answers."""
+
+    def __init__(self, entry: Entry, setup: Setup) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, entry, setup), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.notes = str(self._answer())
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The result of a peer's method (or of timed_steps, as "steps"); PeerFailed with the reason."""
+        try:
+            self._pipe.send((name, arguments))
+        except OSError:  # it ended since it answered
+            raise self._ended() from None
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process and free its memory."""
+        self._pipe.close()
+        self._process.join(timeout=10)
+        self._process.kill()
+
+    def _answer(self) -> Any:
+        try:
+            state, value = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._ended() from None
+        if state == "ok":
+            return value
+        self.close()
+        raise (PeerMissing if state == "missing" else PeerFailed)(value)
+
+    def _ended(self) -> PeerFailed:
+        self._process.join()
+        return PeerFailed(f"its process ended with code {self._process.exitcode}")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line of a report."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,304 @@
+"""Pictures in one style: panels over batch, context or budget, ratios with the spread of their pairs, bars."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring.grid import draft_label
+from measuring.hero import hero
+from measuring.lengths import shown_speedup
+
+Record = dict[str, Any]
+Draw = Callable[[Any], None]
+SPEED = "speed, times plain decoding"
+SUFFIXES = (".png", ".pdf", ".svg")
+COLORS = ("#9277dd", "#3d8fd6", "#22a385", "#d18a16", "#e0574f", "#a87850", "#cf62a8", "#7f9a2c")
+
+
+# ---- the style -------------------------------------------------------------------------------------------------------
+
+
+def check_drawable(flag: str, *files: Path | None) -> None:
+    """ValueError, before any work is done, if matplotlib is missing or does not know the format of a file."""
+    wanted = [file for file in files if file is not None]
+    if files and not wanted:
+        return
+    for file in wanted:
+        if file.suffix.lower() not in SUFFIXES:
+            raise ValueError(f"cannot draw {file}: its name must end in .png, .pdf or .svg")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f'{flag} needs matplotlib: pip install "gpt_fast_sd[plot]"')
+
+
+def color(i: int) -> str:
+    """The i-th colour."""
+    return COLORS[i % len(COLORS)]
+
+
+def draw_panels(
+    rows: Sequence[Sequence[Draw]],
+    path: Path,
+    *,
+    title: str = "",
+    xlabel: str = "",
+    ylabel: str = "",
+    size: tuple[float, float] = (4.2, 3.7),
+    share: str = "",
+    legend: bool = False,
+) -> None:
+    """Draw a grid of panels, size inches each. share: axes that all panels share, "x", "y" or "xy".
+
+    legend: one for all panels, below them.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    from matplotlib import pyplot
+
+    n_columns = max(map(len, rows))
+    figure, axes = pyplot.subplots(
+        len(rows), n_columns, figsize=(0.8 + size[0] * n_columns, 0.8 + size[1] * len(rows)), squeeze=False,
+        sharex="x" in share, sharey="y" in share, layout="constrained",
+    )  # fmt: skip
+    handles: dict[str, Any] = {}
+    for row, panels in zip(rows, axes, strict=True):
+        for panel in panels[len(row) :]:
+            panel.set_visible(False)
+        for draw, panel in zip(row, panels, strict=False):
+            draw(panel)
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+            handles |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
+    if legend and handles:
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(8, len(handles)), frameon=False)
+    figure.supxlabel(xlabel, fontsize=9)
+    figure.supylabel(ylabel, fontsize=9)
+    figure.suptitle(title, fontsize=9, wrap=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def over_log2(panel: Any, xs: Sequence[int], xlabel: str = "") -> None:
+    """A horizontal log2 axis, with ticks at the measured values."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(xs, [f"{x:,}" for x in xs])
+    panel.set_xlim(min(xs) / 1.2, max(xs) * 1.2)
+    panel.minorticks_off()
+    panel.set_xlabel(xlabel)
+
+
+def whiskers(values: Sequence[Record]) -> list[list[float]]:
+    """How far each spread reaches below and above the median."""
+    return [[abs(one[end] - one["median"]) for one in values] for end in ("min", "max")]
+
+
+# ---- over batch and context ------------------------------------------------------------------------------------------
+
+
+def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, folder: Path) -> list[Path]:
+    """Pictures with one panel per draft: speed-up over batch, over context, throughput over latency; and the hero."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drafts = [*dict.fromkeys(map(draft_label, points))]
+    steady = "steady, whiskers: least and greatest pair; dotted: to completion"
+    critical = (
+        f"{steady}\ncritical length (red): beyond it the speed-up grows with the batch, "
+        "its least-squares slope over log2 of the batch is above 0"
+    )
+    pictures: tuple[tuple[str, Callable[[Any, str, list[Record]], None], str, str, str], ...] = (
+        ("speedup_by_batch.png", lambda panel, _, ours: draw_speedup(panel, ours, "batch", "context"),
+         "batch", SPEED, steady),
+        ("speedup_by_context.png", lambda panel, draft, ours: draw_contexts(panel, draft, ours, lengths),
+         "context, tokens", SPEED, critical),
+        ("throughput_latency.png", lambda panel, _, ours: draw_latency(panel, ours),
+         "milliseconds per token of one row", "tokens per second of all rows", "each point a batch; dashed: plain"),
+    )  # fmt: skip
+
+    def panel_of(draft: str, draw_panel: Callable[[Any, str, list[Record]], None]) -> Draw:
+        def draw(panel: Any) -> None:
+            panel.set_title(draft, fontsize=10)
+            draw_panel(panel, draft, [r for r in points if draft_label(r) == draft])
+            panel.legend(fontsize=7, frameon=False)
+
+        return draw
+
+    for name, draw_panel, xlabel, ylabel, how in pictures:
+        panels = [panel_of(draft, draw_panel) for draft in drafts]
+        draw_panels(
+            [panels[i : i + 2] for i in range(0, len(panels), 2)], folder / name, title=f"{title}\n{how}",
+            xlabel=xlabel, ylabel=ylabel, size=(5, 3.8), share="xy",
+        )  # fmt: skip
+    (folder / "hero.svg").write_text(hero(points), encoding="utf-8")
+    return [folder / name for name in (*(name for name, *_ in pictures), "hero.svg")]
+
+
+def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None:
+    """Speed-up over batch or context, one line per value of the other; thin: to completion."""
+    for i, value in enumerate(sorted({r[by] for r in ours})):
+        row = sorted((r for r in ours if r[by] == value), key=lambda r: r[over])
+        xs, shown = [r[over] for r in row], [shown_speedup(r) for r in row]
+        panel.errorbar(
+            xs, [one["median"] for one in shown], yerr=whiskers(shown), fmt="o-", color=color(i),
+            label=f"{by} {value:,}", capsize=2, ms=4,
+        )  # fmt: skip
+        panel.plot(xs, [r["speedup"]["completion"]["median"] for r in row], ":", color=color(i), linewidth=0.9)
+    panel.axhline(1.0, color="black", linewidth=0.8)
+    over_log2(panel, sorted({r[over] for r in ours}))
+
+
+def draw_contexts(panel: Any, draft: str, ours: Sequence[Record], lengths: Sequence[Record]) -> None:
+    """Speed-up over context, with the critical length of the draft."""
+    draw_speedup(panel, ours, "context", "batch")
+    found = next((r for r in lengths if r["draft"] == draft and r["kind"] == "critical length"), None)
+    text = f"critical length: {found['phrase']} tokens" if found else "critical length: needs two batches"
+    if found and found["context"] is not None:
+        panel.axvline(found["context"], color="tab:red", linestyle="--", linewidth=1)
+    panel.set_title(f"{draft}\n{text}", fontsize=10)
+
+
+def draw_latency(panel: Any, ours: Sequence[Record]) -> None:
+    """Tokens per second of all rows over the milliseconds that a row waits for a token, plain dashed."""
+    for i, context in enumerate(sorted({r["context"] for r in ours})):
+        row = sorted((r for r in ours if r["context"] == context), key=lambda r: r["batch"])
+        for name, style in (("plain", "s--"), ("speculative", "o-")):
+            kind = "steady" if all(r[name]["tokens_per_second"]["steady"] for r in row) else "completion"
+            xs, ys = [r[name]["ms_per_token"][kind] for r in row], [r[name]["tokens_per_second"][kind] for r in row]
+            label = f"context {context:,}" if name == "speculative" else None
+            panel.plot(xs, ys, style, color=color(i), label=label, markersize=4)
+            for r, x, y in zip(row, xs, ys, strict=True):
+                panel.annotate(f"{r['batch']}", (x, y), fontsize=6, xytext=(2, 2), textcoords="offset points")
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+# ---- over the budget -------------------------------------------------------------------------------------------------
+
+
+def over_budget(
+    title: str,
+    results: Sequence[Record],
+    value: Callable[[Record], float],
+    policies: Sequence[str],
+    *,
+    ends: Callable[[Record], tuple[float, float]] | None = None,
+    level: float | None = None,
+    percent: bool = False,
+) -> Draw:
+    """A panel over the budget, one colour per policy; those without a budget are horizontal.
+
+    ends: least and greatest of a value. level: a line to compare with. percent: values are shares.
+    """
+
+    def draw(panel: Any) -> None:
+        budgets = sorted({r["budget"] for r in results if r["budget"]}) or [1]
+        for i, policy in enumerate(policies):
+            ours = sorted((r for r in results if r["policy"] == policy), key=lambda r: r["budget"] or 0)
+            values = [value(r) for r in ours]
+            if ours and ours[0]["budget"] is None:
+                panel.axhline(values[0], color=color(i), linestyle="--", label=policy)
+            elif ours:
+                aside = 1 + 0.02 * (i - len(policies) / 2) if ends else 1.0  # whiskers side by side
+                least, greatest = zip(*map(ends, ours), strict=True) if ends else (values, values)
+                panel.errorbar(
+                    [r["budget"] * aside for r in ours], values, fmt="o-", color=color(i), label=policy, capsize=2,
+                    markersize=4, yerr=[[abs(v - e) for v, e in zip(values, end, strict=True)] for end in
+                                        (least, greatest)] if ends else None,
+                )  # fmt: skip
+        if level is not None:
+            panel.axhline(level, color="black", linewidth=0.8)
+        if percent:
+            from matplotlib.ticker import PercentFormatter
+
+            panel.set_ylim(0, 1.03)
+            panel.yaxis.set_major_formatter(PercentFormatter(1.0))
+        over_log2(panel, budgets, "draft budget, cache entries")
+        panel.set_title(title, fontsize=10)
+
+    return draw
+
+
+def draw_budgets(results: Sequence[Record], title: str, path: Path) -> None:
+    """Panels over the budget: acceptance, tokens per round and, if it was timed, speed with its spread."""
+    timed, policies = [r for r in results if r["ratio"]], [*dict.fromkeys(r["policy"] for r in results)]
+    panels = [
+        over_budget("acceptance", results, lambda r: r["acceptance_rate"], policies, percent=True),
+        over_budget("tokens per round", results, lambda r: r["tokens_per_round"], policies),
+    ]
+    if timed:
+
+        def ends(r: Record) -> tuple[float, float]:
+            return r["ratio"]["min"], r["ratio"]["max"]
+
+        panels.append(over_budget(SPEED, timed, lambda r: r["ratio"]["median"], policies, level=1.0, ends=ends))
+    draw_panels([panels], path, title=title, legend=True)
+
+
+def draw_acceptance(documents: Sequence[Record], title: str, path: Path) -> None:
+    """Acceptance over the budget, one panel per document: one row per temperature, contexts side by side."""
+    rows: dict[float, list[Draw]] = {}
+    policies = [*dict.fromkeys(r["policy"] for document in documents for r in document["results"])]
+    for document in sorted(documents, key=lambda d: (d["settings"]["temperature"], d["settings"]["context"])):
+        settings, results = document["settings"], document["results"]
+        how = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+        name = f"{settings['context']:,} tokens, {how}"
+        panel = over_budget(name, results, lambda r: r["acceptance_rate"], policies, percent=True)
+        rows.setdefault(settings["temperature"], []).append(panel)
+    draw_panels([*rows.values()], path, title=title, legend=True)
+
+
+# ---- bars ------------------------------------------------------------------------------------------------------------
+
+
+def draw_bars(
+    cells: Sequence[Sequence[tuple[str, Mapping[str, tuple[float, str]], float]]],
+    path: Path,
+    *,
+    title: str,
+    xlabel: str,
+    first: str,
+) -> None:
+    """A grid of panels, each (name, label -> (length, text) of a bar, the place of a dashed line).
+
+    All panels have a place for every label. first: the label drawn in another colour.
+    """
+    labels = [*dict.fromkeys(label for row in cells for _, bars, _ in row for label in bars)]
+
+    def panel_of(name: str, bars: Mapping[str, tuple[float, str]], line: float) -> Draw:
+        def draw(panel: Any) -> None:
+            for i, label in enumerate(labels):
+                length, text = bars.get(label, (0.0, " no result"))
+                panel.barh(i, length, height=0.7, color=color(3) if label == first else color(1))
+                panel.text(length, i, text, va="center", fontsize=8, bbox={"color": "white", "pad": 0})
+            panel.axvline(line, color="black", linestyle="--", linewidth=1)  # texts are drawn over lines
+            panel.set_xlim(0, 1.5 * max(line, *(length for length, _ in bars.values()), 0.0))
+            panel.set_title(name, fontsize=10)
+            panel.set_yticks(range(len(labels)), labels)
+            panel.set_ylim(len(labels) - 0.5, -0.5)
+
+        return draw
+
+    draw_panels(
+        [[panel_of(*cell) for cell in row] for row in cells], path, title=title, xlabel=xlabel, share="y",
+        size=(4.2, 0.7 + 0.4 * len(labels)),
+    )  # fmt: skip
+
+
+def draw_precisions(points: Sequence[Record], title: str, path: Path) -> None:
+    """Speeds at each precision, plain and with drafts, over plain decoding with nothing quantized; a panel a point."""
+    cells = []
+    for r in points:
+        speeds: dict[str, Record] = {}
+        for one in r["precisions"]:
+            speeds[f"{one['target']}, plain"] = one["plain_over_unquantized"]
+            speeds[f"{one['precision']}, drafts"] = one["speedup"]["unquantized"]
+        bars = {label: (found["median"], f" {found['median']:.2f}x") for label, found in speeds.items()}
+        cells.append([(f"{r['batch']} x {r['context']:,}, {draft_label(r)}", bars, 1.0)])
+    draw_bars(cells, path, title=title, xlabel="speed, times plain decoding with nothing quantized", first="")

@@ -1,0 +1,275 @@
+"""The least cost of a step: bytes and operations over a chip's rates, and the gain of drafting that follows.
+
+A step of T tokens per row reads all weights of the linear layers once, and each row's keys and values once; the two
+groups run one after the other, so their times add, and inside a group reading and arithmetic overlap, so the longer
+one counts (Williams et al. 2009, "Roofline"; for speculation MagicDec, arXiv 2408.11049):
+
+    W     = weight_bytes P / tp                  P = L (2 D H (N + K) + 3 D F) + V D, the embedding table is looked up;
+                                                 the head's V D have head_bytes each, which int8 leaves as they were
+    KV    = 2 L K H kv_bytes context B / tp      K / tp at least 1, when ranks share a head
+    F_lin = 2 P B T / tp                         F_att = 4 L N H context B T / tp
+    T(T, context) = max(W / bandwidth, F_lin / peak) + max(KV / bandwidth, F_att / peak) + fixed costs + collectives
+
+Three sets of rates and fixed costs: the ideal, what good public kernels reach, and what is expected of ours. None of
+them was measured with this code on a chip.
+
+Shapes: B batch rows, T tokens of each in this step, L layers, D width, F feed-forward width, N query heads, K kv heads,
+        H head dim, V vocabulary, gamma tokens drafted per round, alpha the chance that a draft is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from gpt_fast_sd.fast import launches
+from gpt_fast_sd.model import ModelConfig
+from gpt_fast_sd.tp import collectives_per_step
+from measuring.chips import Chip
+
+MOST = 24  # drafts per round that best_gamma considers
+
+AllReduce = Callable[[float], float]  # bytes that every rank adds up -> seconds, see chips.Ranks
+
+
+def free(n_bytes: float) -> float:
+    """No time: communication between ranks does not count."""
+    return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """The shares of a chip's rates that kernels reach, and fixed costs in seconds."""
+
+    linear_bandwidth: float = 1.0
+    linear_peak: float = 1.0
+    attention_bandwidth: float = 1.0
+    attention_peak: float = 1.0
+    layer_seconds: float = 0.0  # gaps between the kernels of a layer
+    kernel_seconds: float = 0.0  # per kernel: the gap before it, and the time of a small one
+    attention_seconds: float = 0.0  # latency of a layer's attention, whatever it reads
+    step_seconds: float = 0.0  # sampling, judging, launching
+    judge_seconds: float = 0.0  # judging, commit and selection of a round
+    split: int = 0  # keys per program of flash-decoding, whose sums are written and read again; 0: not counted
+
+
+IDEAL = Efficiency()
+# What good public kernels reach: 0.85 of the bandwidth in thin matrix products, 0.80 in flash-decoding with grouped
+# queries (FlashInfer and TileLang on Hopper), 0.70 of the peak in matrix products; some 6 us per layer in a CUDA graph.
+PRACTICAL = Efficiency(
+    linear_bandwidth=0.85, linear_peak=0.70, attention_bandwidth=0.80, attention_peak=0.45,
+    layer_seconds=6e-6, step_seconds=60e-6,
+)  # fmt: skip
+# What is expected of the kernels as they are compiled; each figure is an estimate:
+# - four thin products per layer, the shortest of 7 us: 0.75 to 0.80 of the bandwidth;
+# - flash-decoding that passes its weights through shared memory every 64 keys: 0.68 to 0.76, where others reach 0.80 to
+#   0.88 with memory copied by descriptors; and the partial results of its splits are written and read;
+# - an attention that reads little waits for its list before its keys, and for its merge: 10 us besides its bytes;
+# - each kernel in a graph 1.5 to 2.5 us of gap and small work (norms, rope, SwiGLU);
+# - judging: logits of every drafted token in fp32 written and read, 12 to 19 small kernels, one that selects.
+EXPECTED = Efficiency(
+    linear_bandwidth=0.78, linear_peak=0.60, attention_bandwidth=0.72, attention_peak=0.40, kernel_seconds=2e-6,
+    attention_seconds=10e-6, judge_seconds=0.27e-3, split=2048,
+)  # fmt: skip
+
+# Kernels that a step launches. Besides its attention a layer has nine: the products wqkv, wo, w_in and w_out, two
+# norms, rope of the queries, rope of the keys with the cache writes, SwiGLU. Before it reads its list, quest scores,
+# weighs and cuts pages, records and lists them.
+BESIDE_ATTENTION = 9
+OVER_A_LIST = launches("sparse_attention", n_entries=10**6)
+ATTENTION_KERNELS = {
+    "dense": launches("decode_attention"), "mass": launches("decode_attention_with_mass"), "sparse": OVER_A_LIST,
+    "quest": launches("quest_pages") + 2 + OVER_A_LIST,
+}  # fmt: skip
+HEAD_KERNELS = 3  # the last norm, the product with the vocabulary, logits to fp32
+
+
+def kernels(config: ModelConfig, attention: str = "dense") -> int:
+    """Kernels of one step, attention being one of ATTENTION_KERNELS; a view that is not among them reads a list."""
+    own = ATTENTION_KERNELS.get(attention, OVER_A_LIST)
+    return config.n_layers * (BESIDE_ATTENTION + own) + HEAD_KERNELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """The bytes and operations of one step on each of tp chips."""
+
+    weight_bytes: float
+    kv_bytes: float
+    linear_flops: float
+    attention_flops: float
+
+    @property
+    def bytes(self) -> float:
+        """Everything that has to be read."""
+        return self.weight_bytes + self.kv_bytes
+
+
+def linear_params(config: ModelConfig) -> int:
+    """P, the parameters that every step multiplies by: the matrices of the layers and the output's."""
+    attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
+    return config.n_layers * (attention + 3 * config.dim * config.ffn_dim) + head_params(config)
+
+
+def head_params(config: ModelConfig) -> int:
+    """The output's share of P."""
+    return config.vocab_size * config.dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What all steps of a run have in common.
+
+    weight_bytes, kv_bytes: bytes of one weight, and of one element of a key or value (2 for bf16). head_bytes: of one
+    weight of the output; None: like any other. tp: ranks that hold the model together. efficiency: what kernels reach.
+    """
+
+    weight_bytes: float = 2.0
+    head_bytes: float | None = None
+    kv_bytes: float = 2.0
+    tp: int = 1
+    all_reduce: AllReduce = free
+    efficiency: Efficiency = IDEAL
+
+    @property
+    def of_head(self) -> float:
+        """Bytes of one weight of the output."""
+        return self.weight_bytes if self.head_bytes is None else self.head_bytes
+
+
+AS_IT_IS = Conditions()
+
+
+def step_cost(config: ModelConfig, batch: int, n_tokens: int, context: float, under: Conditions = AS_IT_IS) -> StepCost:
+    """The cost of feeding n_tokens to each of batch rows that attend to `context` entries each."""
+    params, head, positions = linear_params(config), head_params(config), context * batch
+    heads = config.n_layers * config.head_dim  # a factor of both sums over heads
+    n_kv_heads = max(1.0, config.n_kv_heads / under.tp)  # per rank: with fewer of them than ranks some hold the same
+    return StepCost(
+        weight_bytes=(under.weight_bytes * (params - head) + under.of_head * head) / under.tp,
+        kv_bytes=2 * heads * n_kv_heads * under.kv_bytes * positions,
+        linear_flops=2 * params * batch * n_tokens / under.tp,
+        attention_flops=4 * heads * config.n_heads * positions * n_tokens / under.tp,
+    )
+
+
+def step_seconds(
+    config: ModelConfig, chip: Chip, batch: int, n_tokens: int, context: float, under: Conditions = AS_IT_IS, *,
+    mass_page: int = 0, attention: str = "dense",
+) -> float:  # fmt: skip
+    """Seconds of such a step: plain decoding with n_tokens 1, verification with gamma + 1, a draft with its budget.
+
+    mass_page: keys of a page whose attention mass is also summed, 0 if it is not. attention: see kernels.
+    """
+    cost, e = step_cost(config, batch, n_tokens, context, under), under.efficiency
+    handed_on = merged_bytes(config, batch, n_tokens, context, e.split, mass_page) / under.tp if e.split else 0.0
+    linear, attend = _seconds(cost, chip, e, handed_on)
+    gaps = kernels(config, "mass" if mass_page else attention) * e.kernel_seconds
+    fixed = config.n_layers * (e.layer_seconds + e.attention_seconds) + e.step_seconds
+    return linear + attend + gaps + fixed + collective_seconds(config, batch * n_tokens, under)
+
+
+def collective_seconds(config: ModelConfig, n_tokens: int, under: Conditions) -> float:
+    """Seconds of the collectives of a step over n_tokens of all rows."""
+    counts, row = collectives_per_step(config, under.tp), config.dim * max(under.of_head, 2.0)  # 16 bits or more
+    best = counts.get("all_gather", 0) * under.all_reduce(8.0 * n_tokens)  # the best token of a part, and its logit
+    return counts.get("all_reduce", 0) * under.all_reduce(row * n_tokens) + best
+
+
+def _seconds(cost: StepCost, chip: Chip, e: Efficiency, handed_on: float = 0.0) -> tuple[float, float]:
+    """Seconds of the linear layers and of attention: in each, the longer of reading and arithmetic counts.
+
+    handed_on: bytes that attention moves besides keys and values.
+    """
+    linear = max(
+        cost.weight_bytes / (chip.bandwidth * e.linear_bandwidth), cost.linear_flops / (chip.peak * e.linear_peak)
+    )
+    attention = max(
+        (cost.kv_bytes + handed_on) / (chip.bandwidth * e.attention_bandwidth),
+        cost.attention_flops / (chip.peak * e.attention_peak),
+    )
+    return linear, attention
+
+
+def merged_bytes(
+    config: ModelConfig, batch: int, n_tokens: int, context: float, split: int, mass_page: int = 0, block: int = 64
+) -> float:
+    """Bytes that flash-decoding writes and reads again besides keys and values: partial results for the merge.
+
+    A split passes on an fp32 row and its sum per query. With the mass of pages also, per query, the sum of every page
+    and the maximum of every block of keys.
+    """
+    queries = config.n_layers * config.n_heads * n_tokens * batch
+    numbers = (config.head_dim + 1) * context / split
+    if mass_page:
+        numbers += context / min(mass_page, block) + context / block
+    return 2 * 4 * queries * numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """A selection that becomes stale as rows grow: the last `n_observed` tokens of a row are fed again to refresh it.
+
+    every: tokens that a row grows by in between. reads: of keys and values; keys twice and values once are 1.5.
+    at_once: rows whose windows are fed as one batch, so that they share one reading of the weights.
+    """
+
+    every: int = 64
+    n_observed: int = 32
+    reads: float = 1.5
+    at_once: int = 1
+
+
+def refresh_seconds(
+    config: ModelConfig, chip: Chip, batch: int, context: int, tokens: float, refresh: Refresh,
+    under: Conditions = AS_IT_IS,
+) -> float:  # fmt: skip
+    """Seconds of refreshing per round in which each of batch rows grows by this many tokens."""
+    rows, e = min(refresh.at_once, batch), under.efficiency
+    cost = step_cost(config, rows, refresh.n_observed, context, under)
+    linear, attention = _seconds(cost, chip, e)
+    gaps = kernels(config) * e.kernel_seconds + config.n_layers * (e.layer_seconds + e.attention_seconds)
+    gaps += collective_seconds(config, rows * refresh.n_observed, under)
+    passes = batch * tokens / refresh.every / rows  # per round
+    return passes * (linear + refresh.reads * attention + gaps + e.step_seconds)
+
+
+def omega(gamma: int, alpha: float | Sequence[float]) -> float:
+    """Expected tokens per round of gamma drafts, its bonus token included.
+
+    One alpha: (1 - alpha ** (gamma + 1)) / (1 - alpha) (Leviathan et al. 2023, arXiv 2211.17192). Several: those of the
+    first, second, ... draft of a round, each given that all before it were accepted; the last one holds for all after.
+    """
+    chances = [alpha] if isinstance(alpha, (int, float)) else list(alpha)
+    total = share = 1.0
+    for i in range(gamma):
+        share *= chances[min(i, len(chances) - 1)]
+        total += share
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The cost and gain of rounds of gamma drafts."""
+
+    gamma: int
+    tokens: float  # per round, omega
+    target_seconds: float  # T_T, a step of plain decoding
+    draft_seconds: float  # T_D, one draft step
+    verify_seconds: float  # T_V, the target's step over gamma + 1 tokens
+    select_seconds: float  # per round, for judging and for choosing what to read
+
+    @property
+    def round_seconds(self) -> float:
+        """gamma T_D + T_V + T_select."""
+        return self.gamma * self.draft_seconds + self.verify_seconds + self.select_seconds
+
+    @property
+    def ratio(self) -> float:
+        """Speed over plain decoding: omega T_T / (gamma T_D + T_V + T_select)."""
+        return self.tokens * self.target_seconds / self.round_seconds
+
+
+def best_gamma(forecast: Callable[[int], Forecast], gammas: Iterable[int] = range(MOST + 1)) -> Forecast:
+    """The forecast(gamma) with the highest ratio; ties go to the fewest drafts."""
+    return max((forecast(gamma) for gamma in sorted(gammas)), key=lambda one: one.ratio)

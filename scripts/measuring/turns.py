@@ -1,0 +1,251 @@
+"""Plain and speculative decoding of the same prompts in turns: the ratio of a pair of runs is what counts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gpt_fast_sd.config import SamplingParams
+from gpt_fast_sd.engine import Engine
+from gpt_fast_sd.serving.stats import EngineStats
+from measuring.lossless import first_difference
+from measuring.roofline import omega
+
+SHORT = 16  # new tokens of the untimed runs: every step has run once, and all slots are prefilled
+WAYS = ("plain", "speculative")
+Record = dict[str, Any]
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mark:
+    """When an event of a stream came, whose it was, how many tokens it brought, and whether they were its last."""
+
+    seconds: float
+    row: int
+    tokens: int
+    is_last: bool
+
+
+def steady_speed(marks: Sequence[Mark]) -> float | None:
+    """Tokens per second from the end of the first round to that of the last in which no row ended; None for one round.
+
+    In a round every live row has one event, and they come together: when a row comes again, another round begins.
+    """
+    rounds: list[list[Mark]] = []
+    for mark in marks:
+        if not rounds or any(mark.row == other.row for other in rounds[-1]):
+            rounds.append([])
+        rounds[-1].append(mark)
+    ended = next((i for i, one in enumerate(rounds) if any(mark.is_last for mark in one)), len(rounds))
+    live = rounds[:ended]
+    if len(live) < 2:
+        return None
+    seconds = live[-1][0].seconds - live[0][0].seconds
+    return sum(mark.tokens for one in live[1:] for mark in one) / seconds
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of all prompts to their ends."""
+
+    stats: EngineStats
+    steady: float | None  # tokens per second
+    outputs: list[list[int]]
+
+    @property
+    def completion(self) -> float:
+        """Tokens per second to the end of the slowest row."""
+        return self.stats.decode_tokens_per_second
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    *,
+    speculate: bool = True,
+    finished: Callable[[int], object] = lambda index: None,
+) -> Run:
+    """Decode all prompts; finished is called with the index of each that ends."""
+    marks, outputs = [], [[0]] * len(prompts)
+
+    for event in engine.stream(prompts, params, speculate=speculate):
+        marks.append(Mark(time.perf_counter(), event.index, len(event.tokens), event.completion is not None))
+        if event.completion:
+            outputs[event.index] = event.completion.tokens
+            finished(event.index)
+    return Run(engine.stats, steady_speed(marks), outputs)
+
+
+# ---- pairs of runs ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Plain and speculative runs of the same prompts, pair by pair, and the untimed run that prefilled them."""
+
+    plain: list[Run] = field(default_factory=list)
+    speculative: list[Run] = field(default_factory=list)
+    prefill: EngineStats = field(default_factory=EngineStats)
+    capture_seconds: float = 0.0  # of the untimed runs
+
+    def ratios(self, speed: str = "completion") -> list[float]:
+        """Speculative over plain speed of each pair, "steady" or "completion"; empty if a run was too short."""
+        pairs = [(getattr(s, speed), getattr(p, speed)) for p, s in zip(self.plain, self.speculative, strict=True)]
+        return [s / p for s, p in pairs] if all(s and p for s, p in pairs) else []
+
+    @property
+    def counts(self) -> EngineStats:
+        """The summed statistics of all speculative runs; with a fixed gamma all count the same."""
+        return totals(self.speculative)
+
+    @property
+    def first_differences(self) -> list[Record]:
+        """Where a speculative output first differs from the plain one of its pair: row and position."""
+        found: dict[int, int] = {}
+        for plain, speculative in zip(self.plain, self.speculative, strict=True):
+            for row, outputs in enumerate(zip(plain.outputs, speculative.outputs, strict=True)):
+                at = first_difference(*outputs)
+                if at is not None:
+                    found[row] = min(at, found.get(row, at))
+        return [{"row": row, "position": found[row]} for row in sorted(found)]
+
+    @property
+    def distinct_4grams(self) -> Record:
+        """The share of distinct runs of four tokens in the outputs of each way."""
+        return {way: distinct_4grams([row for one in getattr(self, way) for row in one.outputs]) for way in WAYS}
+
+    @property
+    def by_steps(self) -> float | None:
+        """The ratio Omega T_T / (gamma T_D + T_V) of the measured steps; None if rounds were not timed by part.
+
+        It ignores the host, and rows that end before the last one.
+        """
+        alpha, found = alpha_of(self.counts), []
+        for plain, speculative in zip(self.plain, self.speculative, strict=True):
+            spent = speculative.stats.draft_seconds + speculative.stats.verify_seconds
+            if not (spent and plain.stats.verify_seconds):
+                return None
+            step, round_ = plain.stats.verify_seconds / plain.stats.rounds, spent / speculative.stats.rounds
+            found.append(tokens_by_alpha(speculative.stats, alpha) * step / round_)
+        return statistics.median(found) if found else None
+
+
+def take_turns(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    n: int,
+    *,
+    seconds: float = 0.0,
+    progress: Callable[[str], object] = lambda what: None,
+) -> Turns:
+    """n pairs of runs after an untimed short one of each kind; the order alternates.
+
+    More pairs until they took this many seconds: other work on the machine disturbs short runs.
+    """
+    short = [replace(p, max_tokens=min(SHORT, p.max_tokens)) for p in params]
+    progress("prefill")
+    prefill = run(engine, prompts, short, speculate=True).stats
+    plain = run(engine, prompts, short, speculate=False).stats
+    turns = Turns(prefill=prefill, capture_seconds=prefill.capture_seconds + plain.capture_seconds)
+
+    def wants_more() -> bool:
+        return len(turns.plain) < n or totals(turns.plain + turns.speculative).decode_seconds < seconds
+
+    while engine.parallel.same(wants_more()):  # each process has its own clock
+        pair = len(turns.plain)
+        progress(f"pair {pair + 1} of {max(n, pair + 1)}")
+        for speculate in (False, True) if pair % 2 == 0 else (True, False):
+            done = run(engine, prompts, params, speculate=speculate)
+            (turns.speculative if speculate else turns.plain).append(done)
+    return turns
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def totals(runs: Sequence[Run]) -> EngineStats:
+    """The summed statistics of all runs."""
+    return sum((one.stats for one in runs), EngineStats())
+
+
+def spread(values: Sequence[float]) -> Record:
+    """Median, least and greatest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def median_interval(values: Sequence[float]) -> list[float]:
+    """The two values between which the median is with a chance of 95 %, whatever their distribution."""
+    n, outside, below = len(values), 0, 0.0
+    while 2 * (below := below + math.comb(n, outside) / 2**n) <= 0.05:
+        outside += 1
+    ordered = sorted(values)
+    return [ordered[outside - 1 if outside else 0], ordered[-outside if outside else -1]]
+
+
+def round_ms(runs: Sequence[Run]) -> Record:
+    """Milliseconds of a round, whole and by part: the median over runs, so that an interrupted one does not count.
+
+    The parts are None if a round is one graph, which is not timed by part.
+    """
+    found: Record = {
+        part: 1e3 * statistics.median(getattr(one.stats, name) / one.stats.rounds for one in runs)
+        for part, name in (
+            ("round", "decode_seconds"), ("draft", "draft_seconds"), ("verify", "verify_seconds"),
+            ("host", "host_seconds"),
+        )
+    }  # fmt: skip
+    return found if found["verify"] else {**found, "draft": None, "verify": None, "host": None}
+
+
+def distinct_4grams(outputs: Sequence[Sequence[int]]) -> float | None:
+    """The share of distinct ones among each row's runs of four tokens, its mean over the rows; 1: nothing repeats.
+
+    Text that repeats itself is easy to draft. Rows of fewer than four tokens do not count; None if there are no others.
+    """
+    rows = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in outputs]
+    shares = [len(set(runs)) / len(runs) for runs in rows if runs]
+    return statistics.fmean(shares) if shares else None
+
+
+def alpha_of(stats: EngineStats) -> float:
+    """The chance that a draft is accepted if those before it were: accepted over reached drafts."""
+    drafted, accepted = stats.drafted_by_position, stats.accepted_by_position
+    reached = sum(min(judged, before) for judged, before in zip(drafted, [*drafted[:1], *accepted], strict=False))
+    return sum(accepted) / reached if reached else 0.0
+
+
+def tokens_by_alpha(stats: EngineStats, alpha: float) -> float:
+    """Tokens per row and round by Omega, at the run's gammas and its share of row rounds that drafted at all."""
+    rounds = sum(stats.rounds_by_gamma.values())
+    drafting = sum(n for gamma, n in stats.rounds_by_gamma.items() if gamma)
+    if not drafting or not stats.drafted:
+        return 1.0
+    share = min(1.0, stats.drafted_by_position[0] / (stats.row_rounds * drafting / rounds))
+    return sum(n * (1 + share * (omega(g, alpha) - 1)) for g, n in stats.rounds_by_gamma.items()) / rounds
+
+
+def way_of(runs: Sequence[Run], batch: int) -> Record:
+    """One way of decoding, JSON-ready: medians over its runs.
+
+    ms_per_token is the average time that one row waits for a token.
+    """
+    speeds = {name: [getattr(one, name) for one in runs] for name in ("steady", "completion")}
+    middle = {name: statistics.median(found) if None not in found else None for name, found in speeds.items()}
+    total = totals(runs)
+    return {
+        "tokens_per_second": middle,
+        "ms_per_token": {name: 1e3 * batch / speed if speed else None for name, speed in middle.items()},
+        "round_ms": round_ms(runs),
+        "tokens_per_round": total.tokens_per_round,
+        "kv_bytes_per_token": total.kv_bytes_per_token,
+        "runs": speeds,
+    }

@@ -1,0 +1,146 @@
+"""Inputs for tests of dense attention kernels: queries at the end of ragged rows, and their fp64 truth.
+
+Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.model import as_planes
+from tests.gpt_fast_sd.fast.references import attend_reference, meant
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
+PLANES = torch.uint8  # int8 in two planes of nibbles
+TAIL = 20  # entries that a draft reads whole
+DTYPES = (FP32, FP16, BF16)
+
+SPARE = 64  # entries of the cache that are never in view
+NAN = float("nan")
+
+# A weight is rounded to the dtype, and so is the output: two halves of an eps of the sum of |weight * value|, which no
+# output exceeds; a tenth more for the sums. In fp32 it is sums that count: scores of some 64 terms, outputs of 192.
+TOLERANCE = {FP32: 2e-6, FP16: 1.1 * 2.0**-10, BF16: 1.1 * 2.0**-7}
+
+
+class Entries:
+    """Keys and values [B, K, S, H] as a cache holds them: as they come, in int8 with scales or planes, or in float8."""
+
+    pos: Tensor
+    tail = 0  # of planes; with one they are read as by a draft
+
+    def hold(self, k: Tensor, v: Tensor, held: torch.dtype | None) -> None:
+        self.k, self.v = k, v
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
+        self.low: tuple[Tensor, Tensor] | None = None
+        if held in (INT8, PLANES):
+            (self.k, self.k_scale), (self.v, self.v_scale) = quantized(k), quantized(v)
+            if held is PLANES:
+                (self.k, k_low), (self.v, v_low) = as_planes(self.k), as_planes(self.v)
+                self.low = k_low, v_low
+        elif held is FLOAT8:
+            self.k, self.v = k.to(FLOAT8), v.to(FLOAT8)
+
+    def scales(self, rows: slice = slice(None)) -> dict[str, Any]:
+        """Those of some rows, and other planes, as an operator takes them; nothing where entries have none."""
+        if self.k_scale is None or self.v_scale is None:
+            return {}
+        found: dict[str, Any] = {"k_scale": self.k_scale[rows], "v_scale": self.v_scale[rows]}
+        if self.low:
+            found |= {"k_low": self.low[0][rows], "v_low": self.low[1][rows], "tail": self.tail}
+        return found
+
+    @property
+    def spoilt(self) -> tuple[Tensor, ...]:
+        """What may be made a NaN: of int8 the scales."""
+        return (self.k, self.v) if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
+
+    @property
+    def meant(self) -> tuple[Tensor, Tensor]:
+        """What keys and values stand for, fp32."""
+        if self.low:
+            (k_low, v_low), how = self.low, (self.pos, self.tail)
+            return meant(self.k, self.k_scale, k_low, *how), meant(self.v, self.v_scale, v_low, *how)
+        return meant(self.k.float(), self.k_scale), meant(self.v.float(), self.v_scale)
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries [..., H] in int8, and the fp16 scale of each [...]."""
+    scale = (x.float().abs().amax(-1).clamp(min=1e-5) / 127).half()
+    return (x.float() / scale.float()[..., None]).round().clamp(-127, 127).to(INT8), scale
+
+
+class Case(Entries):
+    """Queries, keys and values of a batch whose rows end at `ends`; the T queries of a row are its last ones.
+
+    Queries may stand past the n_keys in view. What is past the last query that does not is NaN.
+    """
+
+    def __init__(
+        self, ends: Sequence[int], *, n_tokens: int = 1, group: int = 2, n_kv: int = 1, head_dim: int = 64,
+        n_keys: int = 192, dtype: torch.dtype = FP32, held: torch.dtype | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        generator, n_rows = torch.Generator().manual_seed(seed), len(ends)
+        self.n_keys = n_keys
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        # as a model gives them: [B, T, N, H] transposed, one of several tensors in a row
+        self.q = normal(n_rows, n_tokens, n_kv * group + 3, head_dim)[:, :, 1:-2].transpose(1, 2)
+        # as a cache holds them: some slots of a larger buffer
+        k, v = (normal(n_rows + 2, n_kv, n_keys + SPARE, head_dim)[1:-1] for _ in range(2))
+        self.hold(k, v, held)
+        self.pos = (torch.tensor(ends)[:, None] + torch.arange(1 - n_tokens, 1)).clamp(min=0)  # [B, T]
+        self.forget(NAN)
+
+    def forget(self, what: float) -> None:
+        """Overwrite all that lies past the last key that a query of its row reads."""
+        last = torch.where(self.pos < self.n_keys, self.pos, -1).amax(1)
+        for row, n in enumerate((last + 1).tolist()):
+            for entries in self.spoilt:
+                entries[row, :, n:] = what
+
+    @property
+    def finite(self) -> tuple[Tensor, Tensor]:
+        """Keys and values in view, zeros for what is no number."""
+        k, v = (x[:, :, : self.n_keys].nan_to_num(0.0) for x in self.meant)
+        return k, v
+
+    @property
+    def reads(self) -> Tensor:
+        """Which queries are not past the keys in view: [B, 1, T, 1]."""
+        return (self.pos < self.n_keys)[:, None, :, None]
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """fp64 attention [B, N, T, H], and what the same weights make of |v|."""
+        k, v = self.finite
+        exact, size = attend_reference(self.q, k, torch.cat([v, v.abs()], -1), self.pos).chunk(2, -1)
+        return torch.where(self.reads, exact, 0.0), torch.where(self.reads, size, 0.0)
+
+    def scores(self) -> Tensor:
+        """fp64 [B, N, T, S], -inf where a query does not read."""
+        k = self.finite[0].double().repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)  # [B, N, S, H]
+        seen = (torch.arange(self.n_keys) <= self.pos[:, None, :, None]) & self.reads
+        return (self.q.double() @ k.mT * self.q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+
+    def expected_mass(self, page: int) -> Tensor:
+        """fp32 [B, K, S // page]: the softmax weights of all queries of a kv head, summed."""
+        weights = self.scores().softmax(-1).nan_to_num(0.0)  # a query that reads nothing has no weights
+        mass = weights.unflatten(1, (self.k.shape[1], -1)).sum((2, 3))  # [B, K, S]
+        n_pages = self.n_keys // page
+        return mass[..., : n_pages * page].unflatten(-1, (n_pages, page)).sum(-1).float()
+
+
+def assert_close(got: Tensor, expected: tuple[Tensor, Tensor]) -> None:
+    """The output is as close as its roundings allow, and the heads of a token are adjacent in memory."""
+    exact, size = expected
+    assert got.shape == exact.shape and got.transpose(1, 2).is_contiguous()
+    off = (got.double() - exact).abs() - TOLERANCE[got.dtype] * size
+    assert (off <= 1e-7).all(), off.max()

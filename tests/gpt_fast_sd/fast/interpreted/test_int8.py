@@ -1,0 +1,89 @@
+"""Interpreted products with int8 weights against fp64: for any sizes, and a row's bits are its own.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.fast import quantize_rows
+from gpt_fast_sd.fast.triton import int8 as int8_triton
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP32, NAN
+from tests.helpers import few, thinned
+
+# The result is rounded to the dtype, half an eps of it, and sums in fp32 as a few eps of the sum of |products|.
+ROUNDED = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
+SUMMED = 2.0**-20
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are full of NaN before a kernel writes them."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
+
+
+def case(
+    n_rows: int, n_in: int, n_out: int, dtype: torch.dtype, *, biased: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """x [M, I], rows of a wider tensor; an int8 weight [O, I] with its scales [O]; and a bias [O]."""
+    generator = torch.Generator().manual_seed(n_rows)
+    x = torch.randn(n_rows, n_in + 24, generator=generator).to(dtype)[:, :n_in]
+    weight = torch.randn(n_out, n_in, generator=generator)
+    weight[0, 0], weight[-1] = -3 * weight[0].abs().max(), 0
+    integers, scale = torch.zeros(n_out, n_in, dtype=torch.int8), torch.zeros(n_out)
+    for i, row in enumerate(weight):  # torch.empty is patched
+        spread = row.abs().max().clamp(min=1e-30) / 127
+        integers[i], scale[i] = (row / spread).round().to(torch.int8), spread
+    return x, integers, scale, torch.randn(n_out, generator=generator).to(dtype) if biased else None
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = int8_triton.linear(x, weight, scale, bias, arch=90)
+    return out
+
+
+def check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    got = linear(x, weight, scale, bias)
+    wide = weight.double() * scale.double()[:, None]
+    expected = x.double() @ wide.t() + (0 if bias is None else bias.double())
+    most = x.double().abs() @ wide.abs().t()  # what products add up to, signs apart
+    assert got.dtype == x.dtype and got.shape == expected.shape and not got.isnan().any()
+    assert ((got.double() - expected).abs() <= ROUNDED[x.dtype] * expected.abs() + SUMMED * most + 1e-30).all()
+
+
+@thinned("n_rows,dtype", [1, 5, 17, 63, 130], DTYPES)
+def test_any_number_of_rows_is_multiplied_as_fp64_does(n_rows: int, dtype: torch.dtype) -> None:
+    check(*case(n_rows, 192, 72, dtype, biased=n_rows % 2 == 1))
+
+
+@pytest.mark.parametrize(("n_in", "n_out"), [(8, 1), (96, 33), (128, 64), (576, 40)])
+def test_any_sizes_are_multiplied_as_fp64_does(n_in: int, n_out: int) -> None:
+    check(*case(3, n_in, n_out, BF16))
+
+
+def test_blocks_of_64_outputs_are_multiplied_as_fp64_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_triton, "MANY_OUTPUTS", 100)
+    check(*case(20, 160, 130, BF16, biased=True))
+
+
+@pytest.mark.parametrize("n_rows", few([16, 32, 64, 130], [16, 64]))
+def test_a_rows_bits_depend_on_no_other_row_and_for_a_kind_of_tile_not_on_their_number(n_rows: int) -> None:
+    x, *weight = case(n_rows, 200, 40, BF16)
+    expected = linear(x, *weight)
+    fewest = {16: 1, 32: 17, 64: 33, 130: 33}[n_rows]
+    for begin in (0, n_rows - fewest):
+        assert linear(x[begin : begin + fewest], *weight).equal(expected[begin : begin + fewest])
+    spoilt = x.clone()
+    spoilt[1:] = NAN
+    assert linear(spoilt, *weight)[0].equal(expected[0])
+
+
+def test_the_weights_are_those_of_quantize_rows() -> None:
+    weight = torch.randn(40, 96)
+    integers, scale = quantize_rows(weight)
+    x = torch.eye(96, dtype=FP32)
+    torch.testing.assert_close(linear(x, integers, scale, None).t(), weight, rtol=0, atol=float(scale.max()) * 0.51)

@@ -1,0 +1,186 @@
+"""Selection, interpreted and on a CPU, equals references and plain Python: ties, NaN, infinities, rows of any length.
+
+Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K, H head dim,
+        P pages, n pages chosen, C listed entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.fast.ops import select
+from gpt_fast_sd.fast.triton import select as select_triton
+from tests.gpt_fast_sd.fast import references
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, NAN, quantized
+from tests.gpt_fast_sd.fast.selected import INF, best, rows_of_every_kind
+from tests.helpers import thinned
+
+ROOMS = select, select_triton, references  # the CPU's code, CUDA's code, and the obvious one
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_right_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and workspaces hold NaN, or a number that no page has, before a kernel writes them."""
+    empty = torch.empty
+
+    def full(*args: object, **kwargs: object) -> Tensor:
+        made: Tensor = empty(*args, **kwargs)
+        return made.fill_(NAN if made.is_floating_point() else -77)
+
+    monkeypatch.setattr(torch, "empty", full)
+
+
+@pytest.mark.parametrize("n_pages", [1, 5, 1000, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_best_pages_are_those_of_a_stable_sort(n_pages: int) -> None:
+    scores = rows_of_every_kind(n_pages)
+    n_valid = torch.tensor([n_pages, n_pages * 2 // 3, n_pages]).repeat(3)
+    for n in {1, min(7, n_pages), n_pages, n_pages + 3}:
+        expected = [best(row, valid, n) for row, valid in zip(scores.tolist(), n_valid.tolist(), strict=True)]
+        for room in ROOMS:
+            assert room.top_pages(scores, n_valid, n).tolist() == expected
+
+
+def test_a_bisection_that_meets_a_score_itself_takes_it() -> None:
+    scores = (1.0 + torch.tensor([5, 0, 7, 2, 6, 1, 4, 3]) * 2.0**-23) * torch.tensor([[1.0], [-1.0]])  # neighbours
+    for n in range(1, 9):
+        expected = [best(row, 8, n) for row in scores.tolist()]
+        for room in ROOMS:
+            assert room.top_pages(scores, torch.tensor(8), n).tolist() == expected
+
+
+def test_a_bisection_that_ends_at_0_takes_zeros_of_both_signs() -> None:
+    for zeros in ([0.0], [-0.0], [-0.0, 0.0], [0.0, -0.0]):
+        scores = [-1.0, *zeros, 1.0]  # symmetric: 0 is the first middle
+        for n in range(1, len(scores) + 1):
+            for room in ROOMS:
+                got = room.top_pages(torch.tensor([scores]), torch.tensor(9), n)
+                assert got.tolist() == [best(scores, 9, n)]
+
+
+def test_rows_may_be_longer_than_what_is_looked_at_together() -> None:
+    scores = rows_of_every_kind(2 * select_triton.BLOCK + 100)
+    n_valid = torch.tensor([10**6, select_triton.BLOCK, 3000]).repeat(3)
+    for n in (64, 2500):
+        for room in (select, select_triton):
+            assert room.top_pages(scores, n_valid, n).equal(references.top_pages(scores, n_valid, n))
+
+
+def test_how_many_are_valid_is_broadcast_and_may_be_none() -> None:
+    scores = torch.randn(2, 3, 2, 50)
+    for n_valid in (torch.tensor(20), torch.tensor([[0], [50], [3]]), torch.randint(0, 51, (2, 1, 2))):
+        got = select_triton.top_pages(scores, n_valid, 9)
+        assert got.equal(references.top_pages(scores, n_valid, 9)) and got.equal(select.top_pages(scores, n_valid, 9))
+        each = n_valid.expand(2, 3, 2).flatten().tolist()
+        rows = zip(scores.flatten(0, 2).tolist(), each, strict=True)
+        assert got.flatten(0, 2).tolist() == [best(row, valid, 9) for row, valid in rows]
+
+
+def test_what_is_past_the_valid_scores_does_not_matter() -> None:
+    scores = torch.randn(4, 60)
+    n_valid = torch.tensor(33)
+    expected = select_triton.top_pages(scores, n_valid, 8)
+    for behind in (NAN, INF, 5.0):
+        scores[:, 33:] = behind
+        for room in (select, select_triton):
+            assert room.top_pages(scores, n_valid, 8).equal(expected)
+
+
+@pytest.mark.parametrize(("n_pages", "n_listed", "page"), [(9, 64, 16), (3, 128, 16), (20, 96, 32), (40, 24, 8)])
+def test_guided_lists_the_pages_of_most_mass_of_the_rows_that_are_due(n_pages: int, n_listed: int, page: int) -> None:
+    n_kv = 2 if n_pages < 10 else 1
+    mass = torch.randint(0, 6, (2, 4, n_kv, n_pages)).float()
+    due, first_window_page = torch.tensor([True, False, True, True]), torch.tensor([2, 5, n_pages, n_pages + 7])
+    before = torch.randint(-1, 500, (2, 4, n_kv, n_listed))
+    expected = before.clone()
+    for layer in range(2):
+        for row in (0, 2, 3):
+            for head in range(n_kv):
+                pages = best(mass[layer, row, head].tolist(), int(first_window_page[row]), n_listed // page)
+                entries = [page * p + i if p >= 0 else -1 for p in pages for i in range(page)]
+                expected[layer, row, head] = torch.tensor(entries)
+    for room in ROOMS:
+        kv_indices = before.clone()
+        room.guided_select(mass, kv_indices, due, first_window_page, page)
+        assert kv_indices.equal(expected)
+
+
+@thinned("shape,dtype", [(64, 16), (128, 32), (96, 16), (8, 128)], DTYPES)
+def test_bounds_are_the_largest_and_the_smallest_keys_of_a_page(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    head_dim, page = shape
+    k = torch.randn(5, 2, 6 * page, head_dim).to(dtype)[1:-1]
+    before = torch.full((5, 2, 6, 2 * head_dim), NAN).to(dtype)[1:-1]
+    first = torch.tensor([0, 3, 5])
+    in_pages = k.unflatten(2, (-1, page)).double()
+    every = torch.cat([in_pages.amax(3), in_pages.amin(3)], -1).to(dtype)  # [B, K, P, 2H]
+    for room in ROOMS:
+        bounds = before.clone()
+        room.page_bounds(k, bounds, first, 2, page)
+        for row, pages in enumerate(([0, 1], [3, 4], [5])):
+            assert bounds[row, :, pages].equal(every[row, :, pages])
+            bounds[row, :, pages] = NAN
+        assert bounds.isnan().all()
+
+
+def test_bounds_of_int8_keys_are_the_nearest_bf16_outside_of_what_is_read_or_the_next() -> None:
+    k = torch.randn(3, 2, 96, 96)
+    k[0, :, :16], k[1, :, 3] = 0.0, 1e-9
+    k, k_scale = quantized(k)
+    k_scale[2, :, 80:] = 6e4
+    read = (k.double() * k_scale.double()[..., None]).unflatten(2, (-1, 16))  # [B, K, P, page, H]
+    got = []
+    for room in ROOMS:
+        bounds = torch.zeros(3, 2, 6, 192, dtype=BF16)
+        room.page_bounds(k, bounds, torch.tensor([0, 0, 0]), 6, 16, k_scale=k_scale)
+        high, low = bounds.double().split(96, -1)
+        assert (high > read.amax(3)).all() and (low < read.amin(3)).all()
+        assert (high - read.amax(3) <= read.amax(3).abs() * 2.0**-6 + 1e-38).all()
+        got.append(bounds)
+    assert got[0].equal(got[1]) and got[0].equal(got[2])
+
+
+def plain_quest(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> list[list[list[int]]]:
+    """Corner by corner in fp64, the shortfall of each row, and Python's stable sort."""
+    n_kv, head_dim = bounds.shape[1], q.shape[3]
+    rows = q.double().unflatten(1, (n_kv, -1)).flatten(2, 3)[:, :, :, None]  # [B, K, R, 1, H]
+    upper, lower = bounds.double()[:, :, None].split(head_dim, -1)  # [B, K, 1, P, H]
+    scores = torch.maximum(rows * upper, rows * lower).sum(-1)  # [B, K, R, P]
+    chosen = []
+    for row, closed in enumerate(n_closed.tolist()):
+        seen = scores[row, :, :, :closed]  # [K, R, closed]
+        short = (seen - seen.amax(-1, keepdim=True)).amax(1) if closed else seen.new_zeros(n_kv, 0)
+        chosen.append([best(s.tolist(), closed, n) for s in short])
+    return chosen
+
+
+@pytest.mark.parametrize("dtype", [BF16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (FP32, FP16))])
+@pytest.mark.parametrize(
+    ("n_pages", "group", "n_tokens", "head_dim"),
+    [(1, 1, 1, 64), (5, 4, 1, 128), (100, 3, 3, 96), (300, 8, 2, 8), (70, 8, 10, 64), (40, 2, 1, 256)],
+)
+def test_quest_takes_the_pages_whose_boxes_promise_most(
+    n_pages: int, group: int, n_tokens: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    # whole numbers: no sum is rounded, so ties are ties
+    q = torch.randint(-3, 4, (3, n_tokens, 2 * group, head_dim)).to(dtype).transpose(1, 2)
+    corners = torch.randint(-3, 4, (2, 4, 2, n_pages + 2, head_dim)).to(dtype)
+    bounds = torch.cat([corners.amax(0), corners.amin(0)], -1)[:-1, :, :n_pages]  # of a larger buffer
+    n_closed = torch.tensor([n_pages, n_pages // 3, 0])
+    expected = plain_quest(q, bounds, n_closed, 4)
+    for behind in (NAN, 99.0):
+        for row, closed in enumerate(n_closed.tolist()):
+            bounds[row, :, closed:] = behind
+        for room in ROOMS:
+            assert room.quest_pages(q, bounds, n_closed, 4).tolist() == expected
+
+
+@pytest.mark.parametrize("body", [room.quest_pages for room in ROOMS])
+def test_quest_lets_no_query_rule_by_its_size(body: Callable[..., Tensor]) -> None:
+    bounds = torch.zeros(1, 1, 6, 16)
+    bounds[0, 0, 1, 0], bounds[0, 0, 4, 1] = 1.0, 1.0
+    q = torch.zeros(1, 2, 1, 8)
+    q[0, 0, 0, 0], q[0, 1, 0, 1] = 100.0, 1.0  # the second head is small; its best page is the fifth
+    assert body(q, bounds, torch.tensor([6]), 2).tolist() == [[[1, 4]]]

@@ -1,0 +1,157 @@
+"""Interpreted sparse attention against fp64: right for any list and window, blind to all else, bit-identical always.
+
+Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv heads, G = N // K, H head dim,
+        C listed entries, W entries of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd.fast.triton import sparse as sparse_triton
+from tests.gpt_fast_sd.fast import listed, references
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FLOAT8, FP16, FP32, INT8, NAN, assert_close
+from tests.helpers import thinned
+
+ARCH = 90
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and workspaces are full of NaN before a kernel writes them."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(NAN))
+
+
+class Case(listed.Case):
+    """Attended by a body."""
+
+    def attend(
+        self, rows: slice = slice(None), *, page: int | None = None, body: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        return (body or interpreted)(
+            self.q[rows], self.k[rows], self.v[rows], self.kv_indices[rows], self.window_start[rows], self.width,
+            self.pos[rows], self.n_keys, page or self.page, **self.scales(rows),
+        )  # fmt: skip
+
+
+def interpreted(*args: object, **scales: Tensor) -> Tensor:
+    out: Tensor = sparse_triton.attend(*args, arch=ARCH, **scales)
+    return out
+
+
+def check(case: Case) -> None:
+    """The kernel and the reference give what fp64 gives."""
+    for body in (interpreted, references.sparse_attention):
+        assert_close(case.attend(body=body), case.expected())
+
+
+@thinned("page,dtype", [1, 16, 32], DTYPES)
+def test_attention_is_that_of_fp64_for_lists_of_pages_and_of_entries(page: int, dtype: torch.dtype) -> None:
+    check(Case([192, 96], [215, 127], page=page, n_tokens=3, dtype=dtype))
+
+
+@thinned("asked,dtype", [(1, 1), (3, 2), (4, 3), (8, 5), (8, 17)], [FP32, FP16])
+def test_any_number_of_queries_may_ask(asked: tuple[int, int], dtype: torch.dtype) -> None:
+    group, n_tokens = asked
+    check(Case([192, 64], [220, 90], n_kv=1, group=group, n_tokens=n_tokens, dtype=dtype))
+
+
+@thinned("head_dim,dtype", [8, 96, 128, 256], DTYPES)
+def test_heads_may_have_any_dim(head_dim: int, dtype: torch.dtype) -> None:
+    check(Case([192], [215], head_dim=head_dim, dtype=dtype))
+
+
+@thinned("page,dtype", [1, 16], DTYPES)
+def test_lists_of_several_chunks_are_merged(page: int, dtype: torch.dtype) -> None:
+    case = Case([256, 128, 16], [300, 150, 20], page=page, n_listed=224, width=70, n_tokens=2, dtype=dtype)
+    n_entries = case.kv_indices.shape[2] + case.width
+    assert n_entries > 2 * sparse_triton.chunk_for(n_entries)
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("held", "dtype", "page"), [(INT8, BF16, 16), (INT8, FP16, 1), (INT8, FP32, 16), (FLOAT8, BF16, 16)]
+)
+def test_entries_may_be_int8_with_scales_or_float8(held: torch.dtype, dtype: torch.dtype, page: int) -> None:
+    check(Case([192], [220], page=page, n_listed=160, width=40, dtype=dtype, held=held))  # its scale is a NaN, too
+
+
+def test_a_row_of_int8_gives_the_same_bits_alone_and_in_a_batch() -> None:
+    case = Case([48, 96], [60, 100], n_listed=48, width=16, n_kv=1, n_tokens=2, dtype=BF16, held=INT8)
+    assert case.attend(slice(1)).equal(case.attend()[:1])
+
+
+def test_a_long_list_has_no_more_chunks_than_the_merge_reads() -> None:
+    for n_entries in (1, 192, 193, 1024, 1025, 2560, 2561, 4138, 8192, 8193, 100_000):
+        chunk = sparse_triton.chunk_for(n_entries)
+        assert chunk % 64 == 0 and -(-n_entries // chunk) <= sparse_triton.MOST_CHUNKS
+    check(Case([1216], [1259], n_listed=1024, width=64, n_kv=1, n_keys=1280, page=32))
+
+
+@thinned("sizes,page", [(128, 40), (224, 70)], [1, 16])
+def test_lists_may_be_empty_and_windows_may_begin_at_0_or_reach_past_the_queries(
+    sizes: tuple[int, int], page: int
+) -> None:
+    n_listed, width = sizes
+    case = Case([0, 0, 192, 192], [0, 37, 192, 200], page=page, n_listed=n_listed, width=width, n_tokens=2)
+    assert (case.kv_indices[:2] == -1).all() and (case.kv_indices[2:] >= 0).any()
+    check(case)
+
+
+@pytest.mark.parametrize(("n_listed", "width"), [(128, 40), (224, 70)])
+def test_a_query_that_reads_nothing_gives_0(n_listed: int, width: int) -> None:
+    case = Case([192, 320, 0], [215, 321, 9], n_listed=n_listed, width=width, n_tokens=2, n_kv=1)
+    case.pos[0, 1] = case.n_keys  # its neighbour still reads
+    case.window_start[2] = 12
+    check(case)
+    for body in (interpreted, references.sparse_attention):
+        out = case.attend(body=body)
+        assert out[0, :, 0].ne(0).all() and out[0, :, 1].eq(0).all() and out[1:].eq(0).all()
+
+
+def test_a_list_may_be_of_int32_and_a_window_may_stand_alone() -> None:
+    case = Case([192, 96], [215, 127], list_dtype=torch.int32)
+    check(case)
+    case.kv_indices = case.kv_indices[..., :0]
+    check(case)
+
+
+def test_a_list_may_stand_alone() -> None:
+    check(Case([192, 96], [191, 95], width=0))
+
+
+@pytest.mark.parametrize("page", [16, 32])
+def test_a_page_that_reaches_into_the_window_is_read_as_far_as_the_window_begins(page: int) -> None:
+    case = Case([187, 20], [215, 40], page=page, n_listed=256, n_tokens=2)  # room for all pages
+    begins = case.kv_indices[:, :, ::page] < case.window_start[:, None, None]
+    reaches = case.kv_indices[:, :, page - 1 :: page] >= case.window_start[:, None, None]
+    assert (begins & reaches).any()
+    check(case)
+
+
+def test_the_first_entry_of_a_page_stands_for_all_of_it() -> None:
+    case = Case([192, 96], [215, 127])
+    whole = [case.attend(body=body) for body in (interpreted, references.sparse_attention)]
+    case.kv_indices[..., torch.arange(case.kv_indices.shape[-1]) % case.page > 0] = -1
+    assert case.attend(body=interpreted).equal(whole[0])
+    assert case.attend(body=references.sparse_attention).equal(whole[1])
+
+
+@thinned("sizes,dtype", [(128, 40), (224, 70)], [FP32, BF16])
+def test_a_row_is_bit_identical_alone_and_in_a_batch(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    n_listed, width = sizes
+    case = Case([192, 0, 256], [215, 30, 299], n_listed=n_listed, width=width, n_tokens=2, n_kv=1, dtype=dtype)
+    together = case.attend()
+    for row in range(3):
+        assert case.attend(slice(row, row + 1)).equal(together[row : row + 1])
+
+
+def test_a_list_of_pages_is_bit_identical_to_its_entries_one_by_one() -> None:
+    case = Case([192, 96], [215, 127], n_listed=224, width=70, n_kv=1, dtype=BF16)
+    assert case.attend(page=1).equal(case.attend())
+    assert case.attend(page=8).equal(case.attend())

@@ -1,0 +1,221 @@
+"""The slow, obvious reference of every operator that attends, selects or multiplies on CUDA: in tests its CPU body.
+
+On a CPU the package never calls the operators themselves. Here each gets its reference as a body, so that torch can
+check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.
+
+k_scale and v_scale, fp16 [B, K, S], are those of int8 keys and values; None where these are what they stand for.
+k_low and v_low are the lower planes, where k and v are upper ones, uint8 [B, K, S, H // 2]; see `meant`.
+
+Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
+        H head dim, R = G * T, P pages, n pages chosen, C listed entries, W entries of the window, M = C + W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_fast_sd.fast.ops import choice, decode, int8, prefill, select, sparse
+
+
+def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
+    """Steps on a CPU attend, select and multiply with CUDA's operators, whose bodies are the references."""
+    patch.setattr(choice, "TRITON", choice.TRITON | {"cpu"})
+
+
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    """Attention in fp64: q [B, N, T, H]; k, v [B, K, S, H]; pos [B, T] -> fp64 [B, N, T, H]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))  # [B, N, S, H]
+    scores = q.double() @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # [B, N, T, S]
+    seen = (torch.arange(k.shape[2]) <= pos[..., None])[:, None]  # [B, 1, T, S]
+    p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    out: Tensor = p @ v.masked_fill(~seen.any(2).unsqueeze(-1), 0.0)
+    return out
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+) -> Tensor:  # fmt: skip
+    return weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)[0]
+
+
+def decode_attention_with_mass(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, weights, _ = weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)
+    return out, page_sums(weights.sum((2, 3)), page)
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+) -> Tensor:  # fmt: skip
+    return weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)[0]
+
+
+def prefill_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, _, lse = weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)
+    return out, lse
+
+
+def meant(
+    x: Tensor, scale: Tensor | None, low: Tensor | None = None, pos: Tensor | None = None, tail: int = 0
+) -> Tensor:
+    """What keys or values [B, K, S, H] stand for; of int8 ones fp32, which is exact.
+
+    low: the other plane, where x is one; with a tail as drafts with queries at pos [B, T] read them.
+    """
+    if low is not None:
+        first, last = 16 * (x % 16).float(), 16 * (x // 16).float()  # [B, K, S, H // 2], what upper nibbles stand for
+        rest, rests = (low % 16).float(), (low // 16).float()
+        if tail:
+            assert pos is not None
+            whole = (torch.arange(x.shape[2]) > pos[:, :1] - tail)[:, None, :, None]  # [B, 1, S, 1]
+            rest, rests = torch.where(whole, rest, 7.5), torch.where(whole, rests, 7.5)
+        x = torch.cat([first + rest - 128, last + rests - 128], -1)  # [B, K, S, H]
+    return x if scale is None else x.float() * scale.float()[..., None]
+
+
+def key_mass(
+    q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None,
+    k_low: Tensor | None = None, tail: int = 0,
+) -> Tensor:  # fmt: skip
+    scores, seen = scores_of(q, meant(k, k_scale, k_low, pos, tail), pos, n_keys)
+    weights = (scores - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()  # [B, K, G, T, n_keys]
+    return page_sums(torch.where(seen, weights, 0.0).sum((2, 3)), page)
+
+
+def weighed(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The output [B, N, T, H], fp32 weights [B, K, G, T, n_keys], fp32 lse [B, N, T]."""
+    scores, seen = scores_of(q, k, pos, n_keys)
+    lse = torch.where(seen, scores, float("-inf")).logsumexp(-1)  # [B, K, G, T]
+    weights = torch.where(seen, (scores - lse[..., None]).exp(), 0.0)  # [B, K, G, T, n_keys]
+    read = seen.any(3).squeeze(2)[..., None]  # [B, 1, n_keys, 1]
+    values = torch.where(read, v[:, :, :n_keys].float(), 0.0)  # unread entries may be NaN
+    out = torch.einsum("bkgts,bksh->btkgh", weights, values).flatten(2, 3)  # [B, T, N, H]
+    return out.to(q.dtype).contiguous().transpose(1, 2), weights, lse.flatten(1, 2)
+
+
+def scores_of(q: Tensor, k: Tensor, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+    """Scores fp32 [B, K, G, T, n_keys], and which of them count: bool [B, 1, 1, T, n_keys]."""
+    grouped = q.unflatten(1, (k.shape[1], -1)).float()  # [B, K, G, T, H]
+    scores = torch.einsum("bkgth,bksh->bkgts", grouped, k[:, :, :n_keys].float()) * q.shape[-1] ** -0.5
+    seen = (torch.arange(n_keys) <= pos[..., None]) & (pos < n_keys)[..., None]  # [B, T, n_keys]
+    return scores, seen[:, None, None]
+
+
+def page_sums(mass: Tensor, page: int) -> Tensor:
+    """Sums over whole pages: [B, K, n_keys] -> [B, K, n_keys // page]."""
+    n_pages = mass.shape[-1] // page
+    return mass[..., : n_pages * page].unflatten(-1, (n_pages, page)).sum(-1)
+
+
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor,
+    n_keys: int, page: int, k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
+    v_low: Tensor | None = None, tail: int = 0,
+) -> Tensor:  # fmt: skip
+    """The first entry of a run of `page` decides."""
+    k, v = meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail)
+    window = window_start[:, None] + torch.arange(window_width)  # [B, W]
+    first = kv_indices[..., ::page, None].long()  # [B, K, C // page, 1]
+    listed = torch.where(first >= 0, first + torch.arange(page), -1).flatten(2)  # [B, K, C]
+    listed = torch.where(listed < window_start[:, None, None], listed, -1)
+    index = torch.cat([listed, window[:, None].expand(-1, k.shape[1], -1)], -1)  # [B, K, M]
+    limit = torch.where(pos < n_keys, pos, -1)  # [B, T]
+    seen = (index[:, :, None] >= 0) & (index[:, :, None] <= limit[:, None, :, None])  # [B, K, T, M]
+    read = seen.any(2)  # [B, K, M], unread entries may be NaN
+    where = index.clamp(0, k.shape[2] - 1)[..., None].expand(-1, -1, -1, k.shape[3])  # [B, K, M, H]
+    keys, values = (torch.where(read[..., None], x.float().gather(2, where), 0.0) for x in (k, v))
+    grouped = q.unflatten(1, (k.shape[1], -1)).float()  # [B, K, G, T, H]
+    scores = torch.einsum("bkgth,bkmh->bkgtm", grouped, keys) * q.shape[-1] ** -0.5
+    seen = seen[:, :, None]  # [B, K, 1, T, M]
+    lse = torch.where(seen, scores, float("-inf")).logsumexp(-1, keepdim=True)  # [B, K, G, T, 1]
+    weights = torch.where(seen, (scores - lse).exp(), 0.0)
+    out = torch.einsum("bkgtm,bkmh->btkgh", weights, values).flatten(2, 3)  # [B, T, N, H]
+    return out.to(q.dtype).transpose(1, 2)
+
+
+# ---- selection ------------------------------------------------------------------------------------------------------
+
+
+def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
+    """By stable sorts."""
+    n_scores = scores.shape[-1]
+    valid = torch.arange(n_scores) < n_valid[..., None]  # [..., P]
+    kind = torch.where(valid, scores.isnan().long(), 2).expand_as(scores)  # a number, a NaN, nothing
+    place = torch.where(kind == 0, scores, float("-inf")).argsort(stable=True, dim=-1, descending=True)
+    place = place.gather(-1, kind.gather(-1, place).argsort(stable=True, dim=-1))[..., :n]  # the best, then the lower
+    place = torch.where(kind.gather(-1, place) < 2, place, n_scores).sort(-1).values
+    return F.pad(torch.where(place < n_scores, place, -1), (0, n - place.shape[-1]), value=-1)
+
+
+def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
+    pages = top_pages(mass, first_window_page[:, None], kv_indices.shape[-1] // page)  # [L, B, K, n]
+    entries = pages[..., None] * page + torch.arange(page)  # [L, B, K, n, page]
+    listed = torch.where(pages[..., None] >= 0, entries, -1).flatten(-2)
+    listed = F.pad(listed, (0, kv_indices.shape[-1] - listed.shape[-1]), value=-1)  # [L, B, K, C]
+    kv_indices.copy_(torch.where(due[:, None, None], listed, kv_indices))
+
+
+def page_bounds(
+    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None,
+    k_low: Tensor | None = None,
+) -> None:  # fmt: skip
+    row = torch.arange(first.shape[0])[:, None]  # [B, 1]
+    pages = (first[:, None] + torch.arange(n_pages)).clamp(max=bounds.shape[2] - 1)  # [B, n]
+    entries = pages[..., None] * page + torch.arange(page)  # [B, n, page]
+    in_pages = meant(k, k_scale, k_low)[row[..., None], :, entries]  # [B, n, page, K, H]
+    high, low = in_pages.amax(2), in_pages.amin(2)  # [B, n, K, H]
+    if k_scale is not None:  # outward by one step of bf16
+        infinity = torch.tensor(float("inf"), dtype=torch.bfloat16)
+        high, low = high.bfloat16().nextafter(infinity), low.bfloat16().nextafter(-infinity)
+    bounds[row, :, pages] = torch.cat([high, low], -1)  # [B, n, K, 2H]
+
+
+def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
+    rows = q.unflatten(1, (bounds.shape[1], -1)).flatten(2, 3).float()  # [B, K, R, H]
+    signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], -1)  # [B, K, R, 2H]
+    closed = (torch.arange(bounds.shape[2]) < n_closed[:, None])[:, None]  # [B, 1, P]
+    read = torch.where(closed[..., None], bounds.float(), 0.0)  # the rest may be NaN
+    scores = torch.where(closed[:, :, None], signed @ read.transpose(-1, -2), float("-inf"))  # [B, K, R, P]
+    short = (scores - scores.amax(-1, keepdim=True)).amax(2)  # [B, K, P], 0 is best
+    return top_pages(short, n_closed[:, None], n)
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.float(), weight * scale[:, None], None if bias is None else bias.float()).to(x.dtype)
+
+
+OPERATORS: dict[Callable[..., Any], Any] = {
+    decode_attention: decode._decode,
+    decode_attention_with_mass: decode._decode_with_mass,
+    prefill_attention: prefill._prefill,
+    prefill_attention_with_lse: prefill._prefill_with_lse,
+    key_mass: prefill._key_mass,
+    sparse_attention: sparse._sparse,
+    top_pages: select._top_pages,
+    guided_select: select._guided_select,
+    page_bounds: select._page_bounds,
+    quest_pages: select._quest_pages,
+    int8_linear: int8._int8_linear,
+}
+for reference, operator in OPERATORS.items():
+    operator.register_kernel("cpu")(reference)

@@ -1,0 +1,109 @@
+"""The dense attention operators: their references against fp64, and torch's requirements on an operator.
+
+Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd.fast.ops import decode
+from tests.gpt_fast_sd.fast import references
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, Case, assert_close
+
+SPLIT = 64
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def calls(case: Case) -> dict[str, tuple[Any, ...]]:
+    """The arguments of every operator."""
+    lse = case.scores().logsumexp(-1).float()
+    attended = case.q, case.k, case.v, case.pos, case.n_keys
+    return {
+        "decode_attention": (*attended, SPLIT),
+        "decode_attention_with_mass": (*attended, SPLIT, 16),
+        "prefill_attention": attended,
+        "prefill_attention_with_lse": attended,
+        "key_mass": (case.q, case.k, lse, case.pos, case.n_keys, 1),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n_tokens", "group", "head_dim"), [(1, 3, 8), (5, 4, 96), (33, 1, 64)])
+def test_the_references_are_fp64_attention(n_tokens: int, group: int, head_dim: int, dtype: torch.dtype) -> None:
+    case = Case([40, 191, 500, 193], n_tokens=n_tokens, group=group, n_kv=2, head_dim=head_dim, dtype=dtype)
+    arguments = calls(case)
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    assert_close(references.decode_attention(*arguments["decode_attention"]), case.expected())
+    out, mass = references.decode_attention_with_mass(*arguments["decode_attention_with_mass"])
+    assert_close(out, case.expected())
+    torch.testing.assert_close(mass, case.expected_mass(16), **near)
+    out, lse = references.prefill_attention_with_lse(*arguments["prefill_attention_with_lse"])
+    assert_close(out, case.expected())
+    torch.testing.assert_close(lse, case.scores().logsumexp(-1).float(), **near)
+    assert references.prefill_attention(*arguments["prefill_attention"]).equal(out)
+    torch.testing.assert_close(references.key_mass(*arguments["key_mass"]), case.expected_mass(1), **near)
+
+
+@pytest.mark.parametrize("op", calls(Case([3])))
+@pytest.mark.parametrize("n_tokens", [1, 3])
+def test_torch_finds_nothing_wrong_with_the_operators(op: str, n_tokens: int) -> None:
+    case = Case([40, 150], n_tokens=n_tokens, dtype=BF16)
+    tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, op).default, calls(case)[op], test_utils=tests)
+
+
+@pytest.mark.parametrize("op", calls(Case([3])))
+def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(op: str) -> None:
+    function = getattr(torch.ops.gpt_fast_sd, op).default
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(n_splits_carrier: torch.Tensor, *arguments: Any) -> Any:
+        return function(*arguments[:4], n_splits_carrier.shape[0] * 32, *arguments[5:])  # n_keys is the fifth of all
+
+    case = Case([40, 150], n_tokens=3)
+    for n in (6, 5, 7):
+        n_splits_carrier = torch.empty(n, 0)
+        torch._dynamo.mark_dynamic(n_splits_carrier, 0, min=2, max=8)
+        got = step(n_splits_carrier, *calls(case)[op])
+        case.n_keys = n * 32
+        expected = function(*calls(case)[op])
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(("capacity", "split"), [(1, 256), (4096, 256), (8192, 512), (8193, 1024), (131072, 2048)])
+def test_splits_are_sixteen_to_a_cache_but_neither_short_nor_long(capacity: int, split: int) -> None:
+    assert decode.split_for(capacity) == split
+
+
+def test_an_eager_engine_needs_no_triton_and_starts_neither_dynamo_nor_dtensor() -> None:
+    """The last two and what they import take longer to load than all else that an engine needs."""
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None  # importing it fails
+        import torch
+        from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+        from gpt_fast_sd.fast import decode, prefill
+        from tests.helpers import tiny_model
+        x, pos = torch.ones(1, 1, 1, 8), torch.zeros(1, 1, dtype=torch.int64)
+        assert decode.decode_attention(x, x, x, pos, 1, 256).equal(x)
+        assert prefill.prefill_attention(x, x, x, pos, 1).equal(x)
+        config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)
+        engine = Engine(tiny_model(), None, config, DraftConfig(policy="quest", budget=64, gamma=2))
+        assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.8))[0].tokens) == 4
+        print(*sorted({"torch._dynamo", "torch.distributed.tensor", "sympy"} & set(sys.modules)))
+    """
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == ""

@@ -1,0 +1,490 @@
+"""Forecasts against figures worked out apart from them, published ones, and what was measured on a CPU."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, registry
+from gpt_fast_sd.draft import View
+from gpt_fast_sd.model import ModelConfig, preset
+from measuring.chips import CHIPS, PCIE_5, Chip, Link, Ranks, chip_named, chip_of, nvlink
+from measuring.forecast import Kept, System, compare, default_policies, shape_of
+from measuring.planning import comparison, drafts_of, plan, text
+from measuring.replay import PROFILES
+from measuring.roofline import EXPECTED, IDEAL, MOST, Efficiency, best_gamma
+
+ROOT = Path(__file__).resolve().parents[3]
+LLAMA, SMALL = preset("meta-llama/Llama-3.1-8B"), preset("meta-llama/Llama-3.2-1B")
+H200 = CHIPS["h200"]
+STREAMING = DraftConfig(policy="streaming", budget=512)
+SWEEP = ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json"
+
+
+def on_h200(**more: object) -> System:
+    return System(model=LLAMA, chip=H200, **more)  # type: ignore[arg-type]
+
+
+def tokens(gamma: int, alpha: float) -> float:
+    return (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+# ---- worked out by hand ----------------------------------------------------------------------------------------------
+
+# Llama-3.1-8B: 32 layers, width 4096, 32 query and 8 kv heads of 128, 14336 wide inside, 128256 tokens
+WEIGHTS = 32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 128256 * 4096
+KV_BYTES = 2 * 32 * 8 * 128 * 2  # of a token, in bf16
+OUTPUTS = 32 * (4096 + 2048 + 4096 + 28672 + 4096)  # of the matrices of all layers, each of which has a scale in int8
+
+
+def test_a_round_of_sinks_and_a_window_costs_its_bytes_over_the_bandwidth() -> None:
+    one = on_h200().forecast(STREAMING, 0.8, 16, 32000, 4)
+    assert one.target_seconds == pytest.approx((2 * WEIGHTS + KV_BYTES * 32000 * 16) / 4.8e12)
+    assert one.draft_seconds == pytest.approx((2 * WEIGHTS + KV_BYTES * 512 * 16) / 4.8e12)
+    assert one.verify_seconds == pytest.approx(one.target_seconds)  # 80 rows read as long as one
+    assert one.tokens == pytest.approx(tokens(4, 0.8))
+    assert one.select_seconds == 0
+    assert one.ratio == pytest.approx(
+        tokens(4, 0.8) * one.target_seconds / (4 * one.draft_seconds + one.verify_seconds)
+    )
+
+
+def test_a_verification_of_many_rows_is_bound_by_arithmetic() -> None:
+    one = on_h200().forecast(STREAMING, 0.8, 256, 1000, 8)
+    linear, attention = 2 * WEIGHTS * 256 * 9 / 989e12, KV_BYTES * 1000 * 256 / 4.8e12
+    assert one.verify_seconds == pytest.approx(linear + attention)
+
+
+def test_eight_ranks_share_bytes_and_add_up_65_times_per_step() -> None:
+    system = on_h200(ranks=Ranks(n=8, link=nvlink(900e9)))
+    own = (2 * WEIGHTS + KV_BYTES * 32000 * 64) / 8 / 4.8e12
+    start = 6.6e-6 + 14 * 0.6e-6  # a ring of eight: 14 hops
+    sums = 65 * (start + 14 / 8 * 64 * 4096 * 2 / 450e9)
+    best = start + 14 / 8 * 64 * 8 / 450e9
+    assert system.plain(64, 32000) == pytest.approx(own + sums + best)
+
+
+def test_ranks_with_fewer_kv_heads_than_they_are_hold_a_whole_one_each() -> None:
+    model = preset("Qwen/Qwen2.5-1.5B")  # two kv heads of 128, 28 layers
+    ranks = Ranks(n=4, link=Link(name="none", bandwidth=1e30, hop=0))
+    at_1, at_2 = (System(model=model, chip=H200, ranks=ranks).plain(1, context) for context in (1000, 2000))
+    assert at_2 - at_1 == pytest.approx(1000 * 2 * 28 * 1 * 128 * 2 / 4.8e12)
+
+
+def test_sums_over_machines_wait_for_the_network() -> None:
+    network = Link(name="InfiniBand", bandwidth=50e9, hop=2.7e-6)
+    sixteen = Ranks(n=16, link=nvlink(900e9), network=network)
+    hops = (30 - 4) * 0.6e-6 + 4 * 2.7e-6  # of 30 hops four leave a machine
+    assert sixteen.all_reduce(1e6) == pytest.approx(6.6e-6 + hops + 30 / 16 * 1e6 / 50e9)
+    assert Ranks(n=8, link=nvlink(900e9), network=network).slowest.name == "NVLink"
+    with pytest.raises(ValueError, match="tp 16 is more than the 8 devices of a machine: it needs --network"):
+        Ranks(n=16, link=PCIE_5)
+
+
+def test_fp32_and_int8_weights_have_their_bytes_and_fp32_its_own_rate() -> None:
+    halves, fours = (on_h200(dtype=dtype).plain(1, 1) for dtype in ("bf16", "fp32"))
+    assert fours == pytest.approx(2 * halves)
+    head = 128256 * 4096  # which int8 leaves in bf16
+    assert on_h200(quantize="int8").plain(1, 0) == pytest.approx((WEIGHTS + head + 4 * OUTPUTS) / 4.8e12)
+    assert on_h200(kv_dtype="fp32").plain(8, 10**6) == pytest.approx(on_h200().plain(16, 10**6), rel=1e-2)
+    assert H200.working_in(torch.float32).peak == 67e12
+    assert H200.working_in(torch.float16).peak == 989e12
+
+
+# ---- a policy says what it reads and runs ----------------------------------------------------------------------------
+
+
+def reading(entries: float, batch: int, params: float = WEIGHTS) -> float:
+    return (2 * params + KV_BYTES * entries * batch) / 4.8e12
+
+
+def test_each_policy_says_what_a_draft_step_reads() -> None:
+    def drafting(policy: str, **more: object) -> float:
+        draft = DraftConfig(policy=policy, budget=1024, **more)  # type: ignore[arg-type]
+        return on_h200(draft_model=SMALL).forecast(draft, 0.8, 8, 64000, 4).draft_seconds
+
+    assert drafting("streaming") == drafting("snapkv") == drafting("guided") == pytest.approx(reading(1024, 8))
+    assert drafting("quest", page=16) == pytest.approx(reading(1024 + 4000, 8))
+    assert drafting("full") == pytest.approx(reading(64000, 8))
+    assert drafting("lookup") == 0
+    half = replace(LLAMA, n_layers=16)
+    assert drafting("early_exit") == pytest.approx(
+        System(model=half, chip=H200).forecast(replace(STREAMING, budget=1024), 0.8, 8, 64000, 4).draft_seconds
+    )
+    assert drafting("standalone", draft_model="small") == pytest.approx(
+        System(model=SMALL, chip=H200).forecast(replace(STREAMING, budget=1024), 0.8, 8, 64000, 4).draft_seconds
+    )
+    # of a hierarchy two middle steps of four tokens each for four drafts: as long as of one token each
+    assert drafting("hierarchy") == pytest.approx(reading(1024, 8) / 2)
+
+
+def test_bounds_of_an_int8_cache_take_nearly_two_entries_a_page() -> None:
+    """Once they were counted as one: they stay in bf16."""
+    draft = DraftConfig(policy="quest", budget=1024)
+    int8 = on_h200(kv_dtype="int8").forecast(draft, 0.8, 8, 64000, 4).draft_seconds
+    assert int8 == pytest.approx(reading(1024 * 130 / 256 + 4000, 8))
+
+
+def test_a_draft_models_int8_keys_have_the_scales_of_its_own_head_dim() -> None:
+    """66 bytes for 64 dimensions, whatever the target's keys take."""
+    draft = DraftConfig(policy="standalone", draft_model="small", budget=4096)
+    assert (LLAMA.head_dim, SMALL.head_dim) == (128, 64)
+    found = [
+        System(model=model, chip=H200, draft_model=SMALL, kv_dtype="int8").forecast(draft, 0.8, 8, 64000, 4)
+        for model in (LLAMA, replace(LLAMA, head_dim=64))
+    ]
+    assert found[0].draft_seconds == found[1].draft_seconds and found[0].target_seconds > found[1].target_seconds
+
+
+def test_drafts_of_planes_read_half_the_bytes_and_64_entries_whole() -> None:
+    def drafting(**more: object) -> float:
+        return on_h200(kv_dtype="int8").forecast(DraftConfig(**more), 0.8, 8, 64000, 4).draft_seconds  # type: ignore[arg-type]
+
+    half, rest = 66 / 256, 64 / 256  # of an entry in bf16
+    assert drafting(policy="quantized") == pytest.approx(reading(64000 * half + 64 * rest, 8))
+    assert drafting(policy="streaming", budget=512, kv_bits=4) == pytest.approx(reading(512 * half + 64 * rest, 8))
+    whole = on_h200(kv_dtype="int8").forecast(DraftConfig(policy="quantized"), 0.8, 8, 64000, 4)
+    assert whole.verify_seconds == whole.target_seconds == pytest.approx(reading(64000 * 130 / 256, 8))
+
+
+# Llama-3.2-1B: 16 layers, width 2048, 32 query and 8 kv heads of 64, 8192 wide inside
+SMALL_WEIGHTS = 16 * (2 * 2048 * 64 * (32 + 8) + 3 * 2048 * 8192) + 128256 * 2048
+SMALL_KV_BYTES = 2 * 16 * 8 * 64 * 2
+
+
+@pytest.mark.parametrize("model", [LLAMA, SMALL])
+def test_a_draft_model_is_never_quantized(model: ModelConfig) -> None:
+    """Also where it has the target's own shape."""
+    draft = DraftConfig(policy="standalone", draft_model="small", budget=1024)
+    system = System(model=model, chip=H200, draft_model=SMALL, quantize="int8")
+    step = (2 * SMALL_WEIGHTS + SMALL_KV_BYTES * 1024 * 8) / 4.8e12
+    assert system.forecast(draft, 0.8, 8, 64000, 4).draft_seconds == pytest.approx(step)
+
+
+OF_HEAD = 128256 * 4096  # weights
+
+
+@pytest.mark.parametrize(
+    ("name", "n_bytes"),
+    [
+        ("float8", WEIGHTS + 4 * (OUTPUTS + 128256)),  # a scale for each output
+        ("int8", WEIGHTS + 4 * (OUTPUTS + 128256)),
+        # half a byte, and a scale and a zero of two bytes for 128 weights; the head in int8
+        ("int4", (WEIGHTS - OF_HEAD) * (0.5 + 4 / 128) + OF_HEAD + 4 * 128256),
+    ],
+)
+def test_a_quantized_copy_reads_few_bytes_a_weight_and_the_target_what_it_did(name: str, n_bytes: float) -> None:
+    plain, copied = (on_h200().forecast(replace(STREAMING, quantize=q), 0.8, 8, 64000, 4) for q in (None, name))
+    budget = STREAMING.budget
+    assert copied.draft_seconds == pytest.approx(reading(budget, 8, n_bytes / 2))
+    assert copied.verify_seconds == plain.verify_seconds and plain.draft_seconds == pytest.approx(reading(budget, 8))
+
+
+def test_a_quantized_target_reads_few_bytes_a_weight_but_for_its_head_and_takes_as_much_memory() -> None:
+    plain, small = on_h200(), on_h200(quantize="int4")
+    own = (WEIGHTS - OF_HEAD) * (0.5 + 4 / 128)
+    assert small.plain(8, 64000) == pytest.approx(reading(64000, 8, own / 2 + OF_HEAD))
+    saved = plain.memory(STREAMING, 8, 64000)[0] - small.memory(STREAMING, 8, 64000)[0]
+    less = 2 * (WEIGHTS - OF_HEAD) - own
+    assert 0.8 * less < saved <= less  # but for the work of quantizing
+
+
+@pytest.mark.parametrize(
+    ("chip", "name", "said"),
+    [("a100", "float8", "quantize 'float8' needs a GPU that multiplies float8, and A100-80G SXM does not")],
+)
+def test_a_precision_that_a_chip_does_not_run_is_refused(chip: str, name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        System(model=LLAMA, chip=CHIPS[chip], quantize=name)
+    with pytest.raises(ValueError, match=said):
+        System(model=LLAMA, chip=CHIPS[chip]).forecast(replace(STREAMING, quantize=name), 0.8, 8, 64000, 4)
+    with pytest.raises(
+        ValueError, match="quantize 'int4' pads inputs to multiples of 1,024, and the 512 of wo on each"
+    ):
+        System(model=LLAMA, chip=CHIPS[chip], ranks=Ranks(n=8, link=nvlink(900e9)), quantize="int4")
+    with pytest.raises(ValueError, match="runs on device 'cuda', and the model is on 'cpu'"):
+        System(model=LLAMA, chip=CHIPS[chip], device="cpu", quantize=name)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "bf16", "fp8"])
+def test_half_of_another_cache_than_int8_is_not_forecast(kv_dtype: str | None) -> None:
+    """Once half of each number of bf16 was, which no engine reads."""
+    with pytest.raises(ValueError, match=f"policy 'quantized' reads half of an int8 cache.* got {kv_dtype!r}"):
+        on_h200(kv_dtype=kv_dtype).forecast(DraftConfig(policy="quantized"), 0.8, 8, 8000, 4)
+
+
+def test_a_published_acceptance_is_less_for_weights_of_few_bits() -> None:
+    kept = Kept.of([])
+    plain, source = kept.chances(STREAMING, 8000)
+    for name, less in (("int8", 1.0), ("float8", 0.99), ("int4", 0.97)):
+        chances, said = kept.chances(replace(STREAMING, quantize=name), 8000)
+        assert chances == pytest.approx([chance * less for chance in plain])
+        assert said == source + (f", times {less} for {name} weights" if less < 1 else "")
+
+
+def test_a_draft_model_is_divided_by_the_ranks_that_hold_it() -> None:
+    ranks = Ranks(n=8, link=Link(name="none", bandwidth=1e30, hop=0))
+    one, eight = (
+        DraftConfig(policy="standalone", draft_model="small", budget=1024, draft_tp=draft_tp) for draft_tp in (1, None)
+    )
+    system = on_h200(draft_model=SMALL, ranks=ranks)
+    alone, together = (system.forecast(draft, 0.8, 8, 64000, 4).draft_seconds for draft in (one, eight))
+    step = (2 * SMALL_WEIGHTS + SMALL_KV_BYTES * 1024 * 8) / 4.8e12
+    assert alone == pytest.approx(step)  # nor does it wait for any sum
+    assert together == pytest.approx(step / 8 + 34 * 6.6e-6)  # of 16 layers, an embedding and the best token
+    assert system.memory(one, 8, 64000)[0] > system.memory(eight, 8, 64000)[0] + 2 * SMALL_WEIGHTS * 7 / 8
+    odd = replace(SMALL, n_heads=20, n_kv_heads=4)  # of whose heads eight ranks have no equal share
+    assert on_h200(draft_model=odd, ranks=ranks).memory(one, 8, 64000)[1] is None
+    with pytest.raises(ValueError, match="tp 8 does not fit the model: it must divide n_heads 20"):
+        on_h200(draft_model=odd, ranks=ranks).memory(eight, 8, 64000)
+
+
+def test_drafts_of_a_text_shorter_than_the_budget_read_what_there_is() -> None:
+    assert on_h200().forecast(STREAMING, 0.8, 8, 300, 4).draft_seconds == pytest.approx(reading(300, 8))
+
+
+def test_snapkv_pays_for_refreshing_and_only_where_it_selects() -> None:
+    draft = DraftConfig(policy="snapkv", budget=2048, refresh=64)
+    assert on_h200().forecast(draft, 0.9, 16, 2000, 4).select_seconds == 0
+    one = on_h200().forecast(draft, 0.9, 16, 64000, 4)
+    passes = 16 * one.tokens / 64 / 4  # of four rows each
+    linear = max(2 * WEIGHTS / 4.8e12, 2 * WEIGHTS * 4 * 32 / 989e12)
+    attention = max(KV_BYTES * 64000 * 4 / 4.8e12, 4 * 32 * 32 * 128 * 64000 * 4 * 32 / 989e12)
+    assert one.select_seconds == pytest.approx(passes * (linear + 1.5 * attention))
+
+
+def test_a_registered_view_is_planned_by_its_own_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Toy(View):
+        @classmethod
+        def reads(cls, config: DraftConfig, n_keys: int) -> int:
+            return 7
+
+    monkeypatch.setattr(registry, "VIEWS", dict(registry.VIEWS))
+    registry.register("toy", Toy)
+    one = on_h200().forecast(DraftConfig(policy="toy"), 0.5, 8, 64000, 2)
+    assert one.draft_seconds == pytest.approx(reading(7, 8))
+
+
+# ---- published figures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "alpha", "ratio", "gamma"),
+    [(32, 8192, 0.8, 1.45, 3), (16, 32768, 0.9, 2.43, 7), (8, 100_000, 0.7, 1.83, 4), (64, 4096, 0.8, 1.37, 2)],
+)
+def test_ideal_speedups_are_those_that_were_worked_out_before(
+    batch: int, context: int, alpha: float, ratio: float, gamma: int
+) -> None:
+    one = best_gamma(lambda g: on_h200().forecast(STREAMING, alpha, batch, context, g), range(MOST + 1))
+    assert (one.ratio, one.gamma) == (pytest.approx(ratio, abs=0.006), gamma)
+
+
+MAGICDEC = [  # arXiv 2408.11049, tables 2 and 6: Llama-3.1-8B on eight H100, SnapKV 2049: ms of T_T, T_D and T_V
+    (16, 32000, 3, 6.18, 10.55 / 3, 6.84),
+    (64, 32000, 5, 14.84, 22.91 / 5, 17.70),
+    (128, 32000, 6, 26.07, 33.33 / 6, 31.60),
+    (64, 64000, 6, 25.52, 32.89 / 6, 28.80),
+    (41, 100_000, 7, 25.96, 34.34 / 7, 28.50),
+]
+
+
+@pytest.mark.parametrize(("batch", "context", "gamma", "plain", "draft", "verify"), MAGICDEC)
+def test_nothing_that_magicdec_measured_is_faster_than_the_roofline_and_what_is_expected_is_near(
+    batch: int, context: int, gamma: int, plain: float, draft: float, verify: float
+) -> None:
+    system = System(model=LLAMA, chip=CHIPS["h100"], ranks=Ranks(n=8, link=nvlink(900e9)))
+    config = DraftConfig(policy="snapkv", budget=2049)
+    ideal, ours = (system.forecast(config, 0.89, batch, context, gamma, e) for e in (IDEAL, EXPECTED))
+    measured = {"target_seconds": plain, "draft_seconds": draft, "verify_seconds": verify}
+    for name, ms in measured.items():
+        assert getattr(ideal, name) * 1e3 < ms
+    assert 0.75 < ours.target_seconds * 1e3 / plain < 1.25
+    assert 0.75 < ours.verify_seconds * 1e3 / verify < 1.25
+    assert ours.draft_seconds * 1e3 < draft  # its draft steps were mostly gaps
+
+
+# ---- lengths ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("efficiency", [IDEAL, EXPECTED])
+def test_more_context_gains_more_with_a_constant_budget(efficiency: Efficiency) -> None:
+    for batch in (1, 16, 64):
+        contexts = (600, 1000, 4000, 16000, 64000, 128_000)
+        ratios = [on_h200().best(STREAMING, 0.8, batch, context, efficiency).ratio for context in contexts]
+        assert ratios == sorted(ratios)
+
+
+def test_break_even_is_where_the_speedup_crosses_one() -> None:
+    system = on_h200()
+    for batch in (8, 32):
+        at = system.break_even(STREAMING, 0.8, batch, EXPECTED)
+        assert at
+        assert system.best(STREAMING, 0.8, batch, at, EXPECTED).ratio > 1
+        assert system.best(STREAMING, 0.8, batch, at - 1, EXPECTED).ratio <= 1
+    assert system.break_even(DraftConfig(policy="full"), 0.9, 8) is None  # a draft step is a step
+
+
+def test_the_critical_length_is_where_a_larger_batch_begins_to_gain_more() -> None:
+    """About 1.5K on an H200 with three drafts of acceptance 0.8, by the same model worked out in steps of 250."""
+    draft = DraftConfig(policy="streaming", budget=512, gamma=3)
+    at = on_h200().critical(draft, 0.8, [32, 256])
+    assert at and 1250 < at <= 1500
+    few, many = (on_h200().best(draft, 0.8, batch, at - 1).ratio for batch in (32, 256))
+    assert many < few
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_comes_with_what_does() -> None:
+    system = on_h200()
+    assert system.memory(STREAMING, 16, 8000)[1] is None
+    need, advice = system.memory(STREAMING, 64, 32000)
+    assert need > H200.memory and advice
+    found = re.fullmatch(r"batch_size (\d+) or max_seq_len ([\d,]+) would fit", advice)
+    assert found
+    rows = int(found[1])
+    assert system.memory(STREAMING, rows, 32000)[1] is None and system.memory(STREAMING, rows + 1, 32000)[1]
+    eight = on_h200(ranks=Ranks(n=8, link=nvlink(900e9)))
+    assert eight.memory(STREAMING, 64, 32000)[0] < need / 4
+    cramped = System(model=LLAMA, chip=CHIPS["l4"])
+    assert "not even" in str(cramped.memory(STREAMING, 64, 120_000)[1])
+
+
+def test_a_device_of_unknown_memory_holds_everything() -> None:
+    chip = Chip(name="some", bandwidth=1e12, peak=1e14)
+    assert System(model=LLAMA, chip=chip).memory(STREAMING, 64, 100_000)[1] is None
+
+
+def test_what_the_engine_refuses_is_refused_in_its_words() -> None:
+    with pytest.raises(ValueError, match="tp 3 does not fit the model: it must divide n_heads 32"):
+        on_h200(ranks=Ranks(n=3, link=PCIE_5))
+    with pytest.raises(ValueError, match="max_seq_len 200,512 is over the model's 131,072 positions"):
+        on_h200().memory(STREAMING, 1, 200_000)
+    with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
+        on_h200().memory(STREAMING, 0, 1000)
+    with pytest.raises(ValueError, match="the draft model has a vocabulary of 32,000, the target of 128,256"):
+        on_h200(draft_model=preset("meta-llama/Llama-2-7b-hf")).memory(STREAMING, 1, 1000)
+    with pytest.raises(ValueError, match="kv_dtype 'int8' is not for models in fp16"):  # once it was planned
+        on_h200(dtype="fp16", kv_dtype="int8").memory(STREAMING, 1, 1000)
+
+
+# ---- chips -----------------------------------------------------------------------------------------------------------
+
+
+def test_chips_are_known_by_what_users_and_drivers_call_them() -> None:
+    assert chip_named("RTX-4090") is chip_named("rtx 4090") is CHIPS["rtx 4090"]
+    assert chip_named("H100-PCIe") is CHIPS["h100 pcie"]
+    assert chip_of("NVIDIA H100 80GB HBM3") is CHIPS["h100"]
+    assert chip_of("NVIDIA H100 NVL") is CHIPS["h100 nvl"]
+    assert chip_of("NVIDIA A100-SXM4-40GB") is CHIPS["a100 40gb"]
+    assert chip_of("NVIDIA L40S") is CHIPS["l40s"] and chip_of("NVIDIA L4") is CHIPS["l4"]
+    assert chip_of("NVIDIA GeForce GTX 1080") is None
+    with pytest.raises(ValueError, match=r"device must be 'this' or one of a100, .* got 'H300'"):
+        chip_named("H300")
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_rates_that_are_none_make_no_chip_and_no_link(rate: float) -> None:
+    with pytest.raises(ValueError, match="bandwidth of x must be positive"):
+        Chip(name="x", bandwidth=rate, peak=1e12)
+    with pytest.raises(ValueError, match="bandwidth of x must be positive"):
+        Link(name="x", bandwidth=rate, hop=0)
+
+
+# ---- acceptance ------------------------------------------------------------------------------------------------------
+
+
+def test_acceptance_is_what_is_said_else_what_was_measured_else_what_was_published() -> None:
+    file = str(ROOT / "benchmarks" / "cpu" / "smollm2" / "acceptance_7900_t0.json")
+    kept, few = Kept.of(["snapkv=0.5", file]), DraftConfig(policy="streaming", budget=256)
+    assert kept.chances(DraftConfig(policy="snapkv", budget=999), 8000) == ((0.5,), "given")
+    chances, source = kept.chances(few, 8000)
+    shares = next(
+        one["acceptance_by_position"]
+        for one in json.loads(Path(file).read_text())["results"]
+        if (one["policy"], one["budget"]) == ("streaming", 256)
+    )
+    assert math.prod(chances) == pytest.approx(shares[-1]) and chances[0] == shares[0]
+    assert source == "measured: acceptance_7900_t0.json, context 7,900, T 0"
+    with pytest.raises(ValueError, match=r"no acceptance of streaming 999 was measured there, only of .*streaming 128"):
+        kept.chances(replace(few, budget=999), 8000)
+    assert "measured" in kept.chances(DraftConfig(policy="lookup"), 8000)[1]  # which has no budget
+    chances, source = Kept.of([]).chances(STREAMING, 8000)
+    assert chances == PROFILES["streaming"].chances and source.startswith("assumed: StreamingLLM 512")
+    with pytest.raises(ValueError, match="no published acceptance of lookup is known"):
+        Kept.of([]).chances(DraftConfig(policy="lookup"), 8000)
+
+
+def test_measured_acceptance_is_that_of_the_nearest_context_and_the_lowest_temperature() -> None:
+    folder = ROOT / "benchmarks" / "cpu" / "smollm2"
+    kept = Kept.of([str(path) for path in sorted(folder.glob("acceptance_*.json"))])
+    draft = DraftConfig(policy="streaming", budget=256)
+    assert "context 2,000, T 0" in kept.chances(draft, 1500)[1]
+    assert "context 4,000, T 0" in kept.chances(draft, 5000)[1]
+
+
+@pytest.mark.parametrize("said", ["1.5", "nan", "-0.1", "x", "foo=0.5", "streaming=", "="])
+def test_an_acceptance_that_is_not_a_rate_is_refused(said: str) -> None:
+    with pytest.raises(ValueError, match="acceptance must be a rate from 0 to 1"):
+        Kept.of([said])
+
+
+# ---- whole plans -----------------------------------------------------------------------------------------------------
+
+
+def test_a_standalone_draft_is_planned_only_with_a_model() -> None:
+    assert "standalone" not in default_policies(on_h200())
+    assert "standalone" in default_policies(on_h200(draft_model=SMALL))
+    with pytest.raises(ValueError, match="policy 'off' drafts nothing"):
+        drafts_of(on_h200(), ["off"], None, None, None)
+
+
+def test_columns_of_a_plan_line_up_and_its_json_is_json() -> None:
+    system = on_h200(ranks=Ranks(n=2, link=nvlink(900e9)))
+    drafts = drafts_of(system, None, None, None, None)
+    document = plan(system, drafts, Kept.of([]), [1, 64], [8000, 120_000], "expected")
+    assert json.loads(json.dumps(document, allow_nan=False)) == json.loads(json.dumps(document))
+    assert len(document["cells"]) == 2 * 2 * len(drafts)
+    lines = text(document, "a model").splitlines()
+    table = [line for line in lines if re.match(r"context  batch|\s*[\d,]+ +\d+  \w+ [\d,]+ ", line)]
+    assert len(table) == 1 + len(document["cells"]) and len({len(line) for line in table}) == 1
+    assert any("nothing below was measured" in line for line in lines)
+    assert any(line.startswith("! 64 x 120,000 does not fit") for line in lines)
+
+
+@pytest.mark.parametrize("sweep", ["sweep", "smollm2"])
+def test_what_was_measured_is_shown_next_to_what_the_sweep_itself_predicted(sweep: str) -> None:
+    path = ROOT / "benchmarks" / "cpu" / sweep / "sweep.json"
+    stored = [one for one in json.loads(path.read_text())["points"] if one["status"] == "measured"]
+    found = compare(path)
+    assert len(found) == len(stored) > 0
+    for ours, theirs in zip(found, stored, strict=True):
+        assert ours["plain_ms"] == pytest.approx(theirs["predicted"]["plain_ms"])
+        assert ours["speedup"] == pytest.approx(theirs["predicted"]["speedup"], rel=1e-6)
+        assert ours["plain_ms"] < ours["plain_ms_measured"]  # a roofline is a floor
+
+
+def test_shapes_are_those_of_presets_folders_and_the_bundled_model() -> None:
+    assert shape_of("meta-llama/Llama-3.1-8B") is LLAMA
+    assert shape_of("bundled").n_layers > 0
+    with pytest.raises(ValueError, match="no preset is called 'nobody/nothing'"):
+        shape_of("nobody/nothing")
+
+
+def test_drafts_without_a_budget_and_over_a_draft_model_are_compared(tmp_path: Path) -> None:
+    document = json.loads((ROOT / "benchmarks" / "cpu" / "smollm2" / "sweep.json").read_text())
+    shape = document["settings"]["transformer"]
+    document["settings"] |= {"draft_model": "small", "draft_transformer": {**shape, "n_layers": 2}}
+    names = (("lookup", None), ("hierarchy/standalone", 64), ("early_exit", 64), ("quest", 256))
+    document["points"] = [{**document["points"][-1], "policy": policy, "budget": budget} for policy, budget in names]
+    file = tmp_path / "sweep.json"
+    file.write_text(json.dumps(document))
+    points = compare(file)
+    found = {one["policy"]: one for one in points}
+    assert list(found) == [policy for policy, _ in names] and all(one["speedup"] > 0 for one in points)
+    assert "hierarchy/standalone 64" in comparison(points, "a sweep")

@@ -1,0 +1,203 @@
+"""Who drafts, which points share an engine, and that what fails costs no other point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.tp import Parallel
+from measuring.grid import (
+    COMMON,
+    Point,
+    Setting,
+    Sweep,
+    buildable,
+    draft_fields,
+    draft_label,
+    groups,
+    has_a_model,
+    in_common,
+    known_drafters,
+    settings_of,
+)
+from tests.helpers import ByteTokenizer, few, random_ids, tiny_model
+
+
+def point(policy: str = "streaming", batch: int = 1, context: int = 100, gamma: int | str = 4) -> Point:
+    return Point(batch=batch, context=context, setting=Setting(policy=policy, budget=64), gamma=gamma)
+
+
+# ---- who drafts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_without_a_budget_is_measured_once() -> None:
+    settings = settings_of(["lookup", "full", "quest"], [48, 64])
+    assert [(s.policy, s.budget) for s in settings] == [("lookup", None), ("full", None), ("quest", 48), ("quest", 64)]
+
+
+def test_the_name_of_a_hierarchy_says_who_is_its_cheap_level() -> None:
+    common = {"draft_model": "bundled", "view": "quest", "page": 32}
+    over = Setting(policy="hierarchy/standalone", budget=128).draft(4, common)
+    assert (over.policy, over.cheap, over.draft_model, over.gamma) == ("hierarchy", "standalone", "bundled", 4)
+    under = Setting(policy="hierarchy", budget=128).draft(4, common)
+    assert under.draft_model is None and (under.view, under.page) == ("quest", 32)
+    assert has_a_model("hierarchy/standalone") and not has_a_model("hierarchy")
+
+
+@pytest.mark.parametrize("policy", known_drafters())
+def test_every_drafter_takes_those_of_the_common_fields_that_it_uses(policy: str) -> None:
+    given = {"draft_model": "bundled", "exit_layers": 1, "view": None, "ngram": 5, "n_sink": 8, "page": 32, "gamma": 9}
+    draft = Setting(policy=policy, budget=None if policy in ("lookup", "full") else 256).draft(
+        "auto", draft_fields(given)
+    )
+    assert (draft.ngram, draft.n_sink, draft.page, draft.gamma) == (5, 8, 32, "auto")
+    assert draft.exit_layers == (1 if policy == "early_exit" else None)
+    assert (draft.draft_model is not None) == has_a_model(policy)
+
+
+def test_a_budget_that_no_policy_can_have_is_refused() -> None:
+    settings = settings_of(["snapkv", "streaming"], [16, 64])
+    fine, skipped = buildable(settings, [4], {})
+    assert len(fine) == 3 and list(skipped) == ["snapkv 16"]
+    with pytest.raises(ValueError, match="budget must be at least 64 for snapkv, got 16"):
+        buildable(settings_of(["snapkv"], [16, 64]), [4], {})
+
+
+def test_a_field_that_no_policy_of_a_measurement_uses_is_refused() -> None:
+    settings = settings_of(["streaming", "early_exit"], [64])
+    assert len(buildable(settings, [4], {"exit_layers": 1, "view": "quest"})[0]) == 2
+    with pytest.raises(ValueError, match="exit_layers does nothing for streaming: leave it out"):
+        buildable(settings[:1], [4], {"exit_layers": 1})
+    with pytest.raises(ValueError, match="draft_model does nothing for streaming and hierarchy"):
+        buildable(settings_of(["streaming", "hierarchy"], [64]), [4], {"draft_model": "bundled"})
+
+
+def test_what_points_of_a_file_have_in_common_has_a_default_for_files_of_before_it_was_told() -> None:
+    assert in_common({"page": 32, "batch": 4}) == COMMON | {"page": 32}
+    assert COMMON["page"] == DraftConfig().page and COMMON["exact"] is EngineConfig().exact
+    assert COMMON["top_k"] is SamplingParams().top_k
+
+
+@pytest.mark.parametrize(
+    "policy",
+    few(
+        ["streaming", "snapkv", "quest", "guided", "lookup", "early_exit", "standalone"],
+        ["quest", "lookup", "standalone"],
+    ),
+)
+def test_an_engine_that_changes_its_draft_is_the_engine_that_was_built_with_it(policy: str) -> None:
+    """Otherwise a sweep would not be what a user gets; the prompts are prefilled once for all of it."""
+    model, small = tiny_model(), tiny_model(seed=1)
+    config = EngineConfig(batch_size=2, max_seq_len=400, dtype="fp32", compile=False)
+    prompts, params = [random_ids(300), random_ids(120, seed=1)], SamplingParams(max_tokens=24)
+    changing = Engine(model, ByteTokenizer(), config)
+    plain = [c.tokens for c in changing.generate(prompts, params)]
+    for other in ("guided", policy):
+        setting = Setting(policy=other, budget=None if other == "lookup" else 64)
+        draft = setting.draft(3, {"draft_model": "a folder"})
+        changing.redraft(draft, small if draft.draft_model else None)
+        changed = changing.generate(prompts, params)
+    assert changing.stats.prefill_tokens == 0
+    built = Engine(model, ByteTokenizer(), config, draft, small if policy == "standalone" else None)
+    fresh = built.generate(prompts, params)
+    assert [c.tokens for c in changed] == [c.tokens for c in fresh] == plain
+    assert [c.stats for c in changed] == [c.stats for c in fresh]
+    assert changing.stats.kv_bytes == built.stats.kv_bytes
+
+
+# ---- the points ------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_shares_an_engine_but_for_draft_models_and_exact_mode() -> None:
+    points = [
+        point(policy, batch, context, gamma)
+        for batch in (1, 2)
+        for policy in ("streaming", "standalone")
+        for gamma in (4, 6)
+        for context in (100, 200)
+    ]
+    shared = [*groups(points, exact=False)]
+    assert [len(group) for group in shared] == [4, 2, 2, 4, 2, 2]
+    assert [point for group in shared for point in group] == points
+    assert [len(group) for group in groups(points, exact=True)] == [2, 2, 1, 1, 1, 1] * 2
+
+
+def test_a_draft_is_named_with_budget_gamma_and_temperature() -> None:
+    assert draft_label(point(gamma="auto").key) == "streaming 64, gamma auto"
+    assert draft_label(point().key | {"temperature": 0.8}) == "streaming 64, gamma 4, T 0.8"
+
+
+class Engines:
+    """A sweep whose engines only say what is done with them."""
+
+    def __init__(self, *, too_long: int = 10**6, odd: str = "", broken: int = 0) -> None:
+        self.too_long, self.odd, self.broken, self.said = too_long, odd, broken, list[str]()
+
+    def build(self, batch: int, context: int, draft: DraftConfig | None) -> Any:
+        if context > self.too_long:
+            raise ValueError(f"{context} is too long")
+        if draft and draft.policy == self.odd:
+            raise ValueError("it does not fit")
+        self.said.append(f"build {batch} x {context}{f' for {draft.policy}' if draft else ''}")
+        return self
+
+    def redraft(self, draft: DraftConfig) -> None:
+        if draft.policy == self.odd:
+            raise ValueError("it does not fit")
+        self.said.append(draft.policy)
+
+    def warm_up(self) -> None:
+        pass
+
+    def measure(self, point: Point, engine: Any) -> dict[str, Any]:
+        if point.context == self.broken:
+            raise torch.OutOfMemoryError("no memory is left")
+        return {"context": point.context}
+
+    def run(self, points: list[Point]) -> list[str]:
+        sweep = Sweep(
+            parallel=Parallel(torch.device("cpu")), exact=False, build=self.build, measure=self.measure,
+            draft=lambda point: point.setting.draft(point.gamma, {"draft_model": "bundled"}),
+            done=lambda point, found: self.said.append(
+                f"{type(found).__name__}" if isinstance(found, Exception) else f"done {point.context}"
+            ),
+        )  # fmt: skip
+        sweep.run(points)
+        return self.said
+
+
+def test_one_engine_is_built_for_a_batch_and_drafts_are_exchanged() -> None:
+    points = [
+        point(policy, context=context) for policy in ("streaming", "lookup", "standalone") for context in (50, 90)
+    ]
+    assert Engines().run(points) == [
+        "build 1 x 90", "streaming", "done 50", "done 90", "lookup", "done 50", "done 90",
+        "build 1 x 90 for standalone", "done 50", "done 90",
+    ]  # fmt: skip
+
+
+def test_what_is_too_long_leaves_an_engine_for_the_others() -> None:
+    said = Engines(too_long=60).run([point(context=50), point(context=90), point(context=60)])
+    assert said == ["ValueError", "build 1 x 60", "streaming", "done 50", "done 60"]
+
+
+def test_a_policy_that_does_not_fit_is_skipped_and_the_others_go_on() -> None:
+    said = Engines(odd="quest").run([point("quest"), point("quest", context=60), point("lookup")])
+    assert said == ["build 1 x 100", "ValueError", "ValueError", "build 1 x 100", "lookup", "done 100"]
+
+
+def test_a_policy_for_which_no_engine_can_be_built_is_skipped_and_the_others_go_on() -> None:
+    """Once all that was left of the same length was skipped with it."""
+    points = [point("quantized", context=50), point("quantized"), point("lookup"), point("streaming", context=50)]
+    said = Engines(odd="quantized").run(points)
+    assert said == ["ValueError", "ValueError", "build 1 x 100", "lookup", "done 100", "streaming", "done 50"]
+
+
+def test_what_fails_while_it_is_measured_gets_the_others_a_new_engine() -> None:
+    said = Engines(broken=60).run([point(context=50), point(context=60), point(context=70)])
+    assert said == [
+        "build 1 x 70", "streaming", "done 50", "OutOfMemoryError", "build 1 x 70", "streaming", "done 70"
+    ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""The file of results: complete after each of them, resumed, and left alone if it is not ours."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from measuring.grid import COMMON, up_to_date
+from measuring.ledger import Ledger, complete, digest, fingerprint, read_document, write_whole
+from tests.helpers import tiny_model
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu"
+
+
+def ledger(path: Path | None, benchmark: str = "speed", fresh: bool = False, **settings: Any) -> Ledger:
+    return Ledger(path, benchmark, settings, {"cpu": "a"}, fresh=fresh, adapt=up_to_date)
+
+
+def test_results_stay_for_a_run_with_the_same_settings_and_take_each_others_place(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    first = ledger(file, pairs=7)
+    first.put({"n": 1}, {"n": 1, "x": (1, 2)})
+    assert not file.exists()  # until it is written
+    first.put({"n": 2}, {"n": 2, "x": None})
+    first.write(more="said")
+    again = ledger(file, pairs=7)
+    assert again.find({"n": 1}) == {"n": 1, "x": [1, 2]} and again.find({"n": 3}) is None
+    assert again.find({"n": 1, "missing": 4}) is None
+    again.put({"n": 1}, {"n": 1, "x": 5})
+    again.write()
+    document = json.loads(file.read_text())
+    assert document["results"] == [{"n": 2, "x": None}, {"n": 1, "x": 5}] and document["more"] == "said"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+    assert ledger(file, pairs=8, fresh=True).records == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("my notes", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "holds no results of this benchmark"),
+        ('{"benchmark": "speed", "settings": 7}', "holds no results of this benchmark"),
+        ('{"benchmark": "speed", "results": {"n": 1}}', "holds no results of this benchmark"),
+        ('{"benchmark": "speed", "points": [1]}', "holds no results of this benchmark"),
+        ('{"benchmark": "peers"}', "holds no results of this benchmark"),
+        ('{"benchmark": "speed"}', "was measured with pairs None, not 7"),
+        ('{"benchmark": "speed", "settings": {"pairs": 8}}', "was measured with pairs 8, not 7: name another file"),
+    ],
+)
+def test_a_file_of_something_else_or_of_other_settings_is_left_alone(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=said):
+        ledger(file, pairs=7)
+    assert file.read_text() == content
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"benchmark": "speed", "points": [1]}'])
+def test_a_damaged_file_holds_no_results(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"x\.json holds no results of this program"):
+        read_document(file, "speed")
+
+
+def test_what_results_lack_is_said_with_the_name_of_their_file(tmp_path: Path) -> None:
+    record: dict[str, Any] = {}
+    with pytest.raises(ValueError, match=r"x\.json is damaged: KeyError\('speedup'\)"), complete(tmp_path / "x.json"):
+        record["speedup"]
+    with pytest.raises(ValueError, match="as it is"), complete(tmp_path / "x.json"):
+        raise ValueError("as it is")
+
+
+def test_without_a_file_nothing_is_written() -> None:
+    nowhere = ledger(None)
+    nowhere.put({"n": 1}, {"n": 1})
+    nowhere.write()
+    assert nowhere.records == [{"n": 1}]
+
+
+def test_what_a_file_does_not_name_was_measured_with_what_was_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text('{"benchmark": "speed", "settings": {"temperature": 0.8}, "points": [{"policy": "quest"}]}')
+    assert ledger(file, **COMMON).document["points"] == [{"policy": "quest", "temperature": 0.8}]
+    with pytest.raises(ValueError, match="was measured with page 16, not 32"):
+        ledger(file, **{**COMMON, "page": 32})
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "x.json"
+    write_whole(file, "old")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "fsync", full)
+        write_whole(file, "new")
+    assert file.read_text() == "old" and [*tmp_path.iterdir()] == [file]
+    with pytest.raises(OSError, match="not a file that can be replaced"):
+        write_whole(tmp_path, "x")
+
+
+def test_names_of_tokens_and_weights_change_with_them() -> None:
+    assert digest([1, 2]) == digest((1, 2)) != digest([12])
+    assert fingerprint(tiny_model()) == fingerprint(tiny_model()) != fingerprint(tiny_model(seed=1))
+
+
+@pytest.mark.parametrize(
+    ("file", "benchmark", "results"),
+    [
+        ("sweep/sweep.json", "batch", "points"),
+        ("smollm2/sweep.json", "batch", "points"),
+        ("smollm2/acceptance_2000_t0.json", "frontier", "results"),
+        ("smollm2/acceptance_7900_t0.8.json", "frontier", "results"),
+        ("speculation/lossless.json", "speculation lossless", "results"),
+        ("speculation/needles.json", "speculation needles", "results"),
+    ],
+)
+def test_results_in_the_repository_are_gone_on_with(file: str, benchmark: str, results: str) -> None:
+    before = read_document(RESULTS / file, benchmark)
+    n, settings = len(before[results]), {name: COMMON[name] for name in COMMON} | before["settings"]
+    known = Ledger(RESULTS / file, benchmark, settings, {}, results=results, adapt=up_to_date)
+    key = {"policy": before[results][-1].get("policy"), "budget": before[results][-1].get("budget")}
+    assert len(known.records) == n and known.find(key)
+    with pytest.raises(ValueError, match="was measured with"):
+        Ledger(RESULTS / file, benchmark, settings | {"model": "another"}, {}, results=results, adapt=up_to_date)

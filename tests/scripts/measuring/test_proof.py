@@ -1,0 +1,287 @@
+"""The proof kit passes the engine as it is, and finds each bug that is planted in it.
+
+Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd import state as batch_state
+from gpt_fast_sd.acceptance import AcceptResult, verify_sampled
+from gpt_fast_sd.draft import ModelDraft
+from gpt_fast_sd.model import CacheLayer, KVCache
+from gpt_fast_sd.sampling import Kind, draw, probabilities
+from gpt_fast_sd.state import BatchState
+from gpt_fast_sd.target import TargetSteps
+from measuring import proof
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+N_TOKENS = 8
+PROMPTS = [random_ids(n, seed=n, vocab_size=23) for n in (40, 45, 21, 3, 30)]  # more than slots
+CONFIG = EngineConfig(batch_size=4, max_seq_len=64, device="cpu", compile=False, cuda_graphs="off")
+
+
+def built(config: EngineConfig = CONFIG, policy: str = "streaming", **draft: Any) -> Engine:
+    """A tiny engine whose drafts are often refused."""
+    model = tiny_model(tiny_config(vocab_size=23, dim=16, n_heads=2, n_kv_heads=1, ffn_dim=24))
+    return Engine(model, None, config, DraftConfig(policy=policy, gamma=3, **draft))
+
+
+def narrow(**changes: Any) -> Engine:
+    """A streaming draft that sees 10 entries, in an engine of its own."""
+    return built(replace(CONFIG, **changes), budget=10, n_sink=2)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return narrow()
+
+
+@pytest.fixture(scope="module")
+def wide() -> Engine:
+    """Slots for samples."""
+    return narrow(batch_size=128)
+
+
+def drawn(engine: Engine) -> proof.Finding:
+    return proof.samples(engine, PROMPTS[:2], 1000)
+
+
+def test_samples_of_many_slots_pass(wide: Engine) -> None:
+    finding = drawn(wide)
+    assert finding.passed, finding.line
+
+
+def test_the_engine_as_it_is_passes_every_check() -> None:
+    findings = list(proof.prove(lambda config: narrow(exact=config.exact), CONFIG, PROMPTS, N_TOKENS, 200))
+    assert [one.check for one in findings] == ["greedy", "samples", "seeds", "refill", "exact"]
+    assert all(one.passed for one in findings), [one.line for one in findings]
+    assert 0.05 < findings[0].figures["acceptance"] < 0.95
+    assert findings[2].figures["moved"] > 0
+
+
+def test_an_int8_cache_passes_refills() -> None:
+    finding = proof.refill(narrow(kv_dtype="int8"), PROMPTS, N_TOKENS)
+    assert finding.passed, finding.line
+
+
+# ---- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def from_p(p: Tensor, q: Tensor, drafted: Tensor, most: Tensor, u: Tensor, next_u: Tensor, **how: Any) -> AcceptResult:
+    """What follows a refused draft is drawn from p, not from the residual."""
+    kept = verify_sampled(p, q, drafted, most, u, next_u, **how).n_accepted
+    rows = torch.arange(len(kept))
+    return AcceptResult(kept, draw(p[rows, kept], next_u[rows, kept]))
+
+
+def of_a_neighbour(p: Tensor, q: Tensor, *others: Tensor, **how: Any) -> AcceptResult:
+    """q is that of the row before."""
+    return verify_sampled(p, q.roll(1, 0), *others, **how)
+
+
+@pytest.mark.parametrize("judged", [from_p, of_a_neighbour])
+def test_samples_find_a_wrong_judge(
+    judged: Callable[..., AcceptResult], wide: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_state, "verify_sampled", judged)
+    finding = drawn(wide)
+    assert not finding.passed, finding.line
+
+
+def test_samples_find_drafts_that_are_judged_by_a_filtered_q_and_were_drawn_from_another(
+    wide: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(
+        self: BatchState, logits: Tensor, pos: Tensor, kind: Kind, stream: int, *_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        unfiltered = probabilities(logits, self.table, filtered=False)
+        return draw(unfiltered, self.uniform(pos, stream)), self.probabilities(logits, kind)
+
+    assert isinstance(wide.policy, ModelDraft)
+    monkeypatch.setattr(wide.policy._choose, "_fn", choose)
+    monkeypatch.setattr(proof, "FILTERED", {"temperature": 1.0, "top_k": 4})
+    finding = drawn(wide)
+    assert not finding.passed, finding.line
+
+
+def test_greedy_finds_positions_of_drafts_that_are_one_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = engine.model
+    forward = type(model).forward
+
+    def shifted(self: Any, tokens: Tensor, pos: Tensor, kv: Any) -> Tensor:
+        moved = pos + (torch.arange(pos.shape[1]) > 0)  # of drafts that are verified
+        result: Tensor = forward(self, tokens, moved, kv)
+        return result
+
+    monkeypatch.setattr(type(model), "forward", shifted)
+    finding = proof.greedy(engine, PROMPTS, 2 * N_TOKENS)
+    assert not finding.passed, finding.line
+
+
+def test_greedy_finds_the_key_of_a_refused_draft_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CacheLayer.store
+
+    def stale(self: CacheLayer, pos: Tensor, k: Tensor, v: Tensor) -> None:
+        """The key of the token that took a refused draft's place is not written."""
+        first = 1 if 1 < pos.shape[1] < 8 else 0
+        store(self, pos[:, first:], k[:, :, first:], v[:, :, first:])
+
+    monkeypatch.setattr(CacheLayer, "store", stale)
+    finding = proof.greedy(built(policy="lookup", ngram=1), PROMPTS, 2 * N_TOKENS)
+    assert not finding.passed, finding.line
+
+
+def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def uniform(self: BatchState, pos: Tensor, stream: int) -> Tensor:
+        seed = self.table.seed + torch.arange(len(self.table.seed))
+        return batch_state.uniform(seed if pos.dim() == 1 else seed[:, None], pos, stream)
+
+    monkeypatch.setattr(BatchState, "uniform", uniform)
+    finding = proof.seeds(engine, PROMPTS, N_TOKENS)
+    assert not finding.passed, finding.line
+
+
+def test_refill_finds_a_slot_that_is_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "vacate", lambda self, slot, keep=0: self.seq_len[slot].zero_())
+    finding = proof.refill(narrow(), PROMPTS, N_TOKENS)
+    assert not finding.passed, finding.line
+
+
+def test_exact_finds_a_step_whose_width_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, feed = narrow(exact=True), TargetSteps.feed
+
+    def nudged(self: TargetSteps, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        logits, mass = feed(self, tokens, n_keys)
+        return logits * (1 + 2**-22 * (tokens.shape[1] > 1)), mass  # the last bits
+
+    monkeypatch.setattr(TargetSteps, "feed", nudged)
+    finding = proof.exact(engine, PROMPTS[:4], N_TOKENS)
+    assert not finding.passed, finding.line
+
+
+def test_logits_that_are_no_numbers_fail_and_raise_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "logits", lambda *_, **__: torch.full((1, 23), torch.nan))
+    finding = proof.samples(engine, PROMPTS[:2], 100)
+    assert not finding.passed and "logits after 40 tokens are not finite" in finding.text
+    wrong = iter([5, 6] * 100)
+    monkeypatch.setattr(batch_state, "verify_sampled", None)
+    generate = Engine.generate
+
+    def others(self: Engine, *args: Any, speculate: bool = True, **how: Any) -> Any:
+        done = generate(self, *args, speculate=False, **how)
+        return [replace(c, tokens=[next(wrong), *c.tokens[1:]]) if speculate else c for c in done]
+
+    monkeypatch.setattr(Engine, "generate", others)
+    assert not proof.greedy(engine, PROMPTS, 4).passed
+
+
+def test_gamma_auto_which_no_seed_fixes_is_refused() -> None:
+    auto = Engine(tiny_model(), None, CONFIG, DraftConfig(policy="streaming", gamma="auto"))
+    with pytest.raises(ValueError, match='gamma "auto" depends on measured times'):
+        list(proof.prove(lambda config: auto, CONFIG, PROMPTS, N_TOKENS, 200))
+
+
+def test_one_slot_is_not_said_to_have_been_changed() -> None:
+    finding = proof.seeds(narrow(batch_size=1), PROMPTS[:2], N_TOKENS)
+    assert finding.passed and finding.text.endswith("no row came to another slot, which is not tested")
+
+
+# ---- the test of samples itself --------------------------------------------------------------------------------------
+
+
+def test_the_power_that_is_printed_is_the_power_that_there_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    n, p = 4000, torch.full((12,), 1 / 12, dtype=torch.float64)
+    distance = proof.smallest_distance(n, 11)
+    moved = p + distance * torch.tensor([1.0, -1.0] * 6, dtype=torch.float64) / 6  # the hardest to find
+    limit, found = proof.next_above(11), []
+    for q in (p, moved):
+        counts = [torch.bincount(q.multinomial(n, True, generator=generator), minlength=12) for _ in range(200)]
+        found.append(sum(proof.g_statistic(c.double(), n * p)[0] > limit for c in counts))
+    assert found[0] == 0 and found[1] >= 194
+
+
+def test_the_chance_of_a_statistic_is_that_of_tables() -> None:
+    assert abs(proof.chance_of(18.307, 10) - 0.05) < 1e-3  # chi-square of 10, its 95 % quantile
+    assert abs(proof.chance_of(124.342, 100) - 0.05) < 1e-3
+    assert proof.chance_of(proof.next_above(10), 10) == pytest.approx(proof.CHANCE, rel=1e-3)
+
+
+def test_cells_hold_all_of_the_distribution(engine: Engine) -> None:
+    params = SamplingParams(**proof.FILTERED)
+    cells = proof.Cells.of(lambda ids: engine.logits(ids, last=1)[0], PROMPTS[0], params)
+    assert cells.expected.sum().item() == pytest.approx(1.0) and len(cells.second) == proof.FOLLOWED
+    assert cells.count([[a, b] for a in range(23) for b in range(23)]).sum() == 23 * 23
+
+
+PEAKED = torch.tensor([5.0, 4.9, 4.8, 4.7, 4.6, 4.5, 0.0, -0.001, -9.0, -9.0])
+KEPT = SamplingParams(temperature=1.0, top_k=7)  # an id of 0.0 is kept, one of -0.001 is not
+
+
+@pytest.mark.parametrize(("tie", "wrong"), [(0.0, [7, 8, 9]), (1e-2, [8, 9]), (10.0, [])])
+def test_a_token_that_the_filter_leaves_out_is_wrong_unless_rounding_may_let_it_in(
+    tie: float, wrong: list[int]
+) -> None:
+    cells = proof.Cells.of(lambda ids: PEAKED, [1], KEPT, lambda best: tie)
+    assert [token for token in range(10) if cells.left_out([[token, 0]])] == wrong
+    assert [token for token in range(10) if cells.left_out([[0, token]])] == wrong  # 0 is followed
+    assert cells.left_out([[6, 9]]) == 0  # and 6 is not: what comes after it is unknown
+
+
+def test_samples_find_a_filter_that_leaks_rarely(wide: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Engine.generate
+
+    def leaking(self: Engine, *args: Any, **how: Any) -> Any:
+        done = stream(self, *args, **how)
+        cells = proof.Cells.of(lambda ids: self.logits(ids, last=1)[0], PROMPTS[0], SamplingParams(**proof.FILTERED))
+        one = next(i for i, c in enumerate(done) if i % 4 == 1)  # the first prompt's, filtered
+        token = int(cells.outside[None].nonzero()[0])
+        return [replace(c, tokens=[token, *c.tokens[1:]]) if i == one else c for i, c in enumerate(done)]
+
+    monkeypatch.setattr(Engine, "generate", leaking)
+    monkeypatch.setattr(proof, "FILTERED", {"temperature": 1.0, "top_k": 4})
+    finding = drawn(wide)
+    assert not finding.passed and finding.text.endswith("; 1 hold a token that their filter leaves out")
+    assert finding.figures["p"] > proof.CHANCE
+
+
+def test_the_edge_of_a_filter_that_rounding_moves_is_allowed_for() -> None:
+    logits = torch.tensor([0.501, 0.3, 0.1, 0.0989, 0.0001]).log()  # top-p of 0.9 ends at the third token, by a hair
+    how = SamplingParams(temperature=1.0, top_p=0.9)
+    sharp = proof.Cells.of(lambda ids: logits, [1], how)
+    blunt = proof.Cells.of(lambda ids: logits, [1], how, lambda best: 0.25)
+    assert sharp.rounding(1000) == 0 and blunt.rounding(1000) > 100
+    assert sharp.left_out([[3, 0]]) == 1 and blunt.left_out([[3, 0]]) == 0
+    assert blunt.left_out([[4, 0]]) == 1  # a thousandth of its likelihood
+
+
+def test_a_right_engine_whose_rounding_drops_the_last_token_of_a_filter_passes() -> None:
+    p = torch.tensor([0.5, 0.3999, 0.09, 0.0101])  # 0.8999 before the third, which a logit more by 0.02 leaves out
+    how = SamplingParams(temperature=1.0, top_p=0.9)
+    cells = proof.Cells.of(lambda ids: p.log(), [1], how, lambda best: 0.25)
+    moved = proof.Cells.of(lambda ids: p.log() + torch.tensor([0.02, 0.0, 0.0, 0.0]), [1], how)
+    n, generator = 1000, torch.Generator().manual_seed(0)
+    assert moved.outside[None].tolist() == [False, False, True, True] and not cells.outside[None][2]
+    q = torch.tensor([0.5, 0.3999]) / 0.8999
+    outputs = torch.stack([q.multinomial(n, True, generator=generator) for _ in range(2)], 1).tolist()
+    statistic, freedom = proof.g_statistic(cells.count(outputs), cells.expected * n)
+    assert proof.chance_of(statistic, freedom) < proof.CHANCE < proof.chance_of(statistic, freedom, cells.rounding(n))
+
+
+def test_nothing_is_proved_by_samples_that_fill_one_cell_and_too_many_are_refused(
+    wide: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = proof.samples(wide, PROMPTS[:2], 1)
+    assert not finding.passed and finding.text.startswith("nothing tested: 4 samples are too few")
+    monkeypatch.setattr(proof, "near_tie", lambda best, *dtypes: 0.25)
+    with pytest.raises(ValueError, match=r"1,000,000 samples of a prompt would tell how fp32 rounds: try \d"):
+        proof.samples(wide, PROMPTS[:2], 10**6)

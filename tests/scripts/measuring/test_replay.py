@@ -1,0 +1,138 @@
+"""Acceptance replay: tables that follow their profiles, and results that keep what the table says."""
+
+import itertools
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.acceptance import AcceptResult
+from gpt_fast_sd.fast.compile import own_code
+from gpt_fast_sd.policies import Draft
+from gpt_fast_sd.round import accept_step
+from gpt_fast_sd.sampling import GREEDY
+from measuring.replay import PROFILES, ROW_STD, Profile, Replay, replay_table
+from measuring.roofline import omega
+from tests.helpers import random_ids, tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_table_keeps_as_many_drafts_as_its_profile_expects(name: str) -> None:
+    profile = PROFILES[name]
+    table = replay_table(profile, 500, 400, 6, seed=3, device=CPU)
+    assert table.dtype == torch.int64
+    assert 0 <= int(table.min()) < int(table.max()) == 6
+    # 400 rows of spread ROW_STD: their mean is off by some hundredths of a token
+    assert float(table.double().mean()) + 1 == pytest.approx(profile.tokens(6), abs=0.12)
+
+
+def test_profiles_go_from_the_first_to_the_seventh_draft_and_stay_there() -> None:
+    ends = {"low": (0.60, 0.46), "streaming": (0.80, 0.73), "snapkv": (0.91, 0.87), "guided": (0.968, 0.885)}
+    for name, (first, last) in {**ends, "guided_all": (0.969, 0.955)}.items():
+        chances = PROFILES[name].chances
+        assert (chances[0], chances[6], len(chances)) == (first, pytest.approx(last), 7)
+        assert all(a >= b for a, b in itertools.pairwise(chances))
+        assert PROFILES[name].rows(torch.zeros(1), 10)[0, 7:].tolist() == pytest.approx([last] * 3)
+
+
+def test_rows_differ_and_each_keeps_its_own_chance() -> None:
+    table = replay_table(PROFILES["streaming"], 4000, 64, 1, seed=0, device=CPU).double()
+    rates = table.mean(0)  # of each row
+    assert float(rates.std()) == pytest.approx(ROW_STD, rel=0.3)
+    halves = torch.corrcoef(torch.stack([table[:2000].mean(0), table[2000:].mean(0)]))
+    assert float(halves[0, 1]) > 0.9
+
+
+def test_the_same_seed_gives_the_same_table_and_another_seed_another() -> None:
+    one, two, other = (replay_table(PROFILES["snapkv"], 20, 8, 5, seed=seed, device=CPU) for seed in (7, 7, 8))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+def test_the_expectation_without_spread_is_omega() -> None:
+    flat = Profile(name="half", chances=(0.5,), source="a coin")
+    assert flat.tokens(3) == pytest.approx(omega(3, 0.5), abs=0.02)
+
+
+def test_a_chance_above_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"chances of profile wild must be from 0 to 1, got \(1.2,\)"):
+        Profile(name="wild", chances=(1.2,), source="")
+
+
+def test_a_replayed_verdict_keeps_what_the_table_says_row_after_row_and_wraps_round() -> None:
+    table = torch.tensor([[0, 3, 2], [2, 1, 0]])
+    replay = Replay(table)
+    drafted = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
+    result = AcceptResult(torch.tensor([1, 1, 2]), torch.tensor([100, 200, 300]))
+    max_accept = torch.full((3,), 3)
+    first = replay.apply(result, drafted, max_accept)
+    assert first.n_accepted.tolist() == [0, 3, 2]
+    # row 0: the draft at place 0; row 1: all kept, so the target's; row 2: where the result stood, the target's
+    assert first.next_token.tolist() == [10, 200, 300]
+    second = replay.apply(result, drafted, max_accept)
+    assert (second.n_accepted.tolist(), second.next_token.tolist()) == ([2, 1, 0], [12, 200, 30])
+    assert replay.apply(result, drafted, max_accept).n_accepted.tolist() == [0, 3, 2]
+    replay.rewind()
+    assert replay.apply(result, drafted, max_accept).n_accepted.tolist() == [0, 3, 2]
+
+
+def test_a_replayed_verdict_stays_below_the_cap_and_plain_rounds_do_not_move_the_table() -> None:
+    replay = Replay(torch.tensor([[3, 3], [1, 1]]))
+    result = AcceptResult(torch.tensor([0, 0]), torch.tensor([8, 9]))
+    plain = replay.apply(result, torch.empty(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    assert plain is result
+    capped = replay.apply(result, torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([2, 0]))
+    assert capped.n_accepted.tolist() == [2, 0]
+    assert capped.next_token.tolist() == [3, 9]
+
+
+def test_replaying_reads_nothing_on_the_host() -> None:
+    # a meta tensor has no values: whatever asks for one raises
+    meta = torch.device("meta")
+    replay = Replay(torch.zeros(4, 2, dtype=torch.int64, device=meta))
+    ones = torch.ones(2, dtype=torch.int64, device=meta)
+    replay.rewind()
+    out = replay.apply(AcceptResult(ones, ones), torch.ones(2, 3, dtype=torch.int64, device=meta), ones)
+    assert out.n_accepted.shape == out.next_token.shape == (2,)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_engine_that_replays_keeps_what_the_table_says_and_goes_on_as_ever_without(temperature: float) -> None:
+    config = EngineConfig(batch_size=2, max_seq_len=128, compile=False, device="cpu")
+    engine = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=16, gamma=3))
+    prompts = [random_ids(40, seed=1), random_ids(25, seed=2)]
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=temperature, seed=5)
+    before = [c.tokens for c in engine.generate(prompts, params)]
+    table = torch.tensor([[0, 3], [2, 1], [3, 0], [1, 2]])
+    engine.replay = Replay(table)
+    accepted: list[list[int]] = [[], []]
+    for event in engine.stream(prompts, params):
+        accepted[event.index].append(event.accepted)
+    for row, kept in enumerate(accepted):
+        assert kept[:6] == table[[0, 1, 2, 3, 0, 1], row].tolist()
+    engine.replay = None
+    assert [c.tokens for c in engine.generate(prompts, params)] == before
+
+
+def test_judging_with_a_replay_compiles_once_whichever_table_it_has() -> None:
+    config = EngineConfig(batch_size=2, max_seq_len=128, compile=False, device="cpu")
+    engine = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=16, gamma=3))
+    engine.state.remaining.fill_(100)
+    engine.state.active.fill_(True)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    step = torch.compile(own_code(accept_step), fullgraph=True, dynamic=False, backend=count)
+    with torch.inference_mode():
+        for seed in range(2):
+            replay = Replay(replay_table(PROFILES["snapkv"], 4, 2, 3, seed, CPU))
+            for row in range(3):
+                draft = Draft(torch.randint(200, (2, 3)), None, torch.full((2,), 3))
+                result = step(engine.state, GREEDY, torch.randn(2, 4, 258), draft, replay)  # [B, 2 * gamma + 5]
+                assert result[:, 2].tolist() == replay.table[row].tolist()
+    assert len(graphs) == 1

@@ -1,0 +1,233 @@
+"""The page of a run holds what the run did, whatever its texts hold, in a few hundred KB at most."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.serving.requests import RoundEvent, TokenEvent
+from gpt_fast_sd.serving.stats import EngineStats
+from measuring import Recorder, Way, page
+from measuring.report import DIGITS, MOST_BYTES, MOST_REQUESTS, MOST_ROUNDS, WIDTH, digits, in_script
+from tests.helpers import ByteTokenizer, random_ids, tiny_model
+from tests.scripts.measuring.runs import NASTY, Pieces, Story, page_of_one_token
+
+SCRIPT = re.compile(r'<script type="application/json" id="run">(.*?)</script>', re.DOTALL)
+
+
+def run_of(html: str) -> dict[str, Any]:
+    """What a page holds."""
+    (text,) = SCRIPT.findall(html)
+    run: dict[str, Any] = json.loads(text)
+    return run
+
+
+def text_of(request: dict[str, Any]) -> str:
+    return "".join(piece for _, pieces, *_ in request["rounds"] for piece in pieces)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "hierarchy", "off"])
+def test_a_page_holds_the_printed_texts_and_counts_that_agree_with_the_stats(policy: str) -> None:
+    config = EngineConfig(batch_size=2, max_seq_len=256, device="cpu", compile=False)
+    draft = DraftConfig(policy="off") if policy == "off" else DraftConfig(policy=policy, gamma=3, budget=64)
+    one = Engine(tiny_model(), ByteTokenizer(), config, draft)
+    prompts = [random_ids(n, seed=n) for n in (150, 20, 90)]
+    params = [SamplingParams(max_tokens=40, temperature=0.7, seed=3, ignore_eos=True)] * 3
+    recorder = Recorder(one.tokenizer, prompts, params, one.policy.proposers if one.policy else ())
+    one.on_round = recorder
+    completions = one.generate(prompts, params)
+    run = run_of(page(recorder, "a run", ways={"speculative": Way.of([one.stats])}))
+    assert [text_of(request) for request in run["requests"]] == [completion.text for completion in completions]
+    stats = one.stats
+    assert run["positions"] == [stats.accepted_by_position, stats.drafted_by_position]
+    assert run["n_rounds"] == len(run["rounds"]) == stats.rounds
+    assert sum(ms for _, ms, *_ in run["rounds"]) == pytest.approx(1e3 * stats.decode_seconds, rel=1e-2)
+    parts = [part for request in run["requests"] for part in request["rounds"]]
+    assert sum(len(pieces) for _, pieces, *_ in parts) == stats.decode_tokens == 120
+    assert sum(drafted for *_, drafted, _ in parts) == stats.drafted
+    assert sum(len(refused) for *_, refused in parts) == stats.drafted - stats.accepted
+    assert sum(source > 0 for _, _, sources, *_ in parts for source in sources) == stats.accepted
+    assert run["sources"] == ["target", *(one.policy.proposers if one.policy else ())]
+    assert run["left_out"] == []
+    for request, completion in zip(run["requests"], completions, strict=True):
+        assert (request["tokens"], request["finish"]) == (len(completion.tokens), completion.finish_reason)
+        assert (request["views"] is None) == (policy == "off")
+
+
+def test_a_character_of_several_tokens_stands_where_its_last_byte_came() -> None:
+    story = Story("a\U0001f642b")
+    (request,) = run_of(story.page())["requests"]
+    assert [part[1] for part in request["rounds"]] == [["a", "", ""], ["", "\U0001f642", "b"]]
+
+
+def test_what_was_refused_is_the_text_that_it_would_have_been_in_its_place() -> None:
+    story = Story("a\u00e9", refused=b"\xa8x\xc3")  # behind a and C3, where the target wrote A9; C3 ends no character
+
+    (request,) = run_of(story.page())["requests"]
+    assert request["rounds"][0][4] == ["\u00e8", "x", "#195"]
+
+
+@pytest.mark.parametrize("where", ["text", "prompt", "title", "refused"])
+def test_no_text_ends_the_script_that_holds_it_and_all_of_it_comes_back(where: str) -> None:
+    plain = Story("abc").page()
+    given: dict[str, Any] = {"refused": NASTY.encode()} if where == "refused" else {where: NASTY}
+    story = Story(**({"text": "abc"} | given))
+    html = story.page()
+    assert html.count("<script") == plain.count("<script") and html.count("</script") == plain.count("</script")
+    assert html.count("<!--") == plain.count("<!--")
+    (held,) = SCRIPT.findall(html)
+    assert held.isascii() and not set("<>&") & set(held)
+    run = run_of(html)
+    (request,) = run["requests"]
+    assert text_of(request) == story.request.text
+    if where == "text":
+        assert text_of(request) == NASTY
+    elif where == "prompt":
+        assert NASTY.endswith(request["ending"])
+    elif where == "title":
+        assert run["title"] == NASTY and run["facts"] == [["model", NASTY]]
+
+
+def test_a_token_that_would_end_the_script_is_one_of_its_texts() -> None:
+    html = page_of_one_token(NASTY)
+    assert html.count("</script") == Story("abc").page().count("</script")
+    (request,) = run_of(html)["requests"]
+    assert request["rounds"] == [[0, [NASTY], [0], 1, [NASTY]]] and request["ending"] == NASTY
+
+
+def test_half_a_surrogate_pair_is_kept_as_it_is() -> None:
+    tokenizer = Pieces(["\ud83d", "\ude42", "x"])
+    recorder = Recorder(tokenizer, [[2]], [SamplingParams(max_tokens=2)])  # type: ignore[arg-type]
+    event = TokenEvent(
+        index=0, tokens=[0, 1], text="\ud83d\ude42", pieces=["\ud83d", "\ude42"], sources=["target"] * 2,
+        drafted=0, accepted=0,
+    )  # fmt: skip
+    recorder(
+        RoundEvent(
+            gamma=0, events=[event], seconds=0.1, draft_seconds=0, verify_seconds=0.1, prefill_seconds=0, read={}
+        )
+    )
+    html = page(recorder, "half", ways={"plain": Way.of([EngineStats()])})
+    assert html.isascii() or html.encode("utf-8")
+    assert run_of(html)["requests"][0]["rounds"][0][1] == ["\ud83d", "\ude42"]
+
+
+def test_json_in_a_script_refuses_what_is_not_json() -> None:
+    assert in_script({"a": "</x>&\u2028"}) == '{"a":"\\u003c/x\\u003e\\u0026\\u2028"}'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        in_script(float("nan"))
+
+
+def long_run(n_requests: int, n_rounds: int, piece: str) -> Recorder:
+    """Rounds of 17 such tokens for each request, of which the drafts of every second are refused, all views full."""
+    params = [SamplingParams(max_tokens=17 * n_rounds)] * n_requests
+    recorder = Recorder(Pieces([piece]), [[0] * 5000] * n_requests, params, ["streaming"])  # type: ignore[arg-type]
+    read = torch.rand(5000 + 17 * n_rounds)
+    for number in range(n_rounds):
+        kept = 0 if number % 2 else 16
+        events = [
+            TokenEvent(
+                index=index, tokens=[0] * (kept + 1), text="", drafted=16, accepted=kept, pieces=[piece] * (kept + 1),
+                refused=[0] * (16 - kept), sources=["streaming"] * kept + ["target"],
+            )
+            for index in range(n_requests)
+        ]  # fmt: skip
+        recorder(
+            RoundEvent(
+                gamma=16, events=events, seconds=123.456789, draft_seconds=23.456789, verify_seconds=99.999999,
+                prefill_seconds=12.345678, read=dict.fromkeys(range(n_requests), read),
+            )
+        )  # fmt: skip
+    return recorder
+
+
+@pytest.mark.parametrize("shape", [(1, 1200), (60, 60), (8, 300)], ids=str)
+@pytest.mark.parametrize("piece", ["a", " \u2028<&>\U0001f642" * 12], ids=["short", "long"])
+def test_a_page_stays_small_and_says_what_it_leaves_out(shape: tuple[int, int], piece: str) -> None:
+    n_requests, n_rounds = shape
+    recorder = long_run(n_requests, n_rounds, piece)
+    facts = [(piece * 100, piece * 100)] * 12
+    html = page(recorder, piece * 1000, ways={"speculative": Way.of([EngineStats()] * 3)}, facts=facts)
+    assert len(html.encode("utf-8")) <= MOST_BYTES
+    run = run_of(html)
+    said = " ".join(run["left_out"])
+    assert (f"first {MOST_REQUESTS} of {n_requests}" in said) == (n_requests > MOST_REQUESTS)
+    assert (f"first {MOST_ROUNDS:,} of {n_rounds:,}" in said) == (n_rounds > MOST_ROUNDS)
+    cut = [request for request in run["requests"] if len(request["rounds"]) < request["n_rounds"]]
+    assert bool(cut) == (f"{len(cut):,} of them are cut off" in said)
+    assert (cut or piece == "a") and all(request["n_rounds"] == n_rounds for request in run["requests"])
+    assert run["positions"][1] == [n_requests * n_rounds] * 16  # the bars are of all rounds and requests
+    for request in run["requests"]:
+        assert all(len(line[1]) == len(request["views"]["sum"]) <= WIDTH for line in request["views"]["rounds"])
+        assert (len(request["views"]["rounds"]) < n_rounds) == ("not every round has a line" in said)
+
+
+def test_only_nothing_at_all_is_drawn_as_nothing() -> None:
+    shares = np.array([0.0, 1e-6, 1 / 63, 0.5, 1.0])
+    values = [bytes(DIGITS).index(digit.encode()) for digit in digits(shares)]
+    assert values == [0, 1, 1, 32, 63]
+    assert len(set(bytes(DIGITS))) == 64
+
+
+def test_stretches_of_a_view_hold_the_share_of_their_positions_that_was_read() -> None:
+    story = Story("x" * 9, prompt="p" * 991)
+    (request,) = run_of(story.page())["requests"]
+    views = request["views"]
+    assert views["length"] == 1000 and len(views["sum"]) == WIDTH and views["every"] == 1
+    number, line, entries = views["rounds"][0]
+    assert (number, entries) == (0, 4 + 12)
+    values = [bytes(DIGITS).index(digit.encode()) for digit in line]
+    edges = [i * 1000 // WIDTH for i in range(WIDTH + 1)]
+    read = {*range(4), *range(982, 994)}  # 990 positions were committed, the next four are the round's own
+    for i, value in enumerate(values):
+        here = range(edges[i], edges[i + 1])
+        assert value == int(np.ceil(63 * len(read & set(here)) / len(here) - 1e-9))
+
+
+def a_round(read: Tensor) -> RoundEvent:
+    """One round of one request, whose draft was refused; read [S]."""
+    event = TokenEvent(
+        index=0, tokens=[0], text="a", pieces=["a"], sources=["target"], drafted=1, accepted=0, refused=[0]
+    )
+    return RoundEvent(
+        gamma=1, events=[event], seconds=1, draft_seconds=0.1, verify_seconds=0.1, prefill_seconds=0, read={0: read}
+    )
+
+
+def test_a_text_that_ends_early_is_not_drawn_as_long_as_it_might_have_been() -> None:
+    params = [SamplingParams(max_tokens=900)]
+    recorder = Recorder(Pieces(["a"]), [[0] * 100], params, ["full"])  # type: ignore[arg-type]
+    recorder(a_round(torch.ones(100)))
+    views = recorder.as_dict([0])["requests"][0]["views"]
+    assert 101 <= views["length"] < 101 + 1000 / WIDTH + 1
+    assert len(views["sum"]) == len(views["rounds"][0][1]) < WIDTH
+
+
+def test_a_run_of_cuda_graphs_says_that_its_parts_were_not_seen() -> None:
+    run = run_of(Story("abcdef", timed=False).page())
+    assert run["whole"] and "CUDA graph" in run["left_out"][0]
+
+
+def test_a_policy_that_reads_no_keys_has_no_picture_of_what_it_read() -> None:
+    params = [SamplingParams(max_tokens=9)]
+    recorder = Recorder(Pieces(["a"]), [[0] * 100], params, ["lookup"])  # type: ignore[arg-type]
+    recorder(a_round(torch.zeros(100)))
+    assert recorder.as_dict([0])["requests"][0]["views"] is None
+
+
+def test_a_run_of_nothing_has_a_page_too() -> None:
+    run = run_of(page(Recorder(None, [], []), "nothing", ways={"plain": Way.of([EngineStats()])}))
+    assert run["requests"] == run["rounds"] == run["left_out"] == []
+
+
+def test_a_page_names_no_other_file_and_no_address() -> None:
+    html = Story("abc").page()
+    assert not re.search(r"(?i)https?:|//[a-z]|@import|url\(|\bsrc=|<link(?! rel=\"icon\" href=\"data:,\")", html)
+    assert "default-src 'none'" in html

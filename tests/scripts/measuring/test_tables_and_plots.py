@@ -1,0 +1,50 @@
+"""Tables whose columns are declared once, and pictures of all results in the repository."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from measuring import plots
+from measuring.grid import up_to_date
+from measuring.tables import Column, Table, shown
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu"
+
+
+def read(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return document
+
+
+def test_a_row_stands_under_its_headings_and_in_markdown() -> None:
+    table = Table(
+        Column("name", lambda r: str(r["name"]), 8, left=True), Column("speed", lambda r: shown(r["speed"], ",.1f"))
+    )
+    rows = [{"name": "a|b", "speed": 12345.67}, {"name": "c", "speed": None}]
+    assert table.lines(rows) == ["name      speed", "a|b       12,345.7", "c             -"]
+    assert table.line({"name": "much too long", "speed": 1}) == "much too long    1.0"
+    assert table.markdown(rows) == ["| name | speed |", "| --- | --- |", "| a/b | 12,345.7 |", "| c | - |"]
+
+
+def test_a_picture_that_could_not_be_drawn_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"cannot draw x\.txt: its name must end in"):
+        plots.check_drawable("--plot", Path("x.txt"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--plots needs matplotlib: pip install"):
+        plots.check_drawable("--plots")
+
+
+def test_what_is_in_the_repository_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sweep = read("smollm2/sweep.json")
+    up_to_date(sweep)
+    drawn = plots.draw_sweep(sweep["points"], sweep["lengths"], "a sweep", tmp_path / "sweep")
+    assert [path.stem for path in drawn] == ["speedup_by_batch", "speedup_by_context", "throughput_latency", "hero"]
+    frontiers = [read(f"smollm2/acceptance_{name}.json") for name in ("2000_t0", "4000_t0", "2000_t0.8")]
+    plots.draw_acceptance(frontiers, "acceptance", tmp_path / "acceptance.png")
+    for path in (*drawn, tmp_path / "acceptance.png"):
+        assert path.read_bytes().startswith(b"<svg " if path.suffix == ".svg" else b"\x89PNG")

@@ -1,0 +1,205 @@
+"""Turns of plain and speculative runs, and their results: speeds, spreads, repetition, predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.serving.stats import EngineStats
+from gpt_fast_sd.tp import Parallel
+from measuring.turns import (
+    Mark,
+    Run,
+    Turns,
+    alpha_of,
+    distinct_4grams,
+    median_interval,
+    round_ms,
+    run,
+    steady_speed,
+    take_turns,
+    tokens_by_alpha,
+)
+from tests.helpers import ByteTokenizer, random_ids, tiny_model
+
+Streams = list[tuple[bool, int]]  # whether it speculated, and tokens asked for
+
+
+class Noted:
+    """An engine that notes its streams."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.streams = engine, list[tuple[bool, int]]()
+        self.parallel = engine.parallel
+
+    def stream(self, prompts: Any, params: Any, *, speculate: bool) -> Any:
+        self.streams.append((speculate, params[0].max_tokens))
+        return self.engine.stream(prompts, params, speculate=speculate)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats
+
+
+def test_pairs_alternate_who_goes_first_after_a_short_untimed_run_of_each() -> None:
+    config = EngineConfig(batch_size=1, max_seq_len=64, compile=False, dtype="fp32")
+    draft = DraftConfig(policy="streaming", budget=16, gamma=2)
+    engine: Any = Noted(Engine(tiny_model(), ByteTokenizer(), config, draft))
+    said: list[str] = []
+    turns = take_turns(engine, [random_ids(40)], [SamplingParams(max_tokens=20)], 3, progress=said.append)
+    order = "".join("PS"[speculate] for speculate, _ in engine.streams)
+    assert order == "SP" + "PS" + "SP" + "PS" and [n for _, n in engine.streams] == [16, 16, *[20] * 6]
+    assert said == ["prefill", "pair 1 of 3", "pair 2 of 3", "pair 3 of 3"]
+    assert len(turns.ratios("completion")) == len(turns.ratios("steady")) == 3 and turns.first_differences == []
+    assert turns.prefill.prefill_tokens > 0 == turns.counts.prefill_tokens
+    assert turns.counts.decode_tokens == 60 and sum(turns.counts.rounds_by_gamma.values()) == turns.counts.rounds
+    assert set(turns.distinct_4grams) == {"plain", "speculative"} and turns.by_steps and turns.by_steps > 0
+
+
+def test_short_runs_go_on_until_they_took_the_time_asked_for() -> None:
+    class Quick:
+        """Decodes in a quarter of a second, it says."""
+
+        stats = EngineStats(decode_seconds=0.25, decode_tokens=1, rounds=1)
+        parallel = Parallel(torch.device("cpu"))
+
+        def stream(self, *args: Any, speculate: bool) -> list[Any]:
+            return []
+
+    engine: Any = Quick()
+    assert len(take_turns(engine, [], [SamplingParams()], 2).plain) == 2
+    assert len(take_turns(engine, [], [SamplingParams()], 2, seconds=3.0).plain) == 6
+
+
+def test_ranks_go_on_for_as_long_as_the_first_one_by_its_clock() -> None:
+    """Each rank has its own clock: one that stopped alone would leave the others in a collective of the next pair."""
+
+    class Later:
+        """A rank that is through by its own clock after one pair, and whose first rank is after three."""
+
+        stats = EngineStats(decode_seconds=9.0, decode_tokens=1, rounds=1)
+
+        def __init__(self) -> None:
+            self.parallel, self.asked, self.first = self, list[int](), [1, 1, 1, 0]
+
+        def same(self, number: int) -> int:
+            self.asked.append(number)
+            return self.first[len(self.asked) - 1]
+
+        def stream(self, *args: Any, speculate: bool) -> list[Any]:
+            return []
+
+    rank: Any = Later()
+    assert len(take_turns(rank, [], [SamplingParams()], 1, seconds=3.0).plain) == 3
+    assert rank.asked == [1, 0, 0, 0]
+
+
+def seconds(decode: float) -> Run:
+    """A run of ten rounds."""
+    return Run(EngineStats(decode_seconds=decode, verify_seconds=decode, decode_tokens=10, rounds=10), None, [])
+
+
+def test_a_run_that_the_machine_stopped_does_not_move_the_medians() -> None:
+    turns = Turns([seconds(1.0), seconds(1.0), seconds(60.0)], [seconds(0.5), seconds(0.5), seconds(0.5)])
+    assert sorted(turns.ratios()) == [2.0, 2.0, 120.0] and turns.ratios("steady") == []
+    assert round_ms(turns.plain) == {"round": 100.0, "draft": 0.0, "verify": 100.0, "host": 0.0}
+
+
+def test_a_round_that_is_one_graph_is_not_told_by_part() -> None:
+    graph = Run(EngineStats(decode_seconds=1.0, decode_tokens=10, rounds=10), None, [])
+    assert round_ms([graph]) == {"round": 100.0, "draft": None, "verify": None, "host": None}
+    assert Turns([graph], [graph]).by_steps is None
+
+
+def test_stats_of_several_runs_add_up_position_by_position() -> None:
+    one = EngineStats(rounds=2, compile_seconds=3.0, drafted_by_position=[2, 1], rounds_by_gamma={2: 2})
+    other = EngineStats(rounds=1, compile_seconds=3.0, drafted_by_position=[1, 1, 1], rounds_by_gamma={0: 1, 2: 1})
+    assert one + other == EngineStats(
+        rounds=3, compile_seconds=3.0, drafted_by_position=[3, 2, 1], rounds_by_gamma={0: 1, 2: 3}
+    )
+    assert one.drafted_by_position == [2, 1]  # neither is changed
+    shares = EngineStats(drafted_by_position=[4, 2, 0], accepted_by_position=[3, 1, 0])
+    assert shares.acceptance_by_position == [0.75, 0.5, 0.0]
+
+
+def test_outputs_that_part_are_told_by_row_and_first_position() -> None:
+    plain, first, second = (
+        Run(EngineStats(), None, rows) for rows in ([[1, 2, 3]] * 2, [[1, 2, 4]] * 2, [[1, 9, 3], [1, 2, 3]])
+    )
+    found = Turns([plain, plain], [first, second]).first_differences
+    assert found == [{"row": 0, "position": 1}, {"row": 1, "position": 2}]
+
+
+def test_what_is_timed_is_what_the_engine_streams() -> None:
+    engine = Engine(tiny_model(), ByteTokenizer(), EngineConfig(batch_size=2, max_seq_len=64, compile=False))
+    prompts, params = [random_ids(9), random_ids(5, seed=1)], [SamplingParams(max_tokens=12, ignore_eos=True)] * 2
+    finished: list[int] = []
+    done = run(engine, prompts, params, finished=finished.append)
+    assert done.outputs == [c.tokens for c in engine.generate(prompts, params)]
+    assert done.steady is not None and done.steady > 0 and sorted(finished) == [0, 1]
+    assert done.completion == done.stats.decode_tokens_per_second
+
+
+def stream_of(rounds: list[list[tuple[int, int, bool]]]) -> list[Mark]:
+    """Marks of rounds a second apart, each a list of (row, tokens, is_last), its events a millisecond apart."""
+    return [
+        Mark(10.0 + i + 1e-3 * j, *event) for i, events in enumerate(rounds) for j, event in enumerate(events)
+    ]  # fmt: skip
+
+
+def test_steady_speed_leaves_out_the_first_round_and_whatever_comes_when_a_row_ends() -> None:
+    rounds = [
+        [(0, 9, False), (1, 9, False)],
+        [(0, 2, False), (1, 3, False)],
+        [(0, 4, False), (1, 1, False)],
+        [(0, 1, False), (1, 1, True)],
+        [(0, 5, False)],
+        [(0, 5, True)],
+    ]
+    assert steady_speed(stream_of(rounds)) == pytest.approx((2 + 3 + 4 + 1) / 2.0)
+
+
+def test_runs_of_a_round_or_two_have_no_steady_speed() -> None:
+    assert steady_speed([]) is None
+    assert steady_speed(stream_of([[(0, 3, True)]])) is None
+    assert steady_speed(stream_of([[(0, 3, False)], [(0, 3, True)]])) is None
+
+
+def test_text_that_repeats_itself_has_few_distinct_4grams() -> None:
+    assert distinct_4grams([[1, 2, 3, 4, 5, 6]]) == 1.0
+    assert distinct_4grams([[7] * 13]) == pytest.approx(0.1)  # ten times the same four
+    assert distinct_4grams([[1, 2, 1, 2, 1, 2, 1]]) == pytest.approx(0.5)
+    assert distinct_4grams([[7] * 13, [1, 2, 3, 4]]) == pytest.approx(0.55)  # every row counts alike
+    assert distinct_4grams([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == 1.0  # rows are not compared with each other
+    assert distinct_4grams([[1, 2, 3], [1, 2, 3, 4]]) == 1.0  # nor do short ones count
+    assert distinct_4grams([[1, 2, 3], []]) is None
+
+
+def test_the_interval_of_a_median_is_made_of_its_values() -> None:
+    assert median_interval([3.0, 1.0, 2.0]) == [1.0, 3.0]  # of so few, no inner pair is sure enough
+    assert median_interval(list(range(9))) == [1, 7]  # coverage 0.961; the pair inside has 0.82
+    assert median_interval(list(range(100))) == [39, 60]  # coverage 0.965, as tables of order statistics have it
+
+
+def test_alpha_counts_a_draft_only_where_those_before_it_were_kept() -> None:
+    stats = EngineStats(drafted_by_position=[10, 10, 9], accepted_by_position=[8, 4, 3])
+    assert alpha_of(stats) == pytest.approx(15 / (10 + 8 + 4))
+    assert alpha_of(EngineStats()) == 0.0
+
+
+def test_the_prediction_meets_the_measurement_where_nothing_is_lost() -> None:
+    """Independent drafts, all rows live to the end, no time on the host: then the formula is the measurement."""
+    plain = EngineStats(
+        decode_seconds=10.0, verify_seconds=10.0, decode_tokens=7000, rounds=1750, row_rounds=7000,
+        rounds_by_gamma={0: 1750}, kv_bytes=14000,
+    )  # fmt: skip
+    speculative = EngineStats(
+        decode_seconds=8.0, draft_seconds=2.0, verify_seconds=6.0, decode_tokens=7000, rounds=1000, row_rounds=4000,
+        drafted_by_position=[4000, 4000], accepted_by_position=[2000, 1000], rounds_by_gamma={2: 1000}, kv_bytes=7000,
+    )  # fmt: skip
+    turns = Turns([Run(plain, None, [])], [Run(speculative, None, [])])
+    assert alpha_of(speculative) == 0.5 and tokens_by_alpha(speculative, 0.5) == speculative.tokens_per_round == 1.75
+    assert turns.ratios() == [pytest.approx(1.25)] and turns.by_steps == pytest.approx(1.25)
