@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.tp import Vocabulary
 
-from .sampling import draw
+from .sampling import draw, uniform
 
 WHOLE = Vocabulary()
 
@@ -49,12 +50,12 @@ def verify_greedy(logits: Tensor, drafted: Tensor, max_accept: Tensor, vocabular
 
 
 def verify_sampled(
-    p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor, *, kernel: bool = True
+    p: Tensor, q: Tensor, drafted: Tensor, max_accept: Tensor, accept_u: Tensor, next_u: Tensor
 ) -> AcceptResult:
     """Keep drafts so that what is emitted follows p exactly, however far q is from it.
 
     p [B, gamma + 1, V] target, q [B, gamma, V] draft probabilities, drafted int64 [B, gamma] ~ q, max_accept int64 [B],
-    accept_u fp32 [B, gamma] and next_u fp32 [B, gamma + 1], one number in [0, 1) for each index; kernel: see draw.
+    accept_u fp32 [B, gamma] and next_u fp32 [B, gamma + 1], one number in [0, 1) for each index.
 
     Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318): draft x is kept
     with probability min(1, p(x) / q(x)); the first that is not is replaced by a draw from (p - q)+. Exact as long as
@@ -71,7 +72,59 @@ def verify_sampled(
         residual = (p_next - q_next).clamp(min=0)
         # a residual of zeros after a rejection: p and q differ only by rounding
         weight = torch.where(rejected & (residual > 0).any(-1, keepdim=True), residual, p_next)
-    return AcceptResult(n_accepted, draw(weight, _each_row_at(next_u, n_accepted), kernel=kernel))
+    return AcceptResult(n_accepted, draw(weight, _each_row_at(next_u, n_accepted)))
+
+
+def judge_sampled(
+    p: Tensor, q: Tensor | None, drafted: Tensor, max_accept: Tensor, seed: Tensor, seq_len: Tensor, *, accept: int,
+    own: int,
+) -> AcceptResult:  # fmt: skip
+    """verify_sampled by each row's own random numbers: of its seed [B], and of its places from seq_len [B] on.
+
+    q None: each draft was certain. accept and own are the streams that decide on drafts and draw the next token.
+    """
+    if q is None:
+        # not F.one_hot, which in torch 2.11 on a CPU reads the tokens on the host to check them
+        q = (drafted[..., None] == torch.arange(p.shape[-1], device=p.device)).to(p.dtype)
+    pos = seq_len[:, None] + torch.arange(p.shape[1], device=p.device)  # [B, gamma + 1]
+    accept_u, next_u = uniform(seed[:, None], pos[:, :-1], accept), uniform(seed[:, None], pos, own)
+    return verify_sampled(p, q, drafted, max_accept, accept_u, next_u)
+
+
+def commit(
+    drafted: Tensor, max_accept: Tensor, result: AcceptResult, proposer: Tensor | None, eos_ids: Tensor,
+    stop_on_eos: Tensor, *, seq_len: Tensor, pending: Tensor, history: Tensor, remaining: Tensor, active: Tensor,
+) -> Tensor:  # fmt: skip
+    """Keep the accepted prefix and the next token: seq_len grows by n_accepted + 1, less what EOS or the end cuts.
+
+    See BatchState, whose tensors those behind the star are: they are written in place. drafted [B, gamma]; max_accept
+    [B] drafts that counted; proposer [B, gamma], None: all the first -> int64 [B, 2 * gamma + 5], all that the host has
+    to read: tokens emitted, drafts judged, drafts accepted, then the tokens (past the emitted ones drafts that go
+    unused), who proposed each draft, and the first refused draft.
+    """
+    gamma = drafted.shape[1]
+    step = torch.arange(gamma + 1, device=drafted.device)  # [gamma + 1]
+    at = result.n_accepted[:, None]  # [B, 1]
+    padded = F.pad(drafted, (0, 1))  # [B, gamma + 1], a copy: drafts may be a view of what is written below
+    tokens = torch.where(step == at, result.next_token[:, None], padded)
+    emitted = torch.minimum(result.n_accepted + 1, remaining)  # [B]
+    # not torch.isin, which compiles for each gamma: how it searches depends on the number of tokens
+    is_eos = (tokens[..., None] == eos_ids).any(-1)  # [B, gamma + 1]
+    ends = is_eos & stop_on_eos[:, None] & (step < emitted[:, None])
+    first = torch.where(ends, step, gamma + 1).amin(1)  # [B] index of the first EOS
+    emitted = torch.minimum(emitted, first + 1) * active
+    accepted = torch.minimum(result.n_accepted, emitted)
+    judged = torch.where(emitted <= result.n_accepted, emitted, max_accept) * active
+    place = seq_len[:, None] + 1 + step  # [B, gamma + 1]
+    kept = torch.where(step < emitted[:, None], tokens, history.gather(1, place))
+    history.scatter_(1, place, kept)
+    seq_len.add_(emitted)
+    remaining.sub_(emitted)
+    last = tokens.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
+    pending.copy_(torch.where(emitted > 0, last, pending))
+    active.bitwise_and_((first > gamma) & (remaining > 0))
+    by_whom = torch.zeros_like(drafted) if proposer is None else proposer  # [B, gamma]
+    return torch.cat([torch.stack([emitted, judged, accepted], 1), tokens, by_whom, padded.gather(1, at)], 1)
 
 
 def _n_leading(good: Tensor, max_accept: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+BODIES = ("fast", "reference")  # what stands in for the core, or the core itself
 CUDA_GRAPHS = ("round", "off")
 FLOAT8_CACHES = ("fp8",)  # not on GPUs before Ada
 QUANTIZED_CACHES = ("int8", *FLOAT8_CACHES)
@@ -46,13 +47,15 @@ def _flag(
     unset: str = "",
     flag: str = "",
     metavar: str = "",
+    switch: bool = False,
 ) -> T:
     """A field that programs turn into a flag; text: what it is or, if it is on by default, what turning it off does.
 
     allowed: the allowed values, or a function that returns them. unset: the meaning of its default None. flag: its
-    name, if it is not the field's. metavar: the placeholder of its value in a program's help.
+    name, if it is not the field's. metavar: the placeholder of its value in a program's help. switch: the flag takes no
+    value and means the last one allowed.
     """
-    metadata = {"help": text, "allowed": allowed, "unset": unset, "flag": flag, "metavar": metavar}
+    metadata = {"help": text, "allowed": allowed, "unset": unset, "flag": flag, "metavar": metavar, "switch": switch}
     return field(default=default, metadata=metadata)
 
 
@@ -97,6 +100,10 @@ class EngineConfig:
     device: str = _flag("auto", "where the model runs", allowed=DEVICES)
     dtype: str = _flag("auto", "of weights and activations; auto: as stored, if that is fast", allowed=DTYPES)
     compile: bool = _flag(True, "run eagerly: starts at once, decodes slower")
+    bodies: str = _flag(
+        "fast", "run the core as it is written, in the same dtype: what stands in for it is left out; slower",
+        allowed=BODIES, flag="reference", switch=True,
+    )  # fmt: skip
     exact: bool = _flag(
         False, "plain and speculative decoding are bit-identical in any dtype; slower, needs a draft policy"
     )
@@ -113,7 +120,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _countable("batch_size", self.batch_size)
         _countable("max_seq_len", self.max_seq_len)
-        _check_allowed(self, "device", "dtype", "cuda_graphs", "kv_dtype", "quantize")
+        _check_allowed(self, "device", "dtype", "bodies", "cuda_graphs", "kv_dtype", "quantize")
         for name in ("compile", "exact", "max_autotune"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

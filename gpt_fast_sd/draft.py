@@ -20,15 +20,13 @@ from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, Vocabulary
 
 from . import registry
+from .bodies import CORE, Bodies
 from .config import DraftConfig
-from .devices import traits_of
-from .fast.compile import CompiledStep, span
-from .fast.cpu.fused_model import SERVED, WholeModel
 from .prefill import Filling
 from .quantization.quantize import drafter
-from .runner import Runner
 from .sampling import DRAFT_STREAM
 from .state import BatchState, RoundPlan
+from .steps import Runner, Step, span
 
 
 @dataclass(frozen=True)
@@ -246,12 +244,8 @@ class View(Drafts):
         return 0
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
-        """(make, args): a compiled step calls make(layers, span, *args); the tensors of args never move."""
+        """(make, args): a step calls make(layers, span, *args, bodies=...); the tensors of args never move."""
         raise NotImplementedError
-
-    def whole_of(self, runner: Runner) -> WholeModel | None:
-        """What runs all layers of a model at once where it reads through this view; None: steps are compiled."""
-        return runner.whole if self.kv()[0] in SERVED else None
 
     def device_before_draft(self, state: BatchState, plan: RoundPlan) -> None:
         """On the device, before a round's drafts: let the window slide to the committed end."""
@@ -273,9 +267,11 @@ def draft_step(
     n_splits_carrier: Tensor,
     make: Callable[..., KV],
     args: tuple[Any, ...],
+    bodies: Bodies = CORE,
 ) -> Tensor:
     """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, V] after the last of them."""
-    last = model.hidden(tokens, pos, make(layers, n_splits_carrier, *args))[:, -1]  # [B, D]
+    kv = make(layers, n_splits_carrier, *args, bodies=bodies)
+    last = bodies.hidden(model, tokens, pos, kv)[:, -1]  # [B, D]
     logits: Tensor = model.output(last).float()
     return logits
 
@@ -324,9 +320,9 @@ class ModelDraft(DraftPolicy):
         self.page: int | None = getattr(view, "page", None)
         self.stream = DRAFT_STREAM  # the random stream of its tokens
         self.vocabulary = Vocabulary(runner.group.mesh, runner.model.config.vocab_size)
-        compiles_sampling = traits_of(runner.device).compiles_sampling
-        self._choose = CompiledStep(BatchState.choose, compiled=runner.compiled if compiles_sampling else None)
-        self._step = CompiledStep(draft_step, compiled=runner.compiled, whole=view.whole_of(runner))
+        self.bodies = runner.bodies_of(view.kv()[0])
+        self._choose = runner.backend.sampling_step(BatchState.choose)
+        self._step = runner.step(draft_step, view.kv()[0])
 
     @property
     def parts(self) -> tuple[Drafts, ...]:
@@ -360,11 +356,13 @@ class ModelDraft(DraftPolicy):
         # cloned, to be inference tensors like those of later steps: otherwise Dynamo compiles a second graph
         return self.feed(state.pending.clone()[:, None], state.seq_len.clone()[:, None], plan.n_keys)
 
-    def feed(self, tokens: Tensor, pos: Tensor, n_keys: int, step: CompiledStep | None = None) -> Tensor:
+    def feed(self, tokens: Tensor, pos: Tensor, n_keys: int, step: Step | None = None) -> Tensor:
         """tokens, pos [B, T] -> fp32 logits [B, V] after the last of them; a T other than 1 passes its own step."""
         cache, (make, args) = self.runner.cache, self.view.kv()
-        n_splits_carrier = span(cache, n_keys)
-        out: Tensor = (step or self._step)(self.runner.model, tokens, pos, cache.layers, n_splits_carrier, make, args)
+        step = step or self._step
+        n_splits_carrier = span(cache, n_keys, compiled=step.compiles)
+        view = make, args, self.bodies
+        out: Tensor = step(self.runner.model, tokens, pos, cache.layers, n_splits_carrier, *view)
         return out
 
     def kv_bytes(self, plan: RoundPlan) -> int:

@@ -76,12 +76,12 @@ class Engine:
         if plan is None:
             self._plan.check(free_memory(self.device), self.device, cfg)
         self.target = target_of(model, cfg, group, planes=self.draft.needs_planes)
-        self.cache, self.compiled = self.target.cache, self.target.compiled is not None
+        self.cache, self.compiled = self.target.cache, self.target.backend.compiles
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
         self.state = BatchState.idle(
             self.cache.seq_len, self.cache.capacity + SPLIT, model.config.vocab_size, self._intake.eos_ids,
-            self.vocabulary, kernel=self.target.uses_kernels,
+            self.vocabulary, bodies=self.target.bodies,
         )  # fmt: skip
         captures = cfg.cuda_graphs == "round" and traits_of(self.device).captures
         self._capture = GraphPool(self.device) if captures else None
@@ -144,7 +144,7 @@ class Engine:
     def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
         # exact: plain and speculative decoding run the target with one width, over one number of keys, if that matters
         most = gamma_tiers(self.model.config.group_size)[-1] if isinstance(draft.gamma, str) else draft.gamma
-        width = 1 + most if self.config.exact and not self.target.bits_by_row else 0  # without a policy, too
+        width = 1 + most if self.config.exact and not self.target.bodies.fused else 0  # without a policy, too
         theirs, wait = draft_group(draft, self.parallel), self.parallel.wait_for
         if draft_model:
             ready_draft(draft_model, theirs, self.target.uses_kernels and draft.quantize is None)

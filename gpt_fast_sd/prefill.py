@@ -12,19 +12,24 @@ from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
-from .attention import DenseKV
+from .bodies import CORE, Bodies
 from .devices import traits_of
-from .fast.compile import CompiledStep, span
-from .runner import Runner
+from .kv import DenseKV
+from .steps import Runner, span
 
 CHUNK = SPLIT  # prompt tokens of the last call; a divisor of the capacity, so that padding stays below it
 
 
 def prefill_step(
-    model: Transformer, tokens: Tensor, pos: Tensor, layers: list[CacheLayer], n_splits_carrier: Tensor
+    model: Transformer,
+    tokens: Tensor,
+    pos: Tensor,
+    layers: list[CacheLayer],
+    n_splits_carrier: Tensor,
+    bodies: Bodies = CORE,
 ) -> None:
     """Store the keys and values of one chunk of one slot: tokens, pos [1, T]; L layers of one slot. No logits."""
-    model.hidden(tokens, pos, DenseKV(layers, n_splits_carrier))
+    bodies.hidden(model, tokens, pos, DenseKV(layers, n_splits_carrier, bodies=bodies))
 
 
 class Filling:
@@ -69,7 +74,7 @@ class Prefill:
         # nothing, and tried past the end of the cache
         longest = runner.cache.max_seq_len - 1  # the last token of a prompt is decoded
         self.sizes = [size for size in traits_of(runner.device).chunks if size <= max(longest, CHUNK)]
-        self._step = CompiledStep(prefill_step, compiled=runner.compiled, whole=runner.whole)
+        self._step = runner.step(prefill_step)
         self._warm = False
         self._held: list[list[int]] = [[] for _ in range(runner.shape[1])]
 
@@ -146,4 +151,5 @@ class Prefill:
         """Write the keys and values of tokens int64 [T], on the device, from position start on; T is one of sizes."""
         cache = self.runner.cache
         pos = torch.arange(start, start + len(tokens), device=self.runner.device)[None]  # [1, T]
-        self._step(self.runner.model, tokens[None], pos, cache.slot(slot), span(cache, start + len(tokens)))
+        n_splits_carrier, bodies = span(cache, start + len(tokens), compiled=self._step.compiles), self.runner.bodies
+        self._step(self.runner.model, tokens[None], pos, cache.slot(slot), n_splits_carrier, bodies)

@@ -13,34 +13,40 @@ Shapes: B slots, V vocabulary, gamma tokens drafted per round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_fast_sd.model import CacheLayer, Transformer
+
 from .acceptance import Override
+from .bodies import CORE, Bodies
 from .config import MAX_GAMMA, DraftConfig
-from .devices import traits_of
-from .fast.compile import CompiledStep, varying
-from .policies import Draft, DraftPolicy
-from .runner import Runner
+from .draft import Draft, DraftPolicy
+from .kv import DenseKV
 from .sampling import ACCEPT_STREAM, TARGET_STREAM, Kind
 from .state import BatchState, RoundPlan
-from .target import TargetSteps
+from .steps import Runner, span, varying
 
 
-class Round(TargetSteps):
-    """A round, made of the target's steps and of a policy's drafts."""
+class Round:
+    """A round, made of the target's steps, which feed each slot from its seq_len on, and of a policy's drafts."""
 
     def __init__(
         self, target: Runner, state: BatchState, policy: DraftPolicy | None, draft: DraftConfig, *, width: int = 0
     ) -> None:
-        """width: see TargetSteps."""
-        super().__init__(target, state, width=width)
+        """width: tokens that every step feeds (0: as many as needed).
+
+        A width also fixes the view to all of the cache: then no sum depends on what else is in the batch.
+        """
+        self.target, self.state, self.width = target, state, width
         self.policy, self.draft = policy, draft
         self.replay: Override | None = None
-        compiles_sampling = traits_of(target.device).compiles_sampling
-        self.accept_compiled = CompiledStep(accept_step, compiled=target.compiled if compiles_sampling else None)
+        self.decode, self.verify = target.step(decode_step), target.step(decode_step)  # one token per slot, or several
+        self.accept_compiled = target.backend.sampling_step(accept_step)
 
     def device_round(self, plan: RoundPlan, timestamp: Callable[[], None] = lambda: None) -> Tensor:
         """One round of all rows -> int64 [B, 2 * gamma + 5], see accept_step; timestamp is called between its parts."""
@@ -57,6 +63,34 @@ class Round(TargetSteps):
         if policy:
             policy.device_after_verify(state, mass)
         return result
+
+    def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        """Feed tokens [B, T] from each slot's seq_len on, at least n_keys keys in view -> logits [B, T, V], mass."""
+        cache, wanted = self.target.cache, self.width or tokens.shape[1]
+        if wanted > tokens.shape[1]:
+            tokens = F.pad(tokens, (0, wanted - tokens.shape[1]))
+        # a slot without a request writes past everything that can be in view, so it costs no reading of keys
+        pos = torch.where(self.state.active, cache.seq_len, cache.capacity)[:, None]  # [B, 1]
+        if wanted > 1:
+            pos = pos + torch.arange(wanted, device=tokens.device)  # [B, T]
+        step, page = (self.decode, 0) if wanted == 1 else (self.verify, self.page)
+        if step.compiles and step is self.verify and not self.width:
+            varying(tokens, pos)
+        n_splits_carrier = span(cache, self.in_view(n_keys), compiled=step.compiles)
+        # with several threads a library may sum one row of a product in a different order than the next
+        with one_thread() if self.width else contextlib.nullcontext():
+            out: tuple[Tensor, Tensor | None] = step(
+                self.target.model, tokens, pos, cache.layers, n_splits_carrier, page, self.target.bodies, variant=page
+            )
+        return out
+
+    def in_view(self, n_keys: int) -> int:
+        """Keys to have in view: with a fixed width the whole cache, so that sums never change their order."""
+        return self.target.cache.capacity if self.width else n_keys
+
+    def keys_read(self, plan: RoundPlan) -> int:
+        """Keys that each slot reads in a step, on average: the time of the step depends on them."""
+        return plan.mean_keys(self.target.shape[1]) if self.target.bodies.reads_own_keys else plan.n_keys
 
     def accept(self, logits: Tensor, draft: Draft, kind: Kind) -> Tensor:
         """Accept and commit: logits [B, gamma + 1, V] -> int64 [B, 2 * gamma + 5], see accept_step.
@@ -100,3 +134,33 @@ def accept_step(state: BatchState, kind: Kind, logits: Tensor, draft: Draft, rep
     if replay is not None:
         result = replay.apply(result, draft.tokens, max_accept)
     return state.commit(draft.tokens, max_accept, result, draft.proposer)
+
+
+def decode_step(
+    model: Transformer,
+    tokens: Tensor,
+    pos: Tensor,
+    layers: list[CacheLayer],
+    n_splits_carrier: Tensor,
+    page: int,
+    bodies: Bodies = CORE,
+) -> tuple[Tensor, Tensor | None]:
+    """Store, attend to everything and judge: tokens, pos [B, T] -> fp32 logits [B, T, V] after each of them.
+
+    n_splits_carrier [n_splits, 0] carries, as a size that may vary without a recompile, how many key splits are in
+    view. With a page, also the attention mass that each block of page keys received: fp32 [L, B, K, n_keys // page].
+    """
+    kv = DenseKV(layers, n_splits_carrier, page, bodies=bodies)
+    logits = model.output(bodies.hidden(model, tokens, pos, kv)).float()  # [B, T, V]
+    return logits, torch.stack(kv.mass) if page else None
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Meanwhile torch's CPU operators run on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

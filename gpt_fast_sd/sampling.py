@@ -5,7 +5,7 @@ Shapes: B batch rows, T positions of a row, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
-from .fast import cpu_distributions, cpu_draw, cpu_draw_serves, cpu_sampling_fits, likeliest
 
 # What a random number decides; each (seed, position, stream) has its own.
 TARGET_STREAM = 0  # the target's own token: plain decoding, and the one after the accepted drafts
@@ -23,6 +22,8 @@ CHEAP_STREAM = 3  # a draft of a hierarchy's lower level
 CHEAP_ACCEPT_STREAM = 4  # whether the middle level accepts that one
 
 _MASK32 = 0xFFFFFFFF
+
+Cuts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # see likeliest
 
 
 class Kind(NamedTuple):
@@ -83,7 +84,7 @@ class SamplingTable:
         return SamplingTable(*(column.repeat_interleave(n) for column in columns))
 
 
-def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True, kernel: bool = True) -> Tensor:
+def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True, cuts: Cuts | None = None) -> Tensor:
     """The distribution that each row samples from: logits [B, V] or [B, T, V] -> fp32 of that shape, sums over V are 1.
 
     Temperature, then top-k (ties with the k-th stay), then top-p (the smallest set of most likely tokens whose mass
@@ -91,21 +92,21 @@ def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True
     Hugging Face generate. Filters decide by exp in fp64, in units of 2**-44 of the best token's, so by exact sums: the
     result depends neither on the batch nor, except for the last bit of an exp, on the device. A greedy row is one-hot
     at its argmax (ties go to the lowest id). filtered=False skips the filters; allowed only if all of them are off.
-    kernel=False: not by a kernel of ours that may have to be built first.
+    cuts: what finds where to cut, as `likeliest` does; None: that.
     """
     if logits.dim() == 3:
         rows = table if logits.shape[1] == 1 else table.repeated(logits.shape[1])
-        return probabilities(logits.flatten(0, 1), rows, filtered=filtered, kernel=kernel).view(logits.shape)
+        return probabilities(logits.flatten(0, 1), rows, filtered=filtered, cuts=cuts).view(logits.shape)
     logits = logits.float()
-    if kernel and cpu_sampling_fits(logits):
-        return cpu_distributions(logits, table.temperature, table.top_k, table.top_p, table.min_p.log())
     greedy = table.temperature == 0
     # the best logit is 0 before the division, so that no temperature, however small, overflows
     scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, table.temperature)[:, None]
     if filtered:
         # a greedy row, or a free slot, is not worth a search
         top_k = torch.where(greedy, logits.shape[-1], table.top_k)
-        cut, last = (x[:, None] for x in likeliest(scaled, top_k, torch.where(greedy, 1.0, table.top_p)))  # [B, 1]
+        cut, last = (
+            x[:, None] for x in (cuts or likeliest)(scaled, top_k, torch.where(greedy, 1.0, table.top_p))
+        )  # [B, 1]
         place = torch.arange(logits.shape[-1], device=logits.device)
         kept = (scaled > cut) | ((scaled == cut) & (place <= last))
         kept &= scaled >= table.min_p.log()[:, None]  # in fp64
@@ -115,13 +116,37 @@ def probabilities(logits: Tensor, table: SamplingTable, *, filtered: bool = True
     return torch.where(greedy[:, None], best, p)
 
 
-def draw(p: Tensor, u: Tensor, *, kernel: bool = True) -> Tensor:
+UNIT = 2.0**44  # weight of the best token; sums of 2**18 tokens stay below 2**62
+
+
+def likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Where to cut each row: the lowest score that is kept, and the last place at which that score is kept.
+
+    Top-k first: the top_k best and all that tie with the last of them. Then top-p of these: the smallest set whose
+    weight is top_p of their sum, where ties go to the first. A weight is exp(score) in units of 2**-44, rounded, and
+    top_p of a sum whole units; the best token stays. top_p at or above 1 cuts nothing. The result is unspecified for a
+    row with a NaN, and for one whose best score is not 0.
+    fp32 scores [B, V] of at most 0; int64 top_k [B], 1..V; fp64 top_p [B] -> cut fp32 [B], last int64 [B]
+    """
+    ordered = scores.sort(-1, descending=True).values  # [B, V]
+    cut = ordered.gather(-1, top_k[:, None] - 1)  # [B, 1]
+    weight = (ordered.double().exp() * UNIT + 0.5).nan_to_num(0.0).long()  # whole: sums are exact in any order
+    mass = torch.where(ordered >= cut, weight, 0).cumsum(-1)  # [B, V]
+    taken = (mass[:, -1:] * top_p[:, None]).long().clamp(min=1)
+    at = torch.searchsorted(mass, taken).clamp(max=scores.shape[1] - 1)  # [B, 1] the last one kept
+    score = ordered.gather(-1, at)
+    nth = at - (ordered > score).sum(-1, keepdim=True)  # how many equal ones are kept before it
+    place = ((scores == score).cumsum(-1) <= nth).sum(-1, keepdim=True)
+    by_p = (top_p[:, None] < 1) & (mass[:, -1:] > 0)
+    last = torch.where(by_p, place, scores.shape[1] - 1)
+    return torch.where(by_p, score, cut)[:, 0], last[:, 0]
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
     """The token where the cumulative distribution first exceeds u: p [B, V], u fp32 [B] in [0, 1) -> int64 [B].
 
     p need not sum to 1. A token of probability 0 is never drawn, whatever the rounding of the sum.
     """
-    if kernel and cpu_draw_serves(p.device):
-        return cpu_draw(p, u)
     cumulative = p.double().cumsum(-1)  # fp64: an fp32 sum over 128K tokens loses the tail
     target = u.double()[:, None] * cumulative[:, -1:]
     token = (cumulative <= target).sum(-1)  # the first index with cumulative > target

@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.tp import Vocabulary
 
-from .acceptance import WHOLE, AcceptResult, verify_greedy, verify_sampled
+from .acceptance import WHOLE, AcceptResult
+from .bodies import CORE, Bodies
 from .config import SamplingParams
-from .fast import cpu_commit, cpu_draw_serves, cpu_judge_greedy, cpu_judge_sampled, cpu_round_serves, cpu_uniform
-from .sampling import GREEDY, Kind, SamplingTable, draw, probabilities, uniform
+from .sampling import GREEDY, Kind, SamplingTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +82,12 @@ class BatchState:
     table: SamplingTable
     vocabulary: Vocabulary = WHOLE  # which rank has which of the target's logits
     vocab_size: int
-    kernel: bool = False  # whether kernels that must be built here may be used: eager steps start at once
+    bodies: Bodies = CORE  # of what judges, draws and commits
 
     @staticmethod
     def idle(
         seq_len: Tensor, history_len: int, vocab_size: int, eos_ids: Sequence[int], vocabulary: Vocabulary = WHOLE,
-        *, kernel: bool = False,
+        *, bodies: Bodies = CORE,
     ) -> BatchState:  # fmt: skip
         """As many free slots as seq_len has entries."""
         n, device = seq_len.shape[0], seq_len.device
@@ -100,7 +99,7 @@ class BatchState:
             seq_len=seq_len, pending=zeros(n), history=zeros(n, history_len), active=zeros(n, dtype=torch.bool),
             remaining=zeros(n), stop_on_eos=zeros(n, dtype=torch.bool), vocabulary=vocabulary, vocab_size=vocab_size,
             eos_ids=torch.tensor(list(eos_ids), dtype=torch.int64, device=device),
-            table=SamplingTable.empty(n, vocab_size, device), kernel=kernel,
+            table=SamplingTable.empty(n, vocab_size, device), bodies=bodies,
         )  # fmt: skip
 
     def assign(self, slot: int, prompt: Sequence[int], params: SamplingParams, seed: int) -> None:
@@ -123,21 +122,10 @@ class BatchState:
         """The rows as if seq_len [B] of their tokens were committed and pending [B] came next; all else is shared."""
         return replace(self, seq_len=seq_len, pending=self.pending if pending is None else pending)
 
-    @property
-    def in_one_call(self) -> bool:
-        """Whether kernels for a CPU judge and commit, each in one call; if not, or where this is traced, PyTorch."""
-        return self.kernel and cpu_round_serves(self.seq_len.device)
-
     def probabilities(self, logits: Tensor, kind: Kind) -> Tensor:
         """The distribution of each row: logits [B, V] or [B, T, V] -> fp32, the same shape."""
-        return probabilities(logits, self.table, filtered=kind.filtered, kernel=self.kernel)
-
-    def uniform(self, pos: Tensor, stream: int) -> Tensor:
-        """A number in [0, 1) for each row's seed and position: int64 [B] or [B, T] -> fp32, the same shape."""
-        if self.kernel and cpu_draw_serves(pos.device):
-            return cpu_uniform(self.table.seed, pos, stream)
-        seed = self.table.seed if pos.dim() == 1 else self.table.seed[:, None]
-        return uniform(seed, pos, stream)
+        p: Tensor = self.bodies.probabilities(logits, self.table, filtered=kind.filtered)
+        return p
 
     def choose(
         self, logits: Tensor, pos: Tensor, kind: Kind, stream: int, vocabulary: Vocabulary = WHOLE
@@ -150,7 +138,7 @@ class BatchState:
         if not kind.sampled:
             return vocabulary.argmax(logits), None
         q = self.probabilities(vocabulary.whole(logits), kind)
-        (token,) = vocabulary.decided(draw(q, self.uniform(pos, stream), kernel=self.kernel))
+        (token,) = vocabulary.decided(self.bodies.draw(q, self.bodies.uniform(self.table.seed, pos, stream)))
         return token, q
 
     def accept(
@@ -171,58 +159,18 @@ class BatchState:
         those of the others decide nothing.
         """
         if not kind.sampled:
-            if self.in_one_call and self.vocabulary.mesh is None:
-                return AcceptResult(*cpu_judge_greedy(logits, drafted, max_accept)), None
-            return verify_greedy(logits, drafted, max_accept, self.vocabulary), None
+            return self.bodies.verify_greedy(logits, drafted, max_accept, self.vocabulary), None
         p = self.probabilities(self.vocabulary.whole(logits), kind)
-        if self.in_one_call:
-            beside = drafted, max_accept, self.table.seed, self.seq_len
-            result = AcceptResult(*cpu_judge_sampled(p, q, *beside, accept=accept, own=own))
-        else:
-            if q is None:
-                # not F.one_hot, which in torch 2.11 on a CPU reads the tokens on the host to check them
-                q = (drafted[..., None] == torch.arange(p.shape[-1], device=p.device)).to(p.dtype)
-            # a token's randomness depends only on its row's seed and its position
-            pos = self.seq_len[:, None] + torch.arange(p.shape[1], device=p.device)  # [B, T]
-            accept_u, next_u = self.uniform(pos[:, :-1], accept), self.uniform(pos, own)
-            result = verify_sampled(p, q, drafted, max_accept, accept_u, next_u, kernel=self.kernel)
+        seeds = self.table.seed, self.seq_len  # a token's randomness depends only on its row's seed and its position
+        result = self.bodies.judge_sampled(p, q, drafted, max_accept, *seeds, accept=accept, own=own)
         return AcceptResult(*self.vocabulary.decided(result.n_accepted, result.next_token)), p
 
     def commit(
         self, drafted: Tensor, max_accept: Tensor, result: AcceptResult, proposer: Tensor | None = None
     ) -> Tensor:
-        """Keep the accepted prefix and the next token: seq_len grows by n_accepted + 1, less what EOS or the end cuts.
-
-        drafted [B, gamma]; max_accept [B] drafts that counted; proposer [B, gamma], None: all the first -> int64
-        [B, 2 * gamma + 5], all that the host has to read: tokens emitted, drafts judged, drafts accepted, then the
-        tokens (past the emitted ones drafts that go unused), who proposed each draft, and the first refused draft.
-        """
-        if self.in_one_call:
-            return cpu_commit(
-                drafted, max_accept, result.n_accepted, result.next_token, proposer, self.eos_ids, self.stop_on_eos,
-                seq_len=self.seq_len, pending=self.pending, history=self.history, remaining=self.remaining,
-                active=self.active,
-            )  # fmt: skip
-        gamma = drafted.shape[1]
-        step = torch.arange(gamma + 1, device=drafted.device)  # [gamma + 1]
-        at = result.n_accepted[:, None]  # [B, 1]
-        padded = F.pad(drafted, (0, 1))  # [B, gamma + 1], a copy: drafts may be a view of what is written below
-        tokens = torch.where(step == at, result.next_token[:, None], padded)
-        emitted = torch.minimum(result.n_accepted + 1, self.remaining)  # [B]
-        # not torch.isin, which compiles for each gamma: how it searches depends on the number of tokens
-        is_eos = (tokens[..., None] == self.eos_ids).any(-1)  # [B, gamma + 1]
-        ends = is_eos & self.stop_on_eos[:, None] & (step < emitted[:, None])
-        first = torch.where(ends, step, gamma + 1).amin(1)  # [B] index of the first EOS
-        emitted = torch.minimum(emitted, first + 1) * self.active
-        accepted = torch.minimum(result.n_accepted, emitted)
-        judged = torch.where(emitted <= result.n_accepted, emitted, max_accept) * self.active
-        place = self.seq_len[:, None] + 1 + step  # [B, gamma + 1]
-        kept = torch.where(step < emitted[:, None], tokens, self.history.gather(1, place))
-        self.history.scatter_(1, place, kept)
-        self.seq_len.add_(emitted)
-        self.remaining.sub_(emitted)
-        last = tokens.gather(1, (emitted - 1).clamp(min=0)[:, None])[:, 0]
-        self.pending.copy_(torch.where(emitted > 0, last, self.pending))
-        self.active.bitwise_and_((first > gamma) & (self.remaining > 0))
-        by_whom = torch.zeros_like(drafted) if proposer is None else proposer  # [B, gamma]
-        return torch.cat([torch.stack([emitted, judged, accepted], 1), tokens, by_whom, padded.gather(1, at)], 1)
+        """Keep the accepted prefix and the next token -> int64 [B, 2 * gamma + 5], see acceptance.commit."""
+        rows: Tensor = self.bodies.commit(
+            drafted, max_accept, result, proposer, self.eos_ids, self.stop_on_eos, seq_len=self.seq_len,
+            pending=self.pending, history=self.history, remaining=self.remaining, active=self.active,
+        )  # fmt: skip
+        return rows

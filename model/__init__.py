@@ -7,7 +7,7 @@ values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a
 """
 
 from .buffers import Room
-from .cache import KV, SPLIT, CacheLayer, CausalSelf, KVCache, as_int8, as_planes
+from .cache import KV, SPLIT, CacheLayer, CausalSelf, Entries, KVCache, as_int8, as_planes, joined
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
 from .files.checkpoint import (
     Weights,
@@ -33,6 +33,7 @@ __all__ = [
     "CacheLayer",
     "CausalSelf",
     "CheckpointError",
+    "Entries",
     "FeedForward",
     "KVCache",
     "Linear",
@@ -48,6 +49,7 @@ __all__ = [
     "as_planes",
     "find_downloaded",
     "gguf_parts",
+    "joined",
     "load_model",
     "load_tokenizer",
     "name_table",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,31 @@ def as_planes(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     first, second = (x.view(torch.uint8) ^ 0x80).chunk(2, -1)  # [..., H // 2]
     return (first >> 4) | (second & 0xF0), (first & 15) | (second << 4)
+
+
+UNREAD = 7.5  # what a lower nibble counts as that a draft does not read: the middle of what it may be
+
+
+def joined(upper: Tensor, lower: Tensor) -> Tensor:
+    """Both planes, uint8 [..., H // 2] each -> int8 [..., H]."""
+    raised = torch.cat([(upper << 4) | (lower & 15), (upper & 0xF0) | (lower >> 4)], -1)
+    return (raised ^ 0x80).view(torch.int8)
+
+
+def drafted(upper: Tensor, lower: Tensor, whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a draft reads, exactly: uint8 [..., H // 2] each, bool [...] whose lower plane counts -> dtype [..., H]."""
+    most = torch.cat([upper & 15, upper >> 4], -1).to(dtype) * 16 - 128
+    least = torch.cat([lower & 15, lower >> 4], -1).to(dtype)
+    return most + torch.where(whole[..., None], least, UNREAD)
+
+
+class Entries(NamedTuple):
+    """Entries of a layer as a query reads them: what one stands for is its numbers times its scale."""
+
+    k: Tensor  # [B, K, M, H]
+    v: Tensor
+    k_scale: Tensor | None  # [B, K, M], of int8 alone
+    v_scale: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -126,6 +151,36 @@ class CacheLayer:
     def slot(self, slot: int) -> CacheLayer:
         """One slot as a batch of one, sharing memory."""
         return CacheLayer(*(x[slot : slot + 1] for x in self.buffers), tail=self.tail, fine=self.fine)
+
+    def of_slots(self, slots: Tensor, n: int) -> CacheLayer:
+        """A copy of the first n entries of some slots, int64 [W]."""
+        return CacheLayer(*(x[:, :, :n][slots] for x in self.buffers), tail=self.tail, fine=self.fine)
+
+    def first(self, n: int, pos: Tensor, dtype: torch.dtype) -> Entries:
+        """The first n entries as queries of this dtype at pos [B, T] read them."""
+        place = torch.arange(n, device=pos.device)[None, None]  # [1, 1, n]
+        return self._entries(lambda x: x.narrow(2, 0, n), place, pos, dtype)
+
+    def at(self, index: Tensor, pos: Tensor, dtype: torch.dtype) -> Entries:
+        """The entries in index int64 [B, K, M] as queries of this dtype at pos [B, T] read them."""
+
+        def gathered(x: Tensor) -> Tensor:
+            where = index if x.dim() == 3 else index[..., None].expand(-1, -1, -1, x.shape[3])
+            if x.dtype.is_floating_point and x.dtype.itemsize == 1:  # float8, which no CPU gathers: by its bytes
+                return x.view(torch.int8).gather(2, where).view(x.dtype)
+            return x.gather(2, where)
+
+        return self._entries(gathered, index, pos, dtype)
+
+    def _entries(self, picked: Callable[[Tensor], Tensor], place: Tensor, pos: Tensor, dtype: torch.dtype) -> Entries:
+        scales = (None if x is None else picked(x) for x in (self.k_scale, self.v_scale))
+        if self.k_low is None or self.v_low is None:
+            return Entries(picked(self.k), picked(self.v), *scales)
+        planes = ((picked(self.k), picked(self.k_low)), (picked(self.v), picked(self.v_low)))
+        if not self.tail:
+            return Entries(*(joined(*both) for both in planes), *scales)
+        whole = place >= (pos[:, 0] - (self.tail - 1))[:, None, None]  # [B, 1 or K, M]
+        return Entries(*(drafted(*both, whole, dtype) for both in planes), *scales)
 
     def store(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v [B, K, T, H] at each row's positions pos [B, T]."""

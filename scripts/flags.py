@@ -124,7 +124,7 @@ def add_flags(parser: Parser, config: type[Config], **changes: Change) -> None:
             continue
         change = dict(given)
         flag, unset = change.pop("flag", flag_of(field)), change.pop("unset", field.metadata["unset"])
-        allowed = change.pop("allowed", allowed_values(field))
+        allowed = change.pop("allowed", () if field.metadata["switch"] else allowed_values(field))
         default = False if hints[field.name] is bool else field.default
         keywords = kind_of(field, hints[field.name]) | {"default": default, "help": field.metadata["help"]} | change
         text = keywords["help"]
@@ -146,6 +146,8 @@ def flag_of(field: Field[Any]) -> str:
 
 def kind_of(field: Field[Any], hint: Any) -> dict[str, Any]:
     """How argparse parses a value of this type."""
+    if field.metadata["switch"]:
+        return {"action": "store_const", "const": allowed_values(field)[-1]}
     kinds = {*(get_args(hint) or (hint,))} - {NoneType, Path}
     if kinds == {bool}:
         return {"action": "store_true"}
@@ -169,7 +171,7 @@ def described(
         notes += [f"for {', '.join(who)}"] if 0 < len(who) <= len(policies()) // 3 else []
     if default is None:
         notes += [f"default: {unset}"] if unset else []
-    elif not isinstance(default, bool):
+    elif not isinstance(default, bool) and not field.metadata["switch"]:
         values = default if isinstance(default, list) else [default]
         notes.append(f"default: {','.join(f'{v:g}' if isinstance(v, float) else str(v) for v in values)}")
     return (f"{text} ({'; '.join(notes)})" if notes else text).replace("%", "%%")

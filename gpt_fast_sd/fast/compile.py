@@ -20,34 +20,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT, KVCache, Transformer
+from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.tp import in_short
 
-from ..config import MAX_GAMMA, EngineConfig
+from ..config import EngineConfig
+from ..steps import Step
 from . import rebuilding, vector_options
 from .compile_one_layer import ByLayer, Layer, LayeredModel
-from .cpu.fused_model import WholeModel
 
 Options = dict[str, Any]  # Inductor's, by their names in torch._inductor.config
 
 
-class CompiledStep:
-    """A function compiled with fullgraph by Inductor, or called as it is; `graphs` counts its compilations.
+class CompiledStep(Step):
+    """A function compiled with fullgraph by Inductor; `graphs` counts its compilations.
 
     A step over the layers of a model is compiled for one of them, see by_layer.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], *, compiled: bool | Options | None, whole: WholeModel | None = None
-    ) -> None:
-        """compiled: Inductor's options, True for its own defaults; False and None: not compiled.
+    compiles = True
 
-        whole: called in place of the model among the arguments; then nothing is compiled, either.
-        """
+    def __init__(self, fn: Callable[..., Any], options: Options | None = None) -> None:
+        """options: Inductor's; None: its own defaults."""
+        super().__init__(fn)
         self.graphs = 0
-        self._fn = fn if whole is None else functools.partial(_with_whole, fn, whole)
-        self._options: Options = compiled if isinstance(compiled, dict) else {}
-        self._compiles = compiled is not None and compiled is not False and whole is None
+        self._options: Options = options or {}
         self._variants: dict[Hashable, Callable[..., Any]] = {}
         self._layered: LayeredModel | None = None
         self._layers: list[Layer] = []  # of the current call
@@ -55,18 +51,15 @@ class CompiledStep:
         self._backend = functools.partial(_backend, weakref.ref(self))
         self._codes: list[types.CodeType] = []  # of the variants
         weakref.finalize(self, _forget, self._codes)
-        if self._compiles:
-            importlib.import_module("torch._dynamo")  # before sizes are marked, see _mark
+        importlib.import_module("torch._dynamo")  # before sizes are marked, see steps.span
 
     def __call__(self, *args: Any, variant: Hashable = None) -> Any:
         """Call the step. variant: a key for differences in the arguments that need a graph of their own.
 
         Each variant has its own code object for Dynamo, which keeps few graphs per object and searches them linearly.
         """
-        if not self._compiles:
-            return self._fn(*args)
         if variant not in self._variants:
-            own = own_code(self._fn)
+            own = own_code(self.fn)
             self._codes.append(own.__code__)
             step = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
             self._variants[variant] = step
@@ -87,10 +80,6 @@ class CompiledStep:
         built: Any = rebuilding(lambda: compile_fx(graph, inputs, config_patches=self._options))
         step: Callable[..., Any] = built
         return step
-
-
-def _with_whole(fn: Callable[..., Any], whole: WholeModel, *args: Any) -> Any:
-    return fn(*(whole if isinstance(arg, Transformer) else arg for arg in args))
 
 
 def _backend(this: weakref.ref[CompiledStep], graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -126,39 +115,6 @@ def inductor_options(config: EngineConfig, device: torch.device) -> Options:
     if config.kv_dtype == "int8":  # scales in fp16 are stored beside keys in bf16, of which Inductor tells users
         warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
     return {"max_autotune": config.max_autotune} if device.type == "cuda" else dict(vector_options())
-
-
-def splits_in_view(cache: KVCache, n_keys: int) -> int:
-    """How many key splits are in view for the first n_keys positions."""
-    return min(cache.splits(n_keys), cache.capacity // SPLIT)
-
-
-def span(cache: KVCache, n_keys: int, *, compiled: bool = True) -> Tensor:
-    """[n_splits, 0]: how many key splits are in view for the first n_keys positions, as a size.
-
-    A size may vary without a recompile, whereas a number would be baked in. compiled: whether the step that it is for
-    may be.
-    """
-    most = cache.capacity // SPLIT
-    size = torch.empty(splits_in_view(cache, n_keys), 0, device=cache.seq_len.device)
-    if compiled and most > 2:  # torch refuses a range of one size
-        _mark(size, 0, min=2, max=most)
-    return size
-
-
-def varying(*tensors: Tensor, min: int = 2, max: int = 1 + MAX_GAMMA) -> None:
-    """Let one graph serve tensors of any second size from min to max: [B, T, ...].
-
-    One range for every engine, whatever it drafts: graphs in Inductor's cache are stored with their range.
-    """
-    for tensor in tensors:
-        _mark(tensor, 1, min=min, max=max)
-
-
-def _mark(tensor: Tensor, dim: int, *, min: int, max: int) -> None:
-    """Tell Dynamo the range of a size; where nothing compiles it is not even imported, which would take a second."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.mark_dynamic(tensor, dim, min=min, max=max)
 
 
 def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,11 +28,12 @@ from .. import registry
 from ..config import FLOAT8_CACHES, DraftConfig, EngineConfig
 from ..devices import free_memory, natural_dtype, require_kernels, whole_memory
 from ..fast import begin_building, cpu_kernels, kernels_are_built, packing_builds
+from ..fast.choose import FastBackend
 from ..fast.compile import can_compile, inductor_options, no_compiler
 from ..fast.cpu.packing import pack_linears
 from ..quantization.quantize import equalize_keys, is_quantized, keep_float8, quantize, quantize_as_read
 from ..quantization.table import FLOAT8_CAPABILITY, require_copy, require_precision, require_sizes
-from ..runner import Runner
+from ..steps import Runner
 from .memory import MemoryPlan, bytes_of_weights
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,7 +69,11 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
     parallel = parallel or Parallel(device)
     group, theirs = parallel.group, draft_group(draft, parallel)
     stored = read_stored_dtype(folder)
-    dtype = TORCH_DTYPES[config.dtype] if config.dtype != "auto" else natural_dtype(stored, device, config.compile)
+    dtype = (
+        TORCH_DTYPES[config.dtype]
+        if config.dtype != "auto"
+        else natural_dtype(stored, device, config.compile or config.bodies == "reference")
+    )
     check_kv_dtype(config, dtype, device)
     check_planes(config, draft, model_config)
     tokenizer = load_tokenizer(folder, model_config)
@@ -87,7 +92,8 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         weights += bytes_of_weights(draft_config, theirs.size, dtype.itemsize, None, device)
     plan = plan_for(config, draft, model_config, draft_config, dtype, parallel, device, weights=weights)
     plan.check(free_memory(device), device, config)
-    if config.compile and device.type == "cpu" and not no_compiler():
+    reference = config.bodies == "reference"
+    if config.compile and device.type == "cpu" and not reference and not no_compiler():
         # while the weights are being read
         views = registry.policy_class(draft.policy).views(draft)
         compiles = group.size > 1 or any(registry.view_class(name).compiles for name in views)
@@ -207,11 +213,12 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes:
     kv_dtype = kv_dtype_of(config, dtype)
     cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype, device=device, planes=planes)
     compiled = config.compile and can_compile(device)
-    runner = Runner(model, cache, inductor_options(config, device) if compiled else None, group)
-    if runner.uses_kernels and device.type == "cpu":
-        pack_linears(model)
-    if compiled and device.type == "cpu":
-        begin_building_for(model.config, dtype, kv_dtype, compiles=runner.whole is None)
+    stand_ins = config.bodies != "reference"
+    options = inductor_options(config, device) if compiled else None
+    runner = Runner(model, cache, group, FastBackend(device, options, stand_ins))
+    runner.backend.pack(runner)
+    if compiled and device.type == "cpu" and stand_ins:
+        begin_building_for(model.config, dtype, kv_dtype, compiles=not runner.bodies.fused)
     return runner
 
 
@@ -272,7 +279,7 @@ def plan_for(
             require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
     kv_dtype = kv_dtype_of(config, dtype)
     packs = config.compile or kernels_are_built(model.head_dim, dtype, model.vocab_size, kv_dtype)
-    packs = packs and dtype == torch.bfloat16 and device.type == "cpu"
+    packs = packs and dtype == torch.bfloat16 and device.type == "cpu" and config.bodies != "reference"
     if config.quantize or draft.quantize:  # what is not packed may have to be unpacked in every product
         packs = packs and packing_builds()
     return MemoryPlan.of(

@@ -8,7 +8,7 @@ from gpt_fast_sd.tp import Group
 from .. import registry
 from ..config import DraftConfig
 from ..draft import DraftPolicy
-from ..runner import Runner
+from ..steps import Runner
 
 
 def build_policy(

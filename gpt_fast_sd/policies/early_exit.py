@@ -15,8 +15,8 @@ from gpt_fast_sd.tp import Group
 from ..config import DraftConfig
 from ..draft import ModelDraft, ModelSteps, build_view
 from ..quantization.quantize import drafter
-from ..runner import Runner
 from ..state import BatchState
+from ..steps import Runner
 
 
 def exit_after(n: int | None, n_layers: int) -> int:
@@ -30,7 +30,7 @@ def exit_after(n: int | None, n_layers: int) -> int:
 def first_layers(target: Runner, n: int | None) -> Runner:
     """The target's first n layers (None: half of them) over their part of its cache; ValueError if that is all."""
     n = exit_after(n, target.model.config.n_layers)
-    return Runner(target.model.first_layers(n), target.cache.first_layers(n), target.compiled, target.group)
+    return replace(target, model=target.model.first_layers(n), cache=target.cache.first_layers(n))
 
 
 class EarlyExitDraft(ModelDraft):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gpt_fast_sd.model import KV, SPLIT
 
-from ..attention import DenseKV
 from ..config import DraftConfig
 from ..draft import View
-from ..runner import Runner
+from ..kv import DenseKV
+from ..steps import Runner
 
 
 class FullView(View):

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..config import DraftConfig
-from ..fast import guided_select
-from ..runner import Runner
 from ..state import BatchState
+from ..steps import Runner
 from .list_and_window import SlotView
 
 
@@ -72,7 +71,7 @@ class GuidedView(SlotView):
         grown, full = state.seq_len - self.selected_at, state.seq_len - self.window_start  # [B]
         due = (grown >= self.apart) | (full > self.window)  # [B]
         start = self._start(state.seq_len)  # [B]
-        guided_select(mass, self.kv_indices, due, start // self.page, self.page)
+        self.runner.bodies.guided_select(mass, self.kv_indices, due, start // self.page, self.page)
         self.window_start.copy_(torch.where(due, start, self.window_start))
         self.selected_at.copy_(torch.where(due, state.seq_len, self.selected_at))
 

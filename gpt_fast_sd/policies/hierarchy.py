@@ -19,14 +19,14 @@ from torch import Tensor
 from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
+from ..bodies import CORE, Bodies
 from ..config import DraftConfig
 from ..draft import Draft, DraftPolicy, Drafts, ModelSteps, OwnPrefill, View, build_view
-from ..fast.compile import CompiledStep, span
 from ..prefill import Filling
 from ..quantization.quantize import drafter
-from ..runner import Runner
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM
 from ..state import BatchState, RoundPlan
+from ..steps import Runner, span
 from .lookup import LookupDraft
 from .standalone import StandaloneDraft, beside
 
@@ -52,9 +52,11 @@ def middle_step(
     n_splits_carrier: Tensor,
     make: Callable[..., KV],
     args: tuple[Any, ...],
+    bodies: Bodies = CORE,
 ) -> Tensor:
     """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, T, V] after each of them."""
-    logits: Tensor = model(tokens, pos, make(layers, n_splits_carrier, *args)).float()
+    kv = make(layers, n_splits_carrier, *args, bodies=bodies)
+    logits: Tensor = model.output(bodies.hidden(model, tokens, pos, kv)).float()
     return logits
 
 
@@ -143,7 +145,7 @@ class HierarchyDraft(DraftPolicy):
         self.wants_mass = view.wants_mass
         self.page: int | None = getattr(view, "page", None)
         self.refresh_every = max(view.refresh_every, cheap.refresh_every)
-        self._step = CompiledStep(middle_step, compiled=target.compiled, whole=view.whole_of(target))
+        self._step = target.step(middle_step, view.kv()[0])
 
     @property
     def parts(self) -> tuple[Drafts, ...]:
@@ -216,6 +218,7 @@ class HierarchyDraft(DraftPolicy):
     def _feed(self, tokens: Tensor, pos: Tensor, n_keys: int) -> Tensor:
         """tokens, pos [B, T] -> fp32 logits [B, T, V] of the middle level after each of them."""
         cache, (make, args) = self.target.cache, self.view.kv()
-        n_splits_carrier = span(cache, n_keys)
-        logits: Tensor = self._step(self.target.model, tokens, pos, cache.layers, n_splits_carrier, make, args)
+        n_splits_carrier = span(cache, n_keys, compiled=self._step.compiles)
+        view = make, args, self.target.bodies_of(make)
+        logits: Tensor = self._step(self.target.model, tokens, pos, cache.layers, n_splits_carrier, *view)
         return logits

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from gpt_fast_sd.model import KV, SPLIT
 
-from ..attention import ListedKV
 from ..config import DraftConfig
 from ..draft import View
-from ..runner import Runner
+from ..kv import ListedKV
 from ..state import BatchState, RoundPlan
+from ..steps import Runner
 
 
 def positions_of(kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_positions: int) -> Tensor:

@@ -16,8 +16,8 @@ from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
 from ..draft import Draft, DraftPolicy
-from ..runner import Runner
 from ..state import BatchState, RoundPlan
+from ..steps import Runner
 
 
 def look_up(text: Tensor, last: Tensor, ngram: int, gamma: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from gpt_fast_sd.model import KV, SPLIT, CacheLayer
 
-from ..attention import listed
+from ..bodies import CORE, Bodies
 from ..config import DraftConfig
 from ..draft import View
-from ..fast import entries_of, page_bounds, quest_pages
-from ..runner import Runner
+from ..selection import entries_of
 from ..state import BatchState, RoundPlan
+from ..steps import Runner
 from .list_and_window import positions_of
 
 
@@ -38,15 +38,20 @@ class QuestKV:
     window_start: Tensor  # int64 [B], a multiple of page
     window_width: int  # positions from window_start that may be read
     page: int
+    bodies: Bodies = field(default=CORE, kw_only=True)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Store k, v at pos, then attend: q [B, N, T, H]; k, v [B, K, T, H]; pos [B, T] -> [B, N, T, H]."""
         self.layers[layer].store(pos, k, v)
         n_pages, chosen = self.n_splits_carrier.shape[0] * (SPLIT // self.page), self.chosen[layer]
         bounds = self.bounds[layer].narrow(2, 0, n_pages)  # [B, K, P, 2H]
-        chosen.copy_(quest_pages(q.to(bounds.dtype), bounds, self.window_start // self.page, chosen.shape[-1]))
+        chosen.copy_(
+            self.bodies.quest_pages(q.to(bounds.dtype), bounds, self.window_start // self.page, chosen.shape[-1])
+        )
         window = self.window_start, self.window_width
-        return listed(q, self.layers[layer], entries_of(chosen, self.page), *window, pos, self.page)
+        which = entries_of(chosen, self.page)
+        out: Tensor = self.bodies.listed(q, self.layers[layer], which, *window, pos, self.page)
+        return out
 
 
 class QuestView(View):
@@ -100,7 +105,7 @@ class QuestView(View):
         """Compute the bounds of all pages of the slot."""
         for layer, bounds in zip(self.runner.cache.slot(slot), self.bounds, strict=True):
             own, first = bounds[slot : slot + 1], self.window_start.new_zeros(1)  # [1, K, S // page, 2H], [1]
-            page_bounds(layer.k, own, first, own.shape[2], self.page, layer.k_scale, layer.k_low)
+            self.runner.bodies.page_bounds(layer, own, first, own.shape[2], self.page)
         self.window_start[slot] = self._closed(len(prompt) - 1) * self.page
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
@@ -146,4 +151,4 @@ class QuestView(View):
 
     def _bound(self, first: Tensor) -> None:
         for layer, bounds in zip(self.runner.cache.layers, self.bounds, strict=True):
-            page_bounds(layer.k, bounds, first, self._stride, self.page, layer.k_scale, layer.k_low)
+            self.runner.bodies.page_bounds(layer, bounds, first, self._stride, self.page)

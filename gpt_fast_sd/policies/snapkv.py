@@ -21,13 +21,11 @@ from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
-from ..attention import dense_of_slots
+from ..bodies import CORE, Bodies
 from ..config import DraftConfig
 from ..devices import traits_of
-from ..fast import top_pages
-from ..fast.compile import CompiledStep, span
-from ..runner import Runner
 from ..state import BatchState, RoundPlan
+from ..steps import Runner, span
 from .list_and_window import SlotView
 
 OBSERVED = 32  # observation window, as in the paper
@@ -47,13 +45,15 @@ class ObservingKV:
     slots: Tensor  # int64 [W], whose observation windows are fed: all different
     n_listed: int
     listed: list[Tensor] = field(default_factory=list)  # int64 [W, K, C] per layer; no layer's mass is kept
+    bodies: Bodies = field(default=CORE, kw_only=True)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Attend: q [W, N, T, H]; k, v [W, K, T, H] (unused: the cache holds them); pos [W, T] -> [W, N, T, H]."""
         n_keys = self.n_splits_carrier.shape[0] * SPLIT
-        out, mass = dense_of_slots(q, self.layers[layer], self.slots, pos, n_keys)
+        out: Tensor
+        out, mass = self.bodies.dense_of_slots(q, self.layers[layer], self.slots, pos, n_keys)
         first = torch.where(pos[:, 0] < n_keys, pos[:, 0], 0)  # [W]
-        self.listed.append(best_entries(mass, first, self.n_listed))
+        self.listed.append(best_entries(mass, first, self.n_listed, self.bodies))
         return out
 
 
@@ -65,17 +65,18 @@ def observe_step(
     layers: list[CacheLayer],
     n_splits_carrier: Tensor,
     n_listed: int,
+    bodies: Bodies = CORE,
 ) -> Tensor:
     """The entries that committed tokens [W, T] at pos [W, T] of slots [W] attend to most before them: [L, W, K, C].
 
     int64. The list of an observation window at or past all keys in view is meaningless.
     """
-    kv = ObservingKV(layers, n_splits_carrier, slots, n_listed)
-    model.hidden(tokens, pos, kv)
+    kv = ObservingKV(layers, n_splits_carrier, slots, n_listed, bodies=bodies)
+    bodies.hidden(model, tokens, pos, kv)
     return torch.stack(kv.listed)
 
 
-def best_entries(mass: Tensor, end: Tensor, n: int) -> Tensor:
+def best_entries(mass: Tensor, end: Tensor, n: int, bodies: Bodies = CORE) -> Tensor:
     """The n entries before end [W] with the most mass, averaged over neighbours before end: [W, K, S] -> [W, K, n].
 
     Ascending, then -1. Ties go to the first: the size of the view, which depends on other rows, has no influence.
@@ -84,7 +85,8 @@ def best_entries(mass: Tensor, end: Tensor, n: int) -> Tensor:
     valid = (place < end[:, None])[:, None]  # [W, 1, S]
     # zeros, as beyond the first entry: they count in the averages at both ends
     pooled = F.avg_pool1d(torch.where(valid, mass, 0.0), KERNEL, stride=1, padding=KERNEL // 2)  # [W, K, S]
-    return top_pages(pooled, end[:, None], n)
+    best: Tensor = bodies.top_pages(pooled, end[:, None], n)
+    return best
 
 
 def _window(budget: int, refresh: int, n_observed: int) -> int:
@@ -129,7 +131,7 @@ class SnapKVView(SlotView):
         self._bounds = [(0, 0)] * n_slots
         self._asked: dict[int, tuple[int, int]] = {}  # slots of the last request to the device, and bounds of lengths
         self._asked_in = 0  # the round of that request
-        self._step = CompiledStep(observe_step, compiled=runner.compiled)
+        self._step = runner.step(observe_step, ObservingKV)
 
     @property
     def graphs(self) -> int:
@@ -183,8 +185,9 @@ class SnapKVView(SlotView):
     def _observe(self, tokens: Tensor, pos: Tensor, slots: Tensor, n_keys: int) -> Tensor:
         """See observe_step: tokens, pos [W, T], slots [W] -> int64 [L, W, K, C]."""
         cache = self.runner.cache
-        n_splits_carrier, n_listed = span(cache, n_keys), self.kv_indices.shape[-1]
-        out: Tensor = self._step(self.runner.model, tokens, pos, slots, cache.layers, n_splits_carrier, n_listed)
+        n_splits_carrier = span(cache, n_keys, compiled=self._step.compiles)
+        how = self.kv_indices.shape[-1], self.runner.bodies_of(ObservingKV)
+        out: Tensor = self._step(self.runner.model, tokens, pos, slots, cache.layers, n_splits_carrier, *how)
         return out
 
     def _full(self, length: int, start: int) -> bool:

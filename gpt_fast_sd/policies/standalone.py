@@ -18,11 +18,10 @@ from gpt_fast_sd.tp import Group, broadcast, local_config
 
 from ..config import DraftConfig
 from ..draft import Draft, ModelDraft, ModelSteps, View, build_view, draft_step
-from ..fast.compile import CompiledStep
 from ..prefill import CHUNK, Filling, Prefill
 from ..quantization.quantize import drafter
-from ..runner import Runner
 from ..state import BatchState, RoundPlan
+from ..steps import Runner
 
 
 def beside(target: Runner, model: Transformer | None, group: Group) -> Runner:
@@ -37,7 +36,7 @@ def beside(target: Runner, model: Transformer | None, group: Group) -> Runner:
     n_slots, dtype = target.shape[1], target.cache.dtype
     cache = KVCache(local_config(config, group.size), n_slots, max_seq_len, dtype=dtype, device=target.device)
     cache.seq_len = target.cache.seq_len
-    return Runner(model, cache, target.compiled, group)
+    return replace(target, model=model, cache=cache, group=group)
 
 
 def check_draft_model(config: ModelConfig, target: ModelConfig, max_seq_len: int) -> None:
@@ -99,7 +98,7 @@ class StandaloneDraft(ModelDraft):
         super().__init__(runner, view, "standalone")
         self.listeners, self.unfed = listeners, unfed
         self._prefill = Prefill(runner)
-        self._start = CompiledStep(draft_step, compiled=runner.compiled, whole=view.whole_of(runner))
+        self._start = runner.step(draft_step, view.kv()[0])
         self._prepared: dict[int, Filling] = {}  # by slot, since it was last free
 
     @property

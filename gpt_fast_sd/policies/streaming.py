@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..config import DraftConfig
-from ..runner import Runner
 from ..state import BatchState, RoundPlan
+from ..steps import Runner
 from .list_and_window import SlotView
 
 

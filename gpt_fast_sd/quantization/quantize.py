@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import Block, FeedForward, Transformer
 
-from ..fast.cpu.packing import FEW_ROWS, PackedFeedForward, PackedLinear, pack_linears
-from ..runner import Runner
+from ..fast.cpu.packing import FEW_ROWS, PackedFeedForward, PackedLinear
+from ..steps import Runner
 from .table import by_output, float8_from, precision, precision_of, require_precision
 
 TAIL = 64  # tokens that a draft reads whole where it reads the upper plane of others
@@ -94,10 +94,9 @@ def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1, on_plan
     if name is None:
         return runner
     require_precision(name, runner.device, runner.model.embedding.weight.dtype, of_draft=True)
-    model = draft_copy(runner.model, name)
-    if runner.uses_kernels and runner.device.type == "cpu":
-        pack_linears(model, few_rows=tokens is not None and tokens * runner.shape[1] <= FEW_ROWS)
-    return replace(runner, model=model)
+    other = replace(runner, model=draft_copy(runner.model, name))
+    runner.backend.pack(other, few_rows=tokens is not None and tokens * runner.shape[1] <= FEW_ROWS)
+    return other
 
 
 def draft_copy(model: Transformer, name: str) -> Transformer:

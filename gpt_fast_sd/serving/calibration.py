@@ -30,7 +30,7 @@ def warm_up(at: Schedule) -> float:
         selecting = partial(time_selecting, at) if policy.refresh_every else None
         timed = partial(at.planner.calibrate, partial(time_steps, at), 2 * SPLIT, at.cache.capacity)
         parts.append(partial(timed, selecting, getattr(policy, "n_steps", None)))
-    what = "warm up" if rounds.target.compiled is None else "compile"
+    what = "warm up" if not rounds.target.backend.compiles else "compile"
     for done, part in enumerate(parts):
         at.tell(what, done, len(parts))
         part()

@@ -24,9 +24,9 @@ from ..config import DraftConfig
 from ..devices import traits_of
 from ..policies import DraftPolicy
 from ..round import Round
-from ..runner import Runner
 from ..sampling import Kind
 from ..state import BatchState, RoundPlan
+from ..steps import Runner
 from .cuda_graphs import MOST_STEPS, REFRESH_STEPS, Capture, GraphPool, doubling, steps_of
 from .requests import Request
 

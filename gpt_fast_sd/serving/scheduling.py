@@ -16,10 +16,10 @@ from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.tp import Parallel
 
 from ..config import gamma_tiers
-from ..fast.compile import splits_in_view
 from ..policies import DraftPolicy, OwnPrefill
 from ..prefill import Prefill
 from ..state import BatchState, RoundPlan
+from ..steps import splits_in_view
 from .gamma_planner import GammaPlanner
 from .launch import InFlightRound, Rounds
 from .requests import Arrival, Request, RoundEvent, TokenEvent, Waiting

@@ -17,7 +17,8 @@ from gpt_fast_sd import SamplingParams
 from gpt_fast_sd.draft import ModelDraft
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.fast import Spent, Stack
-from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.fast.cpu.fused_layers import FusedLayers
+from gpt_fast_sd.steps import Runner
 from measuring.chips import Chip
 from measuring.roofline import step_cost
 from measuring.tables import Column, Table
@@ -65,12 +66,12 @@ def watch(engine: Engine, told: list[Spent]) -> list[Stack]:
     if isinstance(engine.policy, ModelDraft):
         runners.append(engine.policy.runner)
     for runner in runners:
-        if runner.whole is None:
+        if not isinstance(runner.bodies.hidden, FusedLayers):
             raise ValueError(
                 "this engine's steps run operator by operator, which is not timed: steps are timed of models in bf16 "
                 "on a CPU that has a C++ compiler"
             )
-    stacks = [runner.whole.stack for runner in runners if runner.whole is not None]
+    stacks = [r.bodies.hidden.stack for r in runners if isinstance(r.bodies.hidden, FusedLayers)]
     for stack in stacks:
         stack.watched = told
     return stacks

@@ -17,10 +17,10 @@ from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.fast.compile import Options
 from gpt_fast_sd.model import KVCache
-from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.state import BatchState, RoundPlan
+from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.policies.drafting import plans_of
 from tests.helpers import random_ids, tiny_config, tiny_model
 

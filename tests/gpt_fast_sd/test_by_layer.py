@@ -16,13 +16,14 @@ import gpt_fast_sd.loading.load
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.draft import Runner, draft_step
-from gpt_fast_sd.fast.compile import CompiledStep, span, varying
+from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.fast.compile_one_layer import _alike
 from gpt_fast_sd.model import KVCache, Transformer
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantization.quantize import quantize
-from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.steps import span, varying
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 

@@ -18,7 +18,7 @@ from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.model import ModelConfig
-from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.round import decode_step
 from tests.drafts import POLICIES, draft_of
 from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
 
@@ -224,7 +224,7 @@ def test_what_a_library_sums_runs_on_one_thread(
         on.add(torch.get_num_threads())
         return decode_step(*args)
 
-    monkeypatch.setattr("gpt_fast_sd.target.decode_step", noted)
+    monkeypatch.setattr("gpt_fast_sd.round.decode_step", noted)
     one = Watched("off", dtype=dtype, config=config)
     torch.set_num_threads(3)
     one.run(PROMPTS[:1], PARAMS[0])

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.attention import DenseKV
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
 from gpt_fast_sd.fast.cpu import attention_torch as on_cpu
+from gpt_fast_sd.kv import DenseKV
 from gpt_fast_sd.loading import load as loading
 from gpt_fast_sd.loading.load import BUNDLED
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, read_config

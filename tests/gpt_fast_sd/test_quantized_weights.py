@@ -22,7 +22,7 @@ from gpt_fast_sd.policies.hierarchy import HierarchyDraft
 from gpt_fast_sd.quantization.int4 import Int4Linear
 from gpt_fast_sd.quantization.int8 import Int8Linear
 from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
-from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.steps import Runner
 from gpt_fast_sd.tp import Parallel
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.policies.drafting import compiles_once

@@ -16,8 +16,8 @@ from gpt_fast_sd.draft import View
 from gpt_fast_sd.loading.memory import MemoryPlan
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
-from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.state import BatchState, RoundPlan
+from gpt_fast_sd.steps import Runner
 from gpt_fast_sd.tp import Group
 from measuring import grid
 from scripts import generate

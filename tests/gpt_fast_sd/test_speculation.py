@@ -25,9 +25,9 @@ from gpt_fast_sd.policies import Draft, DraftPolicy
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.serving.requests import Completion, TokenEvent
 from gpt_fast_sd.state import BatchState, RoundPlan
+from gpt_fast_sd.steps import Runner
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.helpers import ByteTokenizer, few, random_ids, thinned, tiny_config, tiny_model
 
@@ -437,7 +437,7 @@ def committed(cache: KVCache, slot: int, n: int) -> Tensor:
 def prefilled(model: Transformer, text: Sequence[int]) -> Tensor:
     """The same of a text that is prefilled into a cache of its own."""
     cache = KVCache(model.config, 1, MAX_LEN, dtype=torch.float32, device=torch.device("cpu"))
-    Prefill(Runner(model, cache, compiled=False)).fill(0, text)
+    Prefill(Runner(model, cache)).fill(0, text)
     return committed(cache, 0, len(text))
 
 

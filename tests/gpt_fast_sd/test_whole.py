@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_fast_sd.fast.cpu.fused_model import WholeModel, runs_whole
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.attention import DenseKV, ListedKV
 from gpt_fast_sd.fast.cpu import attention_torch as on_cpu
-from gpt_fast_sd.fast.cpu.fused_model import WholeModel, runs_whole
 from gpt_fast_sd.fast.cpu.packing import pack_linears
+from gpt_fast_sd.kv import DenseKV, ListedKV
 from gpt_fast_sd.model import SPLIT, Attention, KVCache, RopeScaling, Transformer, as_int8, as_planes
 from gpt_fast_sd.quantization.quantize import quantize
-from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.fast.test_cpu import body, needs_kernel  # noqa: F401  needs_kernel asks for body
 from tests.gpt_fast_sd.test_exact import PARAMS, PROMPTS, Watched, covers
 from tests.helpers import few, random_ids, tiny_config, tiny_model

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.attention import DenseKV
+from gpt_fast_sd.kv import DenseKV
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, buffers, load_model
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
 

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpt_fast_sd.fast.compile import span
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.policies import Draft
-from gpt_fast_sd.round import accept_step
+from gpt_fast_sd.round import accept_step, decode_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.state import BatchState
-from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.steps import span
 from gpt_fast_sd.tp import Parallel, Vocabulary, local_config, start
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, CUDA, EOS, LAYERS, SLOTS, fake_rig
 from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER

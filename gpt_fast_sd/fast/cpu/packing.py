@@ -12,6 +12,7 @@ from gpt_fast_sd.model import FeedForward, Linear, Room
 from ...quantization.int4 import Int4Linear
 from ...quantization.int8 import Int8Linear
 from .. import LINE, Int4, pack, pack_int4, packable, packed_linear, packed_rows, packed_swiglu, unpack, unpack_int4
+from ..marks import edited, stands_for
 
 
 class _Packed(nn.Module):
@@ -110,6 +111,7 @@ class PackedEmbedding(_Packed, nn.Embedding):
         return packed_rows(self.weight, tokens)
 
 
+@stands_for("gpt_fast_sd.model.llama:FeedForward.forward")
 class PackedFeedForward(FeedForward):
     """A FeedForward that applies SwiGLU to the results of its packed w_in inside the kernel."""
 
@@ -172,7 +174,7 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
         if tied is not None:
             tied.__class__ = PackedEmbedding
         n_packed += 1
-    for module in model.modules():
+    for module in [] if edited(PackedFeedForward) else model.modules():
         if type(module) is FeedForward and _is_packed(module.w_in) and module.w_in.bias is None:
             module.__class__ = PackedFeedForward
     return n_packed

@@ -11,8 +11,8 @@ from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.draft import View
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import build_view
-from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.state import BatchState
+from gpt_fast_sd.steps import Runner
 
 SLOTS, LAYERS, CAPACITY, EOS = 4, 2, 4096, (7, 9)
 CUDA = torch.device("cuda")
@@ -29,7 +29,7 @@ class Rig:
     def view(self, name: str, budget: int = 512) -> View:
         """The view of that name over the cache, as an engine builds it."""
         config = DraftConfig(policy=name, budget=budget, gamma=5)
-        return build_view(config, name, Runner(self.model, self.cache, compiled=False))
+        return build_view(config, name, Runner(self.model, self.cache))
 
     def tokens(self, n: int, slots: int = SLOTS) -> Tensor:
         """int64 [B, n]: token ids, or positions, which have no values here."""

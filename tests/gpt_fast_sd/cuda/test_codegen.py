@@ -11,14 +11,13 @@ import torch
 
 from gpt_fast_sd.config import MAX_GAMMA
 from gpt_fast_sd.draft import draft_step
-from gpt_fast_sd.fast.compile import span, varying
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.snapkv import OBSERVED, observe_step
 from gpt_fast_sd.prefill import CHUNK, prefill_step
-from gpt_fast_sd.round import accept_step
+from gpt_fast_sd.round import accept_step, decode_step
 from gpt_fast_sd.sampling import Kind
-from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.steps import span, varying
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, SLOTS, Rig, fake_rig
 from tests.gpuless.fakecuda import Generated, cuda_code, fake_cuda_tensors, needs_cuda_code
 

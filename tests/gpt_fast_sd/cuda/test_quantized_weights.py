@@ -15,12 +15,11 @@ import torch._inductor.config as inductor
 from torch import nn
 
 from gpt_fast_sd.draft import draft_step
-from gpt_fast_sd.fast.compile import span
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
 from gpt_fast_sd.quantization.table import precision_of, require_precision, require_sizes
-from gpt_fast_sd.runner import Runner
-from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.steps import Runner, span
 from gpt_fast_sd.tp import local_config
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, fake_rig
 from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
@@ -156,7 +155,7 @@ def test_sizes_that_float8_does_not_take_are_refused() -> None:
         rig = fake_rig()
         odd = nn.Linear(512, 1000, bias=False, device=CUDA, dtype=torch.bfloat16)
         rig.model.output = odd  # type: ignore[assignment]
-        runner = Runner(rig.model, rig.cache, compiled=False)
+        runner = Runner(rig.model, rig.cache)
         with pytest.raises(ValueError, match=r"needs sizes that 16 divides, and a weight has \[1000, 512\]"):
             drafter(runner, "float8")
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from gpt_fast_sd.acceptance import verify_greedy, verify_sampled
 from gpt_fast_sd.draft import draft_step
-from gpt_fast_sd.fast.compile import span
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.policies.guided import GuidedView
-from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.state import RoundPlan
-from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.steps import Runner, span
 from measuring.replay import Replay
 from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
@@ -89,7 +88,7 @@ def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
 @thinned("name,kind", list(POLICIES), [(False, False), (True, True)])
 def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool]) -> None:
     config = draft_of(name, GAMMA, **{} if name == "lookup" else {"budget": 512})
-    target = Runner(rig.model, rig.cache, compiled=False)
+    target = Runner(rig.model, rig.cache)
     policy = build_policy(config, target, fake_rig().model if config.draft_model else None)
     rounds = Rounds(target, rig.state, policy, config)
     rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
@@ -101,7 +100,7 @@ def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool
 @pytest.mark.usefixtures("rig")
 def test_a_whole_round_over_planes_does_not_wait(name: str) -> None:
     rig, config = fake_rig(kv_dtype=torch.int8, planes=True), draft_of(name, GAMMA, budget=512)
-    target = Runner(rig.model, rig.cache, compiled=False)
+    target = Runner(rig.model, rig.cache)
     rounds = Rounds(target, rig.state, build_policy(config, target, None), config)
     rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
     assert waits(lambda: rounds.device_round(TO_CAPTURE)) == []

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.attention import DenseKV, listed
+from gpt_fast_sd.attention import listed
 from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.fast.compile import own_code
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
@@ -29,6 +29,7 @@ from gpt_fast_sd.fast.cpu import layers as cpu_layers
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu import round as cpu_round
 from gpt_fast_sd.fast.cpu import sampling as cpu_sampling
+from gpt_fast_sd.kv import DenseKV
 from gpt_fast_sd.model import SPLIT, CacheLayer
 from tests.gpt_fast_sd.fast.references import attend_reference
 from tests.helpers import few, thinned

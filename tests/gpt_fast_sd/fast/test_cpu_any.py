@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_fast_sd.target import reads_own_keys
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
@@ -26,7 +27,6 @@ from gpt_fast_sd.fast.cpu import instruction_sets as cpu_sets
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.ops import planes
 from gpt_fast_sd.model import as_int8, as_planes
-from gpt_fast_sd.target import reads_own_keys
 from tests.gpt_fast_sd.fast.references import attend_reference
 from tests.gpt_fast_sd.fast.test_cpu import forced
 from tests.helpers import few, random_ids, tiny_config, tiny_model

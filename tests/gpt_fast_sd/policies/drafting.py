@@ -21,10 +21,10 @@ from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.sampling import probabilities
 from gpt_fast_sd.serving.requests import Completion
 from gpt_fast_sd.state import RoundPlan
+from gpt_fast_sd.steps import Runner
 from tests.helpers import chi_square, random_ids, table_of, tiny_config, tiny_model, whole_text_logits
 
 LENGTHS = [1, 2, 300, 3, 256, 257, 24, 5]  # more prompts than slots; around the edges of chunks
@@ -124,7 +124,7 @@ def nearly(model: Transformer, *, by: float, seed: int = 1) -> Transformer:
 def prefilled(runner: Runner, text: Sequence[int]) -> list[Tensor]:
     """Keys and values of a text, prefilled into a cache of its own: 2 * L of [K, T, H]."""
     cache = KVCache(runner.model.config, 1, runner.cache.max_seq_len, dtype=torch.float32, device=runner.device)
-    Prefill(Runner(runner.model, cache, compiled=False)).fill(0, text)
+    Prefill(Runner(runner.model, cache)).fill(0, text)
     return [x[0, :, : len(text)] for x in cache.buffers]
 
 

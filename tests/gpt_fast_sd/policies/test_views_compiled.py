@@ -10,7 +10,7 @@ import torch
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.prefill import prefill_step
-from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.round import decode_step
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 PROMPTS = [random_ids(n, seed=n) for n in (1, 40, 200, 290, 600, 1100)]

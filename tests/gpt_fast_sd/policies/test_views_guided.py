@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt_fast_sd.fast import decode_attention_with_mass
 from gpt_fast_sd.model import SPLIT
-from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.round import decode_step
 from tests.gpt_fast_sd.policies.views_rig import Rig
 
 GROUPS = [1, 2, 4, 5, 7, 8]

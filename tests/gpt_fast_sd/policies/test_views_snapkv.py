@@ -23,8 +23,8 @@ from gpt_fast_sd.model import SPLIT, CausalSelf, KVCache, ModelConfig, Transform
 from gpt_fast_sd.policies import snapkv
 from gpt_fast_sd.policies.snapkv import OBSERVED, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.runner import Runner
 from gpt_fast_sd.state import BatchState, RoundPlan
+from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpt_fast_sd.policies.views_rig import Rig
 from tests.gpuless.recorder import capture
@@ -56,7 +56,7 @@ def text(group: int) -> tuple[Transformer, list[int], KVCache, Recording]:
     tokens = torch.tensor(ids[:-1])[None]
     tiny_model(config).double().hidden(tokens, torch.arange(LONGEST)[None], recording)
     cache = KVCache(config, 3, 512, dtype=torch.float32, device=torch.device("cpu"))
-    prefill = Prefill(Runner(model, cache, compiled=False))
+    prefill = Prefill(Runner(model, cache))
     for slot in range(3):
         prefill.fill(slot, ids[:-1])
     return model, ids, cache, recording
@@ -101,7 +101,7 @@ def are_best(listed: Tensor, scores: Tensor) -> bool:
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(group: int, observed: int) -> None:
     model, ids, cache, recording = text(group)
-    runner = Runner(model, cache, compiled=False)
+    runner = Runner(model, cache)
     view = SnapKVView(runner, budget=observed + 40, refresh=8, max_new=6, n_observed=observed)
     state = state_of(model, cache)
     n_listed = view.kv_indices.shape[-1]
@@ -122,7 +122,7 @@ def test_the_listed_entries_are_those_that_loops_over_heads_and_queries_find(gro
 
 def test_without_the_scale_by_the_head_dim_other_entries_would_be_listed() -> None:
     model, ids, cache, recording = text(4)
-    view = SnapKVView(Runner(model, cache, compiled=False), budget=72, refresh=8, max_new=6)
+    view = SnapKVView(Runner(model, cache), budget=72, refresh=8, max_new=6)
     admit(view, state_of(model, cache), 0, ids)
     q, k = recording.q[0], recording.k[0]
     assert are_best(view.kv_indices[0, 0], slow_scores(q, k, LONGEST, 32, q.shape[-1] ** -0.5))

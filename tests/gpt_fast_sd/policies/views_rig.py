@@ -19,9 +19,9 @@ from gpt_fast_sd import DraftConfig, SamplingParams
 from gpt_fast_sd.model import SPLIT, CacheLayer, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import ModelDraft, build_view
 from gpt_fast_sd.prefill import Prefill
-from gpt_fast_sd.runner import Runner
+from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.state import BatchState, RoundPlan
-from gpt_fast_sd.target import decode_step
+from gpt_fast_sd.steps import Runner
 from tests.drafts import VIEWS
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -38,7 +38,7 @@ def prefilled(config: ModelConfig) -> tuple[Transformer, list[list[int]], KVCach
     """A tiny model, a prompt of MAX_LEN for each row, and the keys and values of all of it."""
     model, cache = tiny_model(config), new_cache(config)
     prompts = [random_ids(MAX_LEN, seed=100 + row) for row in range(N_ROWS)]
-    prefill = Prefill(Runner(model, cache, compiled=False))
+    prefill = Prefill(Runner(model, cache))
     for slot, prompt in enumerate(prompts):
         prefill.fill(slot, prompt)
     return model, prompts, cache
@@ -54,7 +54,7 @@ class Rig:
             buffer.normal_(generator=torch.Generator().manual_seed(1))
         self.state = BatchState.idle(self.cache.seq_len, self.cache.capacity + SPLIT, self.model.config.vocab_size, ())
         self.draft = DraftConfig(**({"policy": name, "gamma": 4} | draft))
-        self.runner = Runner(self.model, self.cache, compiled=False)
+        self.runner = Runner(self.model, self.cache)
         self.view: Any = build_view(self.draft, name, self.runner)
         self.policy = ModelDraft(self.runner, self.view, name)
         self.lengths, self.drafted_at = dict(enumerate(lengths)), dict[int, int]()

@@ -18,9 +18,9 @@ from gpt_fast_sd import state as batch_state
 from gpt_fast_sd.acceptance import AcceptResult, verify_sampled
 from gpt_fast_sd.draft import ModelDraft
 from gpt_fast_sd.model import CacheLayer, KVCache
+from gpt_fast_sd.round import Round
 from gpt_fast_sd.sampling import Kind, draw, probabilities
 from gpt_fast_sd.state import BatchState
-from gpt_fast_sd.target import TargetSteps
 from measuring import proof
 from tests.helpers import random_ids, tiny_config, tiny_model
 
@@ -157,13 +157,13 @@ def test_refill_finds_a_slot_that_is_not_cleared(monkeypatch: pytest.MonkeyPatch
 
 
 def test_exact_finds_a_step_whose_width_varies(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, feed = narrow(exact=True), TargetSteps.feed
+    engine, feed = narrow(exact=True), Round.feed
 
-    def nudged(self: TargetSteps, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+    def nudged(self: Round, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         logits, mass = feed(self, tokens, n_keys)
         return logits * (1 + 2**-22 * (tokens.shape[1] > 1)), mass  # the last bits
 
-    monkeypatch.setattr(TargetSteps, "feed", nudged)
+    monkeypatch.setattr(Round, "feed", nudged)
     finding = proof.exact(engine, PROMPTS[:4], N_TOKENS)
     assert not finding.passed, finding.line
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.acceptance import AcceptResult
-from gpt_fast_sd.attention import DenseKV, ListedKV
 from gpt_fast_sd.config import gamma_tiers
+from gpt_fast_sd.kv import DenseKV, ListedKV
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies.list_and_window import positions_of
 from measuring.gpu import cells

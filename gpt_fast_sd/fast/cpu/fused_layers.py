@@ -1,4 +1,4 @@
-"""A packed model whose steps on a CPU run all layers in one call: no compiler, no graph, no operators between them.
+"""All layers of a packed model in one call on a CPU: no compiler, no graph, no operators between them.
 
 Shapes: B slots, T tokens in this call, L layers, K kv heads, D model width, V vocabulary.
 """
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import SPLIT, Attention, Block, CacheLayer, KVCache, RMSNorm, Transformer
 
-from ...attention import DenseKV, ListedKV
+from ...attention import page_sums
+from ...kv import DenseKV, ListedKV
 from .. import MASS_PAGE as PAGE
-from .. import LayerCache, LayerWeights, Listed, Product, Stack, cpu_attention_fits, layers_build, page_sums
+from .. import LayerCache, LayerWeights, Listed, Product, Stack, cpu_attention_fits, layers_build
+from ..marks import stands_for
 from .packing import (
     PackedEmbedding,
     PackedFeedForward,
@@ -24,20 +26,25 @@ from .packing import (
     SummedInt4Linear,
     all_packed,
 )
+from .stand_ins import DENSE, LISTED
 
-SERVED = DenseKV, ListedKV  # what steps may read through
 CACHED = torch.bfloat16, torch.int8, torch.uint8
 
 
-class WholeModel:
-    """In place of a Transformer in a step that reads the cache through one of SERVED."""
+@stands_for(
+    "gpt_fast_sd.model.llama:Transformer.hidden", "gpt_fast_sd.model.llama:Block.forward",
+    "gpt_fast_sd.model.llama:Attention.forward", "gpt_fast_sd.model.llama:FeedForward.forward",
+    "gpt_fast_sd.model.llama:RMSNorm.forward", "gpt_fast_sd.model.cache:CacheLayer.store",
+    "gpt_fast_sd.kv:DenseKV.attend", "gpt_fast_sd.kv:ListedKV.attend", *DENSE, *LISTED,
+)  # fmt: skip
+class FusedLayers:
+    """Transformer.hidden of one model, for steps that read the cache through DenseKV or ListedKV."""
 
     def __init__(self, model: Transformer) -> None:
-        """The weights are the model's own; a model that `runs_whole` allows.
+        """The weights are the model's own; a model that `fuses` allows.
 
         They may move and change; modules and parameters that are put in their places are not seen.
         """
-        self.config, self.head = model.config, _product_of(model.output)
         self._caches: dict[tuple[int, ...], tuple[list[CacheLayer], list[LayerCache]]] = {}
         self.stack = Stack(
             layers=[_weights_of(layer) for layer in model.layers],
@@ -51,12 +58,8 @@ class WholeModel:
             n_kv_heads=model.config.n_kv_heads,
         )
 
-    def output(self, x: Tensor) -> Tensor:
-        """As Transformer.output: [..., D] -> [..., V]."""
-        return self.head.of(x)
-
-    def hidden(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
-        """As Transformer.hidden: tokens, pos [B, T] -> [B, T, D]."""
+    def __call__(self, model: Transformer, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
+        """As Transformer.hidden of the model that this was made for: tokens, pos [B, T] -> [B, T, D]."""
         first, caches = kv.layers[0], self._caches_of(kv.layers)
         if isinstance(kv, ListedKV):
             listed = Listed(kv.kv_indices, kv.window_start, kv.window_width)
@@ -79,13 +82,9 @@ class WholeModel:
             self._caches[key] = list(layers), [_cache_of(layer) for layer in layers]  # held: no other has their ids
         return self._caches[key][1]
 
-    def __call__(self, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
-        """As Transformer.forward: tokens, pos [B, T] -> logits [B, T, V]."""
-        return self.output(self.hidden(tokens, pos, kv))
 
-
-def runs_whole(model: Transformer, cache: KVCache) -> bool:
-    """Whether a WholeModel serves this model, held by one process, and its cache on this machine."""
+def fuses(model: Transformer, cache: KVCache) -> bool:
+    """Whether FusedLayers serve this model, held by one process, and its cache on this machine."""
     first = cache.layers[0]
     dtypes = model.embedding.weight.dtype, model.rope_freqs.dtype
     if dtypes != (torch.bfloat16, torch.float32) or first.k.dtype not in CACHED or not all_packed(model):

@@ -1,0 +1,53 @@
+"""What runs in the places of the core's functions: by default they themselves, or faster bodies that stand in for them.
+
+The functions named here are the truth. A body has the signature and keeps the promises of the one that it stands for;
+fast/choose.py puts them in, one by one, as long as what they stand for reads as it did when they were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpt_fast_sd.model import Transformer
+
+from . import acceptance, attention, sampling, selection
+
+Body = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bodies:
+    """The table of bodies, made when an engine is built; Bodies() is the core as its modules have it just then."""
+
+    hidden: Body = field(
+        default_factory=lambda: Transformer.hidden
+    )  # all layers: (model, tokens, pos, kv) -> normed states
+    dense: Body = field(default_factory=lambda: attention.dense)
+    dense_of_slots: Body = field(default_factory=lambda: attention.dense_of_slots)
+    listed: Body = field(default_factory=lambda: attention.listed)
+    top_pages: Body = field(default_factory=lambda: selection.top_pages)
+    guided_select: Body = field(default_factory=lambda: selection.guided_select)
+    page_bounds: Body = field(default_factory=lambda: selection.page_bounds)
+    quest_pages: Body = field(default_factory=lambda: selection.quest_pages)
+    probabilities: Body = field(default_factory=lambda: sampling.probabilities)
+    draw: Body = field(default_factory=lambda: sampling.draw)
+    uniform: Body = field(default_factory=lambda: sampling.uniform)
+    verify_greedy: Body = field(default_factory=lambda: acceptance.verify_greedy)
+    judge_sampled: Body = field(default_factory=lambda: acceptance.judge_sampled)
+    commit: Body = field(default_factory=lambda: acceptance.commit)
+    names: tuple[tuple[str, str], ...] = ()  # what is not the core's own: a part of the work, and who does it
+
+    @property
+    def fused(self) -> bool:
+        """Whether one call runs all layers: then the bits of a row's results depend on that row alone."""
+        return self.hidden is not Transformer.hidden
+
+    @property
+    def reads_own_keys(self) -> bool:
+        """Whether attention reads each row's own keys only, not as many as the longest row has in view."""
+        return self.dense is not attention.dense
+
+
+CORE = Bodies()  # the core as it is written

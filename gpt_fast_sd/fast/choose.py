@@ -1,0 +1,120 @@
+"""Which body stands in for which function of the core: for a model, its cache and this machine.
+
+Each is used only where it serves, and only while what it stands for reads as it did when it was written (marks.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..bodies import Bodies, Body
+from ..devices import traits_of
+from ..steps import Backend, Runner, Step
+from .compile import CompiledStep, Options
+from .cpu import stand_ins as cpp
+from .cpu.attention_cpp import cpu_attention_fits
+from .cpu.fused_layers import FusedLayers, fuses
+from .cpu.instruction_sets import chosen
+from .cpu.linear import kernels_are_built
+from .cpu.packing import pack_linears
+from .cpu.round import cpu_round_serves
+from .cpu.sampling import LEAST_VOCABULARY
+from .cpu.sampling import available as distributions_build
+from .marks import edited
+from .ops.choice import triton_serves
+from .triton import stand_ins as triton
+
+
+@dataclass(frozen=True)
+class FastBackend(Backend):
+    """Runs steps compiled, and bodies in the places of the core's functions."""
+
+    device: torch.device
+    options: Options | None  # Inductor's; None: steps run eagerly, with bodies that are built already
+    stand_ins: bool = True  # False: the core as it is written
+    told: set[str] = field(default_factory=set)  # what was said to have been edited
+
+    @property
+    def compiles(self) -> bool:  # type: ignore[override]
+        """Whether steps are compiled."""
+        return self.options is not None
+
+    def step(self, fn: Callable[..., Any]) -> Step:
+        """A step that runs this function."""
+        return Step(fn) if self.options is None else CompiledStep(fn, self.options)
+
+    def sampling_step(self, fn: Callable[..., Any]) -> Step:
+        """A step that judges or chooses."""
+        return self.step(fn) if traits_of(self.device).compiles_sampling else Step(fn)
+
+    def uses_kernels(self, runner: Runner) -> bool:
+        """Whether steps use our kernels: those that run eagerly on a CPU only if these are built already."""
+        if not self.stand_ins:
+            return False
+        if self.compiles or self.device.type != "cpu":
+            return self.compiles or triton_serves(self.device)
+        config, dtype = runner.model.config, runner.model.embedding.weight.dtype
+        return kernels_are_built(config.head_dim, dtype, config.vocab_size, runner.cache.dtype)
+
+    def pack(self, runner: Runner, *, few_rows: bool = False) -> None:
+        """Lay out a model's weights as the CPU's products read them, in place, if steps use these."""
+        if self.device.type == "cpu" and self.uses_kernels(runner):
+            pack_linears(runner.model, few_rows=few_rows)
+
+    def bodies(self, runner: Runner) -> Bodies:
+        """What runs in the places of the core's functions, after the weights were laid out."""
+        if not self.stand_ins:
+            return Bodies(names=(("everything", "as the core is written"),))
+        if triton_serves(self.device):
+            return self._put_in(Bodies(), runner, self._triton())
+        if self.device.type != "cpu":
+            return Bodies()
+        bodies = self._put_in(Bodies(), runner, {"cuts": ({"probabilities": triton.probabilities}, "")})
+        return self._put_in(bodies, runner, self._cpp(runner)) if self.uses_kernels(runner) else bodies
+
+    def _triton(self) -> dict[str, tuple[dict[str, Body], str]]:
+        attention = {name: getattr(triton, name) for name in ("dense", "dense_of_slots", "listed")}
+        names = "top_pages", "guided_select", "page_bounds", "quest_pages"
+        selection = {name: getattr(triton, name) for name in names}
+        return {
+            "attention": (attention, "Triton"),
+            "selection": (selection, "Triton"),
+            "cuts": ({"probabilities": triton.probabilities}, "Triton"),
+        }
+
+    def _cpp(self, runner: Runner) -> dict[str, tuple[dict[str, Body], str]]:
+        """The parts of the work that C++ does: each with its bodies, and who that is."""
+        model, layer, parts = runner.model, runner.cache.layers[0], dict[str, tuple[dict[str, Body], str]]()
+        queries = layer.k.new_empty(*layer.k.shape[:2], 0, layer.head_dim, dtype=model.embedding.weight.dtype)
+        who = f"C++, {chosen().name}"
+        asked = queries if layer.quantized else queries.to(layer.k.dtype)
+        if cpu_attention_fits(asked, layer.k):
+            parts["attention"] = {"dense": cpp.dense, "listed": cpp.listed}, who
+        if runner.group.size == 1 and fuses(model, runner.cache):
+            parts["layers"] = {"hidden": FusedLayers(model)}, "C++, one call"
+        if not traits_of(self.device).compiles_sampling or not self.compiles:
+            if cpu_round_serves(self.device):
+                names = ["draw", "uniform", "judge_sampled", "commit", *(["verify_greedy"] * (runner.group.size == 1))]
+                parts["acceptance"] = {name: getattr(cpp, name) for name in names}, who
+            if model.config.vocab_size >= LEAST_VOCABULARY and distributions_build():
+                parts["filters"] = {"probabilities": cpp.probabilities}, who
+        return parts
+
+    def _put_in(self, bodies: Bodies, runner: Runner, parts: dict[str, tuple[dict[str, Body], str]]) -> Bodies:
+        """The table with the bodies of these parts, except those whose originals were edited."""
+        for part, (found, who) in parts.items():
+            kinds = {name: type(body) if isinstance(body, FusedLayers) else body for name, body in found.items()}
+            changed = {name: edited(kind) for name, kind in kinds.items()}
+            for name in sorted({name for names in changed.values() for name in names} - self.told):
+                self.told.add(name)
+                where = name.replace(":", ", ").removeprefix("gpt_fast_sd.")
+                warnings.warn(f"{where} was edited: {part} runs as the core is written, not in {who}", stacklevel=2)
+            kept = {name: body for name, body in found.items() if not changed[name]}
+            names = (*bodies.names, (part, who)) if kept and who else bodies.names
+            bodies = replace(bodies, **kept, names=names)
+        return bodies
