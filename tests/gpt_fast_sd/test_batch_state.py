@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.acceptance import AcceptResult
+from gpt_fast_sd.bodies import Bodies
 from gpt_fast_sd.fast import cpu_attention_fits
+from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.fast.compile import Options
 from gpt_fast_sd.model import KVCache
 from gpt_fast_sd.sampling import Kind
@@ -210,19 +212,21 @@ def test_no_tensor_of_rows_takes_the_place_of_another(field: str) -> None:
     assert other.history is state.history and other.table is state.table
 
 
-@pytest.mark.parametrize("compiled", [None, False, True, {}])
+@pytest.mark.parametrize("compiled", [None, {}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 64])
 def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
-    head_dim: int, dtype: torch.dtype, compiled: bool | Options | None
+    head_dim: int, dtype: torch.dtype, compiled: Options | None
 ) -> None:
     """Else a step reads the view of the longest row for every row, however few keys the others have."""
     model = tiny_model(tiny_config(n_layers=1, head_dim=head_dim))
     cache = KVCache(model.config, 4, 128, dtype=dtype, device=torch.device("cpu"))
     state = BatchState.idle(cache.seq_len, HISTORY, VOCAB, [])
-    rounds = Rounds(Runner(model, cache, compiled), state, None, DraftConfig())
+    rounds = Rounds(
+        Runner(model, cache, backend=FastBackend(torch.device("cpu"), compiled)), state, None, DraftConfig()
+    )
     keys = cache.layers[0].k
-    ours = compiled in (True, {}) and cpu_attention_fits(keys, keys)
+    ours = compiled is not None and cpu_attention_fits(keys, keys)
     assert rounds.keys_read(RoundPlan.of({0: 19, 2: 9})) == (7 if ours else 20)
     assert not ours or head_dim == 64
 
@@ -231,7 +235,7 @@ def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
 def test_the_planner_chooses_by_what_it_is_taught_by(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(batch_size=3, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", gamma="auto"))
-    monkeypatch.setattr("gpt_fast_sd.target.reads_own_keys", lambda target: ours)
+    monkeypatch.setattr(Bodies, "reads_own_keys", ours)
     asked, taught, plans = list[int](), list[int](), plans_of(one, monkeypatch)
 
     def choose(n_keys: int) -> int:

@@ -23,7 +23,7 @@ from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantization.quantize import quantize
 from gpt_fast_sd.round import decode_step
-from gpt_fast_sd.steps import span, varying
+from gpt_fast_sd.steps import Step, span, varying
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
@@ -64,7 +64,7 @@ def arguments(name: str, model: Transformer, cache: KVCache) -> tuple[Callable[.
     if kind == "prefill":
         return prefill_step, (model, *tokens_at(256, 256, 1), cache.slot(1), span(cache, 512))
     if kind == "draft":
-        policy: Any = build_policy(DraftConfig(policy=detail, budget=64, gamma=3), Runner(model, cache, None), None)
+        policy: Any = build_policy(DraftConfig(policy=detail, budget=64, gamma=3), Runner(model, cache), None)
         for slot in range(SLOTS):
             policy.host_admit(slot, random_ids(400, seed=slot))
         return draft_step, (model, *tokens_at(399, 1), cache.layers, span(cache, 400), *policy.view.kv())
@@ -78,13 +78,13 @@ def arguments(name: str, model: Transformer, cache: KVCache) -> tuple[Callable[.
 STEPS = ("decode", "verify", "verify mass", "prefill", "draft full", "draft streaming", "draft quest", "draft guided")
 
 
-def check_equal(name: str, model: Transformer, tolerance: float = 1e-4) -> CompiledStep:
+def check_equal(name: str, model: Transformer, tolerance: float = 1e-4) -> Step:
     results = []
     with torch.inference_mode():
         for compiled in (False, True):
             cache = filled_cache(model)
             step, args = arguments(name, model, cache)
-            one = CompiledStep(step, compiled=compiled)
+            one = CompiledStep(step) if compiled else Step(step)
             out = one(*args)
             outs = out if isinstance(out, tuple) else (out,)
             results.append((*(x for x in outs if x is not None), *cache.buffers))
@@ -153,7 +153,7 @@ def test_a_model_whose_layers_differ_in_what_a_compiled_layer_takes_for_granted_
     owner.weight = torch.nn.Parameter(other, requires_grad=False)
     with torch.inference_mode(), pytest.raises(ValueError, match=r"^layer 2 differs from the first one in the shapes"):
         step, args = arguments("decode", model, filled_cache(model))
-        CompiledStep(step, compiled=True)(*args)
+        CompiledStep(step)(*args)
 
 
 def test_what_a_layer_gives_must_lie_in_memory_as_what_it_is_given() -> None:
@@ -184,7 +184,7 @@ def test_quantized_weights_are_those_of_each_layer(parts: Parts) -> None:
 
 def test_a_step_serves_one_model_after_another(parts: Parts) -> None:
     """The layers of the call count, not those of the first one."""
-    step, cache = CompiledStep(decode_step, compiled=True), filled_cache(tiny_model())
+    step, cache = CompiledStep(decode_step), filled_cache(tiny_model())
     with torch.inference_mode():
         for seed in (0, 1):
             model = tiny_model(seed=seed)
@@ -233,7 +233,7 @@ def test_an_engine_that_is_gone_leaves_no_weights_and_no_cache_behind(
 
 def test_weights_that_take_the_place_of_others_count(parts: Parts) -> None:
     model, other = tiny_model(), tiny_model(seed=1)
-    step, cache = CompiledStep(decode_step, compiled=True), filled_cache(model)
+    step, cache = CompiledStep(decode_step), filled_cache(model)
     args = (*tokens_at(300, 1), cache.layers, span(cache, 400), 0)
     with torch.inference_mode():
         step(model, *args)

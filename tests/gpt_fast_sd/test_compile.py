@@ -211,7 +211,7 @@ def test_nothing_of_steps_that_were_dropped_is_kept() -> None:
     """Dynamo's result and the code that it was made of held each other: every change of the policy left its graphs."""
     codes = []
     for _ in range(3):
-        step = CompiledStep(plus_one, compiled=True)
+        step = CompiledStep(plus_one)
         assert step(torch.zeros(2)).tolist() == [1.0, 1.0] and step.graphs == 1
         codes.append(weakref.ref(step._codes[0]))
         del step

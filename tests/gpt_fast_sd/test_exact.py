@@ -158,7 +158,7 @@ def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: p
 
     kernels: list[int] = []
     monkeypatch.setattr(CompiledStep, "_inductor", as_traced)
-    monkeypatch.setattr("gpt_fast_sd.runner.runs_whole", lambda *_: False)  # in one call nothing is traced
+    monkeypatch.setattr("gpt_fast_sd.fast.choose.fuses", lambda *_: False)  # in one call nothing is traced
     compiled_bits_are_the_same(name, "bf16", WIDE)
     q, k = torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16)
     # once in what runs for each layer, and not before or after them
@@ -197,7 +197,7 @@ def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
     for n_threads in (1, 2, 3):
         torch.set_num_threads(n_threads)
         one = Watched("streaming", gamma, dtype="bf16", config=PACKED, compile=True, batch_size=slots)
-        assert one.engine.target.whole is not None and not one.engine.rounds.width
+        assert one.engine.target.bodies.fused and not one.engine.rounds.width
         runs.append(one.run(PROMPTS, PARAMS))
     for other in runs[1:]:
         assert other[0] == runs[0][0] and other[1].keys() == runs[0][1].keys()

@@ -325,8 +325,8 @@ def test_keys_in_view_ask_for_another_graph_at_each_doubling(cuda: Cuda) -> None
 # what a round reads of Rounds, BatchState and its plan on the host, and who answers for it
 IN_THE_KEY = {"replay", "kind", "gamma", "n_keys", "width"}
 CLEARED = {"policy", "draft", "page", "capture"}
-FOR_GOOD = {"target", "state", "decode", "verify", "accept_compiled", "captured", "kernel"}
-FOR_GOOD |= {"vocab_size", "vocabulary", "table", "in_one_call"}
+FOR_GOOD = {"target", "state", "decode", "verify", "accept_compiled", "captured", "bodies"}
+FOR_GOOD |= {"vocab_size", "vocabulary", "table"}
 UNKNOWN = {"lengths", "ahead", "number", "follows_a_draft", "drafted_at"}  # to a plan to capture, see test_batch_state
 BOOKS = {"_captured", "_baked", "capture_seconds"}  # what capturing itself keeps
 

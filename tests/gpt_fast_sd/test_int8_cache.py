@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.bodies import CORE, Bodies
 from gpt_fast_sd.devices import TRAITS
-from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
-from gpt_fast_sd.fast.cpu import attention_torch as on_cpu
+from gpt_fast_sd.fast.cpu import stand_ins
 from gpt_fast_sd.kv import DenseKV
 from gpt_fast_sd.loading import load as loading
 from gpt_fast_sd.loading.load import BUNDLED
@@ -196,7 +196,9 @@ def test_what_is_read_is_counted_in_bytes_of_int8() -> None:
 
 
 @torch.inference_mode()
-def cached_logits(model: Transformer, ids: list[int], dtype: torch.dtype, fine: bool | None = None) -> Tensor:
+def cached_logits(
+    model: Transformer, ids: list[int], dtype: torch.dtype, fine: bool | None = None, bodies: Bodies = CORE
+) -> Tensor:
     """The logits of a text whose keys are stored chunk by chunk: T ids -> [T, V]. fine: see CacheLayer."""
     cache = KVCache(model.config, 1, len(ids), dtype=dtype, device=torch.device("cpu"))
     if fine is not None:
@@ -205,7 +207,7 @@ def cached_logits(model: Transformer, ids: list[int], dtype: torch.dtype, fine: 
     for start in range(0, len(ids), SPLIT):
         chunk = torch.tensor([ids[start : start + SPLIT]])  # [1, T]
         pos = torch.arange(start, start + chunk.shape[1])[None]
-        kv = DenseKV(cache.layers, torch.empty(cache.splits(start + chunk.shape[1]), 0))
+        kv = DenseKV(cache.layers, torch.empty(cache.splits(start + chunk.shape[1]), 0), bodies=bodies)
         rows.append(model(chunk, pos, kv)[0].float())
     return torch.cat(rows)
 
@@ -334,7 +336,7 @@ def test_an_engine_equalizes_its_models_and_says_what_they_said_before() -> None
     assert off.norm() < 0.05 * truth.norm() and max(map(float, keys)) < 300 / 127
 
 
-def test_queries_of_biased_keys_have_two_bytes_where_others_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_of_biased_keys_have_two_bytes_where_others_have_one() -> None:
     """What equalized keys lose in size their queries gain: in 8 bits these would cost more than the cache does."""
     if cpu.source_for(64, torch.bfloat16, torch.int8) != cpu.SOURCE:  # that for any CPU keeps queries as they are
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
@@ -342,12 +344,11 @@ def test_queries_of_biased_keys_have_two_bytes_where_others_have_one(monkeypatch
     truth = cached_logits(qwen2(300.0), ids, torch.float32)
     quantize.equalize_keys(model)
 
-    def off(fine: bool | None = None) -> float:
-        got = cached_logits(model, ids, torch.int8, fine) - truth
+    def off(fine: bool | None = None, bodies: Bodies = Bodies(dense=stand_ins.dense)) -> float:
+        got = cached_logits(model, ids, torch.int8, fine, bodies) - truth
         return float(got.norm() / (truth - truth.mean(-1, keepdim=True)).norm())
 
-    eager = off()  # PyTorch has the queries as they are
-    monkeypatch.setattr(on_cpu, "cpp_serves", cpu_attention_fits)
+    eager = off(bodies=CORE)  # PyTorch has the queries as they are
     assert off() == off(True) < 1.1 * eager and off(False) > off(True)
     assert KVCache(tiny_config(), 1, 300, dtype=torch.int8, device=torch.device("cpu")).layers[0].fine is False
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear, pack_linears
 from gpt_fast_sd.fast.ops import int4 as ops_int4
 from gpt_fast_sd.fast.ops import int8 as ops_int8
@@ -133,7 +134,9 @@ def test_a_copy_that_is_compiled_is_packed_and_says_the_same(precision: str) -> 
     if not pack_linears(model):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     cache = Engine(model_of(), None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", compile=False)).cache
-    eager, compiled = (drafter(Runner(model, cache, flag), precision).model for flag in (False, True))
+    eager, compiled = (
+        drafter(Runner(model, cache, backend=FastBackend(CPU, options)), precision).model for options in (None, {})
+    )
     layers = {"int8": PackedInt8Linear, "int4": SummedInt4Linear}[precision]
     assert {type(m) for m in compiled.modules() if isinstance(m, nn.Linear)} == {layers, PackedInt8Linear}
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {PackedLinear}
@@ -242,8 +245,8 @@ def test_a_precision_that_no_draft_has_is_refused_in_a_sentence(fields: dict[str
 
 def test_a_device_that_runs_no_such_draft_refuses_it() -> None:
     model, cache = model_of(), engine().cache
-    runner = Runner(model, cache, False)
-    meta = type("Meta", (Runner,), {"device": torch.device("meta")})(model, cache, False)
+    runner = Runner(model, cache)
+    meta = type("Meta", (Runner,), {"device": torch.device("meta")})(model, cache)
     assert drafter(meta, None) is meta and drafter(runner, None) is runner
     with pytest.raises(
         ValueError, match=r"'int8' of a draft runs on device 'cpu' or 'cuda', and the model is on 'meta'$"

@@ -445,13 +445,17 @@ def test_the_bucket_test_sees_a_generator_that_is_only_a_counter() -> None:
 
 
 def test_what_runs_eagerly_samples_without_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(rows: Tensor) -> bool:
+    def built(*_: object) -> bool:
         raise AssertionError("a kernel was asked for")
 
-    monkeypatch.setattr("gpt_fast_sd.sampling.cpu_sampling_fits", built)
-    config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
-    one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
-    one.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1))
-    object.__setattr__(one.state, "kernel", True)
+    monkeypatch.setattr("gpt_fast_sd.fast.choose.cpu_round_serves", built)
+    draft = DraftConfig(policy="streaming", budget=24, gamma=2)
+
+    def engine(compile: bool) -> Engine:
+        return Engine(
+            tiny_model(), None, EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=compile), draft
+        )
+
+    engine(False).generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1))
     with pytest.raises(AssertionError, match="asked for"):
-        one.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9, seed=1))
+        engine(True)

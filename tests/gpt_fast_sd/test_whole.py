@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_fast_sd.fast.cpu.fused_model import WholeModel, runs_whole
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.fast.cpu import attention_torch as on_cpu
+from gpt_fast_sd.bodies import CORE, Bodies
+from gpt_fast_sd.fast.choose import FastBackend
+from gpt_fast_sd.fast.cpu import stand_ins
+from gpt_fast_sd.fast.cpu.fused_layers import FusedLayers, fuses
 from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.kv import DenseKV, ListedKV
 from gpt_fast_sd.model import SPLIT, Attention, KVCache, RopeScaling, Transformer, as_int8, as_planes
@@ -59,8 +61,21 @@ def model_of(name: str, weights: str = "bf16", **changes: Any) -> Transformer:
     return model.requires_grad_(False)
 
 
+class Fused:
+    """A model whose layers run in one call."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.layers = model, FusedLayers(model)
+
+    def __call__(self, tokens: Tensor, pos: Tensor, kv: Any) -> Tensor:
+        """tokens, pos [B, T] -> logits [B, T, V]"""
+        return self.model.output(self.layers(self.model, tokens, pos, kv))
+
+
 class Ways:
     """A filled cache, and steps over it; each step begins with a copy of the cache."""
+
+    bodies = CORE  # of what attends
 
     def __init__(self, model: Transformer, cache: str = "bf16", *, tail: int = 0) -> None:
         dtype, planes = CACHES[cache]
@@ -75,14 +90,14 @@ class Ways:
         return ids, torch.tensor(ENDS)[:, None] + torch.arange(n)
 
     def step(
-        self, model: Transformer | WholeModel, n: int, *, page: int = 0, listed: bool = False, rows: slice = slice(None)
+        self, model: Transformer | Fused, n: int, *, page: int = 0, listed: bool = False, rows: slice = slice(None)
     ) -> tuple[Tensor, KVCache, list[Tensor]]:
         """-> logits [B, n, V], the cache after them, and the attention mass of each layer."""
         cache = copy.deepcopy(self.cache.with_tail(self.tail) if self.tail else self.cache)
         layers = [type(x)(*(part[rows] for part in x.buffers), tail=x.tail, fine=x.fine) for x in cache.layers]
         tokens, pos = (x[rows] for x in self.tokens(n))
         if not listed:
-            kv: Any = DenseKV(layers, torch.empty(3, 0), page)
+            kv: Any = DenseKV(layers, torch.empty(3, 0), page, bodies=self.bodies)
         else:
             generator = torch.Generator().manual_seed(2)
             n_kv = layers[0].k.shape[1]
@@ -94,7 +109,7 @@ class Ways:
             ]
             lists[0][0, 0, 7:] = -1
             start = (torch.tensor(ENDS) - 60).clamp(min=0)[rows]
-            kv = ListedKV(layers, torch.empty(3, 0), lists, start.contiguous(), 80)
+            kv = ListedKV(layers, torch.empty(3, 0), lists, start.contiguous(), 80, bodies=self.bodies)
         logits = model(tokens, pos, kv).float()
         return logits, cache, getattr(kv, "mass", [])
 
@@ -102,7 +117,7 @@ class Ways:
 @pytest.fixture
 def by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager steps attend with the same kernels."""
-    monkeypatch.setattr(on_cpu, "is_here", lambda *_: True)
+    monkeypatch.setattr(Ways, "bodies", Bodies(dense=stand_ins.dense, listed=stand_ins.listed))
 
 
 @pytest.fixture(autouse=True)
@@ -128,8 +143,8 @@ STEPS: list[dict[str, Any]] = [
 def test_it_is_the_model(by_operators: None, name: str, cache: str) -> None:
     """Of the same operators called one by one it differs in what the sums of norms and the angles are rounded to."""
     model = model_of(name)
-    ways, whole = Ways(model, cache), WholeModel(model)
-    assert runs_whole(model, ways.cache)
+    ways, whole = Ways(model, cache), Fused(model)
+    assert fuses(model, ways.cache)
     for how in STEPS:
         expected, stored, mass = ways.step(model, **how)
         got, kept, own = ways.step(whole, **how)
@@ -152,7 +167,7 @@ def test_it_is_the_model(by_operators: None, name: str, cache: str) -> None:
 @pytest.mark.parametrize("weights", ["int8", "int4", "int4 for few rows"])
 def test_it_is_the_model_with_quantized_weights(by_operators: None, weights: str) -> None:
     model = model_of("qwen2", weights)
-    ways, whole = Ways(model), WholeModel(model)
+    ways, whole = Ways(model), Fused(model)
     for how in STEPS[:1], STEPS[4:6]:
         for each in how:
             assert off(ways.step(whole, **each)[0], ways.step(model, **each)[0]) < 0.02
@@ -161,7 +176,7 @@ def test_it_is_the_model_with_quantized_weights(by_operators: None, weights: str
 @needs_kernel
 def test_a_draft_reads_the_upper_plane_and_the_tail(by_operators: None) -> None:
     model = model_of("llama")
-    ways, whole = Ways(model, "planes", tail=64), WholeModel(model)
+    ways, whole = Ways(model, "planes", tail=64), Fused(model)
     for how in STEPS[:2] + STEPS[4:6]:
         assert off(ways.step(whole, **how)[0], ways.step(model, **how)[0]) < 0.02
     assert off(Ways(model, "planes").step(whole, 1)[0], ways.step(whole, 1)[0]) > 0.001  # otherwise nothing is shown
@@ -172,7 +187,7 @@ def test_a_draft_reads_the_upper_plane_and_the_tail(by_operators: None) -> None:
 def test_a_tokens_bits_depend_on_its_row_alone(cache: str) -> None:
     """Neither on how many tokens are fed together, nor on other rows, nor on threads: so drafts are judged exactly."""
     model = model_of("qwen2")
-    ways, whole = Ways(model, cache), WholeModel(model)
+    ways, whole = Ways(model, cache), Fused(model)
     together = ways.step(whole, 20)[0]
     for n in (1, 2, 5, 17):
         assert torch.equal(ways.step(whole, n)[0], together[:, :n])
@@ -192,7 +207,7 @@ def test_what_is_in_view_past_a_row_and_rows_that_idle_change_no_bit() -> None:
     """Also where the keys of a row are cut into several splits."""
     model = model_of("llama", n_layers=1)
     cache = KVCache(model.config, 3, 24 * SPLIT, dtype=BF16, device=torch.device("cpu"))
-    generator, whole = torch.Generator().manual_seed(3), WholeModel(model)
+    generator, whole = torch.Generator().manual_seed(3), Fused(model)
     for x in cache.buffers:
         x.copy_(torch.randn(x.shape, generator=generator))
     tokens, found = torch.tensor([[5], [6], [7]]), list[Tensor]()
@@ -215,7 +230,7 @@ def test_keys_and_values_are_stored_as_the_cache_rounds_them(cache: str) -> None
     layer.attention.wqkv.weight[: 2**10].mul_(1e-6)  # scales below fp16's normal numbers
     ways = Ways(model, cache)
     cache_of, tokens = ways.cache, torch.arange(3)[:, None]
-    WholeModel(model)(tokens, torch.zeros(3, 1, dtype=torch.int64), DenseKV(cache_of.layers, torch.empty(2, 0)))
+    Fused(model)(tokens, torch.zeros(3, 1, dtype=torch.int64), DenseKV(cache_of.layers, torch.empty(2, 0)))
     qkv = layer.attention.wqkv(model.embedding(tokens)).unflatten(-1, (2, -1, 64))  # [3, 1, K, G + 2, H]
     held = cache_of.layers[0]
     for x, buffer, scales, low in (
@@ -235,11 +250,11 @@ def test_keys_and_values_are_stored_as_the_cache_rounds_them(cache: str) -> None
 @needs_kernel
 def test_a_row_that_is_not_a_number_is_alone_with_it() -> None:
     model = model_of("tied")
-    ways, whole = Ways(model, "int8"), WholeModel(model)
+    ways, whole = Ways(model, "int8"), Fused(model)
     good = ways.step(whole, 1)[0]
     spoilt = copy.deepcopy(model)
     spoilt.norm.weight.fill_(float("nan"))
-    assert ways.step(WholeModel(spoilt), 1)[0].isnan().all()
+    assert ways.step(Fused(spoilt), 1)[0].isnan().all()
     ways.cache.layers[1].v_scale[1] = float("nan")  # type: ignore[index]
     got = ways.step(whole, 1)[0]
     assert got[1].isnan().all() and torch.equal(got[[0, 2]], good[[0, 2]])
@@ -248,7 +263,7 @@ def test_a_row_that_is_not_a_number_is_alone_with_it() -> None:
 @needs_kernel
 def test_what_does_not_exist_is_refused_before_anything_is_stored() -> None:
     model = model_of("llama")
-    ways, whole = Ways(model), WholeModel(model)
+    ways, whole = Ways(model), Fused(model)
     before = [x.clone() for x in ways.cache.buffers]
     for token, pos, said in ((256, 0, "token"), (-1, 0, "token"), (0, 4 * SPLIT, "position"), (0, -1, "position")):
         tokens, at = torch.tensor([[0], [token], [0]]), torch.tensor([[0], [pos], [0]])
@@ -260,14 +275,14 @@ def test_what_does_not_exist_is_refused_before_anything_is_stored() -> None:
 @needs_kernel
 def test_weights_may_move_and_change() -> None:
     model = model_of("llama")
-    ways, whole = Ways(model), WholeModel(model)
+    ways, whole = Ways(model), Fused(model)
     first = ways.step(whole, 1)[0]
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     assert torch.equal(ways.step(whole, 1)[0], first)
     model.layers[1].attention.wo.weight.zero_()
     assert not torch.equal(ways.step(whole, 1)[0], first)
-    again = WholeModel(model)
+    again = Fused(model)
     assert torch.equal(ways.step(whole, 1)[0], ways.step(again, 1)[0])
 
 
@@ -296,19 +311,19 @@ def test_what_it_does_not_serve_is_compiled() -> None:
         return KVCache(model.config, 1, SPLIT, dtype=dtype, device=cpu)
 
     model = model_of("llama")
-    assert runs_whole(model, cache_of(model)) and not runs_whole(model, cache_of(model, torch.float32))
+    assert fuses(model, cache_of(model)) and not fuses(model, cache_of(model, torch.float32))
     for what, change in CHANGES.items():
         changed = model_of("llama")
         change(changed)
-        assert not runs_whole(changed, cache_of(changed)), what
+        assert not fuses(changed, cache_of(changed)), what
     for head_dim in (8, 24, 100, 272):  # not served by attention, though all products pack
         odd = tiny_model(replace(CONFIG, n_heads=8, n_kv_heads=4, head_dim=head_dim), dtype=BF16)
-        assert pack_linears(odd) and not runs_whole(odd, cache_of(odd))
+        assert pack_linears(odd) and not fuses(odd, cache_of(odd))
     plain = tiny_model(CONFIG, dtype=BF16)
-    assert not runs_whole(plain, cache_of(plain)), "weights that are not packed"
+    assert not fuses(plain, cache_of(plain)), "weights that are not packed"
     head = tiny_model(replace(CONFIG, vocab_size=258), dtype=BF16)
-    assert pack_linears(head) and not runs_whole(head, cache_of(head)), "a head that is not"
-    assert Runner(plain, cache_of(plain), None).whole is None
+    assert pack_linears(head) and not fuses(head, cache_of(head)), "a head that is not"
+    assert not Runner(plain, cache_of(plain), backend=FastBackend(cpu, {})).bodies.fused
 
 
 @needs_kernel
@@ -317,17 +332,17 @@ def test_weights_that_the_kernel_would_misread_are_refused() -> None:
     ways, bias = Ways(model), model.layers[1].attention.wqkv.bias
     bias.data = bias.data.float()
     with pytest.raises(TypeError, match=r"packed weights have a bf16 bias for each output, got torch\.float32"):
-        ways.step(WholeModel(model), 1)
+        ways.step(Fused(model), 1)
     model = model_of("llama")
     narrow = tiny_model(replace(CONFIG, ffn_dim=64), dtype=BF16)
     pack_linears(narrow)
     model.layers[1].feed_forward = narrow.layers[1].feed_forward
     with pytest.raises(ValueError, match="products of a layer are of"):
-        Ways(model_of("llama")).step(WholeModel(model), 1)
+        Ways(model_of("llama")).step(Fused(model), 1)
     model = model_of("llama")
     model.layers[2].ffn_norm.weight.data = model.layers[2].ffn_norm.weight.data.float()
     with pytest.raises(TypeError, match="contiguous and bf16"):
-        Ways(model_of("llama")).step(WholeModel(model), 1)
+        Ways(model_of("llama")).step(Fused(model), 1)
 
 
 def test_a_model_that_is_cast_keeps_its_frequencies() -> None:
@@ -358,7 +373,7 @@ def test_in_bf16_speculation_is_plain_decoding_token_for_token(name: str) -> Non
     model = model_of("tied", max_seq_len=1024)
     config = EngineConfig(batch_size=3, max_seq_len=1024, device="cpu", dtype="bf16")
     one = Engine(model, config=config, draft=DRAFTS[name])
-    assert one.target.whole is not None and one.rounds.graphs == 0
+    assert one.target.bodies.fused and one.rounds.graphs == 0
     prompts = [random_ids(n, seed=n) for n in (40, 300, 500, 7)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     plain = [x.tokens for x in one.generate(prompts, params, speculate=False)]
@@ -374,4 +389,4 @@ def test_exact_needs_no_wider_steps(name: str) -> None:
     assert one.engine.target.bits_by_row and one.engine.rounds.width == 0
     assert covers(one.run(PROMPTS, PARAMS), one.run(PROMPTS, PARAMS, speculate=False))
     odd = Watched(name, 3, dtype="bf16", config=replace(CONFIG, vocab_size=258), compile=True)
-    assert odd.engine.target.whole is None and odd.engine.rounds.width == 4, "a library multiplies with the head"
+    assert not odd.engine.target.bodies.fused and odd.engine.rounds.width == 4, "a library multiplies with the head"

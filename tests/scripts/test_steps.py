@@ -23,7 +23,7 @@ def test_steps_are_told_apart_and_their_parts_add_up() -> None:
     engine = Engine(
         tiny_model(CONFIG, dtype=torch.bfloat16), config=SMALL, draft=DraftConfig(policy="streaming", gamma=3)
     )
-    if engine.target.whole is None:
+    if not engine.target.bodies.fused:
         pytest.skip("no C++ compiler builds the kernels here")
     prompts = [random_ids(200, seed=seed) for seed in range(2)]
     found, rounds = steps.time_steps(engine, prompts, 12, CHIP)
@@ -38,7 +38,7 @@ def test_steps_are_told_apart_and_their_parts_add_up() -> None:
     least = max(weights, 2 * macs) / 1e9 + max(keys, 4 * 2 * 4 * 64 * 200 * 2) / 1e9
     assert plain.least == pytest.approx(1e3 * least) and verify.least > plain.least
     assert [x.speculative for x in rounds] == [False, True] and rounds[0].tokens == 1 and rounds[1].draft > 0
-    assert engine.target.whole.stack.watched is None
+    assert engine.target.bodies.hidden.stack.watched is None
 
 
 def test_steps_that_are_made_of_operators_are_refused() -> None:

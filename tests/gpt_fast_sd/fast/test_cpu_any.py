@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt_fast_sd.target import reads_own_keys
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
@@ -287,7 +286,7 @@ def test_an_engine_speculates_without_loss(instructions: str, dtype: torch.dtype
     )
     engine = Engine(model, None, config, DraftConfig(policy="streaming", budget=64, gamma=3))
     drafted = engine.generate(prompts, params)
-    assert sum(one.stats.drafted for one in drafted) and reads_own_keys(engine.target)
+    assert sum(one.stats.drafted for one in drafted) and engine.target.bodies.reads_own_keys
     engine.redraft(DraftConfig())
     assert [one.tokens for one in engine.generate(prompts, params)] == [one.tokens for one in drafted]
 
@@ -298,7 +297,7 @@ def test_a_cache_of_graphs_that_machines_share_gives_each_its_own(tmp_path: Path
     code = (
         "import torch\nfrom gpt_fast_sd.fast.compile import CompiledStep\nfrom gpt_fast_sd.fast import vector_options\n"
         "def step(x):\n    return (x.sin() + 1).sum(-1)\n"
-        "print(float(CompiledStep(step, compiled=dict(vector_options()))(torch.ones(3, 36))[0]))\n"
+        "print(float(CompiledStep(step, dict(vector_options()))(torch.ones(3, 36))[0]))\n"
     )
     here = [one.name for one in cpu_sets.sets_here() if one.name in ("avx512", "avx2")]
     for name in reversed(here):

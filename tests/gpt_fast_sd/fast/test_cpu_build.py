@@ -75,7 +75,7 @@ def test_a_run_goes_on_although_a_library_in_the_cache_is_torn(tmp_path: Path) -
         "import torch\nfrom gpt_fast_sd.fast.compile import CompiledStep\nfrom gpt_fast_sd.fast import vector_options\n"
     )
     program += "def step(x):\n    return (x * 3.25 + 1).sin().sum()\n"
-    program += "print(float(CompiledStep(step, compiled=dict(vector_options()))(torch.arange(100.0))))\n"
+    program += "print(float(CompiledStep(step, dict(vector_options()))(torch.arange(100.0))))\n"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 
     def run() -> str:

@@ -141,14 +141,14 @@ def test_what_is_drawn_is_what_tensors_keep_and_draw(tmp_path: Path) -> None:
     logits, held = noise(n, n_vocab, seed=1) * 3, SamplingTable.empty(n, n_vocab, torch.device("cpu"))
     for slot, (top_k, top_p, min_p) in enumerate(filters):
         held.assign(slot, SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p), slot, n_vocab)
-    expected = probabilities(logits, held, kernel=False)
+    expected = probabilities(logits, held)
     least = held.min_p.log()
     said = run(built, [4 * n * n_vocab, 0, n, n_vocab], [logits, held.temperature, held.top_k, held.top_p, least])
     p = torch.frombuffer(bytearray(said), dtype=FP32).view(n, n_vocab)
     assert (p > 0).equal(expected > 0)
     torch.testing.assert_close(p, expected, rtol=1e-6, atol=1e-37)
     drawn = run(program(cpu_round.SOURCE, 0, tmp_path / "draw"), [8 * n, 0, n, n_vocab], [p, u])
-    assert torch.frombuffer(bytearray(drawn), dtype=torch.int64).equal(draw(p, u, kernel=False))
+    assert torch.frombuffer(bytearray(drawn), dtype=torch.int64).equal(draw(p, u))
 
 
 @pytest.mark.slow

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from gpt_fast_sd import SamplingParams, sampling
 from gpt_fast_sd.acceptance import AcceptResult
+from gpt_fast_sd.bodies import CORE, Bodies
 from gpt_fast_sd.draft import Draft
 from gpt_fast_sd.fast import cpu_draw, cpu_judge_greedy, cpu_judge_sampled, cpu_round_serves, cpu_uniform
+from gpt_fast_sd.fast.cpu import stand_ins
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import GREEDY, Kind
 from gpt_fast_sd.state import BatchState
@@ -27,6 +29,9 @@ pytestmark = pytest.mark.usefixtures("instructions")
 HISTORY, EOS = 40, (2, 5)
 VOCABULARIES = [1, 7, 255, 256, 257, 4096, 5003]
 
+IN_CPP = ("draw", "uniform", "verify_greedy", "judge_sampled", "commit")
+CPP = Bodies(**{name: getattr(stand_ins, name) for name in IN_CPP})
+
 
 def states(n_rows: int, gamma: int, n_vocab: int, seed: int) -> tuple[BatchState, BatchState]:
     """The same rows in the middle of their texts, some done, some near their end: for kernels, and for PyTorch."""
@@ -35,7 +40,7 @@ def states(n_rows: int, gamma: int, n_vocab: int, seed: int) -> tuple[BatchState
     def whole(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=rng))
 
-    state = BatchState.idle(torch.zeros(n_rows, dtype=torch.int64), HISTORY, n_vocab, EOS[: whole(0, 2)], kernel=True)
+    state = BatchState.idle(torch.zeros(n_rows, dtype=torch.int64), HISTORY, n_vocab, EOS[: whole(0, 2)], bodies=CPP)
     for slot in range(n_rows):
         prompt = torch.randint(n_vocab, (whole(1, HISTORY - gamma - 2),), generator=rng).tolist()
         params = SamplingParams(max_tokens=whole(1, gamma + 3), ignore_eos=slot % 3 == 1, temperature=slot % 4 / 2)
@@ -44,8 +49,7 @@ def states(n_rows: int, gamma: int, n_vocab: int, seed: int) -> tuple[BatchState
             state.free(slot)
     fields = [(f.name, getattr(state, f.name)) for f in dataclasses.fields(state)]
     copies = {name: x.clone() for name, x in fields if isinstance(x, Tensor)}
-    assert state.in_one_call
-    return state, dataclasses.replace(state, kernel=False, **copies)
+    return state, dataclasses.replace(state, bodies=CORE, **copies)
 
 
 def draft_of(state: BatchState, gamma: int, *, drawn: bool, logits: Tensor, seed: int) -> Draft:
@@ -155,7 +159,7 @@ def test_where_no_token_is_possible_the_draw_is_pytorch_s(n_vocab: int, u: float
     p = torch.rand(4, n_vocab)
     p[0], p[1], p[2, -1], p[3, n_vocab // 2] = 0.0, math.nan, math.nan, math.nan
     drawn = cpu_draw(p, torch.full((4,), u))
-    assert drawn.equal(sampling.draw(p, torch.full((4,), u), kernel=False))
+    assert drawn.equal(sampling.draw(p, torch.full((4,), u)))
     assert drawn.tolist() == [n_vocab - 1, 0, 0, 0]
 
 

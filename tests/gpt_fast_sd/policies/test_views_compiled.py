@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.fast.compile import CompiledStep, can_compile
+from gpt_fast_sd.fast.compile import can_compile
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.round import decode_step
+from gpt_fast_sd.steps import Step
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 PROMPTS = [random_ids(n, seed=n) for n in (1, 40, 200, 290, 600, 1100)]
@@ -30,8 +31,8 @@ def engine(name: str, budget: int, *, compile: bool) -> Engine:
     config = EngineConfig(batch_size=3, max_seq_len=1200, device="cpu", dtype="fp32", compile=compile)
     draft = DraftConfig(policy=name, budget=budget, gamma=3)
     one = Engine(tiny_model(tiny_config(n_layers=1)), None, config, draft)
-    one.rounds.decode = CompiledStep(decode_step, compiled=False)
-    one._prefill._step = CompiledStep(prefill_step, compiled=False)
+    one.rounds.decode = Step(decode_step)
+    one._prefill._step = Step(prefill_step)
     if name != "guided":
         one.rounds.verify = one.rounds.decode
     return one

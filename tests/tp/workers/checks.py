@@ -672,7 +672,7 @@ def compiled_rounds_give_the_tokens_of_one_rank(parallel: Parallel, folder: Path
 def compiled_judging_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     # as on CUDA, where what gathers the vocabulary's parts is compiled with what judges
     together, alone = engine_of(parallel), engine_of(None)
-    together.rounds.accept_compiled = CompiledStep(accept_step, compiled=True)
+    together.rounds.accept_compiled = CompiledStep(accept_step)
     for params in (GREEDY, SAMPLED):
         theirs, ours = together.generate(PROMPTS, params), alone.generate(PROMPTS, params)
         assert [c.tokens for c in theirs] == [c.tokens for c in ours]
