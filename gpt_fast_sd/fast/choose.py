@@ -113,7 +113,9 @@ class FastBackend(Backend):
             for name in sorted({name for names in changed.values() for name in names} - self.told):
                 self.told.add(name)
                 where = name.replace(":", ", ").removeprefix("gpt_fast_sd.")
-                warnings.warn(f"{where} was edited: {part} runs as the core is written, not in {who}", stacklevel=2)
+                warnings.warn(
+                    f"{where} was edited: {part} as the core is written, without the body in {who}", stacklevel=2
+                )
             kept = {name: body for name, body in found.items() if not changed[name]}
             names = (*bodies.names, (part, who)) if kept and who else bodies.names
             bodies = replace(bodies, **kept, names=names)

@@ -38,11 +38,14 @@ def stands_for(*names: str) -> Callable[[Made], Made]:
     return declared
 
 
-def edited(*bodies: Callable[..., Any]) -> list[str]:
-    """The functions of the core, as "module:qualified.name", that these bodies do not stand for any more."""
-    known = _known()
-    names = [name for body in bodies for name in STANDS_FOR[name_of(body)]]
-    return [name for name, mark in marks_of(names).items() if known.get(name) != mark]
+def edited(body: Callable[..., Any]) -> list[str]:
+    """The functions of the core, as "module:qualified.name", that a body does not stand for any more."""
+    return edited_of(STANDS_FOR[name_of(body)])
+
+
+def edited_of(names: Iterable[str]) -> list[str]:
+    """Those of these functions, and of what they read of the core, whose marks are not the ones that are known."""
+    return [name for name, mark in marks_of(names).items() if _known().get(name) != mark]
 
 
 def marks_of(names: Iterable[str]) -> dict[str, str]:
@@ -141,9 +144,8 @@ def main() -> None:
         MARKS.write_text(json.dumps(marks, indent=0) + "\n", encoding="utf-8")
         return
     for body, names in sorted(STANDS_FOR.items()):
-        for name, mark in marks_of(names).items():
-            if _known().get(name) != mark:
-                print(f"{name} changed: bring {body} up to date, then its mark")
+        for name in edited_of(names):
+            print(f"{name} changed: bring {body} up to date, then its mark")
 
 
 if __name__ == "__main__":
