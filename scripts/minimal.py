@@ -36,9 +36,7 @@ class Cache:
     k: list[Tensor]  # [B, S, K, H] of each layer
     v: list[Tensor]
     seq_len: Tensor  # int64 [B]
-    places: Tensor | None = (
-        None  # int64 [B, M], the entries that are read; None: all, as target, prefill and verification
-    )
+    places: Tensor | None = None  # int64 [B, M], the entries that a draft reads; None: all of them
 
     def rows(self, which: slice | list[int]) -> "Cache":
         """Some of the rows: of a slice the same memory, of a list a copy."""
@@ -50,9 +48,7 @@ class Cache:
         keys, values = self.k[layer], self.v[layer]  # [B, S, K, H]
         keys[row, pos], values[row, pos] = k.transpose(1, 2), v.transpose(1, 2)  # [B, T, K, H]
         places = torch.arange(int(pos.max()) + 1, device=pos.device)[None] if self.places is None else self.places
-        listed = (
-            (slice(None), slice(places.shape[1])) if self.places is None else (row, places)
-        )  # all: nothing is copied
+        listed = (slice(None), slice(places.shape[1])) if self.places is None else (row, places)  # a view, or a copy
         keys, values = keys[listed].transpose(1, 2), values[listed].transpose(1, 2)  # [B, K, M, H]
         seen = (places[:, None] <= pos[..., None])[:, None]  # [B, 1, T, M]
         return F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=True)
@@ -181,8 +177,10 @@ def main(argv: list[str] | None = None) -> None:
         given = [*args.prompt, *(file.read_text(encoding="utf-8-sig") for file in files)]
         prompts = [tokenizer.encode(text) if text else [] for text in given]
         for i, n in enumerate(map(len, prompts)):
-            if not 1 <= n <= config.n_positions - args.max_new_tokens:
-                raise ValueError(f"prompt {i} has {n:,} tokens: with the new ones, 1 to {config.n_positions:,} fit")
+            if n == 0:
+                raise ValueError(f"prompt {i} is empty")
+            if n + args.max_new_tokens > config.n_positions:
+                raise ValueError(f"prompt {i} has {n:,} tokens: with the new ones, {config.n_positions:,} fit")
         model = load_model(folder, dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32)
     except (OSError, ValueError) as error:
         parser.exit(2, f"minimal.py: {error}\n")

@@ -19,7 +19,7 @@ from tests.helpers import chi_square, random_ids, tiny_config, tiny_model
 
 BUDGET, GAMMA, N_NEW = 24, 3, 16
 PROMPTS = [  # ragged: far over the budget, a single token after BOS, and between
-    (BUNDLED / "document.txt").read_text("utf-8")[:1200],
+    (BUNDLED / "document.txt").read_text("utf-8")[:800],
     "I",
     "The keeper put out the lamp, and then he went down to read the tide. " * 3,
 ]
@@ -203,7 +203,7 @@ def test_accepted_and_replaced_drafts_follow_the_target_exactly() -> None:
 
 def test_sampled_text_follows_the_model_as_plain_decoding_does() -> None:
     """The first two tokens of many seeds, drafted from a window of one entry, against the model's own probabilities."""
-    model, n, ids = tiny_model(tiny_config(vocab_size=7)), 2000, random_ids(12, vocab_size=7)
+    model, n, ids = tiny_model(tiny_config(vocab_size=7)), 1200, random_ids(12, vocab_size=7)
     texts, took = run(
         model, [ids] * n, seeds=range(n), max_tokens=2, gamma=2, budget=minimal.N_SINK + 1, temperature=1.0
     )
@@ -276,9 +276,9 @@ def test_plain_decoding_reads_what_plain_decoding_reads(capsys: pytest.CaptureFi
         (["--temperature", "nan"], "temperature must be from 0 to 9, got nan"),
         (["--max-new-tokens", "0"], "max_new_tokens must be from 1 to 1000000, got 0"),
         (["--seed", "-1"], "seed must be from 0 to 1000000000, got -1"),
-        (["--prompt", ""], "prompt 0 has 0 tokens: with the new ones, 1 to 16,384 fit"),
+        (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "I", "--prompt", "so " * 16_384], "prompt 1 has "),
-        (["--prompt", "I", "--max-new-tokens", "16384"], "with the new ones, 1 to 16,384 fit"),
+        (["--prompt", "I", "--max-new-tokens", "16384"], "with the new ones, 16,384 fit"),
         (["--prompt-file", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
         (["--model", "no such model"], "no folder no such model"),
     ],
