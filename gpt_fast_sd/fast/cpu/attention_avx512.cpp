@@ -23,20 +23,12 @@
 // Names: E element of keys and values, bf16 or int8_t, B batch, K kv heads, G query heads a kv head, T queries a head,
 // R = G * T rows of one kv head, H head dim, S capacity, M keys in view or entries listed,
 // NQ bytes of a number of a query.
-#include <immintrin.h>
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <vector>
+#include "simd.hpp"
 
-typedef uint16_t bf16, fp16;
 namespace { // a process may hold this built in two ways, whose names must not meet
 constexpr int TILE = 64, PAGE = 16, SPLIT = 1024;
 constexpr int BLOCK = 64, TASKS = 8; // rows that read a split together, at least; parts of the work for each thread, as far as there are rows
-constexpr int64_t MOST_HELD = 64 << 20; // bytes of all rows of all splits that are kept at once
+constexpr int64_t MAX_KEPT = 64 << 20; // bytes of all rows of all splits that are kept at once
 constexpr int WEIGHTS = 16 * 16; // pairs of keys between the weights of 32 keys and of the next, 16 rows of 16
 template <class E> constexpr bool BYTES = sizeof(E) == 1;
 template <class E> constexpr int IN_DWORD = 4 / sizeof(E);
@@ -46,7 +38,7 @@ constexpr float LOWEST = -0x1p100f; // finite, so that the difference of two is 
 
 // 2^x for x <= 0, relative error below 3e-6; results below 2^-126 are rounded up to about it. The weights are rounded
 // to bf16 afterwards.
-static inline __m512 exp2_of(__m512 x) {
+static inline __m512 exp2_approx(__m512 x) {
     const __m512 magic = _mm512_set1_ps(12582912.f); // 1.5 * 2^23: adding it rounds to whole numbers
     x = _mm512_max_ps(x, _mm512_set1_ps(-126.f));
     __m512 shifted = _mm512_add_ps(x, magic), f = _mm512_sub_ps(x, _mm512_sub_ps(shifted, magic)); // -0.5 .. 0.5
@@ -68,12 +60,12 @@ template <class E, int H, int NQ> struct Row {
 // q as the products take it -> what one of a score is worth.
 // Of one that is not finite it is a NaN, as the output then is: whole numbers, and a largest score, would hide that.
 static inline bool is_finite(const bf16* q, int n) {
-    __mmask32 strange = 0;
+    __mmask32 not_finite = 0;
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    for (int i = 0; i < n; i += 32) strange |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(q + i), exponent), exponent);
-    return !strange;
+    for (int i = 0; i < n; i += 32) not_finite |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_loadu_si512(q + i), exponent), exponent);
+    return !not_finite;
 }
-template <int H> static inline float take(const bf16* q, Row<bf16, H, 1>& row) {
+template <int H> static inline float load_query(const bf16* q, Row<bf16, H, 1>& row) {
     if (is_finite(q, H)) {
         memcpy(row.q, q, sizeof row.q);
         return 1.f;
@@ -81,14 +73,14 @@ template <int H> static inline float take(const bf16* q, Row<bf16, H, 1>& row) {
     memset(row.q, 0, sizeof row.q);
     return std::numeric_limits<float>::quiet_NaN();
 }
-template <int H, int NQ> static inline float take(const bf16* q, Row<int8_t, H, NQ>& row) {
-    __m512 wide[H / 16], most = _mm512_setzero_ps();
+template <int H, int NQ> static inline float load_query(const bf16* q, Row<int8_t, H, NQ>& row) {
+    __m512 wide[H / 16], max_abs = _mm512_setzero_ps();
 #pragma GCC unroll 8
     for (int c = 0; c < H / 16; c++) {
         wide[c] = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(q + 16 * c))), 16);
-        most = _mm512_max_ps(most, _mm512_abs_ps(wide[c]));
+        max_abs = _mm512_max_ps(max_abs, _mm512_abs_ps(wide[c]));
     }
-    const float top = std::max(_mm512_reduce_max_ps(most), 1e-30f);
+    const float top = std::max(_mm512_reduce_max_ps(max_abs), 1e-30f);
     const __m512 by = _mm512_set1_ps(127.f / top);
     __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 8
@@ -113,7 +105,7 @@ template <int H, int NQ> static inline float take(const bf16* q, Row<int8_t, H, 
 }
 
 // 64 dims as group_values leaves them -> in their order, as bf16.
-template <class E> static inline void put_in_order(const __m512* from, bf16* to) {
+template <class E> static inline void store_in_order(const __m512* from, bf16* to) {
     __m512 dims[4];
     if constexpr (BYTES<E>) { // four vectors of four dims in each quarter
         const __m512 a = _mm512_shuffle_f32x4(from[0], from[1], 0x44), b = _mm512_shuffle_f32x4(from[2], from[3], 0x44);
@@ -141,7 +133,7 @@ template <class E> struct Tile {
     int64_t first, last; // last: the largest position that exists
     int n; // entries from n on do not exist
     bool gaps; // whether any before n does not
-    uint64_t strange = 0; // of bytes: those with a NaN for a scale, a bit each
+    uint64_t nan_scales = 0; // of bytes: those with a NaN for a scale, a bit each
 };
 
 // Of the keys of a tile, those that exist and that a row with this limit may see, a bit each.
@@ -158,7 +150,7 @@ template <class E> static inline uint64_t seen_keys(const Tile<E>& tile, int64_t
 
 // A row's scores over a tile, a key in every lane -> its weights in pairs of keys, or in quads of which one is worth unit.
 // Where the softmax stands moves on; returns by what has been summed so far shrinks. r: where the row's mass is, if wanted.
-template <class E, int H, int NQ> static inline float soften(__m512* score, const Tile<E>& tile, Row<E, H, NQ>& row, uint32_t* weight, float* unit, float* page_sum, float* page_max, int64_t r) {
+template <class E, int H, int NQ> static inline float online_softmax_step(__m512* score, const Tile<E>& tile, Row<E, H, NQ>& row, uint32_t* weight, float* unit, float* page_sum, float* page_max, int64_t r) {
     constexpr int V = TILE / 16;
     if constexpr (BYTES<E>) {
 #pragma GCC unroll 4
@@ -168,9 +160,9 @@ template <class E, int H, int NQ> static inline float soften(__m512* score, cons
             score[c] = _mm512_mul_ps(score[c], _mm512_load_ps(tile.key_scale + 16 * c));
         }
     }
-    const bool whole = tile.n == TILE && !tile.gaps && tile.last <= row.limit;
-    const uint64_t seen = whole ? ~uint64_t(0) : seen_keys(tile, row.limit);
-    if (!whole) {
+    const bool sees_all = tile.n == TILE && !tile.gaps && tile.last <= row.limit;
+    const uint64_t seen = sees_all ? ~uint64_t(0) : seen_keys(tile, row.limit);
+    if (!sees_all) {
 #pragma GCC unroll 4
         for (int c = 0; c < V; c++) score[c] = _mm512_mask_blend_ps(seen >> 16 * c, _mm512_set1_ps(LOWEST), score[c]);
     }
@@ -186,25 +178,25 @@ template <class E, int H, int NQ> static inline float soften(__m512* score, cons
     const __m512 scale = _mm512_set1_ps(row.to_log2), shift = _mm512_set1_ps(-row.max * row.to_log2);
     __m512 w[V];
 #pragma GCC unroll 4
-    for (int c = 0; c < V; c++) w[c] = exp2_of(_mm512_fmadd_ps(score[c], scale, shift));
-    if (!whole) { // unseen keys weigh 0: otherwise it would be 2^-126
+    for (int c = 0; c < V; c++) w[c] = exp2_approx(_mm512_fmadd_ps(score[c], scale, shift));
+    if (!sees_all) { // unseen keys weigh 0: otherwise it would be 2^-126
 #pragma GCC unroll 4
         for (int c = 0; c < V; c++) w[c] = _mm512_maskz_mov_ps(seen >> 16 * c, w[c]);
     }
     const __m512 sum = _mm512_add_ps(_mm512_add_ps(w[0], w[1]), _mm512_add_ps(w[2], w[3]));
     _mm512_store_ps(row.sum, _mm512_fmadd_ps(_mm512_load_ps(row.sum), _mm512_set1_ps(shrink), sum));
     if constexpr (BYTES<E>) {
-        __m512 worth[V];
+        __m512 scaled[V];
 #pragma GCC unroll 4
-        for (int c = 0; c < V; c++) worth[c] = _mm512_maskz_mul_ps(seen >> 16 * c, w[c], _mm512_load_ps(tile.value_scale + 16 * c));
-        const float top = std::max(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(worth[0], worth[1]), _mm512_max_ps(worth[2], worth[3]))), 1e-30f);
+        for (int c = 0; c < V; c++) scaled[c] = _mm512_maskz_mul_ps(seen >> 16 * c, w[c], _mm512_load_ps(tile.value_scale + 16 * c));
+        const float top = std::max(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(scaled[0], scaled[1]), _mm512_max_ps(scaled[2], scaled[3]))), 1e-30f);
         const __m512 by = _mm512_set1_ps(255.f / top);
         __m512i n[V];
 #pragma GCC unroll 4
-        for (int c = 0; c < V; c++) n[c] = _mm512_cvtps_epi32(_mm512_mul_ps(worth[c], by));
+        for (int c = 0; c < V; c++) n[c] = _mm512_cvtps_epi32(_mm512_mul_ps(scaled[c], by));
         _mm512_store_si512(weight, _mm512_packus_epi16(_mm512_packus_epi32(n[0], n[1]), _mm512_packus_epi32(n[2], n[3])));
         // whole numbers, and a largest weight, would hide it
-        *unit = seen & tile.strange ? std::numeric_limits<float>::quiet_NaN() : top * (1.f / 255.f);
+        *unit = seen & tile.nan_scales ? std::numeric_limits<float>::quiet_NaN() : top * (1.f / 255.f);
         if (tile.upper) {
             __m512 weights = _mm512_setzero_ps();
 #pragma GCC unroll 4
@@ -265,22 +257,22 @@ template <int H> static inline void group_values(const Tile<int8_t>& tile, __m51
 }
 
 // Products with the first byte of queries in steps of the second: 254 times as many.
-static inline __m512i many(__m512i products) { return _mm512_sub_epi32(_mm512_slli_epi32(products, 8), _mm512_slli_epi32(products, 1)); }
+static inline __m512i times_254(__m512i products) { return _mm512_sub_epi32(_mm512_slli_epi32(products, 8), _mm512_slli_epi32(products, 1)); }
 
 // Outputs so far plus the products of a tile, which are whole numbers in bytes.
-static inline void add(float* out, __m512 products, float unit, float shrink) {
+static inline void add_products(float* out, __m512 products, float unit, float shrink) {
     const __m512 before = _mm512_mul_ps(_mm512_load_ps(out), _mm512_set1_ps(shrink));
     _mm512_store_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)products), _mm512_set1_ps(unit), before));
 }
 
 // Ask for n keys or values that lie one after the other.
-template <int H, class E> static inline void fetch(const E* from, int n) {
+template <int H, class E> static inline void prefetch(const E* from, int n) {
     for (int h = 0; h < n * H; h += IN_LINE<E>) _mm_prefetch((const char*)(from + h), _MM_HINT_T0);
 }
 
 // Bytes of planes, of two numbers each -> the numbers in their upper halves, or shifted by 4 in the lower ones, as int8;
 // the lower nibbles are at the same place of low, or without any 7.
-template <bool WHOLE> static inline __m512i nibbles(__m512i up, __m512i low) {
+template <bool WHOLE> static inline __m512i join_nibbles(__m512i up, __m512i low) {
     const __m512i high = _mm512_set1_epi8(int8_t(0xf0));
     if constexpr (WHOLE) return _mm512_xor_si512(_mm512_ternarylogic_epi32(up, high, low, 0xe2), _mm512_set1_epi8(int8_t(0x80))); // high ? up : low
     else return _mm512_ternarylogic_epi32(up, high, _mm512_set1_epi8(int8_t(0x87)), 0x6a); // (up & high) ^ 0x87
@@ -288,7 +280,7 @@ template <bool WHOLE> static inline __m512i nibbles(__m512i up, __m512i low) {
 
 // N entries that lie one after the other out of their planes, while those `ahead` bytes behind are asked for. WHOLE: of
 // both planes; else as if all lower nibbles were 7.
-template <int H, bool WHOLE, int N> static inline void join(const uint8_t* upper, const uint8_t* lower, int8_t* to, int ahead) {
+template <int H, bool WHOLE, int N> static inline void join_planes(const uint8_t* upper, const uint8_t* lower, int8_t* to, int ahead) {
     constexpr bool LINES = N * H >= 128; // a line is two heads of 64 or one of 128
 #pragma GCC unroll 8
     for (int i = 0; i < N * H / 2; i += 64, upper += 64, lower += 64, to += 128) {
@@ -304,7 +296,7 @@ template <int H, bool WHOLE, int N> static inline void join(const uint8_t* upper
             up = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)upper));
             if constexpr (WHOLE) low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)lower));
         }
-        const __m512i first = nibbles<WHOLE>(_mm512_slli_epi16(up, 4), low), second = nibbles<WHOLE>(up, _mm512_srli_epi16(low, 4));
+        const __m512i first = join_nibbles<WHOLE>(_mm512_slli_epi16(up, 4), low), second = join_nibbles<WHOLE>(up, _mm512_srli_epi16(low, 4));
         if constexpr (H == 128) {
             _mm512_storeu_si512(to, first);
             _mm512_storeu_si512(to + 64, second);
@@ -316,8 +308,8 @@ template <int H, bool WHOLE, int N> static inline void join(const uint8_t* upper
 }
 
 // What a tile is gathered into, where it does not lie together or in planes, by the tile's parity.
-template <class E, int H> struct Picked {
-    alignas(64) E picked_key[2][TILE * H], picked_value[2][TILE * H];
+template <class E, int H> struct Gathered {
+    alignas(64) E gathered_key[2][TILE * H], gathered_value[2][TILE * H];
     alignas(64) float key_scale[2][TILE], value_scale[2][TILE], upper[2][TILE];
     int64_t position[2][TILE];
 };
@@ -328,12 +320,12 @@ struct alignas(64) TileConfig {
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-static void begin() { static thread_local TileConfig config; _tile_loadconfig(&config); }
-static void end() { _tile_release(); }
-static inline void written() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers cannot see
+static void begin_tiles() { static thread_local TileConfig config; _tile_loadconfig(&config); }
+static void end_tiles() { _tile_release(); }
+static inline void tile_fence() { asm volatile("" ::: "memory"); } // before tiles are loaded, which compilers cannot see
 
 // Of what two follow each other in the making, the parity of the tile or of the step tells which.
-template <class E, int H, int NQ> struct Scratch : Picked<E, H> {
+template <class E, int H, int NQ> struct Scratch : Gathered<E, H> {
     alignas(64) float score[2][NQ][TILE][16]; // of a key, 16 rows
     alignas(64) uint32_t weight[2][2][16][16]; // of 32 keys and 32 more, in pairs: of a row; quads: of 64
     __m512i value[2][TILE / IN_DWORD<E>][H / 16]; // pairs or quads of keys
@@ -343,7 +335,7 @@ template <class E, int H, int NQ> struct Scratch : Picked<E, H> {
 template <class E, int H, int NQ> struct alignas(64) Queries { uint32_t q[NQ][H / IN_DWORD<E>][16]; }; // of 16 rows
 
 // The scores of four rows over 16 keys, in the layout of the products -> a key in every lane.
-static inline void turn(const float (*score)[16], __m512* to, int apart) {
+static inline void transpose_scores(const float (*score)[16], __m512* to, int apart) {
     __m512 a[4], b[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) { // keys i, i + 4, i + 8, i + 12
@@ -387,7 +379,7 @@ template <class E, int H, int NQ> struct Rows {
         groups = kept.data();
         for (int64_t g = 0; g < n; g++)
             for (int part = 0; part < NQ; part++)
-                for (int h = 0; h < H / IN_DWORD<E>; h += 16) transpose((const char*)(rows[16 * g].q[part] + h), sizeof *rows, (char*)groups[g].q[part][h], 64);
+                for (int h = 0; h < H / IN_DWORD<E>; h += 16) transpose_16x16((const char*)(rows[16 * g].q[part] + h), sizeof *rows, (char*)groups[g].q[part][h], 64);
     }
     void read(const Tile<E>& tile, int parity, float* page_sum, float* page_max, const E* next_key, const E*) {
         readings[parity] = {tile, page_sum, page_max, next_key == tile.key[0] + TILE * H};
@@ -396,7 +388,7 @@ template <class E, int H, int NQ> struct Rows {
     void finish() {
         step({});
         step({});
-        scored = softened = {};
+        scored = weighted = {};
     }
 
     void step(Stage begun) {
@@ -404,13 +396,13 @@ template <class E, int H, int NQ> struct Rows {
         const int odd = n_steps++ & 1;
         const Reading &from = readings[begun.parity], &of = readings[scored.parity];
         const Queries<E, H, NQ>& group = groups[std::max<int64_t>(begun.row, 0) / 16];
-        Row<E, H, NQ> *now = rows + scored.row, *last = rows + softened.row;
+        Row<E, H, NQ> *now = rows + scored.row, *last = rows + weighted.row;
         const int n = scored.row < 0 ? 0 : std::min<int64_t>(16, n_rows - scored.row);
-        const auto value = at.value[softened.parity];
+        const auto value = at.value[weighted.parity];
         float shrinks[16] = {};
         bool shrunk = false;
         __m512 score[4][V];
-        written();
+        tile_fence();
         for (int half = 0; half < 2; half++)
 #pragma GCC unroll 8
             for (int i = 0; i < H / 16; i++) {
@@ -449,12 +441,12 @@ template <class E, int H, int NQ> struct Rows {
                         _tile_stored(1, at.score[odd][0][32 * half + 16], 64);
                     }
                     if (begun.row == 0 && from.ahead) {
-                        fetch<H>(from.tile.key[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
-                        fetch<H>(from.tile.value[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                        prefetch<H>(from.tile.key[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
+                        prefetch<H>(from.tile.value[part * V / PARTS] + (TILE + part * TILE / PARTS % 16) * H, TILE / PARTS);
                     }
                 }
                 if constexpr (BYTES<E>) {
-                    if (softened.row >= 0 && i % 2) { // 16 dims, in the order of group_values
+                    if (weighted.row >= 0 && i % 2) { // 16 dims, in the order of group_values
                         const int c = part / 2;
                         _tile_zero(4);
                         _tile_loadd(6, at.weight[odd], 64);
@@ -462,7 +454,7 @@ template <class E, int H, int NQ> struct Rows {
                         _tile_dpbusd(4, 6, 7);
                         _tile_stored(4, at.products[c], 64);
                     }
-                } else if (softened.row >= 0) { // outputs by 32 dims, in the order of group_values
+                } else if (weighted.row >= 0) { // outputs by 32 dims, in the order of group_values
                     const int pair = half * (H / 64) + i / 4, keys = i / 2 % 2;
                     float* out = last->out + 32 * pair;
                     if (i % 4 == 0) { _tile_loadd(4, out, sizeof *last); _tile_loadd(5, out + 16, sizeof *last); }
@@ -483,31 +475,31 @@ template <class E, int H, int NQ> struct Rows {
                 if (r % 4 == 0)
 #pragma GCC unroll 4
                     for (int c = 0; c < V; c++) {
-                        turn((const float (*)[16])&at.score[!odd][0][16 * c][r], &score[0][c], V);
+                        transpose_scores((const float (*)[16])&at.score[!odd][0][16 * c][r], &score[0][c], V);
                         if constexpr (NQ == 2) {
                             __m512 finer[4];
-                            turn((const float (*)[16])&at.score[!odd][1][16 * c][r], finer, 1);
+                            transpose_scores((const float (*)[16])&at.score[!odd][1][16 * c][r], finer, 1);
 #pragma GCC unroll 4
-                            for (int j = 0; j < 4; j++) score[j][c] = (__m512)_mm512_add_epi32(many((__m512i)score[j][c]), (__m512i)finer[j]);
+                            for (int j = 0; j < 4; j++) score[j][c] = (__m512)_mm512_add_epi32(times_254((__m512i)score[j][c]), (__m512i)finer[j]);
                         }
                     }
 #pragma GCC unroll 2
                 for (int j = 0; j < EACH; j++) {
                     if (r + j >= n) break;
                     const int64_t at_row = scored.row + r + j;
-                    shrinks[r + j] = soften(score[(i * EACH + j) % 4], of.tile, now[r + j], at.weight[!odd][0][r + j], at.unit[!odd] + r + j, of.page_sum, of.page_max, at_row);
+                    shrinks[r + j] = online_softmax_step(score[(i * EACH + j) % 4], of.tile, now[r + j], at.weight[!odd][0][r + j], at.unit[!odd] + r + j, of.page_sum, of.page_max, at_row);
                     shrunk |= shrinks[r + j] != 1.f;
                 }
             }
-        written();
+        tile_fence();
         if constexpr (BYTES<E>)
-            for (int64_t r = 0; softened.row >= 0 && r < std::min<int64_t>(16, n_rows - softened.row); r++)
+            for (int64_t r = 0; weighted.row >= 0 && r < std::min<int64_t>(16, n_rows - weighted.row); r++)
 #pragma GCC unroll 8
-                for (int c = 0; c < H / 16; c++) add(last[r].out + 16 * c, _mm512_load_ps(at.products[c][r]), at.unit[odd][r], 1.f);
+                for (int c = 0; c < H / 16; c++) add_products(last[r].out + 16 * c, _mm512_load_ps(at.products[c][r]), at.unit[odd][r], 1.f);
         if (shrunk)
             for (int r = 0; r < n; r++)
                 for (int h = 0; h < H; h += 16) _mm512_store_ps(now[r].out + h, _mm512_mul_ps(_mm512_load_ps(now[r].out + h), _mm512_set1_ps(shrinks[r])));
-        softened = scored;
+        weighted = scored;
         scored = begun;
     }
 
@@ -516,14 +508,14 @@ template <class E, int H, int NQ> struct Rows {
     Scratch<E, H, NQ>& at;
     Queries<E, H, NQ>* groups;
     Reading readings[2];
-    Stage scored, softened;
+    Stage scored, weighted;
     int64_t n_steps = 0;
 };
 #else
-static void begin() {}
-static void end() {}
+static void begin_tiles() {}
+static void end_tiles() {}
 
-template <class E, int H, int> struct Scratch : Picked<E, H> {
+template <class E, int H, int> struct Scratch : Gathered<E, H> {
     __m512i quads[BYTES<E> ? TILE / 4 : 1][H / 16]; // values of bytes, by quads of keys
     alignas(64) uint32_t weight[2][16][TILE / 4]; // of 32 keys and 32 more, in pairs; quads: of 64
     // of bf16: the values of a tile that is not full; of rows in lanes, scores and weights in pairs of keys
@@ -534,33 +526,33 @@ template <class E, int H, int> struct Scratch : Picked<E, H> {
 
 // Sums, of bytes whole numbers, and the products of 16 dwords, of unsigned bytes, with one that is in memory. By the instruction that
 // takes it from there: GCC would load it by one of its own.
-template <class E> static inline __m512 times(__m512 sum, __m512i many, const void* one) {
-    if constexpr (BYTES<E>) asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(many), "m"(*(const char(*)[4])one));
-    else asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(many), "m"(*(const char(*)[4])one));
+template <class E> static inline __m512 dot_add_memory(__m512 sum, __m512i dwords, const void* one) {
+    if constexpr (BYTES<E>) asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(dwords), "m"(*(const char(*)[4])one));
+    else asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(dwords), "m"(*(const char(*)[4])one));
     return sum;
 }
 
 // Sums, of bytes whole numbers, and the products of 16 dwords with one, of unsigned bytes.
-template <class E> static inline __m512 more(__m512 sum, __m512i many, uint32_t one) {
-    const __m512i every = _mm512_set1_epi32(one);
-    if constexpr (BYTES<E>) return (__m512)_mm512_dpbusd_epi32((__m512i)sum, every, many);
-    else return _mm512_dpbf16_ps(sum, (__m512bh)many, (__m512bh)every);
+template <class E> static inline __m512 dot_add(__m512 sum, __m512i dwords, uint32_t one) {
+    const __m512i ones = _mm512_set1_epi32(one);
+    if constexpr (BYTES<E>) return (__m512)_mm512_dpbusd_epi32((__m512i)sum, ones, dwords);
+    else return _mm512_dpbf16_ps(sum, (__m512bh)dwords, (__m512bh)ones);
 }
 
 // The lines of the next tile, where keys are read in order: asked for a few at a time all through this one, so that they come
 // meanwhile. A core waits for no more than some at once, and asked for together they would hold up what is read.
-struct Ahead {
+struct Prefetcher {
     const char *key = nullptr, *value = nullptr;
     int64_t left = 0, each = 0; // lines of each; so many are asked for at once
 
-    void ask() {
+    void advance() {
         for (int64_t n = std::min(each, left); n > 0; n--, left--, key += 64, value += 64) _mm_prefetch(key, _MM_HINT_T1), _mm_prefetch(value, _MM_HINT_T1);
     }
 };
 
 // The outputs of N rows take in the values of a tile; weight(r, j) is what row r gives to pair or quad j. Pairs are put
 // together each time, which costs nothing beside their products; for quads it costs less to keep them.
-template <int N, class E, int H, int NQ, class Weight> static inline void mix(const Tile<E>& tile, const Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, const float* unit, const float* shrink, Ahead& ahead, const Weight& weight) {
+template <int N, class E, int H, int NQ, class Weight> static inline void accumulate_values(const Tile<E>& tile, const Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, const float* unit, const float* shrink, Prefetcher& ahead, const Weight& weight) {
     for (int d = 0; d < H; d += 64) { // as many dims as fit the registers
         __m512 out[N][4];
 #pragma GCC unroll 6
@@ -569,7 +561,7 @@ template <int N, class E, int H, int NQ, class Weight> static inline void mix(co
             for (int c = 0; c < 4; c++)
                 out[r][c] = BYTES<E> ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_load_ps(rows[r].out + d + 16 * c), _mm512_set1_ps(shrink[r]));
         for (int begin = 0; begin < TILE / IN_DWORD<E>; begin += 8) {
-            ahead.ask();
+            ahead.advance();
             for (int j = begin; j < begin + 8; j++) {
                 __m512i value[4];
                 if constexpr (BYTES<E>) {
@@ -586,21 +578,21 @@ template <int N, class E, int H, int NQ, class Weight> static inline void mix(co
 #pragma GCC unroll 6
                 for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
-                    for (int c = 0; c < 4; c++) out[r][c] = more<E>(out[r][c], value[c], weight(r, j));
+                    for (int c = 0; c < 4; c++) out[r][c] = dot_add<E>(out[r][c], value[c], weight(r, j));
             }
         }
 #pragma GCC unroll 6
         for (int r = 0; r < N; r++)
 #pragma GCC unroll 4
             for (int c = 0; c < 4; c++) {
-                if constexpr (BYTES<E>) add(rows[r].out + d + 16 * c, out[r][c], unit[r], shrink[r]);
+                if constexpr (BYTES<E>) add_products(rows[r].out + d + 16 * c, out[r][c], unit[r], shrink[r]);
                 else _mm512_store_ps(rows[r].out + d + 16 * c, out[r][c]);
             }
     }
 }
 
 // Eight words of each of 16 keys, so many bytes apart -> a key in every lane, a word in each vector.
-__attribute__((always_inline)) static inline void turn(const char* key, int64_t apart, __m512i* to) {
+__attribute__((always_inline)) static inline void transpose_words(const char* key, int64_t apart, __m512i* to) {
     __m512i a[8], b[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) { // keys i and i + 4; from 4 on, i + 4 and i + 8
@@ -621,7 +613,7 @@ __attribute__((always_inline)) static inline void turn(const char* key, int64_t 
 // The scores of N rows over a tile, a key in every lane: 16 keys are transposed in registers, 32 bytes of each at a time, and
 // multiplied at once. Meanwhile the keys that come next, after the tile's last those at next, go from L2 to L1, and of bf16 so do
 // the values. Products of bytes take one side unsigned: keys, 128 larger, which the last part's initial sums correct.
-template <int N, class E, int H, int NQ> static inline void score_rows(const Tile<E>& tile, const Row<E, H, NQ>* rows, const E* next, __m512 (*score)[TILE / 16], Ahead& ahead) {
+template <int N, class E, int H, int NQ> static inline void score_rows(const Tile<E>& tile, const Row<E, H, NQ>* rows, const E* next, __m512 (*score)[TILE / 16], Prefetcher& ahead) {
     constexpr int V = TILE / 16, D = H / IN_DWORD<E>, EACH = 16 * 8 * IN_DWORD<E>; // numbers that a step takes of 16 keys
     for (int c = 0; c < V; c++) {
         __m512 sum[NQ][N];
@@ -629,44 +621,44 @@ template <int N, class E, int H, int NQ> static inline void score_rows(const Til
         for (int part = 0; part < NQ; part++)
 #pragma GCC unroll 9
             for (int r = 0; r < N; r++) sum[part][r] = BYTES<E> && part == NQ - 1 ? (__m512)_mm512_cvtps_epi32(_mm512_set1_ps(-256.f * rows[r].q_half)) : _mm512_setzero_ps();
-        const E *coming = c + 1 < V ? tile.key[c + 1] : next, *value = tile.value[c];
-        for (int from = 0; from < D; from += 8, coming += EACH, value += EACH) {
-            ahead.ask();
-            fetch<EACH>(coming, 1);
-            if constexpr (!BYTES<E>) fetch<EACH>(value, 1);
+        const E *upcoming = c + 1 < V ? tile.key[c + 1] : next, *value = tile.value[c];
+        for (int from = 0; from < D; from += 8, upcoming += EACH, value += EACH) {
+            ahead.advance();
+            prefetch<EACH>(upcoming, 1);
+            if constexpr (!BYTES<E>) prefetch<EACH>(value, 1);
             __m512i key[8];
-            turn((const char*)(tile.key[c] + IN_DWORD<E> * from), sizeof(E) * H, key);
+            transpose_words((const char*)(tile.key[c] + IN_DWORD<E> * from), sizeof(E) * H, key);
 #pragma GCC unroll 8
             for (int h = 0; h < 8; h++) {
                 if constexpr (BYTES<E>) key[h] = _mm512_xor_si512(key[h], _mm512_set1_epi8(int8_t(0x80)));
 #pragma GCC unroll 2
                 for (int part = 0; part < NQ; part++)
 #pragma GCC unroll 9
-                    for (int r = 0; r < N; r++) sum[part][r] = times<E>(sum[part][r], key[h], rows[r].q[part] + from + h);
+                    for (int r = 0; r < N; r++) sum[part][r] = dot_add_memory<E>(sum[part][r], key[h], rows[r].q[part] + from + h);
             }
         }
 #pragma GCC unroll 9
         for (int r = 0; r < N; r++)
-            if constexpr (NQ == 2) score[r][c] = (__m512)_mm512_add_epi32(many((__m512i)sum[0][r]), (__m512i)sum[1][r]);
+            if constexpr (NQ == 2) score[r][c] = (__m512)_mm512_add_epi32(times_254((__m512i)sum[0][r]), (__m512i)sum[1][r]);
             else score[r][c] = sum[0][r];
     }
 }
 
 // A few rows read a tile.
-constexpr int MIX = 6; // rows that mix at once, as their outputs fit the registers
-template <int NQ> constexpr int MOST = NQ == 2 ? 6 : 9; // rows that are scored at once, as their sums and eight words of 16 keys do
-template <int N, class E, int H, int NQ> static __attribute__((noinline)) void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, const E* next, Ahead& ahead) {
+constexpr int VALUE_ROWS = 6; // rows that mix at once, as their outputs fit the registers
+template <int NQ> constexpr int SCORE_ROWS = NQ == 2 ? 6 : 9; // rows that are scored at once, as their sums and eight words of 16 keys do
+template <int N, class E, int H, int NQ> static __attribute__((noinline)) void read_rows(const Tile<E>& tile, Scratch<E, H, NQ>& at, Row<E, H, NQ>* rows, float* page_sum, float* page_max, const E* next, Prefetcher& ahead) {
     __m512 score[N][TILE / 16];
     score_rows<N>(tile, rows, next, score, ahead);
     float shrink[N], unit[N];
 #pragma GCC unroll 9
-    for (int r = 0; r < N; r++) shrink[r] = soften(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum, page_max, r);
-    auto mix_some = [&](auto n, int m) {
-        mix<decltype(n)::value>(tile, at, rows + m, unit + m, shrink + m, ahead, [&](int r, int j) { return at.weight[j / 16][m + r][j % 16]; });
+    for (int r = 0; r < N; r++) shrink[r] = online_softmax_step(score[r], tile, rows[r], at.weight[0][r], unit + r, page_sum, page_max, r);
+    auto accumulate_some = [&](auto n, int m) {
+        accumulate_values<decltype(n)::value>(tile, at, rows + m, unit + m, shrink + m, ahead, [&](int r, int j) { return at.weight[j / 16][m + r][j % 16]; });
     };
-    constexpr int FIRST = N <= MIX ? N : (N + 1) / 2;
-    mix_some(std::integral_constant<int, FIRST>{}, 0);
-    if constexpr (N > FIRST) mix_some(std::integral_constant<int, N - FIRST>{}, FIRST);
+    constexpr int FIRST = N <= VALUE_ROWS ? N : (N + 1) / 2;
+    accumulate_some(std::integral_constant<int, FIRST>{}, 0);
+    if constexpr (N > FIRST) accumulate_some(std::integral_constant<int, N - FIRST>{}, FIRST);
 }
 
 // Up to 16 rows of bf16, one in every lane: a key is read as the cache stores it, a pair of its dims for all rows at once.
@@ -678,16 +670,16 @@ template <int H> struct alignas(64) Lanes {
     int64_t limit[16], lowest; // lowest: the least of them
     int n;
 
-    void take(const Row<bf16, H, 1>* rows, int64_t n_rows) {
+    void load_rows(const Row<bf16, H, 1>* rows, int64_t n_rows) {
         n = std::min<int64_t>(16, n_rows), lowest = INT64_MAX;
-        for (int h = 0; h < H / 2; h += 16) transpose((const char*)(rows->q[0] + h), sizeof *rows, (char*)q[h], 64);
+        for (int h = 0; h < H / 2; h += 16) transpose_16x16((const char*)(rows->q[0] + h), sizeof *rows, (char*)q[h], 64);
         memset(sum, 0, sizeof sum);
         for (int r = 0; r < 16; r++) {
             max[r] = LOWEST, to_log2[r] = r < n ? rows[r].to_log2 : 0.f, limit[r] = r < n ? rows[r].limit : -1;
             if (r < n) lowest = std::min(lowest, limit[r]);
         }
     }
-    void give(Row<bf16, H, 1>* rows) const {
+    void store_rows(Row<bf16, H, 1>* rows) const {
         for (int r = 0; r < n; r++) {
             rows[r].max = max[r];
             for (int i = 0; i < 16; i++) rows[r].sum[i] = sum[i][r];
@@ -697,27 +689,27 @@ template <int H> struct alignas(64) Lanes {
 
     // The scores over a tile, and the best of each row. Meanwhile the keys that come next, after the tile's last those at next, go
     // from L2 to L1, and so do the values.
-    __m512 score(const Tile<bf16>& tile, const bf16* next, float (*to)[16], Ahead& ahead) const {
-        const bool whole = see_all(tile);
+    __m512 score(const Tile<bf16>& tile, const bf16* next, float (*to)[16], Prefetcher& ahead) const {
+        const bool sees_all = see_all(tile);
         __m512 best = _mm512_set1_ps(LOWEST);
         for (int c = 0; c < TILE / 16; c++) {
-            const bf16 *key = tile.key[c], *coming = c + 1 < TILE / 16 ? tile.key[c + 1] : next, *value = tile.value[c];
+            const bf16 *key = tile.key[c], *upcoming = c + 1 < TILE / 16 ? tile.key[c + 1] : next, *value = tile.value[c];
             __m512 s[16];
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++) s[j] = _mm512_setzero_ps();
-            for (int from = 0; from < H / 2; from += 8, coming += 256, value += 256) {
-                ahead.ask();
-                fetch<256>(coming, 1);
-                fetch<256>(value, 1);
+            for (int from = 0; from < H / 2; from += 8, upcoming += 256, value += 256) {
+                ahead.advance();
+                prefetch<256>(upcoming, 1);
+                prefetch<256>(value, 1);
                 for (int h = from; h < from + 8; h++) {
                     const __m512i pairs = _mm512_load_si512(q[h]);
 #pragma GCC unroll 16
-                    for (int j = 0; j < 16; j++) s[j] = times<bf16>(s[j], pairs, key + j * H + 2 * h);
+                    for (int j = 0; j < 16; j++) s[j] = dot_add_memory<bf16>(s[j], pairs, key + j * H + 2 * h);
                 }
             }
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++) {
-                if (!whole) {
+                if (!sees_all) {
                     const int i = 16 * c + j;
                     const __m512i at = _mm512_set1_epi64(i >= tile.n ? INT64_MAX : tile.position ? tile.position[i] : tile.first + i);
                     const __mmask16 seen = _mm512_kunpackb(_mm512_cmple_epi64_mask(at, _mm512_load_si512(limit + 8)), _mm512_cmple_epi64_mask(at, _mm512_load_si512(limit)));
@@ -731,9 +723,9 @@ template <int H> struct alignas(64) Lanes {
     }
 
     // Scores -> weights in pairs of keys, as the other soften does.
-    void soften(const Tile<bf16>& tile, const float (*score)[16], __m512 best, uint32_t (*pairs)[16], float* shrink) {
+    void online_softmax_step(const Tile<bf16>& tile, const float (*score)[16], __m512 best, uint32_t (*pairs)[16], float* shrink) {
         const __m512i alternate = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-        const bool whole = see_all(tile);
+        const bool sees_all = see_all(tile);
         _mm512_store_ps(shrink, _mm512_set1_ps(1.f));
         if (const __mmask16 better = _mm512_cmp_ps_mask(best, _mm512_load_ps(max), _CMP_GT_OQ)) { // rare, after the first tiles
             float before[16];
@@ -751,8 +743,8 @@ template <int H> struct alignas(64) Lanes {
 #pragma GCC unroll 4
                 for (int c = 0; c < TILE / 16; c++) {
                     const __m512 s = _mm512_load_ps(score[16 * c + i + k]);
-                    w[k][c] = exp2_of(_mm512_fmadd_ps(s, scale, shift));
-                    if (!whole) w[k][c] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(s, _mm512_set1_ps(LOWEST), _CMP_NEQ_UQ), w[k][c]); // those unseen
+                    w[k][c] = exp2_approx(_mm512_fmadd_ps(s, scale, shift));
+                    if (!sees_all) w[k][c] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(s, _mm512_set1_ps(LOWEST), _CMP_NEQ_UQ), w[k][c]); // those unseen
                 }
                 const __m512 these = _mm512_add_ps(_mm512_add_ps(w[k][0], w[k][1]), _mm512_add_ps(w[k][2], w[k][3]));
                 _mm512_store_ps(sum[i + k], _mm512_fmadd_ps(_mm512_load_ps(sum[i + k]), less, these));
@@ -766,26 +758,26 @@ template <int H> struct alignas(64) Lanes {
 // The rows of a split while its tiles are read. Those of bf16 go 16 at a time into lanes, and so do the rest if they are FEW
 // or more; fewer cost less by transposed keys, and mass is summed there alone.
 template <class E, int H, int NQ> struct Rows {
-    static constexpr int FEW = 13;
+    static constexpr int MIN_IN_LANES = 13;
     static Scratch<E, H, NQ>& scratch() { static thread_local Scratch<E, H, NQ> at; return at; }
 
     Rows(Row<E, H, NQ>* rows, int64_t n_rows, bool mass) : rows(rows), n_rows(n_rows), at(scratch()) {
         if constexpr (!BYTES<E>) {
             if (mass) return;
             static thread_local std::vector<Lanes<H>> kept;
-            in_lanes = n_rows % 16 < FEW ? n_rows / 16 * 16 : n_rows;
+            in_lanes = n_rows % 16 < MIN_IN_LANES ? n_rows / 16 * 16 : n_rows;
             if ((int64_t)kept.size() < (in_lanes + 15) / 16) kept.resize((in_lanes + 15) / 16);
             lanes = kept.data();
-            for (int64_t r = 0; r < in_lanes; r += 16) lanes[r / 16].take(rows + r, in_lanes - r);
+            for (int64_t r = 0; r < in_lanes; r += 16) lanes[r / 16].load_rows(rows + r, in_lanes - r);
         }
     }
     // next_key, next_value: the next tile's, or null. By itself, as is read_rows: among the rest of attend their sums leave the registers.
     __attribute__((noinline)) void read(Tile<E> tile, int, float* page_sum, float* page_max, const E* next_key, const E* next_value) {
         constexpr int V = TILE / 16, D = H / IN_DWORD<E>, LINES = TILE * H * sizeof(E) / 64, MIXED = H / 64 * TILE / IN_DWORD<E> / 8;
         const bool few = n_rows > in_lanes;
-        int64_t asks = (in_lanes + 15) / 16 * (V * D / 8) + (in_lanes / 16 * 3 + (in_lanes % 16 + MIX - 1) / MIX) * MIXED + (BYTES<E> && few ? TILE / 4 : 0);
-        in_parts<MOST<NQ>>(in_lanes, n_rows, [&](auto n, int64_t) { asks += V * D / 8 + (n + MIX - 1) / MIX * MIXED; });
-        Ahead ahead;
+        int64_t asks = (in_lanes + 15) / 16 * (V * D / 8) + (in_lanes / 16 * 3 + (in_lanes % 16 + VALUE_ROWS - 1) / VALUE_ROWS) * MIXED + (BYTES<E> && few ? TILE / 4 : 0);
+        for_row_blocks<SCORE_ROWS<NQ>>(in_lanes, n_rows, [&](auto n, int64_t) { asks += V * D / 8 + (n + VALUE_ROWS - 1) / VALUE_ROWS * MIXED; });
+        Prefetcher ahead;
         if (next_key) ahead = {(const char*)next_key, (const char*)next_value, LINES, LINES / asks + 1};
         const E* next = next_key ? next_key : tile.key[0];
         if constexpr (!BYTES<E>) {
@@ -799,22 +791,22 @@ template <class E, int H, int NQ> struct Rows {
                 alignas(64) float shrink[16];
                 Lanes<H>& group = lanes[from / 16];
                 const __m512 best = group.score(tile, from + 16 < n_rows ? tile.key[0] : next, at.score, ahead);
-                group.soften(tile, at.score, best, at.pairs, shrink);
-                in_parts<MIX>(0, group.n, [&](auto n, int64_t r) {
-                    mix<decltype(n)::value>(tile, at, rows + from + r, nullptr, shrink + r, ahead, [&](int i, int j) { return at.pairs[j][r + i]; });
+                group.online_softmax_step(tile, at.score, best, at.pairs, shrink);
+                for_row_blocks<VALUE_ROWS>(0, group.n, [&](auto n, int64_t r) {
+                    accumulate_values<decltype(n)::value>(tile, at, rows + from + r, nullptr, shrink + r, ahead, [&](int i, int j) { return at.pairs[j][r + i]; });
                 });
             }
         }
         if (!few) return;
         if constexpr (BYTES<E>)
-            for (int c = 0; c < TILE; c += 4) ahead.ask(), group_values<H>(tile, at.quads, c, c + 4);
-        in_parts<MOST<NQ>>(in_lanes, n_rows, [&](auto n, int64_t r) {
+            for (int c = 0; c < TILE; c += 4) ahead.advance(), group_values<H>(tile, at.quads, c, c + 4);
+        for_row_blocks<SCORE_ROWS<NQ>>(in_lanes, n_rows, [&](auto n, int64_t r) {
             read_rows<decltype(n)::value>(tile, at, rows + r, page_sum ? page_sum + r * V : nullptr, page_sum ? page_max + r : nullptr, r + n < n_rows ? tile.key[0] : next, ahead);
         });
     }
     void finish() {
         if constexpr (!BYTES<E>)
-            for (int64_t r = 0; r < in_lanes; r += 16) lanes[r / 16].give(rows + r);
+            for (int64_t r = 0; r < in_lanes; r += 16) lanes[r / 16].store_rows(rows + r);
     }
     Row<E, H, NQ>* rows;
     int64_t n_rows, in_lanes = 0;
@@ -847,7 +839,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                    int64_t kv_b, int64_t kv_k, int64_t scale_b, int64_t scale_k, int64_t tail, float scale, int threads) {
     constexpr int V = TILE / PAGE;
     const float to_log2 = scale * 1.44269504f;
-    const int64_t R = G * T, places = (R + 15) / 16 * 16; // products read and write 16 rows
+    const int64_t R = G * T, slots = (R + 15) / 16 * 16; // products read and write 16 rows
     if (!B) return;
     int64_t longest = 0; // keys that some query sees, or entries listed
     static thread_local std::vector<int64_t> kept_starts;
@@ -861,13 +853,13 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
     const int64_t* starts = kept_starts.data(); // the splits before row b's, of one kv head each
     const int64_t n_splits = std::max<int64_t>(1, (longest + SPLIT - 1) / SPLIT), n_tiles = (longest + TILE - 1) / TILE;
     const int64_t tasks = TASKS * threads, wanted = mass ? 1 : (tasks + B * K - 1) / (B * K); // mass is summed over all rows
-    const int64_t n_rows = std::clamp<int64_t>(((R + wanted - 1) / wanted + 15) / 16 * 16, BLOCK, std::max<int64_t>(places, BLOCK)), n_blocks = std::max<int64_t>(1, (R + n_rows - 1) / n_rows);
+    const int64_t n_rows = std::clamp<int64_t>(((R + wanted - 1) / wanted + 15) / 16 * 16, BLOCK, std::max<int64_t>(slots, BLOCK)), n_blocks = std::max<int64_t>(1, (R + n_rows - 1) / n_rows);
     // whether the splits of a row are different tasks': there are fewer rows as long as the longest one than tasks, and all fit some memory
     const int64_t work = K * n_blocks * starts[B];
-    const bool shared = n_splits > 1 && work < tasks * n_splits && K * starts[B] * places * (int64_t)sizeof(Row<E, H, NQ>) <= MOST_HELD;
+    const bool shared = n_splits > 1 && work < tasks * n_splits && K * starts[B] * slots * (int64_t)sizeof(Row<E, H, NQ>) <= MAX_KEPT;
     const int64_t each = shared ? std::max<int64_t>(1, work / tasks) : n_splits;
-    const int64_t held = shared ? K * starts[B] : B * K; // splits whose rows are kept
-    auto row_of = [&](int64_t b, int64_t head, int64_t split) { return (shared ? K * starts[b] + head * (starts[b + 1] - starts[b]) + split : b * K + head) * places; };
+    const int64_t n_kept = shared ? K * starts[B] : B * K; // splits whose rows are kept
+    auto row_of = [&](int64_t b, int64_t head, int64_t split) { return (shared ? K * starts[b] + head * (starts[b + 1] - starts[b]) + split : b * K + head) * slots; };
     static thread_local std::vector<int64_t> kept_tasks;
     kept_tasks.assign(B + 1, 0);
     for (int64_t b = 0; b < B; b++) kept_tasks[b + 1] = kept_tasks[b] + K * n_blocks * ((starts[b + 1] - starts[b] + each - 1) / each);
@@ -876,7 +868,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
     static thread_local std::vector<Row<E, H, NQ>> kept_rows;
     static thread_local std::vector<Total<H>> kept_totals;
     static thread_local std::vector<float> kept_sums, kept_maxima;
-    if ((int64_t)kept_rows.size() < held * places) kept_rows.resize(held * places);
+    if ((int64_t)kept_rows.size() < n_kept * slots) kept_rows.resize(n_kept * slots);
     if ((int64_t)kept_totals.size() < B * K * R) kept_totals.resize(B * K * R);
     if (mass) {
         kept_sums.resize(B * K * n_tiles * R * V);
@@ -886,14 +878,14 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
     Total<H>* totals = kept_totals.data();
     float *page_sum = mass ? kept_sums.data() : nullptr, *page_max = mass ? kept_maxima.data() : nullptr;
 
-    auto give = [&](int64_t bk, int64_t from, int64_t here) { // the outputs of these rows of a kv head, and the mass
+    auto write_results = [&](int64_t bk, int64_t from, int64_t here) { // the outputs of these rows of a kv head, and the mass
         for (int64_t r = from; r < from + here; r++) {
             const Total<H>& total = totals[bk * R + r];
             const __m512 by = _mm512_set1_ps(total.sum);
             const __mmask16 any = total.sum ? 0xffff : 0;
             __m512 dims[H / 16];
             for (int c = 0; c < H / 16; c++) dims[c] = _mm512_maskz_div_ps(any, _mm512_load_ps(total.out + 16 * c), by);
-            for (int c = 0; c < H / 16; c += 4) put_in_order<E>(dims + c, out + (bk * R + r) * H + 16 * c);
+            for (int c = 0; c < H / 16; c += 4) store_in_order<E>(dims + c, out + (bk * R + r) * H + 16 * c);
         }
         if (!mass) return;
         float* shares = mass + bk * (M / PAGE);
@@ -913,12 +905,12 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
         const int64_t b = std::upper_bound(first_task, first_task + B, task) - first_task - 1, n_parts = (starts[b + 1] - starts[b] + each - 1) / each, number = task - first_task[b];
         return Parts{b, number / n_blocks / n_parts, number / n_blocks % n_parts, number % n_blocks};
     };
-    std::atomic<int64_t> taken{0}; // tasks: a thread takes its next one when it reads the last tile of one, whose first tile it asks for then
+    std::atomic<int64_t> n_taken{0}; // tasks: a thread takes its next one when it reads the last tile of one, whose first tile it asks for then
 #pragma omp parallel num_threads(threads)
     {
-    begin();
-    int64_t coming = -1; // the next task, -1: not known
-    for (int64_t task = taken++; task < first_task[B]; task = coming < 0 ? taken++ : coming, coming = -1) {
+    begin_tiles();
+    int64_t upcoming = -1; // the next task, -1: not known
+    for (int64_t task = n_taken++; task < first_task[B]; task = upcoming < 0 ? n_taken++ : upcoming, upcoming = -1) {
         const auto [b, head, part, block] = parts_of(task);
         const int64_t own = starts[b + 1] - starts[b], bk = b * K + head;
         const int64_t from = block * n_rows, here = std::min(n_rows, R - from), begin_of_part = part * each, end_of_part = std::min(own, begin_of_part + each);
@@ -938,7 +930,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
         Row<E, H, NQ>* rows = all + row_of(b, head, split) + from;
         for (int64_t r = 0; r < here; r++) {
             const int64_t g = (from + r) / T, t = (from + r) % T;
-            if (shared || split == begin_of_part) rows[r].to_log2 = to_log2 * take(q + b * q_b + (head * G + g) * q_n + t * q_t, rows[r]);
+            if (shared || split == begin_of_part) rows[r].to_log2 = to_log2 * load_query(q + b * q_b + (head * G + g) * q_n + t * q_t, rows[r]);
             memset(rows[r].out, 0, sizeof rows[r].out);
             memset(rows[r].sum, 0, sizeof rows[r].sum);
             memset(rows[r].halves, 0, sizeof rows[r].halves);
@@ -946,28 +938,28 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
         }
         if (split && split * SPLIT >= n_keys) continue; // of shorter rows than others
         Rows<E, H, NQ> reading(rows, here, mass);
-        Picked<E, H>& at = reading.at;
+        Gathered<E, H>& at = reading.at;
         const int64_t end = std::min(n_keys, (split + 1) * SPLIT), end_of_reading = std::min(n_keys, end_of_part * SPLIT);
         for (int64_t start = split * SPLIT; start < end; start += TILE) {
             const int parity = start / TILE % 2;
             int64_t* position = at.position[parity];
-            E *picked_key = at.picked_key[parity], *picked_value = at.picked_value[parity];
+            E *gathered_key = at.gathered_key[parity], *gathered_value = at.gathered_value[parity];
             float *key_scale = at.key_scale[parity], *value_scale = at.value_scale[parity];
             Tile<E> tile{{}, {}, key_scale, value_scale, nullptr, index ? position : nullptr, start, -1, (int)std::min<int64_t>(TILE, n_keys - start), false};
             float* upper = at.upper[parity];
             if (k_low && tail) memset(upper, 0, sizeof at.upper[parity]);
-            auto put_together = [&](auto n, int64_t place, int j) { // as many entries of planes, all of one kind
+            auto join_entries = [&](auto n, int64_t place, int j) { // as many entries of planes, all of one kind
                 if constexpr (BYTES<E>) {
                     constexpr int N = decltype(n)::value;
                     const int ahead = index ? 0 : 2 * TILE * (H / 2);
                     const int64_t from = place * (H / 2);
                     const uint8_t *key = (const uint8_t*)keys + from, *value = (const uint8_t*)values + from;
                     if (place >= whole_from) {
-                        join<H, true, N>(key, lower_keys + from, picked_key + j * H, ahead);
-                        join<H, true, N>(value, lower_values + from, picked_value + j * H, ahead);
+                        join_planes<H, true, N>(key, lower_keys + from, gathered_key + j * H, ahead);
+                        join_planes<H, true, N>(value, lower_values + from, gathered_value + j * H, ahead);
                     } else {
-                        join<H, false, N>(key, key, picked_key + j * H, ahead);
-                        join<H, false, N>(value, value, picked_value + j * H, ahead);
+                        join_planes<H, false, N>(key, key, gathered_key + j * H, ahead);
+                        join_planes<H, false, N>(value, value, gathered_value + j * H, ahead);
                         std::fill_n(upper + j, N, 1.f);
                         tile.upper = upper;
                     }
@@ -993,46 +985,46 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                 }
             }
             for (int c = 0; c < TILE; c += 16) { // in place if 16 are consecutive, else gathered
-                const int64_t* named = index ? index + bk * M + start + c : nullptr;
-                const int64_t first = named && c < tile.n ? named[0] : start + c;
-                bool together = first >= 0 && first + 16 <= S && (!named || c + 16 <= tile.n);
-                for (int j = 0; j < 16 && named && c + j < tile.n; j++) {
-                    together &= named[j] == first + j;
-                    position[c + j] = named[j] < 0 ? INT64_MAX : named[j];
-                    tile.last = std::max(tile.last, named[j]);
-                    tile.gaps |= named[j] < 0;
+                const int64_t* listed = index ? index + bk * M + start + c : nullptr;
+                const int64_t first = listed && c < tile.n ? listed[0] : start + c;
+                bool consecutive = first >= 0 && first + 16 <= S && (!listed || c + 16 <= tile.n);
+                for (int j = 0; j < 16 && listed && c + j < tile.n; j++) {
+                    consecutive &= listed[j] == first + j;
+                    position[c + j] = listed[j] < 0 ? INT64_MAX : listed[j];
+                    tile.last = std::max(tile.last, listed[j]);
+                    tile.gaps |= listed[j] < 0;
                 }
-                tile.key[c / 16] = together && !k_low ? keys + first * H : picked_key + c * H;
-                tile.value[c / 16] = together && !k_low ? values + first * H : picked_value + c * H;
-                const bool alike = together && (first >= whole_from || first + 15 < whole_from);
-                if (k_low && alike) put_together(ALL, first, c);
-                for (int j = c; j < c + 16 && k_low && together && !alike; j++) put_together(ONE, first + j - c, j);
-                for (int j = c; j < std::min(c + 16, tile.n) && !together; j++) {
-                    const int64_t name = named ? named[j - c] : start + j, place = std::min(std::max<int64_t>(name, 0), S - 1);
+                tile.key[c / 16] = consecutive && !k_low ? keys + first * H : gathered_key + c * H;
+                tile.value[c / 16] = consecutive && !k_low ? values + first * H : gathered_value + c * H;
+                const bool uniform = consecutive && (first >= whole_from || first + 15 < whole_from);
+                if (k_low && uniform) join_entries(ALL, first, c);
+                for (int j = c; j < c + 16 && k_low && consecutive && !uniform; j++) join_entries(ONE, first + j - c, j);
+                for (int j = c; j < std::min(c + 16, tile.n) && !consecutive; j++) {
+                    const int64_t name = listed ? listed[j - c] : start + j, place = std::min(std::max<int64_t>(name, 0), S - 1);
                     if (k_low) {
-                        put_together(ONE, place, j);
+                        join_entries(ONE, place, j);
                     } else {
-                        memcpy(picked_key + j * H, keys + place * H, sizeof(E) * H);
-                        if (name < 0) memset(picked_value + j * H, 0, sizeof(E) * H);
-                        else memcpy(picked_value + j * H, values + place * H, sizeof(E) * H);
+                        memcpy(gathered_key + j * H, keys + place * H, sizeof(E) * H);
+                        if (name < 0) memset(gathered_value + j * H, 0, sizeof(E) * H);
+                        else memcpy(gathered_value + j * H, values + place * H, sizeof(E) * H);
                     }
                     if constexpr (BYTES<E>) key_scale[j] = _cvtsh_ss(key_scales[place]), value_scale[j] = _cvtsh_ss(value_scales[place]);
                 }
                 if constexpr (BYTES<E>)
-                    if (together) {
+                    if (consecutive) {
                         _mm512_store_ps(key_scale + c, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(key_scales + first))));
                         _mm512_store_ps(value_scale + c, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(value_scales + first))));
                     }
-                if constexpr (BYTES<E>) tile.strange |= (uint64_t)_mm512_cmp_ps_mask(_mm512_load_ps(key_scale + c), _mm512_load_ps(value_scale + c), _CMP_UNORD_Q) << c;
+                if constexpr (BYTES<E>) tile.nan_scales |= (uint64_t)_mm512_cmp_ps_mask(_mm512_load_ps(key_scale + c), _mm512_load_ps(value_scale + c), _CMP_UNORD_Q) << c;
             }
             const int64_t n = (bk * n_tiles + start / TILE) * R;
             const E *next_key = nullptr, *next_value = nullptr;
             if (!index && !k_low && start + 2 * TILE <= end_of_reading) {
                 next_key = tile.key[0] + TILE * H, next_value = tile.value[0] + TILE * H;
-            } else if (!index && !k_low && start + TILE >= end_of_reading && coming < 0) {
-                coming = taken++;
-                if (coming < first_task[B]) {
-                    const Parts next = parts_of(coming);
+            } else if (!index && !k_low && start + TILE >= end_of_reading && upcoming < 0) {
+                upcoming = n_taken++;
+                if (upcoming < first_task[B]) {
+                    const Parts next = parts_of(upcoming);
                     const int64_t place = next.part * each * SPLIT;
                     if (place + TILE <= S) next_key = k + next.b * kv_b + next.head * kv_k + place * H, next_value = v + next.b * kv_b + next.head * kv_k + place * H;
                 }
@@ -1042,9 +1034,9 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
         reading.finish();
         for (int64_t r = 0; r < here && !shared; r++) add_split(totals[bk * R + from + r], rows[r]);
         }
-        if (!shared) give(bk, from, here);
+        if (!shared) write_results(bk, from, here);
     }
-    end();
+    end_tiles();
     }
 
     if (shared)
@@ -1055,7 +1047,7 @@ static void attend(const bf16* q, const E* k, const E* v, const fp16* k_scale, c
                 totals[bk * R + r] = {};
                 for (int64_t split = 0; split < starts[b + 1] - starts[b]; split++) add_split(totals[bk * R + r], all[row_of(b, bk % K, split) + r]);
             }
-            give(bk, from, here);
+            write_results(bk, from, here);
         }
 }
 
