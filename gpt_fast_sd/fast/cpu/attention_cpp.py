@@ -22,6 +22,20 @@ MOST_DIMS = 256
 SOURCE, ANY = (Path(__file__).with_name(name) for name in ("attention_avx512.cpp", "attention.cpp"))
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.uint8: 3}  # as C++ numbers them
 
+
+class _Call(ctypes.Structure):
+    """AttentionCall in C++."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "k_low", "v_low")),
+        *((name, ctypes.c_void_p) for name in ("pos", "index", "out", "mass")),
+        *((name, ctypes.c_int64) for name in ("B", "K", "G", "T", "M", "S", "q_b", "q_n", "q_t", "kv_b", "kv_k")),
+        *((name, ctypes.c_int64) for name in ("scale_b", "scale_k", "tail", "q_dtype", "k_dtype", "fine")),
+        ("scale", ctypes.c_float),
+        ("threads", ctypes.c_int),
+    ]
+
+
 _library = torch.library.Library("gpt_fast_sd", "DEF")
 _library.define(
     "cpu_attention(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor? index, SymInt n_keys, Tensor? k_scale=None, "
@@ -105,14 +119,11 @@ def cpu_attention_with_mass(
 
 
 @functools.cache
-def kernel_for(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Any, bool]:
-    """The kernel for queries and a cache of these dtypes, and whether it is the one for any CPU, which takes them."""
-    source = source_for(head_dim, dtype, kv_dtype)
-    built, pointer, size = library(source, head_dim)(), ctypes.c_void_p, ctypes.c_int64
-    kernel = built.attend_any if source == ANY else built.attend_cpu
-    n_sizes = 16 if source == ANY else 15
-    kernel.argtypes, kernel.restype = [pointer] * 11 + [size] * n_sizes + [ctypes.c_float, ctypes.c_int], None
-    return kernel, source == ANY
+def kernel_for(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
+    """The kernel for queries and a cache of these dtypes."""
+    kernel = library(source_for(head_dim, dtype, kv_dtype), head_dim)().attention
+    kernel.argtypes, kernel.restype = [ctypes.c_void_p], None
+    return kernel
 
 
 def _attend(
@@ -133,13 +144,12 @@ def _attend(
     index = None if index is None else index.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
     tensors = q, k, v, k_scale, v_scale, k_low, v_low, pos, index, out, mass
-    given = (None if x is None else x.data_ptr() for x in tensors)
-    kernel, for_any = kernel_for(head_dim, q.dtype, k.dtype)
-    how = (DTYPES[q.dtype], DTYPES[k.dtype]) if for_any else (fine,)
-    kernel(
-        *given, n_rows, n_kv, n_heads // n_kv, n_tokens, n_keys if index is None else index.shape[-1], capacity,
-        *q.stride()[:3], *k.stride()[:2], *apart, tail, *how, head_dim**-0.5, torch.get_num_threads(),
+    call = _Call(
+        *(None if x is None else x.data_ptr() for x in tensors), n_rows, n_kv, n_heads // n_kv, n_tokens,
+        n_keys if index is None else index.shape[-1], capacity, *q.stride()[:3], *k.stride()[:2], *apart, tail,
+        DTYPES[q.dtype], DTYPES[k.dtype], fine, head_dim**-0.5, torch.get_num_threads(),
     )  # fmt: skip
+    kernel_for(head_dim, q.dtype, k.dtype)(ctypes.byref(call))
     return out
 
 

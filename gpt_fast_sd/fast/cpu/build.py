@@ -24,7 +24,7 @@ import torch
 from .instruction_sets import InstructionSet, chosen, without_own
 
 BUILT = Path(__file__).with_name("built")  # in wheels for one platform
-PARTS, COMMON, VECTORS = (Path(__file__).with_name(f"{name}.cpp") for name in ("parts", "common", "vectors"))
+INCLUDED = re.compile(r'^#include "(\w+\.hpp)"\n', re.MULTILINE)  # a header beside this file
 Asked = TypeVar("Asked", bound=Callable[..., bool])
 Built = TypeVar("Built")
 
@@ -145,15 +145,16 @@ def _built(source: Path, loader: Callable[[], ctypes.CDLL]) -> ctypes.CDLL:
 
 
 def text(source: Path, head_dim: int = 0, instructions: InstructionSet | None = None) -> str:
-    """A source behind what its kind begins with, for one head dim if it has any, without tiles if not chosen.
+    """The translation unit: defines, then a source with its headers in place of their #include lines.
 
-    instructions: those that are, if it is not for this process.
+    Without AMX tiles unless they are chosen. instructions: the chosen ones, if it is not for this process.
     """
     named = [f"#define HEAD_DIM {head_dim}\n"] if head_dim else []
     if not for_any(source) and (instructions or chosen()).name != "amx":
         named.append("#undef __AMX_BF16__\n#undef __AMX_INT8__\n")
-    common = VECTORS if for_any(source) else COMMON
-    return "".join([*named, *(path.read_text(encoding="utf-8") for path in (PARTS, common, source))])
+    here = Path(__file__)
+    unit = INCLUDED.sub(lambda line: here.with_name(line[1]).read_text("utf-8"), source.read_text("utf-8"))
+    return "".join([*named, unit])
 
 
 @functools.cache

@@ -27,7 +27,7 @@ _WORDS_OF_A_LAYER = 4 + 4 * 8  # of Layer in C++
 
 
 class _Call(ctypes.Structure):
-    """Call in C++."""
+    """LayersCall in C++."""
 
     _fields_ = [
         *((name, _WORD) for name in ("L", "B", "T", "D", "N", "K", "H", "V", "S")),
@@ -35,7 +35,7 @@ class _Call(ctypes.Structure):
         *((name, _WORD) for name in ("n_keys", "is_listed", "C", "W")),
         *((name, _POINTER) for name in ("tokens", "pos", "window_start", "embedding", "norm", "freqs", "attend")),
         *((name, _POINTER) for name in ("layers", "caches", "out", "mass", "spent")),
-        *((name, _WORD) for name in ("embedding_is_packed", "attends_any", "threads")),
+        *((name, _WORD) for name in ("embedding_is_packed", "threads")),
         ("eps", ctypes.c_double),
         ("rope_length", ctypes.c_double),
     ]
@@ -146,7 +146,7 @@ class Stack:
         exist; then nothing was stored.
         """
         head_dim, first = 2 * len(self.freqs), caches[0]
-        attend, attends_any = attention.kernel_for(head_dim, torch.bfloat16, first.k.dtype)
+        attend = attention.kernel_for(head_dim, torch.bfloat16, first.k.dtype)
         tokens, pos = tokens.contiguous(), pos.contiguous()
         assert tokens.shape == pos.shape and tokens.dtype == pos.dtype == torch.int64
         out = torch.empty(*tokens.shape, self.embedding.shape[1], dtype=torch.bfloat16, device="cpu")
@@ -161,7 +161,7 @@ class Stack:
             self.embedding.data_ptr(), self.norm.data_ptr(), self.freqs.data_ptr(), ctypes.cast(attend, _POINTER),
             ctypes.addressof(weights), ctypes.addressof(cached), out.data_ptr(),
             None if mass is None else mass.data_ptr(), None if spent is None else ctypes.addressof(spent),
-            self.embedding_is_packed, attends_any, torch.get_num_threads(), self.eps, self.rope_length,
+            self.embedding_is_packed, torch.get_num_threads(), self.eps, self.rope_length,
         )  # fmt: skip
         wrong = library_of_layers().layers_any(ctypes.byref(call))
         if wrong == 3:

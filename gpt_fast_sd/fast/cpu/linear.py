@@ -199,9 +199,7 @@ def sizes_of(
 @functools.cache
 def kernel_for(whole: bool) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     """The kernel in C++; whole: for products of whole numbers."""
-    path = source(whole=whole)
-    built = library(path)()
-    kernel = built.linear_any if path == ANY else built.linear_cpu
+    kernel = library(source(whole=whole))().linear
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     kernel.argtypes, kernel.restype = [pointer] * 6 + [size] * 4 + [ctypes.c_int] * 3, None
     return kernel

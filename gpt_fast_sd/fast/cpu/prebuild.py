@@ -1,4 +1,4 @@
-"""C++ kernels built for other CPUs than this one, for a wheel to carry: cpu_build.is_built finds them there."""
+"""C++ kernels built for other CPUs than this one, for a wheel to carry: build.is_built finds them there."""
 
 from __future__ import annotations
 
