@@ -30,10 +30,10 @@ def engine(name: str, budget: int, *, compile: bool) -> Engine:
     config = EngineConfig(batch_size=3, max_seq_len=1200, device="cpu", dtype="fp32", compile=compile)
     draft = DraftConfig(policy=name, budget=budget, gamma=3)
     one = Engine(tiny_model(tiny_config(n_layers=1)), None, config, draft)
-    one.rounds.decode = CompiledStep(decode_step, compiled=False)
+    one.schedule.rounds.decode = CompiledStep(decode_step, compiled=False)
     one._prefill._step = CompiledStep(prefill_step, compiled=False)
     if name != "guided":
-        one.rounds.verify = one.rounds.decode
+        one.schedule.rounds.verify = one.schedule.rounds.decode
     return one
 
 
