@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -12,6 +11,7 @@ from gpt_fast_sd.tp import Group, Parallel, local_config
 
 from .. import registry
 from ..config import DraftConfig, EngineConfig
+from ..costs import ModelSteps
 
 CPU = torch.device("cpu")
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,8 +70,8 @@ class System:
         theirs = [(self.draft_model, self.draft_ranks)] if self.draft_model else []
         return [(self.model, self.ranks), *theirs]
 
-    def draft_steps(self) -> list[tuple[Any, int]]:
-        """The steps of models that draft (ModelSteps), each with the number of ranks that hold its model.
+    def draft_steps(self) -> list[tuple[ModelSteps, int]]:
+        """The steps of models that draft, each with the number of ranks that hold its model.
 
         ValueError if the draft does not fit the models.
         """

@@ -20,7 +20,8 @@ from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
-from ..draft import Draft, DraftPolicy, Drafts, ModelSteps, OwnPrefill, View, build_view
+from ..costs import ModelSteps
+from ..draft import Draft, DraftPolicy, Drafts, OwnPrefill, View, build_view
 from ..fast.compile import CompiledStep, span
 from ..prefill import Filling
 from ..quantization.quantize import drafter
