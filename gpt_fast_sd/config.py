@@ -90,7 +90,7 @@ def _countable(name: str, value: int) -> None:
 class EngineConfig:
     """How the target model runs.
 
-    dtype "auto" is bf16 or fp32 on a CPU, see devices.natural_dtype; quantization/table.py says what runs where.
+    dtype "auto" is bf16 or fp32 on a CPU, see loading/machine.py; quantization/table.py says what runs where.
     cuda_graphs "round" captures a round (draft, verify, judge, commit) as one graph and reads its result while the next
     one runs; "off" launches every kernel from the host.
     """

@@ -22,6 +22,7 @@ from gpt_fast_sd.tp import Group, Vocabulary
 from . import registry
 from .bodies import CORE, Bodies
 from .config import DraftConfig
+from .costs import ModelSteps, PolicyCosts, ViewCosts
 from .prefill import Filling
 from .quantization.quantize import drafter
 from .sampling import DRAFT_STREAM
@@ -42,16 +43,6 @@ class Draft:
     def none(state: BatchState) -> Draft:
         """No token for any row."""
         return Draft(state.pending.new_empty(len(state.pending), 0), None, torch.zeros_like(state.pending))
-
-
-@dataclass(frozen=True)
-class ModelSteps:
-    """Equal steps of one model: all that a cost model needs to know about drafting, before anything is built."""
-
-    model: ModelConfig
-    count: int
-    view: str  # through which the model reads its cache
-    n_tokens: int = 1  # of each row
 
 
 class Drafts:
@@ -128,15 +119,12 @@ class Drafts:
             part.host_free(slot)
 
 
-class DraftPolicy(Drafts):
-    """Proposes up to plan.gamma tokens per row."""
+class DraftPolicy(Drafts, PolicyCosts):
+    """Proposes up to plan.gamma tokens per row; what it takes, as far as it is not the least, PolicyCosts says."""
 
     about = "nobody: plain decoding"  # who proposes, in a phrase
     reads = ""  # what that reads, in a phrase; of a view's name the view says it
     flags: tuple[str, ...] = ()  # the fields of DraftConfig that it uses besides gamma
-    beyond = 0  # tokens past gamma that one of its steps may feed
-    own_cache = False  # whether it drafts from a cache that is not the target's
-    of_planes = False  # whether it reads the upper plane of an int8 cache, whatever kv_bits says
     proposers: tuple[str, ...] = ()  # who may have proposed a token, see Draft.proposer
 
     @classmethod
@@ -153,28 +141,6 @@ class DraftPolicy(Drafts):
     def views(cls, config: DraftConfig) -> tuple[str, ...]:
         """The views through which its models read caches, the target's or its own first."""
         return ()
-
-    @classmethod
-    def needs_model(cls, config: DraftConfig) -> bool:
-        """Whether it drafts with a model of its own."""
-        return False
-
-    @classmethod
-    def searches(cls, config: DraftConfig) -> bool:
-        """Whether it searches the texts of all rows."""
-        return False
-
-    @classmethod
-    def steps(cls, gamma: int) -> int:
-        """The most steps of models, and searches, that drafting gamma tokens takes."""
-        return gamma
-
-    @classmethod
-    def model_steps(
-        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
-    ) -> list[ModelSteps]:
-        """The steps of models that drafting gamma tokens takes; ValueError if it does not fit the models."""
-        return []
 
     def propose(self, state: BatchState, plan: RoundPlan) -> Draft:
         """On the device, before device_after_verify: draft for all rows; nothing committed is changed."""
@@ -202,14 +168,13 @@ class OwnPrefill(Protocol):
         ...
 
 
-class View(Drafts):
+class View(Drafts, ViewCosts):
     """Which committed entries of a runner's cache a query reads: at most `budget` in each layer and kv head."""
 
     about = ""  # what it reads, in a phrase
     flags: tuple[str, ...] = ("budget",)  # the fields of DraftConfig that it uses
     of_target = False  # whether it needs the target's verification to select
     compiles = False  # whether some of its steps on a CPU are compiled where all layers of others run in one call
-    n_observed = 0  # committed tokens that it feeds again to select, in a pass of its own
 
     runner: Runner
 
@@ -217,31 +182,6 @@ class View(Drafts):
     def build(cls, config: DraftConfig, runner: Runner, max_new: int) -> View:
         """The view of a runner's cache. max_new: the most tokens that a round feeds beyond the committed ones."""
         raise NotImplementedError
-
-    @classmethod
-    def least_budget(cls, config: DraftConfig) -> int:
-        """The smallest budget that makes sense."""
-        return 1
-
-    @classmethod
-    def bytes_held(cls, config: DraftConfig, n_lists: int, kv_bytes: int) -> int:
-        """Bytes of selections: n_lists = L * B * K of them, next to a cache of kv_bytes if it were not quantized."""
-        return 0
-
-    @classmethod
-    def reads(cls, config: DraftConfig, n_keys: int) -> int:
-        """Entries that a step over a row of n_keys reads in each layer and kv head."""
-        return min(config.budget, n_keys)
-
-    @classmethod
-    def bounds_read(cls, config: DraftConfig, n_keys: int) -> int:
-        """Pages whose bounds it looks at: two numbers for each of a key's, in bf16 where the cache has fewer bits."""
-        return 0
-
-    @classmethod
-    def refresh_period(cls, config: DraftConfig) -> int:
-        """The refresh_every of the view that a configuration describes."""
-        return 0
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """(make, args): a step calls make(layers, span, *args, bodies=...); the tensors of args never move."""

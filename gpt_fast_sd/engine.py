@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +20,30 @@ from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
 from .config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
-from .devices import free_memory, traits_of
-from .loading.load import TORCH_DTYPES, draft_group, load, plan_for, ready_draft, require_fit, target_of
-from .loading.memory import MemoryPlan
+from .devices import traits_of
+from .loading import MemoryPlan, System, draft_group, free_memory, plan_for, ready_draft, require_fit, target_of
+from .loading.load import load
+from .loading.system import dtype_name
 from .policies import DraftPolicy, build_policy
 from .prefill import Prefill
 from .sampling import Kind
 from .serving.calibration import warm_up
 from .serving.cuda_graphs import GraphPool
-from .serving.gamma_planner import GammaPlanner
 from .serving.launch import Rounds
 from .serving.lifecycle import Access, own_settings, sheltered
 from .serving.requests import Completion, Intake, Prompt, RoundEvent, TokenEvent, Waiting
 from .serving.scheduling import Schedule
 from .serving.stats import EngineStats
 from .state import BatchState
+
+
+def _kept_by(part: str, name: str, text: str) -> Any:
+    """An attribute that one of the engine's parts keeps, read and set there."""
+    return property(
+        lambda engine: getattr(getattr(engine, part), name),
+        lambda engine, value: setattr(getattr(engine, part), name, value),
+        doc=text,
+    )
 
 
 class Engine:
@@ -47,6 +57,18 @@ class Engine:
     on_round, if set, is called with each round once it is collected. Only then is it recorded what the draft read, and
     the time that this takes does not count in decode_seconds.
     """
+
+    tokenizer: Tokenizer | None = _kept_by(
+        "_intake", "tokenizer",
+        "Turns texts into token ids, and back. Without one, prompts are token ids, and texts are empty.",
+    )  # fmt: skip
+    on_progress: Callable[[str, int, int], None] | None = _kept_by(
+        "schedule", "on_progress",
+        "Called with the progress of anything that may take long: what, how much is done, of how much.",
+    )  # fmt: skip
+    on_round: Callable[[RoundEvent], None] | None = _kept_by(
+        "schedule", "on_round", "Called with each round once it is collected."
+    )  # fmt: skip
 
     @own_settings()
     def __init__(
@@ -69,12 +91,13 @@ class Engine:
         self.draft = draft or DraftConfig()
         self.model = model
         self.device, self.dtype = model.embedding.weight.device, model.embedding.weight.dtype
+        self.dtype_name = dtype_name(self.dtype)
         self.parallel = parallel or Parallel(self.device)
         group = self.parallel.group
         require_fit(model, cfg, self.draft, group)
         self._plan = plan or self._plan_of(self.draft, draft_model)
         if plan is None:
-            self._plan.check(free_memory(self.device), self.device, cfg)
+            self._plan.check(free_memory(self.device))
         self.target = target_of(model, cfg, group, planes=self.draft.needs_planes)
         self.cache, self.compiled = self.target.cache, self.target.backend.compiles
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
@@ -110,11 +133,11 @@ class Engine:
         self._access.closed = True
         try:
             if not self._access.failure:
-                self.rounds.synchronize()
+                self.schedule.rounds.synchronize()
         finally:
             self.schedule.in_flight.clear()
             try:
-                self.rounds.forget()
+                self.schedule.rounds.forget()
             finally:
                 if self._capture:
                     self._capture.close()
@@ -129,8 +152,8 @@ class Engine:
         if not isinstance(draft, DraftConfig):
             raise ValueError(f"draft must be a DraftConfig, got {draft!r:.80}")
         plan = self._plan_of(draft, draft_model, self.cache.planes)
-        plan.beside(self._plan).check_added(free_memory(self.device, held=self._plan.total), self.device, draft)
-        rounds, before = self._rounds_of(draft, draft_model), self.rounds
+        plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
+        rounds, before = self._rounds_of(draft, draft_model), self.schedule.rounds
         before.forget()  # even if something else still refers to them
         rounds.keep_steps(before)
         self.draft, self._plan = draft, replace(plan, weights=self._plan.weights)
@@ -139,7 +162,11 @@ class Engine:
 
     def _plan_of(self, draft: DraftConfig, draft_model: Transformer | None, planes: bool = False) -> MemoryPlan:
         theirs = draft_model.config if draft_model else None
-        return plan_for(self.config, draft, self.model.config, theirs, self.dtype, self.parallel, self.device, planes)
+        system = System(
+            config=self.config, draft=draft, model=self.model.config, draft_model=theirs, dtype=self.dtype,
+            device=self.device, planes=planes,
+        )  # fmt: skip
+        return plan_for(system.of_rank(self.parallel))
 
     def _rounds_of(self, draft: DraftConfig, draft_model: Transformer | None) -> Rounds:
         # exact: plain and speculative decoding run the target with one width, over one number of keys, if that matters
@@ -179,54 +206,9 @@ class Engine:
         return self.schedule.stats
 
     @property
-    def rounds(self) -> Rounds:
-        """The target's steps, and the rounds made of them."""
-        return self.schedule.rounds
-
-    @property
-    def planner(self) -> GammaPlanner:
-        """The planner, which chooses gamma."""
-        return self.schedule.planner
-
-    @property
-    def on_progress(self) -> Callable[[str, int, int], None] | None:
-        """Called with the progress of anything that may take long: what, how much is done, of how much."""
-        return self.schedule.on_progress
-
-    @on_progress.setter
-    def on_progress(self, tell: Callable[[str, int, int], None] | None) -> None:
-        """Set the callback."""
-        self.schedule.on_progress = tell
-
-    @property
-    def on_round(self) -> Callable[[RoundEvent], None] | None:
-        """Called with each round once it is collected."""
-        return self.schedule.on_round
-
-    @on_round.setter
-    def on_round(self, tell: Callable[[RoundEvent], None] | None) -> None:
-        """Set the callback."""
-        self.schedule.on_round = tell
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Turns texts into token ids, and back. Without one, prompts are token ids, and texts are empty."""
-        return self._intake.tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Set the tokenizer."""
-        self._intake.tokenizer = tokenizer
-
-    @property
-    def dtype_name(self) -> str:
-        """The weights' dtype as EngineConfig spells it."""
-        return next((name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype), str(self.dtype))
-
-    @property
     def policy(self) -> DraftPolicy | None:
         """The draft policy. You may set one of your own, with a DraftConfig that gives its gamma."""
-        return self.rounds.policy
+        return self.schedule.policy
 
     @policy.setter
     def policy(self, policy: DraftPolicy | None) -> None:
@@ -235,20 +217,20 @@ class Engine:
         ValueError if it is not a policy, or if it reads another engine's cache.
         """
         self._access.require_idle()
-        self.rounds.set_policy(policy)
-        self.schedule.use(self.rounds)
+        self.schedule.rounds.set_policy(policy)
+        self.schedule.use(self.schedule.rounds)
         self._compile_seconds = None
 
     @property
     def replay(self) -> Override | None:
         """Overrides how many drafts are accepted, for timing only. None: the target decides."""
-        return self.rounds.replay
+        return self.schedule.rounds.replay
 
     @replay.setter
     def replay(self, replay: Override | None) -> None:
         """Set the override."""
         self._access.require_idle()
-        self.rounds.set_replay(replay)
+        self.schedule.rounds.set_replay(replay)
 
     # ---------------------------------------------------------------- the public calls
 
@@ -316,7 +298,7 @@ class Engine:
             for position, token in enumerate(ids[start:], start):
                 self.state.pending[0], self.state.active[0] = token, True
                 self.cache.seq_len[0] = position
-                logits = self.rounds.feed(self.state.pending[:, None], position + 1)[0][0, 0]
+                logits = self.schedule.rounds.feed(self.state.pending[:, None], position + 1)[0][0, 0]
                 rows.append(self.vocabulary.whole(logits).cpu())
             self.schedule.release(0)
         return torch.stack(rows)
@@ -337,9 +319,10 @@ class Engine:
         """Keep the slots filled from the queue, and run rounds until every request is finished."""
         with self._access.at_work(self.schedule):
             compile_seconds = self._warm_up()
-            if self.rounds.capture:  # nothing may be built in a capture, so all that may run is called once before
+            rounds = self.schedule.rounds
+            if rounds.capture:  # nothing may be built in a capture, so all that may run is called once before
                 kinds = Kind.of([request.params for request in waiting.known]).to_come()
-                self.rounds.warm_up(self.schedule.gammas, kinds)
+                rounds.warm_up(self.schedule.gammas, kinds)
             self.schedule.stats = EngineStats(compile_seconds=compile_seconds)
             yield from self.schedule.run(waiting, speculate, self._access.require_open)
 

@@ -50,7 +50,7 @@ from common import ProgressLine, parser_of, refusing, sentence, started
 from files import check_files
 from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent
-from gpt_fast_sd.loading.load import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import gguf_parts, load_tokenizer, parse_json, read_config
 from gpt_fast_sd.tp import Parallel
 from journal import Files, Log, beside, indices, lock_of

@@ -48,7 +48,7 @@ from common import parser_of, refuse, refusing, sentence, started
 from files import check_files
 from flags import add_engine_flags, add_flags, config_of, count, drafters, gammas, given_beside, join, positive, sizes
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
-from gpt_fast_sd.loading.load import BUNDLED, locate
+from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import load_tokenizer, read_config
 from measuring import grid, plots, prompts
 from measuring.grid import draft_fields, draft_label, has_a_model, known_drafters

@@ -37,7 +37,7 @@ from bundled_data import book_paths
 from files import check_files, save
 from flags import add_engine_flags, config_of, count, join, positive
 from gpt_fast_sd import Engine, EngineConfig
-from gpt_fast_sd.loading.load import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import Tokenizer, read_config
 from measuring import machine, plots, prompts
 from measuring.knowledge import (

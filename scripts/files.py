@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common import refuse
-from gpt_fast_sd.loading.load import BUNDLED, find_smollm2
+from gpt_fast_sd.loading import BUNDLED, find_smollm2
 from gpt_fast_sd.model import find_downloaded, gguf_parts
 from measuring.ledger import write_whole
 

@@ -23,7 +23,7 @@ import torch
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.config import allowed_values
-from gpt_fast_sd.devices import sensible_threads
+from gpt_fast_sd.loading import sensible_threads
 from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.registry import heeds, policies
 from gpt_fast_sd.tp import Parallel, start

@@ -39,7 +39,7 @@ from common import ProgressLine, alone_prints, end_if_nobody_reads, parser_of, r
 from files import check_files, path_of, save, trace_of
 from flags import CHAT, PARSE_SPECIAL, add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, TokenEvent, registry
-from gpt_fast_sd.loading.load import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
+from gpt_fast_sd.loading import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, Tokenizer, load_tokenizer, read_config
 from gpt_fast_sd.tp import Parallel
 from measuring import Recorder

@@ -26,7 +26,7 @@ from common import parser_of, refusing, started
 from files import check_files
 from flags import add_engine_flags, add_flags, config_of, drafters, join, names_of, positive, sizes
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.loading.load import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import read_config
 from measuring import grid, machine, plots, prompts
 from measuring.grid import Setting, has_a_model, known_drafters

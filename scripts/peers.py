@@ -56,7 +56,7 @@ import torch
 from common import refuse, refusing, started
 from files import check_files
 from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
-from gpt_fast_sd.loading.load import BUNDLED, locate
+from gpt_fast_sd.loading import BUNDLED, locate
 from gpt_fast_sd.model import gguf_parts, load_model, read_config, save_hugging_face
 from measuring import plots
 from measuring.gguf_export import export_gguf

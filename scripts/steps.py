@@ -23,7 +23,7 @@ from files import check_files, save
 from flags import MODELS, add_flags, draft_of, positive, sizes, threads
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.config import KV_DTYPES
-from gpt_fast_sd.devices import sensible_threads
+from gpt_fast_sd.loading import sensible_threads
 from measuring import prompts, steps
 from measuring.chips import rates_here
 from measuring.machine import environment

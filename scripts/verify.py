@@ -36,7 +36,7 @@ from common import ProgressLine, parser_of, refusing, started
 from files import check_files, save
 from flags import add_engine_flags, add_flags, config_of, draft_of, join, positive, room_of
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.loading.load import BUNDLED, find_smollm2, locate
+from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
 from gpt_fast_sd.registry import policy_class
 from measuring import grid, machine, prompts, proof, soak

@@ -132,7 +132,7 @@ def own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
 def can_compile(device: torch.device) -> bool:
     """Whether Inductor can build code here; warns once with the reason if it cannot."""
     if device.type == "cuda":
-        return True  # see devices.require_kernels
+        return True  # see machine.require_kernels
     if why := no_compiler():
         said = f"compile=True needs a C++ compiler, and {why}: running eagerly, slower"
         warnings.warn(said, stacklevel=5)  # the line that builds the engine, past the engine's own two and target_of

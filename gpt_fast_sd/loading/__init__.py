@@ -1,1 +1,36 @@
-"""From a model's name to what an engine is built of: weights, fit, memory."""
+"""From a model's name to what an engine is built of.
+
+`locate` finds a model, load.py reads it; `plan_for` plans the memory of a `System` on this machine and refuses what
+does not run there, as fit.py's `check_...` and `require_...` do; prepare.py makes a model an engine's.
+"""
+
+from .fit import check_kv_dtype, check_planes, check_positions, plan_for, require_fit
+from .load import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
+from .machine import free_memory, natural_dtype, sensible_threads
+from .memory import MemoryPlan, bytes_of_layers, bytes_of_weights
+from .prepare import ready_draft, target_of
+from .system import KV_TORCH_DTYPES, TORCH_DTYPES, System, draft_group
+
+__all__ = [
+    "BUNDLED",
+    "KV_TORCH_DTYPES",
+    "SMOLLM2_COMMAND",
+    "TORCH_DTYPES",
+    "MemoryPlan",
+    "System",
+    "bytes_of_layers",
+    "bytes_of_weights",
+    "check_kv_dtype",
+    "check_planes",
+    "check_positions",
+    "draft_group",
+    "find_smollm2",
+    "free_memory",
+    "locate",
+    "natural_dtype",
+    "plan_for",
+    "ready_draft",
+    "require_fit",
+    "sensible_threads",
+    "target_of",
+]

@@ -13,7 +13,8 @@ from gpt_fast_sd.model import ModelConfig, Transformer
 from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
-from ..draft import ModelDraft, ModelSteps, build_view
+from ..costs import ModelSteps
+from ..draft import ModelDraft, build_view
 from ..quantization.quantize import drafter
 from ..state import BatchState
 from ..steps import Runner

@@ -21,7 +21,8 @@ from gpt_fast_sd.tp import Group
 
 from ..bodies import CORE, Bodies
 from ..config import DraftConfig
-from ..draft import Draft, DraftPolicy, Drafts, ModelSteps, OwnPrefill, View, build_view
+from ..costs import ModelSteps
+from ..draft import Draft, DraftPolicy, Drafts, OwnPrefill, View, build_view
 from ..prefill import Filling
 from ..quantization.quantize import drafter
 from ..sampling import CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM

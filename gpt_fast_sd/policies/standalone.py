@@ -17,7 +17,8 @@ from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, broadcast, local_config
 
 from ..config import DraftConfig
-from ..draft import Draft, ModelDraft, ModelSteps, View, build_view, draft_step
+from ..costs import ModelSteps
+from ..draft import Draft, ModelDraft, View, build_view, draft_step
 from ..prefill import CHUNK, Filling, Prefill
 from ..quantization.quantize import drafter
 from ..state import BatchState, RoundPlan

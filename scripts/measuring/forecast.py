@@ -15,17 +15,21 @@ import torch
 
 from gpt_fast_sd import registry
 from gpt_fast_sd.config import FLOAT8_CACHES, DraftConfig, EngineConfig, gamma_tiers
-from gpt_fast_sd.devices import free_memory, traits_of
+from gpt_fast_sd.devices import traits_of
 from gpt_fast_sd.fast import triton_serves
-from gpt_fast_sd.loading.load import (
+from gpt_fast_sd.loading import (
     KV_TORCH_DTYPES,
     TORCH_DTYPES,
+    MemoryPlan,
+    bytes_of_layers,
+    bytes_of_weights,
     check_kv_dtype,
     check_planes,
     check_positions,
+    free_memory,
     locate,
 )
-from gpt_fast_sd.loading.memory import MemoryPlan, bytes_of_layers, bytes_of_weights
+from gpt_fast_sd.loading import System as EngineSystem
 from gpt_fast_sd.model import PRESETS, KVCache, ModelConfig, preset, read_config
 from gpt_fast_sd.policies.standalone import check_draft_model
 from gpt_fast_sd.quantization.quantize import TAIL
@@ -255,16 +259,16 @@ class System:
         parts = [(self.model, self.tp)] + ([(needed, ranks.n if ranks else 1)] if needed else [])
         target, theirs = [*(local_config(*part) for part in parts), None][:2]
         assert target
-        plan = MemoryPlan.of(
-            config, draft, target, theirs, self._kv_dtype, device=device,
+        plan = MemoryPlan.of(EngineSystem(
+            config=config, draft=draft, model=target, draft_model=theirs, dtype=TORCH_DTYPES[self.dtype], device=device,
             weights=sum(
                 bytes_of_weights(model, n, size, self.quantize if model is self.model else None, device)
                 for model, n in parts
             ), groups=int(self.tp > 1),
             whole=have or 0, ranks=self.tp, draft_ranks=parts[-1][1], packs=not on_cuda and self.dtype == "bf16",
-        )  # fmt: skip
+        ))  # fmt: skip
         try:
-            plan.check(have, device, config)
+            plan.check(have)
         except ValueError as error:
             return plan.total, str(error).rpartition("; ")[2]
         return plan.total, None

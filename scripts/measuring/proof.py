@@ -113,7 +113,7 @@ def _gap(one: Difference) -> float:
 def exact(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
     """Both ways give the same logits, bit for bit, and the same greedy tokens: at most B prompts."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
-    assert engine.config.exact and not engine.rounds.capture and len(prompts) <= engine.config.batch_size
+    assert engine.config.exact and not engine.schedule.rounds.capture and len(prompts) <= engine.config.batch_size
     (plain, before), (ours, after) = (_with_logits(engine, prompts, params, way) for way in (False, True))
     places = [(i, len(prompts[i]) - 1 + n) for i in range(len(prompts)) for n in range(n_tokens)]
     other = [place for place in places if not torch.equal(before[place], after[place])]
@@ -127,7 +127,7 @@ def _with_logits(
     engine: Engine, prompts: Prompts, params: SamplingParams, speculate: bool
 ) -> tuple[list[list[int]], dict[tuple[int, int], Tensor]]:
     """The outputs, and the target's logits [V] by prompt and position: the last ones fed there are those that count."""
-    logits, feed = dict[tuple[int, int], Tensor](), engine.rounds.feed
+    logits, feed = dict[tuple[int, int], Tensor](), engine.schedule.rounds.feed
 
     def noted(tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         start, (out, mass) = engine.state.seq_len.tolist(), feed(tokens, n_keys)
@@ -137,11 +137,11 @@ def _with_logits(
         return out, mass
 
     engine.warm_up()
-    engine.rounds.feed = noted  # type: ignore[method-assign]
+    engine.schedule.rounds.feed = noted  # type: ignore[method-assign]
     try:
         return [c.tokens for c in engine.generate(prompts, params, speculate=speculate)], logits
     finally:
-        engine.rounds.feed = feed  # type: ignore[method-assign]
+        engine.schedule.rounds.feed = feed  # type: ignore[method-assign]
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def soak(
                     _check(engine, draft, request, output, before, found)
         gc.collect()
         seconds_so_far, held = time.perf_counter() - began, (resident_bytes(), allocated_bytes(engine.device))
-        found.rests.append(Rest(seconds_so_far, name_of(draft), *held, engine.rounds.graphs, recompiles))
+        found.rests.append(Rest(seconds_so_far, name_of(draft), *held, engine.schedule.rounds.graphs, recompiles))
         progress(found)
     return found
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import CheckpointError, read_config
 from scripts import generate
 from tests.helpers import tiny_model
@@ -47,7 +47,7 @@ def test_a_budget_beyond_the_cache_holds_what_all_of_it_needs(policy: str) -> No
         engine = Engine(tiny_model(), None, EngineConfig(batch_size=1, max_seq_len=256, compile=False), draft)
         budgets += [engine.cache.capacity] * (len(budgets) == 1)
         tokens.append(engine.generate([[3, 1, 4]], SamplingParams(max_tokens=8, ignore_eos=True))[0].tokens)
-        own = engine.rounds.policy
+        own = engine.schedule.rounds.policy
         assert own is not None
         parts = [
             *vars(own).values(),

@@ -242,9 +242,9 @@ def test_the_planner_chooses_by_what_it_is_taught_by(ours: bool, monkeypatch: py
         asked.append(n_keys)
         return 1
 
-    monkeypatch.setattr(one.planner, "calibrate", lambda *args: None)
-    monkeypatch.setattr(one.planner, "choose", choose)
-    monkeypatch.setattr(one.planner, "record", lambda gamma, n_keys, *args: taught.append(n_keys))
+    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args: None)
+    monkeypatch.setattr(one.schedule.planner, "choose", choose)
+    monkeypatch.setattr(one.schedule.planner, "record", lambda gamma, n_keys, *args: taught.append(n_keys))
     one.generate([random_ids(200, seed=0), random_ids(7, seed=1)], SamplingParams(max_tokens=9))
     most = [(plan.n_keys, plan.mean_keys(3)) for plan in plans]
     assert asked == taught == [keys[ours] for keys in most] and len(asked) > 3

@@ -101,7 +101,9 @@ def test_a_block_that_was_bound_anew_takes_effect(a_compiler: None, monkeypatch:
     with pytest.warns(UserWarning, match=r"^model\.llama, Block\.forward was edited: layers as the core"):
         one = engine(cuda_graphs="off")
     assert not one.target.bodies.fused and one.target.bodies.hidden is Transformer.hidden
-    one.rounds.decode = one.rounds.verify = type(one.rounds.accept_compiled)(one.rounds.decode.fn)  # not compiled
+    one.schedule.rounds.decode = one.schedule.rounds.verify = type(one.schedule.rounds.accept_compiled)(
+        one.schedule.rounds.decode.fn
+    )  # not compiled
     assert one.generate(prompts, params)[0].tokens != expected
 
 
@@ -168,9 +170,9 @@ prompt = [i % 7 for i in range(100)]
 try:
     one = Engine(model, None, EngineConfig(batch_size=1, max_seq_len=256, device="cpu", dtype="bf16"),
                  DraftConfig(policy="streaming", budget=64, gamma=2))
-    one.rounds.decode = one.rounds.verify = type(one.rounds.accept_compiled)(one.rounds.decode.fn)
-    one._prefill._step = type(one.rounds.accept_compiled)(one._prefill._step.fn)
-    one.policy._step = type(one.rounds.accept_compiled)(one.policy._step.fn)
+    one.schedule.rounds.decode = one.schedule.rounds.verify = type(one.schedule.rounds.accept_compiled)(one.schedule.rounds.decode.fn)
+    one._prefill._step = type(one.schedule.rounds.accept_compiled)(one._prefill._step.fn)
+    one.policy._step = type(one.schedule.rounds.accept_compiled)(one.policy._step.fn)
     for temperature, top_k in ((0.0, None), (1.0, 5)):
         one.generate([prompt], SamplingParams(max_tokens=5, temperature=temperature, top_k=top_k, seed=1))
     print("the edit does not run")

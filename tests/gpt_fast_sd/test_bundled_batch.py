@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 
 
 @pytest.mark.slow

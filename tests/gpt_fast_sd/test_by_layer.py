@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import gpt_fast_sd.loading.load
+import gpt_fast_sd.loading.prepare
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.draft import Runner, draft_step
@@ -123,7 +123,7 @@ def test_whole_engines_of_few_and_of_many_layers_compile_as_many_graphs_parts_an
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What compiling takes, without a clock: it was minutes for 32 layers, and is as long as for two."""
-    monkeypatch.setattr(gpt_fast_sd.loading.load, "can_compile", lambda device: True)
+    monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
     monkeypatch.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
     as_on_cuda(monkeypatch)
     config = EngineConfig(batch_size=2, max_seq_len=300, device="cpu", dtype="fp32")
@@ -198,13 +198,13 @@ def test_steps_are_warmed_up_with_the_most_drafts_first() -> None:
     """What serves several widths is built for the first that it meets."""
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32", compile=False)
     one, seen = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24)), list[int]()
-    feed = one.rounds.feed
+    feed = one.schedule.rounds.feed
 
     def noting(tokens: Tensor, n_keys: int) -> Any:
         seen.append(tokens.shape[1])
         return feed(tokens, n_keys)
 
-    one.rounds.feed = noting  # type: ignore[method-assign]
+    one.schedule.rounds.feed = noting  # type: ignore[method-assign]
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     assert seen[0] == max(seen) == 9
 
@@ -221,7 +221,7 @@ def test_what_compiles_is_told_step_by_step() -> None:
 def test_an_engine_that_is_gone_leaves_no_weights_and_no_cache_behind(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpt_fast_sd.loading.load, "can_compile", lambda device: True)
+    monkeypatch.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
     config = EngineConfig(batch_size=1, max_seq_len=300, device="cpu", dtype="fp32")
     one = Engine(tiny_model(), None, config, DraftConfig(policy="streaming", budget=24, gamma=2))
     one.generate([[1, 2, 3]], SamplingParams(max_tokens=4))

@@ -57,7 +57,7 @@ def tokens(engine: Engine, upto: int = 10**9) -> list[list[int]]:
 
 
 def graphs(engine: Engine) -> tuple[int, int]:
-    return engine._prefill.graphs, engine.rounds.decode.graphs
+    return engine._prefill.graphs, engine.schedule.rounds.decode.graphs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -186,7 +186,7 @@ def test_what_steps_wait_for_is_begun_to_build_before_weights_are_read(
         order.append("weights")
         raise ValueError("read")
 
-    monkeypatch.setattr("gpt_fast_sd.loading.load.begin_building", lambda *sources, **_: order.append("build"))
+    monkeypatch.setattr("gpt_fast_sd.loading.prepare.begin_building", lambda *sources, **_: order.append("build"))
     monkeypatch.setattr("gpt_fast_sd.tp.Group.load", read)
     with pytest.raises(ValueError, match="read"):
         Engine.from_pretrained("bundled", EngineConfig(device="cpu", max_seq_len=64, compile=compile))

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.devices import free_memory, require_current, require_kernels, sensible_threads
+from gpt_fast_sd.loading.machine import free_memory, require_current, require_kernels, sensible_threads
 from gpt_fast_sd.tp import Group, start, take_device
 from scripts import batch, benchmark, generate
 from tests.helpers import tiny_model
@@ -257,7 +257,7 @@ BUILDS = """
 import ctypes, re, subprocess, sys, torch
 from pathlib import Path
 import triton.backends.nvidia.driver as nvidia
-from gpt_fast_sd.devices import require_kernels
+from gpt_fast_sd.loading.machine import require_kernels
 
 called = re.findall(r"\\b(cu[A-Z]\\w*)\\s*\\(", Path(nvidia.dirname, "driver.c").read_text())
 source, library = Path(sys.argv[1], "cuda.c"), Path(sys.argv[1], "libcuda.so.1")
@@ -437,7 +437,7 @@ def test_memory_that_torch_has_kept_is_given_back_before_it_is_counted(monkeypat
 def test_of_a_cpu_all_memory_counts_but_what_is_held_where_nothing_says_what_is_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpt_fast_sd.devices.PROC", tmp_path)
+    monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path)
     whole = free_memory(CPU)
     assert whole is None or free_memory(CPU, held=2**20) == whole - 2**20
 
@@ -482,8 +482,8 @@ def test_a_cpus_free_memory_is_what_is_available_and_what_its_control_groups_lea
     files: dict[str, str], gib: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine's total was taken, and the kernel killed what did not fit into a container or beside others."""
-    monkeypatch.setattr("gpt_fast_sd.devices.PROC", tmp_path / "proc")
-    monkeypatch.setattr("gpt_fast_sd.devices.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path / "proc")
+    monkeypatch.setattr("gpt_fast_sd.loading.machine.CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * GIB >> 12, "SC_PAGE_SIZE": 1 << 12}.__getitem__)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -498,7 +498,7 @@ def test_memory_of_others_and_what_is_held_untouched_both_count(
     touched: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 16 GiB others use 6, and this process has touched some of the 4 that it holds: each left the other out."""
-    monkeypatch.setattr("gpt_fast_sd.devices.PROC", tmp_path)
+    monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path)
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 16 * GIB >> 12, "SC_PAGE_SIZE": 1 << 12}.__getitem__)
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "status").write_text(f"RssAnon:\t{touched * GIB >> 10} kB\n")
@@ -528,8 +528,8 @@ def test_threads_are_no_more_than_the_cores_that_a_process_has(
     for name, text in files.items():
         (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    monkeypatch.setattr("gpt_fast_sd.devices.PROC", tmp_path / "proc")
-    monkeypatch.setattr("gpt_fast_sd.devices.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("gpt_fast_sd.loading.machine.PROC", tmp_path / "proc")
+    monkeypatch.setattr("gpt_fast_sd.loading.machine.CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -553,7 +553,7 @@ class Untouched:
 @pytest.mark.parametrize(("prompts", "params", "sentence"), PROMPT_REFUSED, ids=[case[2] for case in PROMPT_REFUSED])
 def test_a_prompt_that_cannot_run_is_refused_before_any_work(prompts: Any, params: Any, sentence: str) -> None:
     one = engine()
-    one._prefill = one.rounds.decode = Untouched()
+    one._prefill = one.schedule.rounds.decode = Untouched()
     for call in (one.generate, one.stream):
         with pytest.raises(ValueError, match=sentence):
             call(prompts, params)

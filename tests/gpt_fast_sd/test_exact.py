@@ -44,7 +44,7 @@ class Watched:
             draft_of(name, gamma), draft_model,
         )  # fmt: skip
         self.bits: Bits = {}
-        rounds = self.engine.rounds
+        rounds = self.engine.schedule.rounds
         self._feed, rounds.feed = rounds.feed, self.feed  # type: ignore[method-assign]
 
     def feed(self, tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
@@ -107,7 +107,7 @@ def test_any_gamma_and_number_of_slots_gives_the_bits_of_an_engine_without_draft
     if gamma == "auto":
         one.engine.warm_up()
         tiers = [3, 0, 8, 1, 6]
-        one.engine.planner.choose = lambda n_keys: tiers[one.engine.stats.rounds % 5]  # type: ignore[method-assign]
+        one.engine.schedule.planner.choose = lambda n_keys: tiers[one.engine.stats.rounds % 5]  # type: ignore[method-assign]
     assert covers(one.run(PROMPTS, PARAMS), off.run(PROMPTS, PARAMS))
 
 
@@ -197,7 +197,7 @@ def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
     for n_threads in (1, 2, 3):
         torch.set_num_threads(n_threads)
         one = Watched("streaming", gamma, dtype="bf16", config=PACKED, compile=True, batch_size=slots)
-        assert one.engine.target.bodies.fused and not one.engine.rounds.width
+        assert one.engine.target.bodies.fused and not one.engine.schedule.rounds.width
         runs.append(one.run(PROMPTS, PARAMS))
     for other in runs[1:]:
         assert other[0] == runs[0][0] and other[1].keys() == runs[0][1].keys()
@@ -228,4 +228,4 @@ def test_what_a_library_sums_runs_on_one_thread(
     one = Watched("off", dtype=dtype, config=config)
     torch.set_num_threads(3)
     one.run(PROMPTS[:1], PARAMS[0])
-    assert one.engine.rounds.width and on == {1} and torch.get_num_threads() == 3
+    assert one.engine.schedule.rounds.width and on == {1} and torch.get_num_threads() == 3

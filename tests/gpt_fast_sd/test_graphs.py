@@ -85,14 +85,14 @@ def expected() -> list[list[int]]:
 def test_graphs_of_a_calibration_leave_a_pool_that_rounds_can_use(cuda: Cuda, expected: list[list[int]]) -> None:
     one = engine(gamma="auto")
     assert tokens(one) == expected
-    assert one.rounds.results_behind == 1 and len(one.schedule.in_flight) == 0
+    assert one.schedule.rounds.results_behind == 1 and len(one.schedule.in_flight) == 0
 
 
 def test_a_sweep_of_drafts_captures_round_after_round_into_one_pool(cuda: Cuda, expected: list[list[int]]) -> None:
     one = engine(gamma=2)
     for policy, gamma in [("streaming", 4), ("guided", 2), ("snapkv", 3), ("guided", "auto")]:
         assert tokens(one) == expected
-        kept = one.rounds  # somebody may still look at it
+        kept = one.schedule.rounds  # somebody may still look at it
         one.redraft(DraftConfig(policy=policy, gamma=gamma, budget=96))
         del kept
     assert tokens(one) == expected
@@ -161,14 +161,14 @@ def test_no_more_steps_are_held_in_graphs_than_the_bound(
     monkeypatch.setattr("gpt_fast_sd.serving.launch.MOST_STEPS", 6)
     one, gammas, held = engine(gamma="auto"), itertools.cycle([3, 1, 2, 3, 3, 1, 0]), list[int]()
     steps: list[int] = []
-    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
 
     def choose(n_keys: int) -> int:
-        held.append(one.rounds.captured)
-        steps.append(sum(1 + key[0] for key in one.rounds._captured))  # type: ignore[operator]
+        held.append(one.schedule.rounds.captured)
+        steps.append(sum(1 + key[0] for key in one.schedule.rounds._captured))  # type: ignore[operator]
         return next(gammas)
 
-    monkeypatch.setattr(one.planner, "choose", choose)
+    monkeypatch.setattr(one.schedule.planner, "choose", choose)
     assert tokens(one) == expected
     assert max(held) == 2 and len(cuda.graphs) <= 3  # and the pool's own
     assert max(steps) == 6  # of 3 drafts and of 1, until one of 2 comes
@@ -181,8 +181,8 @@ def test_the_graphs_that_are_held_are_those_that_were_planned_for(cuda: Cuda) ->
     planned = one._plan.of_config(dataclasses.replace(one.config, max_seq_len=100_000)).graphs
     steps = planned // (NODE * (LAYER_NODES * one.model.config.n_layers + STEP_NODES))
     for i in range(steps):
-        one.rounds._graph(("another", i), steps_of(one.draft, 3), lambda: torch.ones(1))()
-        assert one.rounds.captured * (1 + 3) <= steps
+        one.schedule.rounds._graph(("another", i), steps_of(one.draft, 3), lambda: torch.ones(1))()
+        assert one.schedule.rounds.captured * (1 + 3) <= steps
 
 
 @ONE_RULE
@@ -211,8 +211,8 @@ def test_a_result_is_waited_for_on_the_stream_that_its_round_is_replayed_on(
 def test_results_land_in_pinned_memory_that_is_read_when_their_event_has_come(cuda: Cuda) -> None:
     one = engine()
     tokens(one)
-    assert [place.numel() for place in one.rounds._pinned] == [3 * (2 * 2 + 5)] * 2
-    assert all(type(place).__name__ == "Pinned" for place in one.rounds._pinned)
+    assert [place.numel() for place in one.schedule.rounds._pinned] == [3 * (2 * 2 + 5)] * 2
+    assert all(type(place).__name__ == "Pinned" for place in one.schedule.rounds._pinned)
 
 
 @ONE_RULE
@@ -257,7 +257,7 @@ def test_a_policy_of_another_page_is_given_the_mass_by_its_own(cuda: Cuda, expec
     wanted = one.stats.accepted_by_position
     one.redraft(dataclasses.replace(draft, page=16))
     one.policy = build_policy(draft, one.target, None)
-    assert tokens(one) == expected and one.rounds.page == 32
+    assert tokens(one) == expected and one.schedule.rounds.page == 32
     assert one.stats.accepted_by_position == wanted
 
 
@@ -275,11 +275,11 @@ def another_policy(one: Engine) -> None:
 
 
 def another_page(one: Engine) -> None:
-    one.rounds.draft = dataclasses.replace(one.rounds.draft, page=32)
+    one.schedule.rounds.draft = dataclasses.replace(one.schedule.rounds.draft, page=32)
 
 
 def another_width(one: Engine) -> None:
-    one.rounds.width = 6
+    one.schedule.rounds.width = 6
 
 
 def a_replay(one: Engine) -> None:
@@ -376,7 +376,7 @@ def test_a_closed_engine_holds_no_graph_and_refuses_calls_in_one_sentence(cuda: 
     tokens(one)
     one.close()
     one.close()
-    assert not cuda.graphs and one.rounds.captured == 0
+    assert not cuda.graphs and one.schedule.rounds.captured == 0
     calls: list[Callable[[], Any]] = [
         lambda: tokens(one),
         lambda: one.stream(PROMPTS, GREEDY),
@@ -411,7 +411,7 @@ def test_a_pool_is_closed_even_where_letting_rounds_go_fails(cuda: Cuda, monkeyp
     def forget() -> None:
         raise RuntimeError("something odd")
 
-    monkeypatch.setattr(one.rounds, "forget", forget)
+    monkeypatch.setattr(one.schedule.rounds, "forget", forget)
     with pytest.raises(RuntimeError, match="something odd"):
         one.close()
     assert one._capture not in GraphPool._alive and not cuda.graphs
@@ -477,14 +477,14 @@ def test_seconds_of_captures_are_counted_apart_and_teach_the_planner_nothing(
 ) -> None:
     one, gammas, learned = engine(gamma="auto"), itertools.cycle([3, 2, 3, 1]), list[float | None]()
     one.warm_up()
-    record = one.planner.record_whole
+    record = one.schedule.planner.record_whole
 
     def noted(gamma: int, n_keys: int, seconds: float | None, accepted: Any) -> None:
         learned.append(seconds)
         record(gamma, n_keys, seconds, accepted)
 
-    monkeypatch.setattr(one.planner, "record_whole", noted)
-    monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(gammas))
+    monkeypatch.setattr(one.schedule.planner, "record_whole", noted)
+    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(gammas))
     before, cuda.slow = len(cuda.captures), 1000.0
     tokens(one)
     n = len(cuda.captures) - before
@@ -532,8 +532,8 @@ STEPS: dict[str, Callable[[Engine], tuple[Any, str, int]]] = {
     "admission of the third": lambda one: (one.policy, "host_admit", 2),
     "renewal": lambda one: (one.policy, "host_before_round", 1),
     "draft": lambda one: (one.policy, "propose", 0),
-    "verification": lambda one: (one.rounds, "feed", 0),
-    "judgement": lambda one: (one.rounds, "accept_compiled", 0),
+    "verification": lambda one: (one.schedule.rounds, "feed", 0),
+    "judgement": lambda one: (one.schedule.rounds, "accept_compiled", 0),
     "observation": lambda one: (one.policy, "device_after_verify", 0),
     "collection": lambda one: (one.schedule, "_collect", 1),
 }
@@ -567,7 +567,7 @@ def test_a_warm_up_that_failed_is_made_again(
     assert tokens(one) == expected
     one.redraft(DraftConfig(policy="streaming", gamma="auto", budget=96))
     with monkeypatch.context() as failing:
-        failing_once(failing, one.rounds, "feed", error, 9)  # while steps are timed over prompts that slots hold
+        failing_once(failing, one.schedule.rounds, "feed", error, 9)  # while steps are timed over slots' prompts
         with pytest.raises(type(error)):
             tokens(one)
     assert not one._access.running and not one.state.active.any()
@@ -583,7 +583,7 @@ def test_timing_that_fails_puts_back_what_it_changed(
     one.generate(PROMPTS[2:3], GREEDY)
     before = one.cache.seq_len.clone()
     with monkeypatch.context() as failing, torch.inference_mode():
-        failing_once(failing, one.rounds, "synchronize", out_of_memory(), 1)
+        failing_once(failing, one.schedule.rounds, "synchronize", out_of_memory(), 1)
         with pytest.raises(torch.OutOfMemoryError):
             timed(one.schedule, *([2] if timed is time_steps else []), 500)
     assert not one.state.active.any() and torch.equal(one.cache.seq_len, before)

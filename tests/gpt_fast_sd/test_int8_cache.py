@@ -24,8 +24,8 @@ from gpt_fast_sd.fast.compile import CompiledStep, can_compile
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
 from gpt_fast_sd.fast.cpu import stand_ins
 from gpt_fast_sd.kv import DenseKV
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.loading import load as loading
-from gpt_fast_sd.loading.load import BUNDLED
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, load_model, load_tokenizer, read_config
 from gpt_fast_sd.quantization import quantize
 from tests.drafts import MIXTURES, POLICIES, draft_of
@@ -111,7 +111,7 @@ def test_captured_rounds_draft_with_an_int8_cache(name: str, rule: str, monkeypa
     monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cpu"], captures=True))
     with stand_in(rule):
         one = engine(name)
-        assert tokens(one) == expected and one.rounds.captured > 0
+        assert tokens(one) == expected and one.schedule.rounds.captured > 0
         one.close()
 
 
@@ -160,7 +160,7 @@ def test_a_prompt_that_shares_its_beginning_copies_numbers_and_scales() -> None:
 )
 def test_nothing_behind_a_text_is_read_neither_numbers_nor_scales(name: str) -> None:
     one = engine(name)
-    place, feed = torch.arange(one.cache.layers[0].k.shape[2]), one.rounds.feed
+    place, feed = torch.arange(one.cache.layers[0].k.shape[2]), one.schedule.rounds.feed
     poisoned = []
 
     def poison(fed: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
@@ -173,7 +173,7 @@ def test_nothing_behind_a_text_is_read_neither_numbers_nor_scales(name: str) -> 
         poisoned.append(int(behind.sum()))
         return feed(fed, n_keys)
 
-    one.rounds.feed = poison  # type: ignore[method-assign]
+    one.schedule.rounds.feed = poison  # type: ignore[method-assign]
     assert tokens(one) == plain_tokens() and min(poisoned) > 0
 
 

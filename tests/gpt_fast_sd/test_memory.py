@@ -13,19 +13,18 @@ import torch
 
 import gpt_fast_sd.engine as engine_module
 import gpt_fast_sd.fast.cpu.packing as packing
-import gpt_fast_sd.loading.load as loading
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast import pack
-from gpt_fast_sd.loading.load import KV_TORCH_DTYPES
-from gpt_fast_sd.loading.memory import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT, GIB, NODE, MemoryPlan
-from gpt_fast_sd.model import PRESETS, SPLIT, Room, Weights
+from gpt_fast_sd.loading import MemoryPlan, System, plan_for
+from gpt_fast_sd.loading.memory import GIB, NODE
+from gpt_fast_sd.loading.workspace import DRAWING, DRAWING_ALONE, FILTERING, FILTERING_BY_SORT
+from gpt_fast_sd.model import PRESETS, SPLIT, ModelConfig, Room, Weights
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.serving.cuda_graphs import MOST_STEPS
 from gpt_fast_sd.state import BatchState, RoundPlan
-from gpt_fast_sd.tp import Parallel
 from scripts import batch
 from tests.gpt_fast_sd.fast.references import as_on_cuda
 from tests.gpuless.live import LiveBytes
@@ -37,14 +36,25 @@ GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.7)
 FILTERED = SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.02)
 
 
-def plan(batch: int, context: int, policy: str = "off", groups: int = 0, **draft: Any) -> MemoryPlan:
+def plan_of(
+    config: EngineConfig, draft: DraftConfig, model: ModelConfig, draft_model: ModelConfig | None = None, **system: Any
+) -> MemoryPlan:
+    """The plan of a system whose weights, unless something else is said, are fp32."""
+    return MemoryPlan.of(
+        System(config=config, draft=draft, model=model, draft_model=draft_model, **{"dtype": torch.float32} | system)
+    )
+
+
+def plan(
+    batch: int, context: int, policy: str = "off", groups: int = 0, device: torch.device = CUDA, **draft: Any
+) -> MemoryPlan:
     """Llama 3.1 8B in bf16 on an H200."""
     model = PRESETS["meta-llama/Llama-3.1-8B"]
     config = EngineConfig(batch_size=batch, max_seq_len=context, dtype="bf16")
-    drafts, loaded = DraftConfig(policy=policy, **draft), 2 * model.n_params
-    return MemoryPlan.of(
-        config, drafts, model, None, torch.bfloat16, device=CUDA, weights=loaded, groups=groups, whole=140 * GIB
-    )
+    return plan_of(
+        config, DraftConfig(policy=policy, **draft), model, dtype=torch.bfloat16, device=device,
+        weights=2 * model.n_params, groups=groups, whole=140 * GIB,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", ["off", "full", "streaming", "snapkv", "quest", "guided", "standalone", "lookup"])
@@ -57,7 +67,7 @@ def test_caches_and_selections_take_what_the_plan_says(policy: str, kv_dtype: st
     )  # fmt: skip
     engine = Engine(tiny_model(), None, config, draft, small)
     theirs = small.config if small else None
-    expected = MemoryPlan.of(config, draft, engine.model.config, theirs, KV_TORCH_DTYPES[kv_dtype])
+    expected = plan_of(config, draft, engine.model.config, theirs)
 
     def nbytes(*tensors: torch.Tensor) -> int:
         return sum(tensor.nbytes for tensor in tensors)
@@ -90,7 +100,7 @@ def test_a_device_keeps_a_reserve_for_what_is_allocated_outside_torch() -> None:
     assert alone.reserve == GIB + int(0.03 * 140 * GIB)
     assert shared.total - alone.total == shared.reserve - alone.reserve == 2 * GIB
     model = tiny_config()
-    on_cpu = MemoryPlan.of(EngineConfig(), DraftConfig(), model, None, torch.float32, groups=2, whole=140 * GIB)
+    on_cpu = plan_of(EngineConfig(), DraftConfig(), model, groups=2, whole=140 * GIB)
     assert on_cpu.reserve == on_cpu.graphs == 0
 
 
@@ -106,7 +116,7 @@ def test_captured_rounds_are_planned_for_by_the_launches_of_all_that_may_be_held
     assert short == 3 * (1 + 2) * launches  # one view
     config = EngineConfig(cuda_graphs="off")
     model = tiny_config()
-    uncaptured = MemoryPlan.of(config, DraftConfig(), model, None, torch.bfloat16, device=CUDA, whole=GIB)
+    uncaptured = plan_of(config, DraftConfig(), model, dtype=torch.bfloat16, device=CUDA, whole=GIB)
     assert uncaptured.graphs == uncaptured.captured == 0
 
 
@@ -117,7 +127,7 @@ def test_captured_rounds_have_memory_that_prompts_cannot_use() -> None:
             wanted = plan(batch_size, 57_344, policy, **draft)
             assert 0 < wanted.captured <= wanted.workspace
             assert wanted.total == sum(wanted.parts.values()) and wanted.parts["captured rounds"] == wanted.captured
-    assert plan(16, 57_344, "streaming").beside(plan(16, 57_344)).captured > 0  # what drafts adds
+    assert plan(16, 57_344, "streaming").added_to(plan(16, 57_344)).captured > 0  # what drafts adds
 
 
 # ---- what sampling holds ---------------------------------------------------------------------------------------------
@@ -177,12 +187,12 @@ def held(
         with LiveBytes(of) as live:
             if engine.policy:
                 engine.policy.host_before_round(state, plan)
-                assert engine.rounds.refresh(plan) == (policy == "snapkv") * (1 if of == "cuda" else 3)
+                assert engine.schedule.rounds.refresh(plan) == (policy == "snapkv") * (1 if of == "cuda" else 3)
         peaks.append(live.peak)
         with LiveBytes(of) as live:
-            engine.rounds.device_round(plan)
+            engine.schedule.rounds.device_round(plan)
         peaks.append(live.peak)
-    return max(peaks), MemoryPlan.of(config, draft, engine.model.config, None, KV_TORCH_DTYPES[kv_dtype]).workspace
+    return max(peaks), plan_of(config, draft, engine.model.config).workspace
 
 
 @pytest.mark.parametrize("of", ["cpu", "cuda"])
@@ -216,8 +226,8 @@ def test_keys_of_int8_are_widened_in_memory_that_is_planned_for() -> None:
     for slot in range(16):
         engine.state.assign(slot, random_ids(1_400, seed=slot, vocab_size=64), GREEDY, seed=slot)
     with torch.inference_mode(), LiveBytes("cpu") as live:
-        engine.rounds.device_round(RoundPlan.of(dict.fromkeys(range(16), 1_399)))
-    planned = MemoryPlan.of(config, DraftConfig(), model.config, None, torch.int8).workspace
+        engine.schedule.rounds.device_round(RoundPlan.of(dict.fromkeys(range(16), 1_399)))
+    planned = plan_of(config, DraftConfig(), model.config).workspace
     assert 0.5 * planned <= live.peak <= planned + SMALL
 
 
@@ -234,14 +244,14 @@ def test_observing_windows_holds_what_the_plan_says(
     sizes = {"n_heads": 16, "n_kv_heads": 16 // group, "head_dim": 16, "n_layers": 3}
     model = tiny_model(tiny_config(**sizes, vocab_size=64, max_seq_len=8_192))
     engine = Engine(model, None, config, draft)
-    planned = MemoryPlan.of(config, draft, engine.model.config, None, torch.float32).workspace
+    planned = plan_of(config, draft, engine.model.config).workspace
     state = engine.state
     with torch.inference_mode():
         for slot in range(batch_size):
             state.assign(slot, random_ids(5_800, seed=slot, vocab_size=64), GREEDY, seed=slot)
         plan = RoundPlan.of(dict.fromkeys(range(batch_size), 5_799), gamma=1)
         with LiveBytes("cuda") as live:
-            assert engine.rounds.refresh(plan) == -(-batch_size // TRAITS["cpu"].windows)
+            assert engine.schedule.rounds.refresh(plan) == -(-batch_size // TRAITS["cpu"].windows)
     assert 0.4 * planned <= live.peak <= planned + SMALL
 
 
@@ -259,7 +269,7 @@ def test_sums_in_the_order_of_ranks_are_planned_for(monkeypatch: pytest.MonkeyPa
 
     def workspace(exact: bool, n: int) -> int:
         config = replace(small, exact=exact)
-        return MemoryPlan.of(config, draft, model, None, torch.float32, device=CUDA, ranks=n).workspace
+        return plan_of(config, draft, model, device=CUDA, ranks=n).workspace
 
     assert workspace(False, ranks) == workspace(False, 1) == workspace(True, 1) == workspace(True, 2)
     assert 0.8 * live.peak <= workspace(True, ranks) - workspace(True, 2) <= 1.2 * live.peak
@@ -269,10 +279,9 @@ def test_sums_in_the_order_of_ranks_are_planned_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_refusal_names_every_size_what_is_missing_and_what_would_fit() -> None:
-    wanted = plan(16, 100_000, "snapkv", budget=2048)
-    config = EngineConfig(batch_size=16, max_seq_len=100_000)
+    wanted = plan(16, 100_000, "snapkv", budget=2048, device=torch.device("cuda", 0))
     with pytest.raises(ValueError) as refusal:
-        wanted.check(139 * GIB, torch.device("cuda", 0), config)
+        wanted.check(139 * GIB)
     sentence = str(refusal.value)
     assert sentence.startswith("batch_size 16 x max_seq_len 100,000 takes weights 15.0 GiB + KV cache 196.0 GiB + ")
     assert re.search(r" \+ CUDA graphs \d\.\d GiB \+ reserve 5\.2 GiB = ", sentence)
@@ -285,26 +294,26 @@ def test_the_refusal_names_every_size_what_is_missing_and_what_would_fit() -> No
 
 
 def test_one_byte_too_few_is_refused() -> None:
-    wanted, config = plan(8, 57_344), EngineConfig(batch_size=8, max_seq_len=57_344)
-    wanted.check(wanted.total, CUDA, config)
+    wanted = plan(8, 57_344)
+    wanted.check(wanted.total)
     with pytest.raises(ValueError, match=r"short of that; batch_size 7 or max_seq_len 57,088 would fit"):
-        wanted.check(wanted.total - 1, CUDA, config)
+        wanted.check(wanted.total - 1)
 
 
 def test_one_slot_that_does_not_fit_is_told_how_short_to_be() -> None:
     with pytest.raises(ValueError, match=r"not even one slot fits: lower max_seq_len to [0-9,]+$") as refusal:
-        plan(1, 131_072).check(30 * GIB, CPU, EngineConfig(batch_size=1, max_seq_len=131_072))
+        plan(1, 131_072).check(30 * GIB)
     tokens = int(str(refusal.value).split()[-1].replace(",", ""))
     assert plan(1, tokens).total <= 30 * GIB < plan(1, tokens + 1).total
     with pytest.raises(ValueError, match=r"not even the smallest cache fits: .* more processes \(tp\)"):
-        plan(1, 131_072).check(15 * GIB, CPU, EngineConfig(batch_size=1, max_seq_len=131_072))
+        plan(1, 131_072).check(15 * GIB)
 
 
 def test_memory_is_checked_before_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def untouched(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("weights were read before the refusal")
 
-    monkeypatch.setattr(loading, "free_memory", lambda device, held=0: 2**20)
+    monkeypatch.setattr("gpt_fast_sd.loading.load.free_memory", lambda device, held=0: 2**20)
     monkeypatch.setattr(Weights, "_read", untouched)
     with pytest.raises(ValueError, match=r"batch_size 8 x max_seq_len 8,192 takes weights .* memory of cpu"):
         Engine.from_pretrained("bundled", EngineConfig(device="cpu", compile=False))
@@ -329,8 +338,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, have: int | None) -> list[int]:
         held.append(kwargs.get("held", held_))
         return None if have is None else have - held[-1]
 
-    for module in (engine_module, loading):
-        monkeypatch.setattr(module, "free_memory", free_memory)
+    for module in ("engine", "loading.load"):
+        monkeypatch.setattr(f"gpt_fast_sd.{module}.free_memory", free_memory)
     return held
 
 
@@ -351,10 +360,9 @@ def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch
     before = [completion.tokens for completion in engine.generate(prompts)]
     state = dict(vars(engine))
     plans = [
-        MemoryPlan.of(config, draft, engine.model.config, theirs, torch.float32)
-        for draft, theirs in ((first, None), (second, small.config))
+        plan_of(config, draft, engine.model.config, theirs) for draft, theirs in ((first, None), (second, small.config))
     ]
-    enough = plans[0].total + plans[1].beside(plans[0]).total
+    enough = plans[0].total + plans[1].added_to(plans[0]).total
     assert enough > plans[0].total + plans[1].draft_kv
     held = asked(monkeypatch, enough - 1)
     with monkeypatch.context() as within:
@@ -374,7 +382,7 @@ def test_a_redraft_that_cannot_fit_is_refused_and_nothing_is_changed(monkeypatch
 
 
 def test_what_cannot_be_told_is_not_refused() -> None:
-    plan(1000, 131_072).check(None, CPU, EngineConfig())
+    plan(1000, 131_072).check(None)
 
 
 def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,9 +409,7 @@ def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatc
     if not packing.pack_linears(model):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     planned = [
-        loading.plan_for(
-            replace(config, compile=compiles), DraftConfig(), big, None, torch.bfloat16, Parallel(CPU), CPU
-        )
+        plan_for(System(config=replace(config, compile=compiles), draft=DraftConfig(), model=big, dtype=torch.bfloat16))
         for compiles in (True, False)
     ]
     assert max(copies) == 2 * 64_000 * 64
@@ -412,5 +418,5 @@ def test_packing_a_model_s_weights_is_planned_for(monkeypatch: pytest.MonkeyPatc
     assert planned[0].workspace == max(steps, max(copies))
     small = replace(big, vocab_size=64, dim=4096, ffn_dim=8192)
     for other, draft in ((small, None), (big, small)):
-        found = MemoryPlan.of(config, DraftConfig(), other, draft, torch.bfloat16, packs=True).workspace
+        found = plan_of(config, DraftConfig(), other, draft, dtype=torch.bfloat16, packs=True).workspace
         assert found >= 2 * 4096 * 2 * 8192

@@ -19,7 +19,7 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
-from gpt_fast_sd.loading.memory import MemoryPlan
+from gpt_fast_sd.loading import MemoryPlan, System
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.quantization.quantize import TAIL
 from tests.drafts import PLANES, draft_of
@@ -91,7 +91,7 @@ def test_captured_rounds_draft_from_planes(name: str, rule: str, monkeypatch: py
     monkeypatch.setitem(TRAITS, "cpu", dataclasses.replace(TRAITS["cpu"], captures=True))
     with stand_in(rule):
         one = engine(name)
-        assert tokens(one) == expected and one.rounds.captured > 0
+        assert tokens(one) == expected and one.schedule.rounds.captured > 0
         one.close()
 
 
@@ -111,7 +111,7 @@ def test_a_prompt_that_shares_its_beginning_copies_planes() -> None:
 @pytest.mark.parametrize("name", PLANES)
 def test_nothing_behind_a_text_is_read_of_any_plane(name: str) -> None:
     one = engine(name)
-    place, feed = torch.arange(one.cache.layers[0].k.shape[2]), one.rounds.feed
+    place, feed = torch.arange(one.cache.layers[0].k.shape[2]), one.schedule.rounds.feed
     poisoned = []
 
     def poison(fed: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
@@ -122,13 +122,15 @@ def test_nothing_behind_a_text_is_read_of_any_plane(name: str) -> None:
         poisoned.append(int(behind.sum()))
         return feed(fed, n_keys)
 
-    one.rounds.feed = poison  # type: ignore[method-assign]
+    one.schedule.rounds.feed = poison  # type: ignore[method-assign]
     assert tokens(one) == plain_tokens() and min(poisoned) > 0
 
 
 def test_a_cache_of_planes_is_planned_with_the_bytes_of_one_without() -> None:
     def plan(name: str) -> MemoryPlan:
-        return MemoryPlan.of(EngineConfig(kv_dtype="int8"), draft_of(name), tiny_config(), None, torch.int8)
+        return MemoryPlan.of(
+            System(config=EngineConfig(kv_dtype="int8"), draft=draft_of(name), model=tiny_config(), dtype=torch.float32)
+        )
 
     assert plan("quantized").kv == plan("full").kv
     one = engine("quantized")

@@ -18,16 +18,14 @@ from torch import Tensor, nn
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.ops import int8 as ops_int8
-from gpt_fast_sd.loading import load as loading
-from gpt_fast_sd.loading import memory
+from gpt_fast_sd.loading import MemoryPlan, System, fit, plan_for, workspace
 from gpt_fast_sd.loading.load import load
-from gpt_fast_sd.loading.memory import MemoryPlan
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.quantization import table as precisions
 from gpt_fast_sd.quantization.int8 import Int8Linear
 from gpt_fast_sd.quantization.quantize import draft_copy, equalize_keys, quantize
 from gpt_fast_sd.quantization.table import TABLE, bytes_held, precision_of
-from gpt_fast_sd.tp import Parallel, local_config
+from gpt_fast_sd.tp import local_config
 from tests.float8_folders import save_float8
 from tests.gpt_fast_sd.fast import references
 from tests.gpuless.live import LiveBytes
@@ -237,7 +235,7 @@ def test_a_target_is_quantized_layer_by_layer_as_it_is_read(
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("name", few(["int8", *OF_CUDA], ["int8", "float8"]))
 def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (precisions, memory, ops_int8):
+    for module in (precisions, workspace, ops_int8):
         monkeypatch.setattr(module, "ROWS_AT_ONCE", 256)
     one = engine(model_of(**WIDE, n_layers=1), batch_size=1, max_seq_len=300)
     draft = DraftConfig(policy="full", gamma=1, quantize=name)
@@ -249,9 +247,9 @@ def test_making_a_copy_takes_no_more_than_is_planned(name: str, monkeypatch: pyt
     assert (
         plan.draft_weights
         < live.peak
-        <= plan.draft_weights + memory._quantizing(one.model.config, TABLE[name]["cpu"].beside)
+        <= plan.draft_weights + workspace._quantizing(one.model.config, TABLE[name]["cpu"].beside)
     )
-    assert plan.workspace >= memory._quantizing(one.model.config, TABLE[name]["cpu"].beside)
+    assert plan.workspace >= workspace._quantizing(one.model.config, TABLE[name]["cpu"].beside)
 
 
 @pytest.mark.parametrize(("n_rows", "copies"), [(256, 0), (300, 1)])
@@ -266,8 +264,8 @@ def test_only_products_of_many_rows_with_int8_weights_make_a_copy_of_the_weight(
         linear(x)
     assert live.peak == copies * TABLE["int8"]["cuda"].widened * linear.weight.numel() + 2 * n_rows * 512
     config, model = EngineConfig(batch_size=1, max_seq_len=300), model_of(**WIDE).config
-    plans = [MemoryPlan.of(replace(config, quantize=q), DraftConfig(), model, None, torch.bfloat16, device=CUDA)
-             for q in (None, "int8")]  # fmt: skip
+    system = System(config=config, draft=DraftConfig(), model=model, dtype=torch.bfloat16, device=CUDA)
+    plans = [MemoryPlan.of(replace(system, config=replace(config, quantize=q))) for q in (None, "int8")]
     assert plans[1].workspace >= plans[0].workspace + 2 * 2048 * 1024
     assert plans[1].captured >= plans[0].captured + 2 * 2048 * 1024
 
@@ -282,23 +280,25 @@ def test_unpacking_an_int4_weight_in_each_product_is_planned_for(dtype: torch.dt
     most = TABLE["int4"]["cpu"].widened * 2048 * 512
     assert 0.9 * most < live.peak <= most
     config, model = EngineConfig(batch_size=1, max_seq_len=300), model_of(**WIDE).config
-    plans = [MemoryPlan.of(replace(config, quantize=q), DraftConfig(), model, None, dtype) for q in (None, "int4")]
+    plain = System(config=config, draft=DraftConfig(), model=model, dtype=dtype)
+    system = replace(plain, config=replace(config, quantize="int4"))
+    plans = [MemoryPlan.of(one) for one in (plain, system)]
     largest = max(rows * columns for rows, columns in precisions.matrices_of(model, 1).values())
     assert plans[1].workspace >= plans[0].workspace + 10 * largest
-    packed = MemoryPlan.of(replace(config, quantize="int4"), DraftConfig(), model, None, dtype, packs=True)
+    packed = MemoryPlan.of(replace(system, packs=True))
     assert packed.workspace < plans[1].workspace
 
 
 @pytest.mark.parametrize("builds", [True, False])
 def test_unpacking_is_planned_for_where_no_kernel_can_be_built(builds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "packing_builds", lambda: builds)
+    monkeypatch.setattr(fit, "packing_builds", lambda: builds)
     config, model = EngineConfig(batch_size=1, max_seq_len=300, quantize="int4"), model_of(**WIDE).config
-    found = loading.plan_for(config, DraftConfig(), model, None, BF16, Parallel(CPU), CPU)
-    assert found.workspace == MemoryPlan.of(config, DraftConfig(), model, None, BF16, packs=builds).workspace
+    system = System(config=config, draft=DraftConfig(), model=model, dtype=BF16)
+    assert plan_for(system).workspace == MemoryPlan.of(replace(system, packs=builds)).workspace
     # no kernel reads weights of other outputs than multiples of 32: of ten heads of 40
     odd = replace(model, n_heads=8, n_kv_heads=1, head_dim=40)
-    assert memory._largest_of_layers(model, 1, packs=True) == 0
-    assert memory._largest_of_layers(odd, 1, packs=True) == 400 * model.dim
+    assert workspace._largest_of_layers(model, 1, packs=True) == 0
+    assert workspace._largest_of_layers(odd, 1, packs=True) == 400 * model.dim
 
 
 def test_a_draft_model_of_several_ranks_has_its_part_of_a_copy_on_each() -> None:
@@ -306,7 +306,8 @@ def test_a_draft_model_of_several_ranks_has_its_part_of_a_copy_on_each() -> None
 
     def copied(ranks: int) -> int:
         config, own = EngineConfig(batch_size=1, max_seq_len=300), local_config(theirs, ranks)
-        return MemoryPlan.of(config, draft, theirs, own, BF16, draft_ranks=ranks).draft_weights
+        system = System(config=config, draft=draft, model=theirs, draft_model=own, dtype=BF16, draft_ranks=ranks)
+        return MemoryPlan.of(system).draft_weights
 
     assert copied(1) / 2 <= copied(2) <= 0.51 * copied(1)  # of sums each rank has a scale for every output
 
@@ -318,9 +319,10 @@ def test_an_int8_head_of_many_rows_is_planned_as_it_is_widened(policy: str) -> N
 
     def widened(batch: int) -> int:
         config = EngineConfig(batch_size=batch, max_seq_len=300)
+        drafts = (DraftConfig(policy=policy, quantize=q) for q in ("int8", None))
         with_copy, without = (
-            MemoryPlan.of(config, DraftConfig(policy=policy, quantize=q), model, None, BF16, device=CUDA).captured
-            for q in ("int8", None)
+            MemoryPlan.of(System(config=config, draft=draft, model=model, dtype=BF16, device=CUDA)).captured
+            for draft in drafts
         )
         return with_copy - without
 

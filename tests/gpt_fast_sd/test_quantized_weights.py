@@ -16,7 +16,8 @@ from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear, pack_linears
 from gpt_fast_sd.fast.ops import int4 as ops_int4
 from gpt_fast_sd.fast.ops import int8 as ops_int8
-from gpt_fast_sd.loading.load import load, plan_for
+from gpt_fast_sd.loading import MemoryPlan
+from gpt_fast_sd.loading.load import load
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.policies.hierarchy import HierarchyDraft
@@ -24,7 +25,6 @@ from gpt_fast_sd.quantization.int4 import Int4Linear
 from gpt_fast_sd.quantization.int8 import Int8Linear
 from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
 from gpt_fast_sd.steps import Runner
-from gpt_fast_sd.tp import Parallel
 from tests.drafts import MIXTURES, POLICIES, draft_of
 from tests.gpt_fast_sd.policies.drafting import compiles_once
 from tests.gpuless.live import LiveBytes
@@ -289,11 +289,8 @@ def test_the_plan_counts_what_copies_own(precision: str, name: str) -> None:
     own = sum(p.nbytes for model in models for p in model.parameters() if p.data_ptr() not in theirs)
     assert one._plan.draft_weights == own
     assert one._plan.parts["quantized draft weights"] == own
-    without = plan_for(
-        one.config, draft_of(name, gamma=3), one.model.config, small.config if small else None, torch.float32,
-        Parallel(CPU), CPU,
-    )  # fmt: skip
-    assert without.draft_weights == 0
+    without = dataclasses.replace(one._plan.system, draft=draft_of(name, gamma=3))
+    assert MemoryPlan.of(without).draft_weights == 0
 
 
 @pytest.mark.parametrize(("precision", "other"), [("int8", "int4"), ("int4", "int8")])

@@ -13,7 +13,7 @@ import torch
 
 from gpt_fast_sd import DraftConfig, EngineConfig, registry
 from gpt_fast_sd.draft import View
-from gpt_fast_sd.loading.memory import MemoryPlan
+from gpt_fast_sd.loading import MemoryPlan, System
 from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
 from gpt_fast_sd.state import BatchState, RoundPlan
@@ -91,7 +91,9 @@ def test_a_registered_policy_drafts_without_a_change_of_what_is_said(toy: str) -
 
 def test_a_registered_policy_is_planned_for(toy: str) -> None:
     def plan(draft: DraftConfig) -> MemoryPlan:
-        return MemoryPlan.of(EngineConfig(max_seq_len=512), draft, tiny_config(), None, torch.float32)
+        return MemoryPlan.of(
+            System(config=EngineConfig(max_seq_len=512), draft=draft, model=tiny_config(), dtype=torch.float32)
+        )
 
     assert plan(DraftConfig(policy=toy, gamma=16)).total > plan(DraftConfig()).total  # logits of more tokens
     assert plan(DraftConfig(policy=toy)).policy == 0

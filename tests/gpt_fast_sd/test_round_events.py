@@ -65,7 +65,7 @@ def test_captured_rounds_tell_the_same_refusals_and_neither_views_nor_parts(poli
     for captured in (False, True):
         one = Engine(tiny_model(), None, config, draft)
         if captured:
-            one.rounds.capture = capture
+            one.schedule.rounds.capture = capture
         by_prompt: dict[int, list[Any]] = {0: [], 1: [], 2: []}
         for each in listen(one):
             assert not captured or not (each.read or each.draft_seconds or each.verify_seconds)
@@ -101,14 +101,14 @@ def test_the_refused_drafts_are_those_that_the_policy_proposed(policy: str, monk
 
     monkeypatch.setattr(one.policy, "propose", note)
     slots: list[dict[int, int]] = []
-    launch = one.rounds.launch
+    launch = one.schedule.rounds.launch
 
     def place(plan: RoundPlan, live: Any, **how: Any) -> Any:
         if plan.gamma:
             slots.append({request.index: slot for slot, request in live})
         return launch(plan, live, **how)
 
-    monkeypatch.setattr(one.rounds, "launch", place)
+    monkeypatch.setattr(one.schedule.rounds, "launch", place)
     told = [each for each in listen(one) if each.gamma]
     assert len(told) == len(proposed)
     for each, drafts, at in zip(told, proposed, slots, strict=True):

@@ -45,7 +45,7 @@ def engine(name: str, *, gamma: int | str = 3, tokenizer: ByteTokenizer | None =
 
 def captured(*args: Any, **kwargs: Any) -> Engine:
     one = engine(*args, **kwargs)
-    one.rounds.capture = capture
+    one.schedule.rounds.capture = capture
     return one
 
 
@@ -81,8 +81,8 @@ def test_captured_and_plain_calls_may_follow_each_other(name: str) -> None:
 def test_gamma_may_change_from_round_to_round(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds without a draft leave caches and bounds behind, which the next round that drafts makes up for."""
     one, gammas = captured(name, gamma="auto"), itertools.cycle([3, 0, 0, 1, 4, 0, 2])
-    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
-    monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(gammas))
+    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(gammas))
     got = one.generate(PROMPTS, GREEDY)
     assert [c.tokens for c in got] == [c.tokens for c in engine("off").generate(PROMPTS, GREEDY)]
     assert {0, 1, 2, 3, 4} <= set(one.stats.rounds_by_gamma)
@@ -96,21 +96,21 @@ def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_unde
 ) -> None:
     """Then no refresh is needed. Each gamma is chosen once, whenever it is launched."""
     one, gammas, chosen = captured(name, gamma="auto"), itertools.cycle([3, 0, 0, 0, 4, 2, 0, 0]), list[int]()
-    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
 
     def choose(n_keys: int) -> int:
         chosen.append(next(gammas))
         return chosen[-1]
 
-    monkeypatch.setattr(one.planner, "choose", choose)
+    monkeypatch.setattr(one.schedule.planner, "choose", choose)
     one.warm_up()
-    launched, launch, before = list[tuple[int, int]](), one.rounds.launch, one.schedule.n_rounds
+    launched, launch, before = list[tuple[int, int]](), one.schedule.rounds.launch, one.schedule.n_rounds
 
     def noted(plan: RoundPlan, *args: Any, **kwargs: Any) -> InFlightRound:
         launched.append((plan.gamma, len(one.schedule.in_flight)))
         return launch(plan, *args, **kwargs)
 
-    monkeypatch.setattr(one.rounds, "launch", noted)
+    monkeypatch.setattr(one.schedule.rounds, "launch", noted)
     one.generate(PROMPTS[:3], SamplingParams(max_tokens=60, ignore_eos=True))
     assert {ahead for gamma, ahead in launched if gamma == 0} == {1}
     assert {ahead for gamma, ahead in launched if gamma == 2} == {1}  # it follows one that drafted, too
@@ -122,8 +122,8 @@ def test_a_round_that_drafts_nothing_is_launched_while_the_one_before_it_is_unde
 
 def test_a_policy_that_is_asked_to_wait_is_told_how_much_the_round_will_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     one, gammas = captured("streaming", gamma="auto"), itertools.cycle([3, 0, 4])
-    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
-    monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(gammas))
+    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(gammas))
     one.warm_up()
     told = list[int]()
     assert one.policy
@@ -134,8 +134,8 @@ def test_a_policy_that_is_asked_to_wait_is_told_how_much_the_round_will_draft(mo
 
 def test_a_gamma_that_was_chosen_for_a_round_that_never_began_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     one, gammas = captured("quest", gamma="auto"), [3, 0, 4]
-    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
-    monkeypatch.setattr(one.planner, "choose", lambda n_keys: gammas.pop(0) if gammas else 0)
+    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: gammas.pop(0) if gammas else 0)
     first = next(one.stream(PROMPTS[:1], SamplingParams(max_tokens=20, ignore_eos=True)))
     gammas = [3, 0, 4]  # the third round waits for the second, and then no row is left
     one.generate(PROMPTS[:1], SamplingParams(max_tokens=len(first.tokens) + 1, ignore_eos=True))
@@ -151,7 +151,7 @@ def test_one_graph_serves_all_rows_of_a_gamma_and_a_doubling_of_the_view() -> No
         parts.append(part)
         return capture(part)
 
-    one.rounds.capture = counting
+    one.schedule.rounds.capture = counting
     one.generate(PROMPTS, GREEDY)
     assert len(parts) == 2  # 512 keys and all of the cache, which is under 1,024
     one.generate(PROMPTS, GREEDY)
@@ -162,7 +162,7 @@ def test_one_graph_serves_all_rows_of_a_gamma_and_a_doubling_of_the_view() -> No
 
 def test_a_result_is_read_when_the_next_round_is_under_way() -> None:
     one, order = captured("streaming"), list[str]()
-    launch, read = one.rounds.launch, InFlightRound.read
+    launch, read = one.schedule.rounds.launch, InFlightRound.read
 
     def launched(*args: Any, **kwargs: Any) -> InFlightRound:
         order.append("launch")
@@ -175,7 +175,7 @@ def test_a_result_is_read_when_the_next_round_is_under_way() -> None:
         round_.read = noted  # type: ignore[method-assign]
         return round_
 
-    one.rounds.launch = launched  # type: ignore[method-assign]
+    one.schedule.rounds.launch = launched  # type: ignore[method-assign]
     one.generate(PROMPTS[:1], SamplingParams(max_tokens=30, ignore_eos=True))
     assert order[:4] == ["launch", "launch", "read", "launch"]
     assert order.count("launch") - order.count("read") <= 1

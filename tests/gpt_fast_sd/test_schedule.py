@@ -56,7 +56,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[str]]:
         chunk(self, slot, tokens, start)
 
     def watch(one: Engine) -> list[str]:
-        launch = one.rounds.launch
+        launch = one.schedule.rounds.launch
 
         def launched(*args: Any, **kwargs: Any) -> Any:
             calls.append("round")
@@ -64,7 +64,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[str]]:
 
         one.warm_up()
         monkeypatch.setattr(Prefill, "chunk", noted)
-        monkeypatch.setattr(one.rounds, "launch", launched)
+        monkeypatch.setattr(one.schedule.rounds, "launch", launched)
         return calls
 
     return watch
@@ -212,10 +212,10 @@ def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pyt
     """A clock that goes by chunks, of a second each, and by rounds, of a thousandth."""
     clock, n_chunks, took = [0.0], [0], []
     one, chunk = KINDS[kind](name, gamma="auto"), Prefill.chunk
-    monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
-    monkeypatch.setattr(one.planner, "choose", lambda n_keys: 3)
+    monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
+    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: 3)
     one.warm_up()
-    device_round = one.rounds.device_round
+    device_round = one.schedule.rounds.device_round
 
     def slow_chunk(self: Prefill, slot: int, tokens: Sequence[int], start: int) -> None:
         clock[0] += 1.0
@@ -239,10 +239,10 @@ def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pyt
     for module in ("scheduling", "inflight"):
         monkeypatch.setattr(f"gpt_fast_sd.{module}.time", stub)
     monkeypatch.setattr(Prefill, "chunk", slow_chunk)
-    monkeypatch.setattr(one.rounds, "device_round", slow_round)
-    monkeypatch.setattr(one.rounds, "capture", capture if kind == "captured" else None)
-    monkeypatch.setattr(one.planner, "record", record)
-    monkeypatch.setattr(one.planner, "record_whole", record_whole)
+    monkeypatch.setattr(one.schedule.rounds, "device_round", slow_round)
+    monkeypatch.setattr(one.schedule.rounds, "capture", capture if kind == "captured" else None)
+    monkeypatch.setattr(one.schedule.planner, "record", record)
+    monkeypatch.setattr(one.schedule.planner, "record_whole", record_whole)
     one.generate(PROMPTS, PARAMS)
     assert one.stats.prefill_seconds == pytest.approx(n_chunks[0])
     assert n_chunks[0] == (2 if name == "standalone" else 1) * sum(N_CHUNKS)

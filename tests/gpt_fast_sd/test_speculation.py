@@ -353,7 +353,7 @@ def test_gamma_that_varies_from_round_to_round_changes_no_token(name: str, monke
     one = speculator(name, "auto")
     one.warm_up()
     tiers = itertools.cycle([0, 8, 0, 0, 3, 1, 6])
-    monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(tiers))
+    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(tiers))
     assert tokens_of(one.generate(PROMPTS, PARAMS)) == tokens_of(plain(tiny_config(eos_ids=EOS_IDS)))
     assert len(one.stats.rounds_by_gamma) >= 4
 
@@ -604,7 +604,7 @@ def test_a_compiled_engine_that_chooses_gamma_compiles_nothing_after_its_warm_up
     one = speculator("streaming", "auto", tiny_config(n_layers=1), compile=True, max_seq_len=1100)
     one.warm_up()
     graphs, tiers = one.schedule.graphs, itertools.cycle([0, 1, 8, 2, 6, 3, 4])
-    monkeypatch.setattr(one.planner, "choose", lambda n_keys: next(tiers))
+    monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys: next(tiers))
     one.generate(PROMPTS, SamplingParams(max_tokens=40))
     assert set(one.stats.rounds_by_gamma) >= {0, 1, 2, 3, 4, 6, 8}
     assert one.stats.recompiles == 0 and one.schedule.graphs == graphs

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
-import gpt_fast_sd.loading.load
+import gpt_fast_sd.loading.prepare
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast.compile import CompiledStep
@@ -41,7 +41,7 @@ def as_on_cuda() -> Iterator[None]:
         patched.setitem(TRAITS, "cpu", replace(TRAITS["cuda"], captures=False))
         references.as_on_cuda(patched)
         patched.setattr(CompiledStep, "_inductor", lambda self, graph, inputs: graph.forward)
-        patched.setattr(gpt_fast_sd.loading.load, "can_compile", lambda device: True)
+        patched.setattr(gpt_fast_sd.loading.prepare, "can_compile", lambda device: True)
         yield
 
 
@@ -57,7 +57,7 @@ def an_engine(name: str, gamma: int | str = "auto", **settings: Any) -> Engine:
 
 
 def as_captured(one: Engine) -> Engine:
-    one.rounds.capture = lambda part: part  # as on CUDA, but what would be replayed is run again
+    one.schedule.rounds.capture = lambda part: part  # as on CUDA, but what would be replayed is run again
     return one
 
 
@@ -84,8 +84,8 @@ def test_every_kind_of_sampling_runs_with_gamma_auto_in_a_bounded_number_of_grap
     for params in (MIXED, SAMPLED, FILTERED):
         one.generate(PROMPTS, params)
     # three kinds of sampling, none, one or several drafts; drawn by chance or not, by one proposer or two
-    assert one.rounds.accept_compiled.graphs <= 3 * 3 * 3
-    assert one.rounds.decode.graphs == 1 and one.rounds.verify.graphs <= 2  # with and without mass
+    assert one.schedule.rounds.accept_compiled.graphs <= 3 * 3 * 3
+    assert one.schedule.rounds.decode.graphs == 1 and one.schedule.rounds.verify.graphs <= 2  # with and without mass
     before = one.schedule.graphs
     for params in (GREEDY, SAMPLED, FILTERED, MIXED[::-1]):
         one.generate(PROMPTS, params)
@@ -101,8 +101,8 @@ def test_a_sweep_adds_no_graph_of_the_target_but_one_a_page_of_mass() -> None:
             one.redraft(DraftConfig(policy=policy, budget=100, gamma=gamma, page=page))
             as_captured(one)
             assert tokens(one.generate(PROMPTS, GREEDY)) == plain(), (policy, gamma)
-    assert one.rounds.decode.graphs == 1 and one.rounds.accept_compiled.graphs == 3
-    assert one.rounds.verify.graphs == 3  # without mass, and with it by pages of 16 and of 32 keys
+    assert one.schedule.rounds.decode.graphs == 1 and one.schedule.rounds.accept_compiled.graphs == 3
+    assert one.schedule.rounds.verify.graphs == 3  # without mass, and with it by pages of 16 and of 32 keys
 
 
 AOT = "aot_eager_decomp_partition"  # operators are taken apart as Inductor takes them apart, and then run
@@ -125,7 +125,7 @@ def test_judging_is_one_graph_whatever_is_drafted(
     model = tiny_model(tiny_config(n_layers=1, eos_ids=(3, 5, 7)))
     config = EngineConfig(batch_size=3, max_seq_len=400, device="cpu", dtype="fp32")
     one = Engine(model, None, config, DraftConfig(policy="streaming", budget=24))
-    state, rounds = one.state, one.rounds
+    state, rounds = one.state, one.schedule.rounds
     kind = Kind(sampled, filtered)
     with torch.inference_mode():
         for gamma in (8, 3, 2, 16):
@@ -141,15 +141,15 @@ def test_rounds_that_are_not_captured_draft_less_at_a_text_s_end_without_another
     kinds: list[SamplingParams],
 ) -> None:
     one = an_engine("streaming", 5)
-    one.rounds.capture = None
+    one.schedule.rounds.capture = None
     for params in kinds:
         one.generate(PROMPTS, params)
         assert len(one.stats.rounds_by_gamma) > 1
-    assert one.rounds.accept_compiled.graphs <= 9 and one.rounds.verify.graphs == 1
+    assert one.schedule.rounds.accept_compiled.graphs <= 9 and one.schedule.rounds.verify.graphs == 1
 
 
 @pytest.mark.slow
 def test_exact_mode_has_one_width() -> None:
     one = an_engine("guided", 4, exact=True)
     one.generate(PROMPTS, MIXED)
-    assert one.rounds.decode.graphs == 0 and one.rounds.verify.graphs == 1
+    assert one.schedule.rounds.decode.graphs == 0 and one.schedule.rounds.verify.graphs == 1

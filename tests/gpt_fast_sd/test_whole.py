@@ -373,7 +373,7 @@ def test_in_bf16_speculation_is_plain_decoding_token_for_token(name: str) -> Non
     model = model_of("tied", max_seq_len=1024)
     config = EngineConfig(batch_size=3, max_seq_len=1024, device="cpu", dtype="bf16")
     one = Engine(model, config=config, draft=DRAFTS[name])
-    assert one.target.bodies.fused and one.rounds.graphs == 0
+    assert one.target.bodies.fused and one.schedule.rounds.graphs == 0
     prompts = [random_ids(n, seed=n) for n in (40, 300, 500, 7)]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     plain = [x.tokens for x in one.generate(prompts, params, speculate=False)]
@@ -386,7 +386,9 @@ def test_in_bf16_speculation_is_plain_decoding_token_for_token(name: str) -> Non
 def test_exact_needs_no_wider_steps(name: str) -> None:
     """Steps have the width that they need, and all bits are the same."""
     one = Watched(name, 3, dtype="bf16", config=CONFIG, compile=True)
-    assert one.engine.target.bits_by_row and one.engine.rounds.width == 0
+    assert one.engine.target.bodies.fused and one.engine.schedule.rounds.width == 0
     assert covers(one.run(PROMPTS, PARAMS), one.run(PROMPTS, PARAMS, speculate=False))
     odd = Watched(name, 3, dtype="bf16", config=replace(CONFIG, vocab_size=258), compile=True)
-    assert not odd.engine.target.bodies.fused and odd.engine.rounds.width == 4, "a library multiplies with the head"
+    assert not odd.engine.target.bodies.fused and odd.engine.schedule.rounds.width == 4, (
+        "a library multiplies with the head"
+    )

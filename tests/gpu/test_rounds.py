@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.sampling import GREEDY, Kind
 from gpt_fast_sd.state import RoundPlan
 from measuring.prompts import tokens_of
@@ -102,7 +102,7 @@ def test_captured_rounds_give_the_tokens_of_rounds_that_are_launched_kernel_by_k
 ) -> None:
     random.decode(draft)
     assert random.differing == {"greedy": 0, "sampled": 0}
-    assert random.engines["round"].rounds.captured > 0 == random.engines["off"].rounds.captured
+    assert random.engines["round"].schedule.rounds.captured > 0 == random.engines["off"].schedule.rounds.captured
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_captured_rounds_read_planes_as_rounds_do_that_are_launched_kernel_by_ke
     engines = in_planes.engines
     in_planes.decode(engines["off"].draft)
     assert in_planes.differing == {"greedy": 0, "sampled": 0} and engines["round"].cache.planes
-    assert engines["round"].rounds.captured > 0 == engines["off"].rounds.captured
+    assert engines["round"].schedule.rounds.captured > 0 == engines["off"].schedule.rounds.captured
 
 
 @pytest.mark.slow
@@ -154,9 +154,9 @@ def round_without_waiting(engine: Engine, gamma: int, kind: Kind) -> Tensor:
     state.table.temperature.fill_(0.8 if kind.sampled else 0.0)
     plan = RoundPlan(gamma=gamma, n_keys=engine.cache.capacity - gamma, kind=kind, captured=True)
     try:
-        engine.rounds.device_round(plan)
+        engine.schedule.rounds.device_round(plan)
         with no_waiting(state.seq_len.device):
-            return engine.rounds.device_round(plan)
+            return engine.schedule.rounds.device_round(plan)
     finally:
         state.active.fill_(False)
         state.table.temperature.fill_(0.0)
@@ -179,13 +179,13 @@ def test_the_host_never_waits_in_a_round_and_every_row_decodes(random: Both, dra
 def test_a_round_that_waits_is_found(random: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = random.engines["off"]
     engine.redraft(DRAFTS[0])
-    feed = engine.rounds.feed
+    feed = engine.schedule.rounds.feed
 
     def reading(tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         int(tokens.max())
         return feed(tokens, n_keys)
 
-    monkeypatch.setattr(engine.rounds, "feed", reading)
+    monkeypatch.setattr(engine.schedule.rounds, "feed", reading)
     with pytest.raises(RuntimeError):
         round_without_waiting(engine, 4, GREEDY)
 

@@ -18,7 +18,7 @@ import pytest
 
 import generate
 from gpt_fast_sd import Completion, DraftConfig, Engine, SamplingParams
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.tp import Parallel
 from measuring.lossless import differences, is_near_tie, logits_after

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import (
     PRESETS,
     CheckpointError,

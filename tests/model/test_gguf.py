@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpt_fast_sd.loading.load import find_smollm2
+from gpt_fast_sd.loading import find_smollm2
 from gpt_fast_sd.model import (
     CausalSelf,
     CheckpointError,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from gpt_fast_sd.loading.load import find_smollm2
+from gpt_fast_sd.loading import find_smollm2
 from gpt_fast_sd.model import CheckpointError, ModelConfig, StreamDecoder, Tokenizer, load_tokenizer, read_config
 
 gguf = pytest.importorskip("gguf")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer, load_model, load_tokenizer, read_config
 from tests.helpers import whole_text_logits
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import evaluate
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 
 DOCUMENT = BUNDLED / "document.txt"
 SMALL = ["--text", str(DOCUMENT), "--contexts", "128", "--lengths", "96", "--depths", "0.5", "--entries", "2"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig
-from gpt_fast_sd.loading.load import find_smollm2, locate
+from gpt_fast_sd.loading import find_smollm2, locate
 from gpt_fast_sd.model import load_tokenizer, read_config, save_hugging_face
 from gpt_fast_sd.registry import policies
 from gpt_fast_sd.serving.requests import TokenEvent

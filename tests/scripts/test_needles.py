@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import needles
 from gpt_fast_sd import Engine
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 
 NEEDLES = [
     "--text",

@@ -155,7 +155,7 @@ def test_an_exact_engine_lets_its_ranks_sum_in_order(as_one_of: Parallel, exact:
     config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False, exact=exact)
     engine = Engine(model, None, config, DraftConfig(policy="lookup", gamma=2), parallel=as_one_of)
     with CommDebugMode() as seen, torch.inference_mode():
-        logits, _ = engine.rounds.feed(torch.zeros(1, 1, dtype=torch.int64), 1)
+        logits, _ = engine.schedule.rounds.feed(torch.zeros(1, 1, dtype=torch.int64), 1)
         engine.vocabulary.argmax(logits)
     expected = collectives_per_step(model.config, 4, exact=exact)
     assert counts(seen) == {"all_reduce": expected["all_reduce"], "all_gather_into_tensor": expected["all_gather"]}

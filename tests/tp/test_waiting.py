@@ -86,7 +86,7 @@ def test_a_round_that_ends_is_read_however_often_the_host_has_to_look(two_ranks:
 def test_an_engines_rounds_wait_as_its_ranks_do(two_ranks: Parallel) -> None:
     config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
     engine = Engine(two_ranks.group.shard(tiny_model()), None, config, parallel=two_ranks)
-    assert engine.rounds.wait == two_ranks.wait_for
+    assert engine.schedule.rounds.wait == two_ranks.wait_for
 
 
 def test_a_rank_waits_for_half_an_hour_unless_told_otherwise() -> None:

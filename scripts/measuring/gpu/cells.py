@@ -81,7 +81,7 @@ class Bench:
         engine._prefill._warm = True  # nothing will be prefilled, so nothing is compiled for it
         engine.warm_up()
         with torch.inference_mode():  # as rounds run: outside of it the steps would be compiled once more
-            engine.rounds.warm_up([0, *self.timed], [GREEDY])
+            engine.schedule.rounds.warm_up([0, *self.timed], [GREEDY])
         fake_prefill(engine, self.prompts)
 
     # ---------------------------------------------------------------- rounds
@@ -126,7 +126,7 @@ class Bench:
     @torch.inference_mode()
     def steps(self) -> Record:
         """Figures of the parts of a round: T_T, T_D, T_V by gamma, judging with commit, selecting by mass."""
-        state, policy, rounds = self.engine.state, self.engine.policy, self.engine.rounds
+        state, policy, rounds = self.engine.state, self.engine.policy, self.engine.schedule.rounds
         assert policy
         self.watch = Stopwatch(self.setup, repeats=20)
         found: Record = {"verify": {}, "judge": {}, "draft": {}, "select": {}}
@@ -176,7 +176,9 @@ class Bench:
             policy.host_admit(slot, prompt)
             state.pending[slot] = prompt[-1]
         # a view that lists by a pass of its own has no list before
-        engine.rounds.refresh(RoundPlan.of(dict.fromkeys(range(self.batch), self.context), gamma=max(self.timed)))
+        engine.schedule.rounds.refresh(
+            RoundPlan.of(dict.fromkeys(range(self.batch), self.context), gamma=max(self.timed))
+        )
         owners = (state, self.kept, self._view())
         tensors = {id(x): x for owner in owners for x in vars(owner).values() if isinstance(x, Tensor)}
         self._saved = [(x, x.clone()) for x in tensors.values()]

@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.engine import Engine
-from gpt_fast_sd.loading.load import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import load_model
 from measuring import lossless, prompts
 from measuring.grid import Point, has_a_model

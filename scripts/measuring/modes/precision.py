@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpt_fast_sd.engine import Engine
-from gpt_fast_sd.loading.load import TORCH_DTYPES, check_kv_dtype, locate, plan_for
+from gpt_fast_sd.loading import TORCH_DTYPES, System, check_kv_dtype, locate, plan_for
 from gpt_fast_sd.model import read_stored_float8
 from measuring import machine, plots, precisions, prompts
 from measuring.grid import Point, draft_fields, draft_label, has_a_model
@@ -35,7 +35,8 @@ class ByPrecision(BySize):
                 draft = one.draft(setting.draft(args.gamma[0], draft_fields(vars(args))))
                 if draft.needs_planes:
                     raise ValueError(f"--sweep precision measures caches in bytes, and {draft.policy} reads planes")
-                plan_for(config, draft, job.config, None, dtype, job.parallel, device)
+                system = System(config=config, draft=draft, model=job.config, dtype=dtype, device=device)
+                plan_for(system.of_rank(job.parallel))
         super().__init__(job, precisions=[one.text for one in self.precisions])
         self.engines: dict[Precision, Engine] = {}  # beside the one that is measured, and for the same rows
 

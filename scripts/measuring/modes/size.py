@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from gpt_fast_sd.engine import Engine
-from gpt_fast_sd.loading.load import locate
+from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import read_config
 from measuring import machine, plots, prompts
 from measuring.chips import Chip, Ranks, chip_of

@@ -80,7 +80,7 @@ def changes_no_greedy_token(
 def drafting_now_and_then(one: Engine, gammas: Sequence[int]) -> None:
     """Let rounds take these gammas in turn; 0 is a round without a draft."""
     turns = itertools.cycle(gammas)
-    one.planner.choose = lambda n_keys: next(turns)  # type: ignore[method-assign]
+    one.schedule.planner.choose = lambda n_keys: next(turns)  # type: ignore[method-assign]
 
 
 def compiles_once(policy: str, *, n_graphs: int, **draft: Any) -> None:
@@ -199,8 +199,10 @@ def first_tokens(one: Engine, gamma: int, params: SamplingParams, repeats: int, 
             plan = RoundPlan.of(dict(enumerate(state.seq_len.tolist())), [params], gamma=gamma)
             draft = policy.propose(state, plan)
             draft = plant(one, plan, draft) if plant else draft
-            logits, mass = one.rounds.feed(torch.cat([state.pending[:, None], draft.tokens], 1), plan.n_keys + gamma)
-            one.rounds.accept_compiled(state, plan.kind, logits, draft, None)
+            logits, mass = one.schedule.rounds.feed(
+                torch.cat([state.pending[:, None], draft.tokens], 1), plan.n_keys + gamma
+            )
+            one.schedule.rounds.accept_compiled(state, plan.kind, logits, draft, None)
             policy.device_after_verify(state, mass)
         emitted.append(state.history[:, start + 1 : start + 1 + N_JOINT].clone())
     return torch.cat(emitted)
@@ -208,13 +210,13 @@ def first_tokens(one: Engine, gamma: int, params: SamplingParams, repeats: int, 
 
 def plans_of(one: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RoundPlan]:
     """The plan of each round that is launched from now on."""
-    plans, launch = list[RoundPlan](), one.rounds.launch
+    plans, launch = list[RoundPlan](), one.schedule.rounds.launch
 
     def noted(plan: RoundPlan, *args: Any, **kwargs: Any) -> Any:
         plans.append(plan)
         return launch(plan, *args, **kwargs)
 
-    monkeypatch.setattr(one.rounds, "launch", noted)
+    monkeypatch.setattr(one.schedule.rounds, "launch", noted)
     return plans
 
 
@@ -239,7 +241,7 @@ def toy_engine(policy: str, *, n_layers: int = 1, **draft: Any) -> Engine:
 def told_the_targets_own(one: Engine, plan: RoundPlan, draft: Draft) -> Draft:
     """q is what the target thinks, not what the tokens were drawn from: nothing is ever rejected."""
     fed = torch.cat([one.state.pending[:, None], draft.tokens], 1)
-    logits, _ = one.rounds.feed(fed, plan.n_keys + plan.gamma)
+    logits, _ = one.schedule.rounds.feed(fed, plan.n_keys + plan.gamma)
     return Draft(draft.tokens, one.state.probabilities(logits, plan.kind)[:, : plan.gamma], draft.count, draft.proposer)
 
 

@@ -76,8 +76,9 @@ def test_gamma_auto_counts_what_drafting_costs_by_middle_steps() -> None:
     one = drafting("hierarchy", gamma="auto", **ALIKE)
     one.warm_up()
     # times of a made-up machine: what warming up measured has a start, and noise, in it
-    one.planner.start, one.planner.draft = StepTimes((1, 0.0), (100, 0.0)), StepTimes((1, 2.0), (100, 2.0))
-    assert [round(one.planner.drafting(gamma, 100), 3) for gamma in (1, 2, 3, 4)] == [2.0, 2.0, 4.0, 4.0]
+    planner = one.schedule.planner
+    planner.start, planner.draft = StepTimes((1, 0.0), (100, 0.0)), StepTimes((1, 2.0), (100, 2.0))
+    assert [round(planner.drafting(gamma, 100), 3) for gamma in (1, 2, 3, 4)] == [2.0, 2.0, 4.0, 4.0]
 
 
 def test_a_middle_step_has_all_that_it_feeds_in_view_and_hardly_more(monkeypatch: pytest.MonkeyPatch) -> None:

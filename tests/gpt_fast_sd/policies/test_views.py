@@ -209,7 +209,7 @@ def test_every_draft_is_accepted_where_the_budget_holds_the_context(name: str, g
 def test_rounds_without_drafts_in_between_lose_nothing_that_fits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine(name, gamma=3, budget=500)
     tiers = itertools.cycle([*[0] * 70, 3, 3, *[0] * 5, 3, 0, 3, *[0] * 17])
-    monkeypatch.setattr(one.planner, "choose", lambda *_: next(tiers))
+    monkeypatch.setattr(one.schedule.planner, "choose", lambda *_: next(tiers))
     one.generate(prompts([1, 20, 120, 300]), SamplingParams(max_tokens=200))
     assert one.stats.drafted > 60 and one.stats.acceptance_rate == 1.0
 

@@ -31,10 +31,10 @@ def engine(name: str, budget: int, *, compile: bool) -> Engine:
     config = EngineConfig(batch_size=3, max_seq_len=1200, device="cpu", dtype="fp32", compile=compile)
     draft = DraftConfig(policy=name, budget=budget, gamma=3)
     one = Engine(tiny_model(tiny_config(n_layers=1)), None, config, draft)
-    one.rounds.decode = Step(decode_step)
+    one.schedule.rounds.decode = Step(decode_step)
     one._prefill._step = Step(prefill_step)
     if name != "guided":
-        one.rounds.verify = one.rounds.decode
+        one.schedule.rounds.verify = one.schedule.rounds.decode
     return one
 
 

@@ -269,7 +269,7 @@ def drafting(name: str, *, slots: int = 2, captured: bool = True, gamma: int | s
     draft = DraftConfig(policy=name, gamma=gamma, **DRAFTS[name], draft_model="given" if name == "standalone" else None)
     theirs = tiny_model(tiny_config(n_layers=1), seed=1) if name == "standalone" else None
     one = Engine(tiny_model(), None, config, draft, theirs)
-    one.rounds.capture = capture if captured else None
+    one.schedule.rounds.capture = capture if captured else None
     return one
 
 
@@ -331,7 +331,7 @@ def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pyt
     one = drafting("snapkv", slots=1, gamma=4)
     policy: Any = one.policy
     view = policy.view = SnapKVView(policy.runner, budget=160, refresh=20, max_new=6)
-    asked, starts, refresh = [], [], one.rounds.refresh
+    asked, starts, refresh = [], [], one.schedule.rounds.refresh
 
     def noted(plan: RoundPlan) -> int:
         before = int(view.window_start[0])
@@ -340,7 +340,7 @@ def test_the_host_knows_when_a_row_may_be_due_to_within_a_round(monkeypatch: pyt
         starts.append(int(view.window_start[0]) != before)
         return passes
 
-    monkeypatch.setattr(one.rounds, "refresh", noted)
+    monkeypatch.setattr(one.schedule.rounds, "refresh", noted)
     one.generate([random_ids(200)], SamplingParams(max_tokens=150, ignore_eos=True))
     selections = sum(starts)
     assert selections >= 150 // 25
@@ -353,10 +353,10 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
     tokens = []
     for name in ("snapkv", "standalone"):
         one, turns = drafting(name, gamma="auto"), itertools.cycle(tiers)
-        monkeypatch.setattr(one.planner, "calibrate", lambda *args, **kwargs: None)
-        monkeypatch.setattr(one.planner, "choose", lambda n_keys, turns=turns: next(turns))
+        monkeypatch.setattr(one.schedule.planner, "calibrate", lambda *args, **kwargs: None)
+        monkeypatch.setattr(one.schedule.planner, "choose", lambda n_keys, turns=turns: next(turns))
         view: Any = one.policy.view  # type: ignore[union-attr]
-        refresh = one.rounds.refresh
+        refresh = one.schedule.rounds.refresh
 
         def checked(
             plan: RoundPlan, view: Any = view, refresh: Any = refresh, state: BatchState = one.state, name: str = name
@@ -371,7 +371,7 @@ def test_rounds_without_a_draft_in_between_do_not_confuse_the_host(monkeypatch: 
                     assert low <= starts[slot] <= high
             return passes
 
-        monkeypatch.setattr(one.rounds, "refresh", checked)
+        monkeypatch.setattr(one.schedule.rounds, "refresh", checked)
         got = one.generate(LONG, SamplingParams(max_tokens=24, ignore_eos=True))
         tokens.append([c.tokens for c in got])
     assert tokens[0] == tokens[1]
@@ -416,7 +416,7 @@ def test_the_planner_counts_what_selecting_costs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(snapkv, "observe_step", slow)
     one = drafting("snapkv", gamma="auto", captured=False)
     one.warm_up()
-    plan, n_keys = one.planner, one.cache.capacity
+    plan, n_keys = one.schedule.planner, one.cache.capacity
     assert plan.draft is not None
     steps = 8 * plan.draft(n_keys) + plan.verify[8](n_keys)
     # two rows, each selected for after 4 tokens in a pass of its own

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import load_model, load_tokenizer, read_config, save_hugging_face
 from measuring.gguf_export import export_gguf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import load_tokenizer, read_config
 from measuring.needle_acceptance import KINDS, Cases, summarize
 from tests.helpers import random_ids

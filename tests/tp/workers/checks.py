@@ -27,7 +27,7 @@ from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingP
 from gpt_fast_sd import state as batch_state
 from gpt_fast_sd.fast import dequantize_blocks
 from gpt_fast_sd.fast.compile import CompiledStep
-from gpt_fast_sd.loading.load import draft_group
+from gpt_fast_sd.loading import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer, Weights, load_model, save_hugging_face
 from gpt_fast_sd.quantization.int4 import Int4Linear
 from gpt_fast_sd.quantization.quantize import draft_copy
@@ -408,7 +408,7 @@ def ring_all_reduce(x: Tensor, op: str, mesh: Any) -> Tensor:
 
 def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[tuple[int, ...], Tensor]]:
     """The greedy texts, and the target's logits [V] after each text that it was fed."""
-    bits, feed = {}, engine.rounds.feed
+    bits, feed = {}, engine.schedule.rounds.feed
 
     def listening(tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
         logits, mass = feed(tokens, n_keys)
@@ -420,7 +420,7 @@ def bits_of(engine: Engine, *, speculate: bool) -> tuple[list[list[int]], dict[t
                     bits[(*text, *tokens[slot, 1 : 1 + i].tolist())] = whole[slot, i].clone()
         return logits, mass
 
-    with mock.patch.object(engine.rounds, "feed", listening):
+    with mock.patch.object(engine.schedule.rounds, "feed", listening):
         params = SamplingParams(max_tokens=8, ignore_eos=True)
         completions = engine.generate(PROMPTS[1:], params, speculate=speculate)
     return [c.tokens for c in completions], bits
@@ -672,11 +672,11 @@ def compiled_rounds_give_the_tokens_of_one_rank(parallel: Parallel, folder: Path
 def compiled_judging_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     # as on CUDA, where what gathers the vocabulary's parts is compiled with what judges
     together, alone = engine_of(parallel), engine_of(None)
-    together.rounds.accept_compiled = CompiledStep(accept_step)
+    together.schedule.rounds.accept_compiled = CompiledStep(accept_step)
     for params in (GREEDY, SAMPLED):
         theirs, ours = together.generate(PROMPTS, params), alone.generate(PROMPTS, params)
         assert [c.tokens for c in theirs] == [c.tokens for c in ours]
-    assert together.rounds.accept_compiled.graphs > 0
+    assert together.schedule.rounds.accept_compiled.graphs > 0
 
 
 @check

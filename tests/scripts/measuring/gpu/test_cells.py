@@ -189,7 +189,7 @@ def test_a_replay_whose_rounds_do_not_keep_what_the_table_says_is_an_error(monke
 def test_replayed_rounds_emit_exactly_what_the_table_says_and_plain_ones_one_token_per_row(captured: bool) -> None:
     bench = a_bench("streaming", {"streaming": 2, "low": 1})
     if captured:  # results are read one round late, as those of captured rounds are
-        bench.engine.rounds.capture = lambda part: part
+        bench.engine.schedule.rounds.capture = lambda part: part
     for profile, gamma in bench.gammas.items():
         bench.replay(profile)
         table = replay_table(PROFILES[profile], 12, bench.batch, gamma, 0, torch.device("cpu"))
@@ -204,7 +204,8 @@ def test_a_replay_knows_the_tiers_of_the_model_that_is_timed(monkeypatch: pytest
     monkeypatch.setattr(cells, "SMALL", replace(cells.SMALL, n_heads=16, n_kv_heads=2))
     bench = a_bench("streaming", {"streaming": 2})
     bench.replay("streaming")
-    assert max(bench.engine.planner.tiers) == 7 and bench.engine.planner.tiers == gamma_tiers(bench.config.group_size)
+    tiers = bench.engine.schedule.planner.tiers
+    assert max(tiers) == 7 and tiers == gamma_tiers(bench.config.group_size)
 
 
 @needs_fake_cuda

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flags import sizes
-from gpt_fast_sd.loading.load import BUNDLED
+from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import load_tokenizer, read_config
 from measuring.gpu import stages as all_stages
 from measuring.gpu.aims import ARMS, FULL

@@ -1,0 +1,122 @@
+"""What fits together and runs on this machine: each refusal is one sentence, before any work is done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gpt_fast_sd.model import ModelConfig, Tokenizer, Transformer, load_tokenizer, read_config
+from gpt_fast_sd.tp import Group
+
+from ..config import FLOAT8_CACHES, DraftConfig, EngineConfig
+from ..fast import kernels_are_built, packing_builds
+from ..quantization.quantize import is_quantized
+from ..quantization.table import FLOAT8_CAPABILITY, require_copy, require_precision, require_sizes
+from .machine import require_kernels, whole_memory
+from .memory import MemoryPlan
+from .system import System
+
+
+def check_device(config: EngineConfig, device: torch.device) -> None:
+    """ValueError if the processes were started for another kind of device than is requested."""
+    if config.device not in ("auto", device.type):
+        raise ValueError(f"device {config.device!r} was requested, but the processes were started for {device.type!r}")
+
+
+def check_positions(config: EngineConfig, model: ModelConfig) -> None:
+    """ValueError if rows may grow longer than a model of this shape allows."""
+    asked = config.max_seq_len
+    if asked > model.max_seq_len:
+        raise ValueError(f"max_seq_len {asked:,} is over the model's {model.max_seq_len:,} positions")
+    if model.sliding_window is not None and asked > model.sliding_window:
+        raise ValueError(
+            f"max_seq_len {asked:,} is over the model's sliding window of {model.sliding_window:,}, "
+            "past which this engine does not go"
+        )
+
+
+def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError if queries of a model of this dtype cannot be multiplied there with the keys of such a cache."""
+    if config.kv_dtype == "int8" and dtype == torch.float16:
+        raise ValueError(
+            "kv_dtype 'int8' is not for models in fp16, in which products with whole numbers overflow: use dtype 'bf16'"
+        )
+    if config.kv_dtype in FLOAT8_CACHES and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FLOAT8_CAPABILITY:
+            least, found = (".".join(map(str, one)) for one in (FLOAT8_CAPABILITY, capability))
+            raise ValueError(
+                f"kv_dtype {config.kv_dtype!r} needs compute capability {least} or more (Ada, Hopper, or later), and "
+                f"{torch.cuda.get_device_name(device)} has {found}: "
+                "use kv_dtype 'int8'"
+            )
+
+
+def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig) -> None:
+    """ValueError if drafts are to read a plane of a cache that has none."""
+    if not draft.needs_planes:
+        return
+    asked = f"policy {draft.policy!r}" if draft.kv_bits is None else f"kv_bits {draft.kv_bits}"
+    if config.kv_dtype != "int8":
+        raise ValueError(f"{asked} reads half of an int8 cache: it needs kv_dtype 'int8', got {config.kv_dtype!r}")
+    if model.head_dim % 2:
+        raise ValueError(f"{asked} needs an even head dim, of which two numbers share a byte, got {model.head_dim}")
+
+
+def check_same_vocabulary(tokenizer: Tokenizer | None, config: ModelConfig, draft_folder: Path) -> None:
+    """ValueError unless the draft model's token ids mean the same as the target's."""
+    other = read_config(draft_folder)
+    if other.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"draft model {draft_folder} has a vocabulary of {other.vocab_size:,}, the target one of "
+            f"{config.vocab_size:,}: they must be the same"
+        )
+    theirs = load_tokenizer(draft_folder, other)
+    sample = "The quick brown fox jumps over the lazy dog, 1234567890 times; naïve café, \u00fcber \u4e2d\u6587."
+    if tokenizer and theirs and tokenizer.encode(sample) != theirs.encode(sample):
+        raise ValueError(f"draft model {draft_folder} has a different tokenizer than the target: they must share one")
+
+
+def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, group: Group) -> None:
+    """ValueError if a rank's part of a model cannot run here, or not with such a configuration; it is not changed."""
+    device, dtype = model.embedding.weight.device, model.embedding.weight.dtype
+    group.check_part(model)
+    require_kernels(device)
+    check_positions(config, model.config)
+    check_kv_dtype(config, dtype, device)
+    check_planes(config, draft, model.config)
+    if config.quantize is None and is_quantized(model):
+        raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
+    if config.quantize and getattr(model, "unquantized_in", None) == id(model):
+        raise ValueError("an engine runs this model's weights as they are: pass no quantize, or load the model again")
+
+
+def plan_for(system: System) -> MemoryPlan:
+    """The memory plan of a rank's part on this machine; ValueError for a precision that does not run here."""
+    _require_precisions(system)
+    return MemoryPlan.of(replace(system, whole=whole_memory(system.device), packs=_packs(system)))
+
+
+def _require_precisions(system: System) -> None:
+    """ValueError if weights of the target, or of copies that draft, are of a precision that does not run here."""
+    config, draft, device = system.config, system.draft, system.device
+    require_precision(config.quantize, device, system.dtype)
+    require_sizes(config.quantize, device, system.model, system.ranks)
+    require_precision(draft.quantize, device, system.dtype, of_draft=True)
+    if draft.quantize:
+        for step, ranks in system.draft_steps():
+            if step.model is not system.draft_model:
+                require_copy(draft.quantize, config.quantize)
+            require_sizes(draft.quantize, device, step.model, ranks, of_draft=True)
+
+
+def _packs(system: System) -> bool:
+    """Whether steps read packed weights."""
+    config, model = system.config, system.model
+    packs = config.compile or kernels_are_built(model.head_dim, system.dtype, model.vocab_size, system.kv_dtype)
+    packs = packs and system.dtype == torch.bfloat16 and system.device.type == "cpu" and config.bodies == "fast"
+    if config.quantize or system.draft.quantize:  # what is not packed may have to be unpacked in every product
+        packs = packs and packing_builds()
+    return packs
