@@ -10,11 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpt_fast_sd.model import Transformer
+from torch import Tensor
+
+from gpt_fast_sd.model import KV, Transformer
 
 from . import acceptance, attention, sampling, selection
 
 Body = Callable[..., Any]
+
+
+def hidden(model: Transformer, tokens: Tensor, pos: Tensor, kv: KV) -> Tensor:
+    """The model's normed final states: tokens, pos [B, T] -> [B, T, D]."""
+    return model.hidden(tokens, pos, kv)
+
+
+def logits(model: Transformer, tokens: Tensor, pos: Tensor, kv: KV) -> Tensor:
+    """The model's logits after each token: tokens, pos [B, T] -> [B, T, V]."""
+    out: Tensor = model(tokens, pos, kv)
+    return out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +55,7 @@ class Bodies:
     @property
     def fused(self) -> bool:
         """Whether one call runs all layers: then the bits of a row's results depend on that row alone."""
-        return self.hidden is not Transformer.hidden
+        return self.hidden is not hidden
 
     @property
     def reads_own_keys(self) -> bool:

@@ -151,7 +151,7 @@ def decode_step(
     view. With a page, also the attention mass that each block of page keys received: fp32 [L, B, K, n_keys // page].
     """
     kv = DenseKV(layers, n_splits_carrier, page, bodies=bodies)
-    logits = model.output(bodies.hidden(model, tokens, pos, kv)).float()  # [B, T, V]
+    logits = bodies.logits(model, tokens, pos, kv).float()  # [B, T, V]
     return logits, torch.stack(kv.mass) if page else None
 
 

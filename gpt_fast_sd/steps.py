@@ -17,7 +17,7 @@ from torch import Tensor
 from gpt_fast_sd.model import SPLIT, KVCache, Transformer
 from gpt_fast_sd.tp import ALONE, Group
 
-from .bodies import Bodies
+from .bodies import CORE, Bodies
 from .config import MAX_GAMMA
 from .kv import DenseKV, ListedKV
 
@@ -82,7 +82,9 @@ class Runner:
 
     def bodies_of(self, kv: Callable[..., Any]) -> Bodies:
         """Those for steps that read the cache through such a KV: a body of all layers serves only two kinds."""
-        return self.bodies if kv in (DenseKV, ListedKV) else replace(self.bodies, hidden=Transformer.hidden)
+        return (
+            self.bodies if kv in (DenseKV, ListedKV) else replace(self.bodies, hidden=CORE.hidden, logits=CORE.logits)
+        )
 
     def step(self, fn: Callable[..., Any], kv: Callable[..., Any] = DenseKV) -> Step:
         """A step of this model through such a KV; where one call runs all layers, nothing is left to compile."""

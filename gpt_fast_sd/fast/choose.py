@@ -96,7 +96,8 @@ class FastBackend(Backend):
         if cpu_attention_fits(asked, layer.k):
             parts["attention"] = {"dense": cpp.dense, "listed": cpp.listed}, who
         if runner.group.size == 1 and fuses(model, runner.cache):
-            parts["layers"] = {"hidden": FusedLayers(model)}, "C++, one call"
+            layers = FusedLayers(model)
+            parts["layers"] = {"hidden": layers, "logits": layers.logits}, "C++, one call"
         if not traits_of(self.device).compiles_sampling or not self.compiles:
             if cpu_round_serves(self.device):
                 names = ["draw", "uniform", "judge_sampled", "commit", *(["verify_greedy"] * (runner.group.size == 1))]
@@ -108,8 +109,7 @@ class FastBackend(Backend):
     def _put_in(self, bodies: Bodies, runner: Runner, parts: dict[str, tuple[dict[str, Body], str]]) -> Bodies:
         """The table with the bodies of these parts, except those whose originals were edited."""
         for part, (found, who) in parts.items():
-            kinds = {name: type(body) if isinstance(body, FusedLayers) else body for name, body in found.items()}
-            changed = {name: edited(kind) for name, kind in kinds.items()}
+            changed = {name: edited(FusedLayers if part == "layers" else body) for name, body in found.items()}
             for name in sorted({name for names in changed.values() for name in names} - self.told):
                 self.told.add(name)
                 where = name.replace(":", ", ").removeprefix("gpt_fast_sd.")

@@ -57,7 +57,7 @@ def middle_step(
 ) -> Tensor:
     """Feed tokens [B, T] at pos [B, T] through a view -> fp32 logits [B, T, V] after each of them."""
     kv = make(layers, n_splits_carrier, *args, bodies=bodies)
-    logits: Tensor = model.output(bodies.hidden(model, tokens, pos, kv)).float()
+    logits: Tensor = bodies.logits(model, tokens, pos, kv).float()
     return logits
 
 

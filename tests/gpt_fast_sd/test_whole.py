@@ -389,6 +389,5 @@ def test_exact_needs_no_wider_steps(name: str) -> None:
     assert one.engine.target.bodies.fused and one.engine.schedule.rounds.width == 0
     assert covers(one.run(PROMPTS, PARAMS), one.run(PROMPTS, PARAMS, speculate=False))
     odd = Watched(name, 3, dtype="bf16", config=replace(CONFIG, vocab_size=258), compile=True)
-    assert not odd.engine.target.bodies.fused and odd.engine.schedule.rounds.width == 4, (
-        "a library multiplies with the head"
-    )
+    rounds = odd.engine.schedule.rounds
+    assert not odd.engine.target.bodies.fused and rounds.width == 4, "a library multiplies with the head"

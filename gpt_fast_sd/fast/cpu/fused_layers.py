@@ -32,7 +32,8 @@ CACHED = torch.bfloat16, torch.int8, torch.uint8
 
 
 @stands_for(
-    "gpt_fast_sd.model.llama:Transformer.hidden", "gpt_fast_sd.model.llama:Block.forward",
+    "gpt_fast_sd.model.llama:Transformer.forward", "gpt_fast_sd.model.llama:Transformer.hidden",
+    "gpt_fast_sd.model.llama:Block.forward",
     "gpt_fast_sd.model.llama:Attention.forward", "gpt_fast_sd.model.llama:FeedForward.forward",
     "gpt_fast_sd.model.llama:RMSNorm.forward", "gpt_fast_sd.model.cache:CacheLayer.store",
     "gpt_fast_sd.kv:DenseKV.attend", "gpt_fast_sd.kv:ListedKV.attend", *DENSE, *LISTED,
@@ -71,6 +72,11 @@ class FusedLayers:
         out = self.stack(tokens, pos, caches, n_keys, mass=mass, tail=first.tail, fine=first.fine)
         if mass is not None:
             kv.mass.extend(page_sums(mass.flatten(0, 1), kv.page // PAGE).unflatten(0, (len(caches), -1)))
+        return out
+
+    def logits(self, model: Transformer, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
+        """As Transformer.forward: tokens, pos [B, T] -> [B, T, V]."""
+        out: Tensor = model.output(self(model, tokens, pos, kv))
         return out
 
     def _caches_of(self, layers: Sequence[CacheLayer]) -> list[LayerCache]:
