@@ -34,9 +34,8 @@ def logits(model: Transformer, tokens: Tensor, pos: Tensor, kv: KV) -> Tensor:
 class Bodies:
     """The table of bodies, made when an engine is built; Bodies() is the core as its modules have it just then."""
 
-    hidden: Body = field(
-        default_factory=lambda: Transformer.hidden
-    )  # all layers: (model, tokens, pos, kv) -> normed states
+    hidden: Body = hidden
+    logits: Body = logits
     dense: Body = field(default_factory=lambda: attention.dense)
     dense_of_slots: Body = field(default_factory=lambda: attention.dense_of_slots)
     listed: Body = field(default_factory=lambda: attention.listed)

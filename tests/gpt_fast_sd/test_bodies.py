@@ -132,7 +132,8 @@ USED = {
     "gpt_fast_sd.acceptance:judge_sampled", "gpt_fast_sd.acceptance:commit", "gpt_fast_sd.sampling:draw",
     "gpt_fast_sd.sampling:uniform", "gpt_fast_sd.sampling:probabilities", "gpt_fast_sd.sampling:likeliest",
     "gpt_fast_sd.model.llama:Transformer.forward", "gpt_fast_sd.model.llama:Transformer.hidden",
-    "gpt_fast_sd.model.llama:Block.forward", "gpt_fast_sd.model.llama:Attention.forward", "gpt_fast_sd.model.llama:FeedForward.forward",
+    "gpt_fast_sd.model.llama:Block.forward", "gpt_fast_sd.model.llama:Attention.forward",
+    "gpt_fast_sd.model.llama:FeedForward.forward",
     "gpt_fast_sd.model.llama:RMSNorm.forward", "gpt_fast_sd.model.cache:CacheLayer.store",
     "gpt_fast_sd.kv:DenseKV.attend", "gpt_fast_sd.kv:ListedKV.attend",
 }  # fmt: skip
@@ -193,7 +194,8 @@ def test_an_edit_in_a_copy_takes_effect_and_is_announced(name: str, tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", RUN], cwd=root, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "the edit runs", done.stderr[-2000:]
     where = name.replace(":", ", ").removeprefix("gpt_fast_sd.")
-    assert f"{where} was edited" in done.stderr
+    # of a small vocabulary no body stands in for the whole of probabilities
+    assert (f"{where} was edited" in done.stderr) == (where != "sampling, probabilities")
 
 
 def test_what_a_body_stands_for_is_edited_in_some_test() -> None:
