@@ -13,11 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.tp import Vocabulary
-
-from .sampling import draw, uniform
-
-WHOLE = Vocabulary()
+from .sampling import WHOLE, Vocabulary, draw, uniform
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ fast/choose.py puts them in, one by one, as long as what they stand for reads as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt_fast_sd.model import KV, Transformer
 
-from . import acceptance, attention, sampling, selection
+from . import acceptance, attention, sampling
 
 Body = Callable[..., Any]
 
@@ -39,17 +39,18 @@ class Bodies:
     dense: Body = field(default_factory=lambda: attention.dense)
     dense_of_slots: Body = field(default_factory=lambda: attention.dense_of_slots)
     listed: Body = field(default_factory=lambda: attention.listed)
-    top_pages: Body = field(default_factory=lambda: selection.top_pages)
-    guided_select: Body = field(default_factory=lambda: selection.guided_select)
-    page_bounds: Body = field(default_factory=lambda: selection.page_bounds)
-    quest_pages: Body = field(default_factory=lambda: selection.quest_pages)
     probabilities: Body = field(default_factory=lambda: sampling.probabilities)
     draw: Body = field(default_factory=lambda: sampling.draw)
     uniform: Body = field(default_factory=lambda: sampling.uniform)
     verify_greedy: Body = field(default_factory=lambda: acceptance.verify_greedy)
     judge_sampled: Body = field(default_factory=lambda: acceptance.judge_sampled)
     commit: Body = field(default_factory=lambda: acceptance.commit)
+    others: Mapping[str, Body] = field(default_factory=dict)  # of functions that policies have, by their names
     names: tuple[tuple[str, str], ...] = ()  # what is not the core's own: a part of the work, and who does it
+
+    def of(self, function: Body) -> Body:
+        """What runs in the place of a policy's function: a body, or the function itself."""
+        return self.others.get(function.__name__, function)
 
     @property
     def fused(self) -> bool:

@@ -41,3 +41,12 @@ TRAITS = {
 def traits_of(device: torch.device) -> DeviceTraits:
     """The traits of a device's kind; those of a CPU for a kind without its own."""
     return TRAITS.get(device.type, TRAITS["cpu"])
+
+
+def require_current(device: torch.device) -> None:
+    """ValueError unless this CUDA device is the current one: Triton launches, and rounds are captured, on that one."""
+    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
+        raise ValueError(
+            f"the model is on {device}, but the current device is cuda:{current}, where kernels would be launched: "
+            f"call torch.cuda.set_device({device.index}) first"
+        )

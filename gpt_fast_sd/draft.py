@@ -16,15 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import KV, CacheLayer, ModelConfig, Transformer
-from gpt_fast_sd.tp import Group, Vocabulary
+from gpt_fast_sd.model import KV, CacheLayer, Transformer
 
 from . import registry
 from .bodies import CORE, Bodies
 from .config import DraftConfig
-from .costs import ModelSteps, PolicyCosts, ViewCosts
+from .costs import PolicyCosts, ViewCosts
 from .prefill import Filling
-from .quantization.quantize import drafter
 from .sampling import DRAFT_STREAM
 from .state import BatchState, RoundPlan
 from .steps import Runner, Step, span
@@ -129,7 +127,7 @@ class DraftPolicy(Drafts, PolicyCosts):
 
     @classmethod
     def build(
-        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
+        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Any
     ) -> DraftPolicy:
         """The policy that a configuration describes; ValueError if it does not fit the models.
 
@@ -224,34 +222,7 @@ def build_view(config: DraftConfig, name: str, runner: Runner) -> View:
 
 
 class ModelDraft(DraftPolicy):
-    """A model drafts token by token through a view of a cache; with the target's own model and cache, a self-draft.
-
-    Self-drafts write their approximate keys at the positions that verification overwrites with exact ones, so they need
-    no cache, no prefill and no rollback of their own.
-    """
-
-    about = "the target itself"
-    flags: tuple[str, ...] = ("quantize", "kv_bits")
-
-    @classmethod
-    def build(
-        cls, config: DraftConfig, target: Runner, draft_model: Transformer | None, draft_group: Group
-    ) -> DraftPolicy:
-        """Build a self-draft of the target through the view of the policy's name."""
-        runner = drafter(target, config.quantize, on_planes=config.needs_planes)
-        return ModelDraft(runner, build_view(config, cls.views(config)[0], runner), config.policy)
-
-    @classmethod
-    def views(cls, config: DraftConfig) -> tuple[str, ...]:
-        """The name of the policy is that of its view."""
-        return (config.policy,)
-
-    @classmethod
-    def model_steps(
-        cls, config: DraftConfig, target: ModelConfig, draft_model: ModelConfig | None, gamma: int
-    ) -> list[ModelSteps]:
-        """One step of the target per token."""
-        return [ModelSteps(target, gamma, cls.views(config)[0])]
+    """A model drafts token by token through a view of a cache; with the target's own model and cache, a self-draft."""
 
     def __init__(self, runner: Runner, view: View, name: str) -> None:
         self.runner, self.view = runner, view
@@ -259,7 +230,7 @@ class ModelDraft(DraftPolicy):
         self.wants_mass, self.refresh_every = view.wants_mass, view.refresh_every
         self.page: int | None = getattr(view, "page", None)
         self.stream = DRAFT_STREAM  # the random stream of its tokens
-        self.vocabulary = Vocabulary(runner.group.mesh, runner.model.config.vocab_size)
+        self.vocabulary = runner.group.vocabulary(runner.model.config.vocab_size)
         self.bodies = runner.bodies_of(view.kv()[0])
         self._choose = runner.backend.sampling_step(BatchState.choose)
         self._step = runner.step(draft_step, view.kv()[0])

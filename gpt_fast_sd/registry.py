@@ -39,7 +39,7 @@ def policy_class(name: str) -> Any:
     """The class of a policy, a DraftPolicy of draft.py; for "off" the one that does nothing."""
     if name in DRAFTERS:
         return _found(DRAFTERS[name])
-    return _of_draft("ModelDraft" if name in VIEWS else "DraftPolicy")
+    return _found("self_draft.SelfDraft") if name in VIEWS else _of_draft("DraftPolicy")
 
 
 def about(name: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,41 @@ CHEAP_ACCEPT_STREAM = 4  # whether the middle level accepts that one
 _MASK32 = 0xFFFFFFFF
 
 Cuts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # see likeliest
+
+
+class Vocabulary(Protocol):
+    """Which of the logits this process holds; tp's class of this name is for ranks that share them."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The best token, ties go to the lowest id: fp32 [..., V] -> int64 [...]."""
+        ...
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """All logits: those of this rank -> [..., V]."""
+        ...
+
+    def decided(self, *drawn: Tensor) -> tuple[Tensor, ...]:
+        """The first rank's draws, for all of them."""
+        ...
+
+
+class WholeVocabulary:
+    """All logits are here."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The best token, ties go to the lowest id: fp32 [..., V] -> int64 [...]."""
+        return logits.argmax(-1)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """The logits themselves."""
+        return logits
+
+    def decided(self, *drawn: Tensor) -> tuple[Tensor, ...]:
+        """The draws themselves."""
+        return drawn
+
+
+WHOLE = WholeVocabulary()
 
 
 class Kind(NamedTuple):

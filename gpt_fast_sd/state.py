@@ -11,12 +11,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.tp import Vocabulary
-
-from .acceptance import WHOLE, AcceptResult
+from .acceptance import AcceptResult
 from .bodies import CORE, Bodies
 from .config import SamplingParams
-from .sampling import GREEDY, Kind, SamplingTable
+from .sampling import GREEDY, WHOLE, Kind, SamplingTable, Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)

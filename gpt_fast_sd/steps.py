@@ -9,17 +9,17 @@ import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, KVCache, Transformer
-from gpt_fast_sd.tp import ALONE, Group
 
 from .bodies import CORE, Bodies
 from .config import MAX_GAMMA
 from .kv import DenseKV, ListedKV
+from .sampling import WHOLE, Vocabulary
 
 
 class Step:
@@ -34,6 +34,29 @@ class Step:
     def __call__(self, *args: Any, variant: Hashable = None) -> Any:
         """Call the function. variant: a key for differences in the arguments that need a graph of their own."""
         return self.fn(*args)
+
+
+class Ranks(Protocol):
+    """The processes that hold a model together, as tp's Group describes them."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        ...
+
+    def vocabulary(self, size: int) -> Vocabulary:
+        """Who holds which of the logits of a vocabulary of this size."""
+        ...
+
+
+class OneProcess:
+    """One process that holds the model alone."""
+
+    size = 1
+
+    def vocabulary(self, size: int) -> Vocabulary:
+        """All logits are here."""
+        return WHOLE
 
 
 class Backend:
@@ -67,7 +90,7 @@ class Runner:
 
     model: Transformer
     cache: KVCache
-    group: Group = ALONE  # the ranks that hold the model together
+    group: Any = OneProcess()  # noqa: RUF009  the Ranks that hold the model together
     backend: Backend = Backend()  # noqa: RUF009  it has no state
 
     @cached_property

@@ -160,6 +160,52 @@ def test_every_import_looks_downhill_through_a_door() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+FLOORS = ("core", "fast", "quantization", "policies", "loading", "serving", "engine")  # of gpt_fast_sd/, from below
+OF_THE_CORE = {"torch", "gpt_fast_sd.model"}  # what it imports besides itself and the standard library
+
+
+def floor_of(module: str) -> str | None:
+    """The floor of a module of gpt_fast_sd, by its dotted name; None for its door, and for anything else."""
+    first = module.removeprefix("gpt_fast_sd.").split(".")[0] if module.startswith("gpt_fast_sd.") else ""
+    if not first or first in ("model", "tp"):
+        return None
+    return first if first in FLOORS else "core"
+
+
+def steps_up(path: str, source: str) -> list[str]:
+    """One line for every import that looks up from a file's floor; in the core, also for what it does not import."""
+    own = floor_of(path.removesuffix("/__init__.py").removesuffix(".py").replace("/", "."))
+    found = []
+    for line, _, module, name in imports(path, source):
+        there = floor_of(module) or floor_of(f"{module}.{name}")
+        if own and there and FLOORS.index(there) > FLOORS.index(own):
+            found.append(f"{path}:{line}: looks up, from {own} to {there}")
+        foreign = there is None and module.split(".")[0] not in {*sys.stdlib_module_names, "torch"}
+        if own == "core" and foreign and module not in OF_THE_CORE and path != "gpt_fast_sd/__init__.py":
+            found.append(f"{path}:{line}: the core does not import {module}")
+    return found
+
+
+def test_the_folders_of_the_package_look_one_way() -> None:
+    paths = [path for path in files_of("gpt_fast_sd") if path != "gpt_fast_sd/__init__.py"]
+    assert [line for path in paths for line in steps_up(path, (ROOT / path).read_text(encoding="utf-8"))] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("gpt_fast_sd/round.py", "from .fast.compile import CompiledStep"),
+        ("gpt_fast_sd/state.py", "def f():\n    from gpt_fast_sd.tp import Vocabulary"),
+        ("gpt_fast_sd/state.py", "import numpy"),
+        ("gpt_fast_sd/fast/choose.py", "from ..quantization.table import TABLE"),
+        ("gpt_fast_sd/policies/quest.py", "from ..serving import requests"),
+        ("gpt_fast_sd/loading/memory.py", "from ..engine import Engine"),
+    ],
+)
+def test_a_step_up_is_seen(path: str, source: str) -> None:
+    assert len(steps_up(path, source)) == 1
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Not even for types alone, nor inside functions: a reader of a file can first read what it is built on."""
     paths = files_of(*PACKAGES, "scripts")

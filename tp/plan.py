@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpt_fast_sd.model import Attention, ModelConfig, Transformer, load_model
 
-from .vocab import rows_held
+from .vocab import Vocabulary, rows_held
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Group:
     size: int = 1
     rank: int = 0
     mesh: DeviceMesh | None = None  # of one dimension; None: this process has the whole model
+
+    def vocabulary(self, size: int) -> Vocabulary:
+        """Who holds which of the logits of a vocabulary of this size."""
+        return Vocabulary(self.mesh, size)
 
     def shard(self, model: Transformer) -> Transformer:
         """Cut a whole model down, in place, to this rank's part; ValueError if it cannot be split into that many."""

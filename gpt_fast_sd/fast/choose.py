@@ -118,5 +118,7 @@ class FastBackend(Backend):
                 )
             kept = {name: body for name, body in found.items() if not changed[name]}
             names = (*bodies.names, (part, who)) if kept and who else bodies.names
-            bodies = replace(bodies, **kept, names=names)
+            others = {name: body for name, body in kept.items() if name not in Bodies.__dataclass_fields__}
+            own = {name: body for name, body in kept.items() if name not in others}
+            bodies = replace(bodies, **own, others={**bodies.others, **others}, names=names)
         return bodies

@@ -4,8 +4,8 @@ A mark is a hash of a function's syntax tree without docstring, comments and ann
 the functions of the core that it stands for; whatever of the core these call or read by name counts, too. If one of
 them has another mark now, because a file was edited or a name bound anew, the body is not used, and one line says so.
 
-    python -m gpt_fast_sd.fast.marks            # which marks are out of date, and which bodies stand for what changed
-    python -m gpt_fast_sd.fast.marks --write    # the bodies were brought up to date: remember the core as it is
+    python -m gpt_fast_sd.fast            # which marks are out of date, and which bodies stand for what changed
+    python -m gpt_fast_sd.fast --write    # the bodies were brought up to date: remember the core as it is
 """
 
 from __future__ import annotations
@@ -135,18 +135,7 @@ def _known() -> dict[str, str]:
     return known
 
 
-def main() -> None:
-    """Say which marks are out of date, or remember those of the core as it is."""
-    from . import choose  # noqa: F401  it imports every body
-
-    if "--write" in sys.argv[1:]:
-        marks = marks_of(name for names in STANDS_FOR.values() for name in names)
-        MARKS.write_text(json.dumps(marks, indent=0) + "\n", encoding="utf-8")
-        return
-    for body, names in sorted(STANDS_FOR.items()):
-        for name in edited_of(names):
-            print(f"{name} changed: bring {body} up to date, then its mark")
-
-
-if __name__ == "__main__":
-    importlib.import_module("gpt_fast_sd.fast.marks").main()  # not this copy, where nothing is declared
+def write() -> None:
+    """Remember the core as it is, once the bodies do what it says."""
+    marks = marks_of(name for names in STANDS_FOR.values() for name in names)
+    MARKS.write_text(json.dumps(marks, indent=0) + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ import torch
 
 from gpt_fast_sd.tp import in_short
 
+from ..devices import require_current
 from ..fast import packing_builds, prepare_launches
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")  # where Linux says what memory there is
@@ -50,15 +51,6 @@ def require_kernels(device: torch.device) -> None:
         )
     require_current(device)
     _require_launches()
-
-
-def require_current(device: torch.device) -> None:
-    """ValueError unless this CUDA device is the current one: Triton launches, and rounds are captured, on that one."""
-    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
-        raise ValueError(
-            f"the model is on {device}, but the current device is cuda:{current}, where kernels would be launched: "
-            f"call torch.cuda.set_device({device.index}) first"
-        )
 
 
 def _require_launches() -> None:

@@ -14,9 +14,9 @@ from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
 from gpt_fast_sd.tp import local_config
 
 from .. import registry
+from ..costs import steps_held
 from ..devices import traits_of
 from ..quantization.table import matrices_of, precision
-from ..serving.cuda_graphs import steps_held
 from .system import System
 from .workspace import Workspace
 

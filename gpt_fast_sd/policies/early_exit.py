@@ -14,10 +14,11 @@ from gpt_fast_sd.tp import Group
 
 from ..config import DraftConfig
 from ..costs import ModelSteps
-from ..draft import ModelDraft, build_view
+from ..draft import build_view
 from ..quantization.quantize import drafter
 from ..state import BatchState
 from ..steps import Runner
+from .self_draft import SelfDraft
 
 
 def exit_after(n: int | None, n_layers: int) -> int:
@@ -34,7 +35,7 @@ def first_layers(target: Runner, n: int | None) -> Runner:
     return replace(target, model=target.model.first_layers(n), cache=target.cache.first_layers(n))
 
 
-class EarlyExitDraft(ModelDraft):
+class EarlyExitDraft(SelfDraft):
     """A self-draft that exits after n layers: it reads and writes only these layers of the target's cache."""
 
     about = "the first `--exit-layers` layers of the target"

@@ -8,10 +8,10 @@ draft reads both planes in place of that buffer.
 from __future__ import annotations
 
 from ..config import DraftConfig
-from ..draft import ModelDraft
+from .self_draft import SelfDraft
 
 
-class QuantizedDraft(ModelDraft):
+class QuantizedDraft(SelfDraft):
     """The target reads every token of its own cache, 4 bits of each number, and the last tokens whole."""
 
     about = "the target itself, from the upper 4 bits of its int8 cache"

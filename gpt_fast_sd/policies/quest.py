@@ -18,13 +18,13 @@ from torch import Tensor
 
 from gpt_fast_sd.model import KV, SPLIT, CacheLayer
 
-from ..bodies import CORE, Bodies
+from ..bodies import CORE, Bodies, Body
 from ..config import DraftConfig
 from ..draft import View
-from ..selection import entries_of
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
 from .list_and_window import positions_of
+from .selection import entries_of, page_bounds, quest_pages
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class QuestKV:
     window_start: Tensor  # int64 [B], a multiple of page
     window_width: int  # positions from window_start that may be read
     page: int
+    choose: Body = quest_pages
     bodies: Bodies = field(default=CORE, kw_only=True)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
@@ -45,9 +46,7 @@ class QuestKV:
         self.layers[layer].store(pos, k, v)
         n_pages, chosen = self.n_splits_carrier.shape[0] * (SPLIT // self.page), self.chosen[layer]
         bounds = self.bounds[layer].narrow(2, 0, n_pages)  # [B, K, P, 2H]
-        chosen.copy_(
-            self.bodies.quest_pages(q.to(bounds.dtype), bounds, self.window_start // self.page, chosen.shape[-1])
-        )
+        chosen.copy_(self.choose(q.to(bounds.dtype), bounds, self.window_start // self.page, chosen.shape[-1]))
         window = self.window_start, self.window_width
         which = entries_of(chosen, self.page)
         out: Tensor = self.bodies.listed(q, self.layers[layer], which, *window, pos, self.page)
@@ -99,13 +98,14 @@ class QuestView(View):
 
     def kv(self) -> tuple[Callable[..., KV], tuple[Any, ...]]:
         """QuestKV over bounds and window; it records the pages that it chose."""
-        return QuestKV, (self.bounds, self.chosen, self.window_start, self.window_width, self.page)
+        choose = self.runner.bodies.of(quest_pages)
+        return QuestKV, (self.bounds, self.chosen, self.window_start, self.window_width, self.page, choose)
 
     def host_admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Compute the bounds of all pages of the slot."""
         for layer, bounds in zip(self.runner.cache.slot(slot), self.bounds, strict=True):
             own, first = bounds[slot : slot + 1], self.window_start.new_zeros(1)  # [1, K, S // page, 2H], [1]
-            self.runner.bodies.page_bounds(layer, own, first, own.shape[2], self.page)
+            self.runner.bodies.of(page_bounds)(layer, own, first, own.shape[2], self.page)
         self.window_start[slot] = self._closed(len(prompt) - 1) * self.page
 
     def host_must_wait(self, plan: RoundPlan) -> bool:
@@ -151,4 +151,4 @@ class QuestView(View):
 
     def _bound(self, first: Tensor) -> None:
         for layer, bounds in zip(self.runner.cache.layers, self.bounds, strict=True):
-            self.runner.bodies.page_bounds(layer, bounds, first, self._stride, self.page)
+            self.runner.bodies.of(page_bounds)(layer, bounds, first, self._stride, self.page)

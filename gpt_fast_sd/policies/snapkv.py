@@ -21,12 +21,13 @@ from torch import Tensor
 
 from gpt_fast_sd.model import SPLIT, CacheLayer, Transformer
 
-from ..bodies import CORE, Bodies
+from ..bodies import CORE, Bodies, Body
 from ..config import DraftConfig
 from ..devices import traits_of
 from ..state import BatchState, RoundPlan
 from ..steps import Runner, span
 from .list_and_window import SlotView
+from .selection import top_pages
 
 OBSERVED = 32  # observation window, as in the paper
 REFRESH = 64  # tokens from one selection to the next
@@ -46,6 +47,7 @@ class ObservingKV:
     n_listed: int
     listed: list[Tensor] = field(default_factory=list)  # int64 [W, K, C] per layer; no layer's mass is kept
     bodies: Bodies = field(default=CORE, kw_only=True)
+    select: Body = field(default=top_pages, kw_only=True)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Attend: q [W, N, T, H]; k, v [W, K, T, H] (unused: the cache holds them); pos [W, T] -> [W, N, T, H]."""
@@ -53,7 +55,7 @@ class ObservingKV:
         out: Tensor
         out, mass = self.bodies.dense_of_slots(q, self.layers[layer], self.slots, pos, n_keys)
         first = torch.where(pos[:, 0] < n_keys, pos[:, 0], 0)  # [W]
-        self.listed.append(best_entries(mass, first, self.n_listed, self.bodies))
+        self.listed.append(best_entries(mass, first, self.n_listed, self.select))
         return out
 
 
@@ -66,17 +68,18 @@ def observe_step(
     n_splits_carrier: Tensor,
     n_listed: int,
     bodies: Bodies = CORE,
+    select: Body = top_pages,
 ) -> Tensor:
     """The entries that committed tokens [W, T] at pos [W, T] of slots [W] attend to most before them: [L, W, K, C].
 
     int64. The list of an observation window at or past all keys in view is meaningless.
     """
-    kv = ObservingKV(layers, n_splits_carrier, slots, n_listed, bodies=bodies)
+    kv = ObservingKV(layers, n_splits_carrier, slots, n_listed, bodies=bodies, select=select)
     bodies.hidden(model, tokens, pos, kv)
     return torch.stack(kv.listed)
 
 
-def best_entries(mass: Tensor, end: Tensor, n: int, bodies: Bodies = CORE) -> Tensor:
+def best_entries(mass: Tensor, end: Tensor, n: int, select: Body = top_pages) -> Tensor:
     """The n entries before end [W] with the most mass, averaged over neighbours before end: [W, K, S] -> [W, K, n].
 
     Ascending, then -1. Ties go to the first: the size of the view, which depends on other rows, has no influence.
@@ -85,7 +88,7 @@ def best_entries(mass: Tensor, end: Tensor, n: int, bodies: Bodies = CORE) -> Te
     valid = (place < end[:, None])[:, None]  # [W, 1, S]
     # zeros, as beyond the first entry: they count in the averages at both ends
     pooled = F.avg_pool1d(torch.where(valid, mass, 0.0), KERNEL, stride=1, padding=KERNEL // 2)  # [W, K, S]
-    best: Tensor = bodies.top_pages(pooled, end[:, None], n)
+    best: Tensor = select(pooled, end[:, None], n)
     return best
 
 
@@ -186,7 +189,8 @@ class SnapKVView(SlotView):
         """See observe_step: tokens, pos [W, T], slots [W] -> int64 [L, W, K, C]."""
         cache = self.runner.cache
         n_splits_carrier = span(cache, n_keys, compiled=self._step.compiles)
-        how = self.kv_indices.shape[-1], self.runner.bodies_of(ObservingKV)
+        bodies = self.runner.bodies_of(ObservingKV)
+        how = self.kv_indices.shape[-1], bodies, bodies.of(top_pages)
         out: Tensor = self._step(self.runner.model, tokens, pos, slots, cache.layers, n_splits_carrier, *how)
         return out
 

@@ -18,10 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from gpt_fast_sd.model import SPLIT, KVCache
-
-from .. import registry
-from ..config import MAX_GAMMA, DraftConfig, gamma_tiers
+from gpt_fast_sd.model import SPLIT
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -29,34 +26,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
-# Steps, of target and draft, in all the rounds held at a time: each is some hundred launches, and a graph's share of
-# the driver's memory grows with its launches, so steps are what a plan can budget for (see MemoryPlan). Enough for the
-# longest rounds in all three kinds of sampling, or for three tiers of gamma "auto", over one view: when a batch grows
-# into the next doubling of the view, graphs of the one before are useless. Every tier, kind and view of 128K tokens
-# would be sixteen times as many. A hierarchy has up to 33 steps per round, and "auto" in several kinds also needs more
-# than these: if a batch then alternates between kinds, rounds are captured again, which costs only time.
-KINDS = 3
-MOST_STEPS = KINDS * (1 + MAX_GAMMA)
-REFRESH_STEPS = 2  # what a refreshing pass counts for: it launches more than a step does
 N_STREAMS = 32  # torch has this many streams per device, and hands them out cyclically
-
-
-def steps_of(draft: DraftConfig, gamma: int) -> int:
-    """The most steps of a round that drafts gamma tokens, the target's own included."""
-    drafting: int = registry.policy_class(draft.policy).steps(gamma)
-    return drafting + 1
-
-
-def steps_held(max_seq_len: int, draft: DraftConfig, group: int) -> int:
-    """The most steps of captured rounds that are held: MOST_STEPS, or all that exist.
-
-    group: query heads per kv head of the target.
-    """
-    gammas = [0] if draft.policy == "off" else gamma_tiers(group) if isinstance(draft.gamma, str) else [0, draft.gamma]
-    views = max(1, (KVCache.splits(max_seq_len) - 1).bit_length())  # doublings of two splits, see doubling
-    there_are = KINDS * sum(steps_of(draft, gamma) for gamma in gammas)
-    there_are += REFRESH_STEPS if draft.view_name and registry.view_class(draft.view_name).n_observed else 0
-    return min(MOST_STEPS, views * there_are)
 
 
 def doubling(n_keys: int, capacity: int) -> int:

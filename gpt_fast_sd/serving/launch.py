@@ -21,13 +21,14 @@ from gpt_fast_sd.tp import DoneEvent
 
 from ..acceptance import Override
 from ..config import DraftConfig
+from ..costs import MOST_STEPS, REFRESH_STEPS, steps_of
 from ..devices import traits_of
 from ..policies import DraftPolicy
 from ..round import Round
 from ..sampling import Kind
 from ..state import BatchState, RoundPlan
 from ..steps import Runner
-from .cuda_graphs import MOST_STEPS, REFRESH_STEPS, Capture, GraphPool, doubling, steps_of
+from .cuda_graphs import Capture, GraphPool, doubling
 from .requests import Request
 
 Result = TypeVar("Result")

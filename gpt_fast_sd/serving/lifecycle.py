@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from ..loading.machine import require_current
+from ..devices import require_current
 from .scheduling import Schedule
 
 Event = TypeVar("Event")

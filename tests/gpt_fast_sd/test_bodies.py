@@ -42,7 +42,7 @@ def a_compiler() -> None:
 
 
 def test_every_body_stands_for_the_core_as_it_is() -> None:
-    """Where this fails: bring the body that is named up to date, then `python -m gpt_fast_sd.fast.marks --write`."""
+    """Where this fails: bring the body that is named up to date, then `python -m gpt_fast_sd.fast --write`."""
     assert choose, "it imports every body"
     wrong = {body: marks.edited_of(names) for body, names in marks.STANDS_FOR.items()}
     assert {body: names for body, names in wrong.items() if names} == {}

@@ -14,6 +14,7 @@ import torch
 import gpt_fast_sd.engine as engine_module
 import gpt_fast_sd.fast.cpu.packing as packing
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.costs import MOST_STEPS
 from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.fast import pack
 from gpt_fast_sd.loading import MemoryPlan, System, plan_for
@@ -23,7 +24,6 @@ from gpt_fast_sd.model import PRESETS, SPLIT, ModelConfig, Room, Weights
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.sampling import Kind
-from gpt_fast_sd.serving.cuda_graphs import MOST_STEPS
 from gpt_fast_sd.state import BatchState, RoundPlan
 from scripts import batch
 from tests.gpt_fast_sd.fast.references import as_on_cuda

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
+from gpt_fast_sd.fast.int8_linear import Int8Linear
 from gpt_fast_sd.fast.ops import int8 as ops_int8
 from gpt_fast_sd.loading import MemoryPlan, System, fit, plan_for, workspace
 from gpt_fast_sd.loading.load import load
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.quantization import table as precisions
-from gpt_fast_sd.quantization.int8 import Int8Linear
 from gpt_fast_sd.quantization.quantize import draft_copy, equalize_keys, quantize
 from gpt_fast_sd.quantization.table import TABLE, bytes_held, precision_of
 from gpt_fast_sd.tp import local_config

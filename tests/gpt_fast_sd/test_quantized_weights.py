@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear, pack_linears
+from gpt_fast_sd.fast.int4_linear import Int4Linear
+from gpt_fast_sd.fast.int8_linear import Int8Linear
 from gpt_fast_sd.fast.ops import int4 as ops_int4
 from gpt_fast_sd.fast.ops import int8 as ops_int8
 from gpt_fast_sd.loading import MemoryPlan
@@ -21,8 +23,6 @@ from gpt_fast_sd.loading.load import load
 from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.policies.hierarchy import HierarchyDraft
-from gpt_fast_sd.quantization.int4 import Int4Linear
-from gpt_fast_sd.quantization.int8 import Int8Linear
 from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
 from gpt_fast_sd.steps import Runner
 from tests.drafts import MIXTURES, POLICIES, draft_of

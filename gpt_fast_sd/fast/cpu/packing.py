@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import FeedForward, Linear, Room
 
-from ...quantization.int4 import Int4Linear
-from ...quantization.int8 import Int8Linear
 from .. import LINE, Int4, pack, pack_int4, packable, packed_linear, packed_rows, packed_swiglu, unpack, unpack_int4
+from ..int4_linear import Int4Linear
+from ..int8_linear import Int8Linear
 from ..marks import edited, stands_for
 
 

@@ -67,25 +67,25 @@ def listed(
     return sparse_attention(*asked, *beside_of(layer)).to(q.dtype)
 
 
-@stands_for("gpt_fast_sd.selection:top_pages")
+@stands_for("gpt_fast_sd.policies.selection:top_pages")
 def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
     """selection.top_pages: fp32 scores [..., P], n_valid -> int64 [..., n]."""
     return select.top_pages(scores, n_valid, n)
 
 
-@stands_for("gpt_fast_sd.selection:guided_select")
+@stands_for("gpt_fast_sd.policies.selection:guided_select")
 def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
     """selection.guided_select: mass [L, B, K, P], kv_indices [L, B, K, C], due, first_window_page [B]."""
     select.guided_select(mass, kv_indices, due, first_window_page, page)
 
 
-@stands_for("gpt_fast_sd.selection:page_bounds")
+@stands_for("gpt_fast_sd.policies.selection:page_bounds")
 def page_bounds(layer: CacheLayer, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
     """selection.page_bounds: bounds [B, K, S // page, 2H], first [B]."""
     select.page_bounds(layer.k, bounds, first, n_pages, page, layer.k_scale, layer.k_low)
 
 
-@stands_for("gpt_fast_sd.selection:quest_pages")
+@stands_for("gpt_fast_sd.policies.selection:quest_pages")
 def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     """selection.quest_pages: q [B, N, T, H], bounds [B, K, P, 2H], n_closed [B] -> int64 [B, K, n]."""
     return select.quest_pages(q, bounds, n_closed, n)

@@ -27,9 +27,9 @@ from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingP
 from gpt_fast_sd import state as batch_state
 from gpt_fast_sd.fast import dequantize_blocks
 from gpt_fast_sd.fast.compile import CompiledStep
+from gpt_fast_sd.fast.int4_linear import Int4Linear
 from gpt_fast_sd.loading import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer, Weights, load_model, save_hugging_face
-from gpt_fast_sd.quantization.int4 import Int4Linear
 from gpt_fast_sd.quantization.quantize import draft_copy
 from gpt_fast_sd.round import accept_step
 from gpt_fast_sd.tp import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import Linear
 
-from ..fast import Int4, dequantize_blocks, int4_linear, power_between, quantize_blocks
+from . import Int4, dequantize_blocks, int4_linear, power_between, quantize_blocks
 
 
 class Int4Linear(Linear):

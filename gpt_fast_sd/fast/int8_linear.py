@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gpt_fast_sd.model import Linear
 
-from ..fast import int8_linear, quantize_rows
+from . import int8_linear, quantize_rows
 
 
 class Int8Linear(Linear):
