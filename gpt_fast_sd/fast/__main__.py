@@ -1,4 +1,4 @@
-"""Say which bodies do not stand for the core as it is; --write: they were brought up to date, remember it. See marks.py."""
+"""Say which bodies do not stand for the core as it is; --write: they were brought up to date. See marks.py."""
 
 import sys
 

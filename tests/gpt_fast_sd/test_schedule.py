@@ -236,7 +236,7 @@ def test_the_time_of_a_chunk_is_no_rounds(name: str, kind: str, monkeypatch: pyt
         took.append(seconds or 0.0)
 
     stub = types.SimpleNamespace(perf_counter=lambda: clock[0])
-    for module in ("scheduling", "inflight"):
+    for module in ("serving.scheduling", "serving.launch"):
         monkeypatch.setattr(f"gpt_fast_sd.{module}.time", stub)
     monkeypatch.setattr(Prefill, "chunk", slow_chunk)
     monkeypatch.setattr(one.schedule.rounds, "device_round", slow_round)

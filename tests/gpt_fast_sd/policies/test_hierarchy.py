@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
+from gpt_fast_sd.bodies import Bodies
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA, HierarchyDraft, cheap_plan, n_middle_steps
 from gpt_fast_sd.policies.standalone import StandaloneDraft
-from gpt_fast_sd.sampling import ACCEPT_STREAM, CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM, TARGET_STREAM
+from gpt_fast_sd.sampling import ACCEPT_STREAM, CHEAP_ACCEPT_STREAM, CHEAP_STREAM, DRAFT_STREAM, TARGET_STREAM, uniform
 from gpt_fast_sd.serving.gamma_planner import StepTimes
 from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
@@ -246,14 +247,15 @@ def test_a_standalone_cheap_level_may_be_two_tokens_behind() -> None:
 def test_no_two_decisions_share_a_stream_of_random_numbers() -> None:
     """Of a round with two middle steps: three cheap drafts, whether they are kept, the middle level's own token."""
     one = drafting("hierarchy", view="streaming", budget=32, gamma=3, **ALIKE)
-    streams, uniform = [], one.state.uniform
+    streams: list[int] = []
 
-    def recorded(self: BatchState, pos: torch.Tensor, stream: int) -> torch.Tensor:
+    def recorded(seed: torch.Tensor, position: torch.Tensor, stream: int) -> torch.Tensor:
         streams.append(stream)
-        return uniform(pos, stream)
+        return uniform(seed, position, stream)
 
+    object.__setattr__(one.state, "bodies", Bodies(uniform=recorded))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BatchState, "uniform", recorded)
+        patch.setattr("gpt_fast_sd.acceptance.uniform", recorded)
         next(one.stream(PROMPTS[:4], SamplingParams(max_tokens=20, temperature=1.0)))
     step = [CHEAP_STREAM] * CHEAP_GAMMA + [CHEAP_ACCEPT_STREAM, DRAFT_STREAM]
     assert streams == [*step, *step, ACCEPT_STREAM, TARGET_STREAM]
