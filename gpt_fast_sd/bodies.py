@@ -53,6 +53,11 @@ class Bodies:
         return self.others.get(function.__name__, function)
 
     @property
+    def about(self) -> str:
+        """Who does what, in a line for users: "layers: C++, one call; attention: C++, avx2"."""
+        return "; ".join(f"{part}: {who}" for part, who in self.names) or "the core as it is written"
+
+    @property
     def fused(self) -> bool:
         """Whether one call runs all layers: then the bits of a row's results depend on that row alone."""
         return self.hidden is not hidden

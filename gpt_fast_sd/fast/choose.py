@@ -69,7 +69,7 @@ class FastBackend(Backend):
     def bodies(self, runner: Runner) -> Bodies:
         """What runs in the places of the core's functions, after the weights were laid out."""
         if not self.stand_ins:
-            return Bodies(names=(("everything", "as the core is written"),))
+            return Bodies()
         if triton_serves(self.device):
             return self._put_in(Bodies(), runner, self._triton())
         if self.device.type != "cpu":

@@ -53,6 +53,7 @@ def about(engine: Engine, prompts: Sequence[Sequence[int]], stats: EngineStats, 
         ("prefill", f"{stats.prefill_seconds:.2f} s, {stats.prefill_tokens_per_second:,.0f} tokens/s"),
         ("compiling", f"{stats.compile_seconds:.1f} s before the first token, {recompiles} recompiles since"),
     ]  # fmt: skip
+    rows.append(("bodies", engine.target.bodies.about))
     if capturing:
         rows.append(("capturing", f"{capturing:.1f} s for CUDA graphs, not counted as decoding"))
     if parallel.dp * parallel.tp > 1:

@@ -38,5 +38,6 @@ def document(
             "draft": asdict(engine.draft),
             "transformer": asdict(engine.model.config),
         },
-        "environment": environment(engine.device) | {"dp": engine.parallel.dp, "tp": engine.parallel.tp},
+        "environment": environment(engine.device)
+        | {"dp": engine.parallel.dp, "tp": engine.parallel.tp, "bodies": dict(engine.target.bodies.names)},
     }

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt_fast_sd.fast import page_bounds, quest_pages
 from gpt_fast_sd.fast.ops import select
 from gpt_fast_sd.policies import quest
 from gpt_fast_sd.policies.quest import QuestKV
+from gpt_fast_sd.policies.selection import page_bounds, quest_pages
 from tests.gpt_fast_sd.policies.views_rig import N_ROWS, Rig
 from tests.helpers import tiny_config
 
