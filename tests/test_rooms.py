@@ -307,6 +307,13 @@ def test_a_missing_docstring_is_seen() -> None:
     assert [line.split()[1] for line in undescribed("model/a.py", source)] == ["the", "b", "d"]
 
 
+def test_no_line_of_cpp_is_longer_than_120_columns() -> None:
+    files = [path for folder in (*PACKAGES, "tests") for path in (ROOT / folder).rglob("*.[ch]pp")]
+    lines = {f"{path}:{n}": line for path in files for n, line in enumerate(path.read_text("utf-8").splitlines(), 1)}
+    assert {path.suffix for path in files} == {".cpp", ".hpp"}
+    assert [place for place, line in lines.items() if len(line) > 120] == []
+
+
 # Spelt apart, so that this file holds none of them.
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:" + "|".join(["home", "root", "tmp", "mnt", "work", "Users"]) + r")/")
 

@@ -30,7 +30,8 @@ SOURCES = ("gpt_fast_sd", "model", "tp", "scripts", "tests")
 @functools.cache
 def tree_of() -> str:
     """A short name that changes with the sources, those of the tests included."""
-    files = sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp"))
+    kinds = ".py", ".cpp", ".hpp"
+    files = sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in kinds)
     return short_name(b"".join(str(path.relative_to(ROOT)).encode() + path.read_bytes() for path in files))
 
 

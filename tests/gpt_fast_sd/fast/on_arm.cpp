@@ -2,31 +2,40 @@
 #include <cstdio>
 #include <cstdlib>
 
-static std::vector<char> take() { // an array behind the number of its bytes
+static std::vector<char> read_array() { // an array behind the number of its bytes
     int64_t n = 0;
     if (fread(&n, 8, 1, stdin) != 1) exit(2);
     std::vector<char> bytes(n);
     if (n && fread(bytes.data(), 1, n, stdin) != (size_t)n) exit(2);
     return bytes;
 }
-static char* pointer(std::vector<char>& bytes) { return bytes.empty() ? nullptr : bytes.data(); }
-static void give(const std::vector<char>& bytes) { fwrite(bytes.data(), 1, bytes.size(), stdout); }
+template <class T> static T* pointer(std::vector<char>& bytes) { return bytes.empty() ? nullptr : (T*)bytes.data(); }
+static void write_array(const std::vector<char>& bytes) { fwrite(bytes.data(), 1, bytes.size(), stdout); }
 
 int main() {
-    auto named = take();
-    const int64_t* n = (const int64_t*)named.data();
+    auto sizes = read_array();
+    const int64_t* n = (const int64_t*)sizes.data();
     std::vector<char> x[9];
-    for (auto& one : x) one = take();
+    for (auto& one : x) one = read_array();
     std::vector<char> out(*n), mass(n[1]);
 #ifdef HEAD_DIM
-    attend_any(pointer(x[0]), pointer(x[1]), pointer(x[2]), (fp16*)pointer(x[3]), (fp16*)pointer(x[4]), (uint8_t*)pointer(x[5]), (uint8_t*)pointer(x[6]), (int64_t*)pointer(x[7]), (int64_t*)pointer(x[8]),
-               out.data(), (float*)pointer(mass), n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], n[14], n[15], n[16], n[17], 1 / sqrtf(HEAD_DIM), 2);
+    AttentionCall call{};
+    call.q = pointer<void>(x[0]), call.k = pointer<void>(x[1]), call.v = pointer<void>(x[2]);
+    call.k_scale = pointer<fp16>(x[3]), call.v_scale = pointer<fp16>(x[4]);
+    call.k_low = pointer<uint8_t>(x[5]), call.v_low = pointer<uint8_t>(x[6]);
+    call.pos = pointer<int64_t>(x[7]), call.index = pointer<int64_t>(x[8]);
+    call.out = out.data(), call.mass = pointer<float>(mass);
+    memcpy(&call.B, n + 2, 16 * sizeof *n); // from B on to k_dtype
+    call.scale = 1 / sqrtf(HEAD_DIM), call.threads = 2;
+    attention(&call);
 #elif defined(SAMPLES)
-    distributions_any((float*)pointer(x[0]), (float*)pointer(x[1]), (int64_t*)pointer(x[2]), (double*)pointer(x[3]), (double*)pointer(x[4]), (float*)pointer(out), n[2], n[3], 2);
+    distributions_any(pointer<float>(x[0]), pointer<float>(x[1]), pointer<int64_t>(x[2]), pointer<double>(x[3]),
+                      pointer<double>(x[4]), pointer<float>(out), n[2], n[3], 2);
 #elif defined(DRAWS)
-    draw_any((float*)pointer(x[0]), (float*)pointer(x[1]), (int64_t*)pointer(out), n[2], n[3], 2);
+    draw_any(pointer<float>(x[0]), pointer<float>(x[1]), pointer<int64_t>(out), n[2], n[3], 2);
 #else
-    linear_any((bf16*)pointer(x[0]), pointer(x[1]), pointer(x[2]), (float*)pointer(x[3]), (bf16*)pointer(x[4]), (bf16*)out.data(), n[2], n[3], n[4], n[5], n[6], n[7], 2);
+    linear(pointer<bf16>(x[0]), pointer<void>(x[1]), pointer<void>(x[2]), pointer<float>(x[3]), pointer<bf16>(x[4]),
+           (bf16*)out.data(), n[2], n[3], n[4], n[5], n[6], n[7], 2);
 #endif
-    give(out), give(mass);
+    write_array(out), write_array(mass);
 }

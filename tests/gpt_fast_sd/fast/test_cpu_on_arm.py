@@ -41,7 +41,7 @@ from tests.gpt_fast_sd.fast.test_cpu_any import BF16, FP16, FP32, ROUNDING, nois
 
 COMPILER, EMULATOR, OWN_COMPILER = (shutil.which(name) for name in ("aarch64-linux-gnu-g++", "qemu-aarch64", "g++"))
 LEAST, WITH_DOTS = "-march=armv8-a", "-march=armv8.2-a+dotprod"  # the least CPU that has NEON; dot products of bytes
-HERE = "-DBY_FOURS -march=native"  # on this CPU, where plain expressions take the place of those dot products
+HERE = "-DUSE_DOT4 -march=native"  # on this CPU, where plain expressions take the place of those dot products
 needs_both = pytest.mark.skipif(not (COMPILER and EMULATOR), reason="no cross compiler and emulator for ARM")
 ARM = pytest.mark.slow, needs_both
 on_linux = pytest.mark.skipif(not (OWN_COMPILER and sys.platform == "linux"), reason="no g++ with OpenMP")
