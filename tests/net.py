@@ -65,7 +65,7 @@ COUNTS = "recompiles", "compiled graphs", "captured rounds held", "captures", "p
 def inside(engine: Engine) -> dict[str, Any]:
     """Graphs that were compiled, captured rounds that are held, and bytes of the memory plan by purpose."""
     plan = {name: n for name, n in engine._plan.parts.items() if n}
-    return {"compiled graphs": engine.schedule.graphs, "captured rounds held": engine.rounds.captured, "plan": plan}
+    return {"compiled graphs": engine.schedule.graphs, "captured rounds held": engine.schedule.rounds.captured, "plan": plan}
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def as_on_cuda() -> Iterator[Any]:
 
 def mark() -> str:
     """What bits depend on: the instruction set of our kernels, torch, and how torch's own operators round here."""
-    from gpt_fast_sd.kernels import chosen
+    from gpt_fast_sd.fast import chosen
 
     a = torch.linspace(-1, 1, 64 * 257).sin().view(64, 257)
     own = torch.stack([a @ a.T, (a.bfloat16() @ a.bfloat16().T).float(), a.exp()[:, :64], a.softmax(1)[:, :64]])
