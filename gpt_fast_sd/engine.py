@@ -174,7 +174,7 @@ class Engine:
         width = 1 + most if self.config.exact and not self.target.bodies.fused else 0  # without a policy, too
         theirs, wait = draft_group(draft, self.parallel), self.parallel.wait_for
         if draft_model:
-            ready_draft(draft_model, theirs, self.target.uses_kernels and draft.quantize is None)
+            ready_draft(draft_model, theirs, self.target, copied=draft.quantize is not None)
         policy = build_policy(draft, self.target, draft_model, theirs)
         return Rounds(self.target, self.state, policy, draft, width=width, capture=self._capture, wait=wait)
 

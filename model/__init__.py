@@ -22,7 +22,7 @@ from .files.checkpoint import (
 )
 from .files.reading import CheckpointError, gguf_parts, parse_json, read_json
 from .files.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
-from .llama import Attention, Block, FeedForward, Linear, RMSNorm, Transformer
+from .llama import Attention, Block, FeedForward, RMSNorm, Transformer
 
 __all__ = [
     "KV",
@@ -36,7 +36,6 @@ __all__ = [
     "Entries",
     "FeedForward",
     "KVCache",
-    "Linear",
     "ModelConfig",
     "RMSNorm",
     "Room",

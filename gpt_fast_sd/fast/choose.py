@@ -19,6 +19,7 @@ from .compile import CompiledStep, Options
 from .cpu import stand_ins as cpp
 from .cpu.attention_cpp import cpu_attention_fits
 from .cpu.fused_layers import FusedLayers, fuses
+from .cpu.generated import prepare_for_inductor
 from .cpu.instruction_sets import chosen
 from .cpu.linear import kernels_are_built
 from .cpu.packing import pack_linears
@@ -65,6 +66,8 @@ class FastBackend(Backend):
         """Lay out a model's weights as the CPU's products read them, in place, if steps use these."""
         if self.device.type == "cpu" and self.uses_kernels(runner):
             pack_linears(runner.model, few_rows=few_rows)
+            if self.compiles:
+                prepare_for_inductor(runner.model)
 
     def bodies(self, runner: Runner) -> Bodies:
         """What runs in the places of the core's functions, after the weights were laid out."""

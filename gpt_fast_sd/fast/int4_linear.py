@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import Linear
-
 from . import Int4, dequantize_blocks, int4_linear, power_between, quantize_blocks
 
 
-class Int4Linear(Linear):
+class Int4Linear(nn.Linear):
     """int4 weights in blocks of 32 inputs of an output; products are those of the weights that they stand for.
 
     What is saved and loaded of it is a weight in the dtype that it was made from.

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import Linear
-
 from . import int8_linear, quantize_rows
 
 
-class Int8Linear(Linear):
+class Int8Linear(nn.Linear):
     """int8 weights with one scale for each output; each row of activations becomes integers with a scale of its own.
 
     What is saved and loaded of it is a weight in the dtype that it was made from.

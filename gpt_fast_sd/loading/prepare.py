@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
@@ -11,7 +13,6 @@ from ..config import EngineConfig
 from ..fast import begin_building, cpu_kernels
 from ..fast.choose import FastBackend
 from ..fast.compile import can_compile, inductor_options
-from ..fast.cpu.packing import pack_linears
 from ..quantization.quantize import equalize_keys, quantize
 from ..steps import Runner
 from .system import kv_dtype_of
@@ -44,15 +45,15 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes:
     return runner
 
 
-def ready_draft(model: Transformer, group: Group, packs: bool) -> None:
+def ready_draft(model: Transformer, group: Group, target: Runner, *, copied: bool) -> None:
     """Prepare a draft model, whose cache its policy makes; ValueError if it is not the rank's part.
 
-    packs: whether its steps use our kernels and these weights.
+    copied: whether a quantized copy drafts in its place.
     """
     group.check_part(model)
     equalize_keys(model)
-    if packs and model.embedding.weight.device.type == "cpu":
-        pack_linears(model)
+    if not copied:
+        target.backend.pack(replace(target, model=model))
 
 
 def begin_building_for(model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, *, compiles: bool) -> None:

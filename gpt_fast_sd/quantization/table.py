@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear
 
-from gpt_fast_sd.model import Linear, ModelConfig
+from gpt_fast_sd.model import ModelConfig
 
 from ..fast import BLOCK, ROWS_AT_ONCE, dequantize_blocks, unpack
 from ..fast.cpu.packing import PackedLinear

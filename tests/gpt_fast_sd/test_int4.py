@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear
 
 from gpt_fast_sd.fast import (
     BLOCK,
@@ -31,7 +32,6 @@ from gpt_fast_sd.fast.cpu import build
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu.packing import PackedInt4Linear, SummedInt4Linear, pack_linears
 from gpt_fast_sd.fast.int4_linear import Int4Linear
-from gpt_fast_sd.model import Linear
 
 BF16 = torch.bfloat16
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 64, 65, 130]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear
 
 from gpt_fast_sd.fast import int8_linear, pack, quantize_rows, unpack
 from gpt_fast_sd.fast.cpu import build
@@ -17,7 +18,6 @@ from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, pack_linears
 from gpt_fast_sd.fast.int8_linear import Int8Linear
 from gpt_fast_sd.fast.ops import int8
-from gpt_fast_sd.model import Linear
 
 BF16 = torch.bfloat16
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 64, 65, 130]

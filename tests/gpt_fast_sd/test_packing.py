@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast import packed_swiglu
 from gpt_fast_sd.fast.cpu import build
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu.packing import pack_linears
-from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
+from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.quantization.table import int4_in_blocks
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 

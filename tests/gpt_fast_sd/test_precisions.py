@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.int8_linear import Int8Linear
 from gpt_fast_sd.fast.ops import int8 as ops_int8
 from gpt_fast_sd.loading import MemoryPlan, System, fit, plan_for, workspace
 from gpt_fast_sd.loading.load import load
-from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
+from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.quantization import table as precisions
 from gpt_fast_sd.quantization.quantize import draft_copy, equalize_keys, quantize
 from gpt_fast_sd.quantization.table import TABLE, bytes_held, precision_of

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.choose import FastBackend
@@ -20,7 +21,7 @@ from gpt_fast_sd.fast.ops import int4 as ops_int4
 from gpt_fast_sd.fast.ops import int8 as ops_int8
 from gpt_fast_sd.loading import MemoryPlan
 from gpt_fast_sd.loading.load import load
-from gpt_fast_sd.model import Linear, Transformer, load_model, save_hugging_face
+from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.policies.hierarchy import HierarchyDraft
 from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Linear
 
 from gpt_fast_sd import fast as kernels
-from gpt_fast_sd.model import Linear
 from gpt_fast_sd.quantization.table import TABLE, precision, precision_of, require_precision
 from tests.gpt_fast_sd.fast.dense import BF16, DTYPES
 from tests.gpu.place import HAS_CUDA, Place, difference

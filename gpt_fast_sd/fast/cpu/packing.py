@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Linear
 
-from gpt_fast_sd.model import FeedForward, Linear, Room
+from gpt_fast_sd.model import FeedForward, Room
 
 from .. import LINE, Int4, pack, pack_int4, packable, packed_linear, packed_rows, packed_swiglu, unpack, unpack_int4
 from ..int4_linear import Int4Linear
 from ..int8_linear import Int8Linear
 from ..marks import edited, stands_for
+from .generated import GeneratedFeedForward, GeneratedLinear
 
 
 class _Packed(nn.Module):
@@ -125,6 +127,7 @@ class PackedFeedForward(FeedForward):
 
 PACKED: dict[type[nn.Linear], type[nn.Linear]] = {
     Linear: PackedLinear,
+    GeneratedLinear: PackedLinear,
     Int8Linear: PackedInt8Linear,
     Int4Linear: PackedInt4Linear,
 }
@@ -175,6 +178,6 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
             tied.__class__ = PackedEmbedding
         n_packed += 1
     for module in [] if edited(PackedFeedForward) else model.modules():
-        if type(module) is FeedForward and _is_packed(module.w_in) and module.w_in.bias is None:
+        if type(module) in (FeedForward, GeneratedFeedForward) and _is_packed(module.w_in) and module.w_in.bias is None:
             module.__class__ = PackedFeedForward
     return n_packed

@@ -13,12 +13,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Linear
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast.triton.stand_ins import beside_of
-from gpt_fast_sd.model import SPLIT, CacheLayer, Linear, as_planes
+from gpt_fast_sd.model import SPLIT, CacheLayer, as_planes
 from gpt_fast_sd.quantization.quantize import TAIL
 from gpt_fast_sd.quantization.table import FLOAT8_CAPABILITY, TABLE, precision, require_precision
 from measuring.gpu.aims import FULL
