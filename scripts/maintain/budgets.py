@@ -79,9 +79,8 @@ def main() -> None:
     over = False
     for what, found, most in budgets():
         over |= most is not None and found > most
-        print(
-            f"{what:36} {found:7,}  {'' if most is None else f'of {most:,}'}{'' if most is None or found <= most else '  OVER'}"
-        )
+        limit = "" if most is None else f"of {most:,}{'  OVER' if found > most else ''}"
+        print(f"{what:36} {found:7,}  {limit}".rstrip())
     sys.exit(int(over))
 
 
