@@ -178,7 +178,8 @@ def pack_linears(model: nn.Module, *, few_rows: bool = False) -> int:
             tied.__class__ = PackedEmbedding
         n_packed += 1
     for module in [] if edited(PackedFeedForward) else model.modules():
-        plain = isinstance(module, FeedForward) and type(module) in (FeedForward, GeneratedFeedForward)
-        if plain and _is_packed(module.w_in) and module.w_in.bias is None:
+        if not isinstance(module, FeedForward) or type(module) not in (FeedForward, GeneratedFeedForward):
+            continue
+        if _is_packed(module.w_in) and module.w_in.bias is None:
             module.__class__ = PackedFeedForward
     return n_packed
