@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from common import parser_of, refusing, started
-from bundled_card import LOOKUPS, PERPLEXITY, card, needle_table, read_training
-from bundled_data import book_paths
 from files import check_files, save
 from flags import add_engine_flags, config_of, count, join, positive
 from gpt_fast_sd import Engine, EngineConfig
 from gpt_fast_sd.loading.load import locate
 from gpt_fast_sd.model import Tokenizer, read_config
+from maintain.bundled_card import LOOKUPS, PERPLEXITY, card, needle_table, read_training
+from maintain.bundled_data import book_paths
 from measuring import machine, plots, prompts
 from measuring.knowledge import (
     BESIDE,

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from maintain import hero
 from measuring.hero import LABEL
-from scripts import hero
 
 
 def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:

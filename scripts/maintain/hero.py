@@ -1,14 +1,17 @@
 """Draw README's plot out of a sweep of benchmark.py: speed-up over context, a line for each batch, as an SVG.
 
-    python scripts/hero.py benchmarks/cpu/smollm2/sweep.json docs/hero.svg --draft streaming --temperature 0.8
+    python scripts/maintain/hero.py benchmarks/cpu/smollm2/sweep.json docs/hero.svg --draft streaming --temperature 0.8
 
 The lines are the medians of the pairs, their whiskers the least and the greatest. Colours follow a light or dark page.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the other programs and their helpers lie
 
 from common import parser_of, refusing, started
 from files import check_files, save
