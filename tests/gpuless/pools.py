@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils._device
 from torch import Tensor
 
 from tests.gpuless.recorder import Recording
