@@ -46,13 +46,12 @@ from measuring.knowledge import (
     distance,
     draw_needles,
     last_logits,
-    lookup,
     measure_perplexity,
     measure_probes,
     stretches,
     write_samples,
 )
-from measuring.needles import DIGITS, Probe, needle
+from measuring.needles import DIGITS, Case, lookup, made_up, needle
 
 PROGRAM = "evaluate.py"
 Record = dict[str, Any]
@@ -138,12 +137,13 @@ def settle(args: argparse.Namespace, limit: int, shortest: int) -> None:
 
 def probes_of(
     args: argparse.Namespace, tokenizer: Tokenizer, books: list[Tensor], limit: int
-) -> tuple[list[Probe], list[Probe]]:
+) -> tuple[list[Case], list[Case]]:
     """Needles and look-ups; ValueError for those that do not fit."""
     rng = np.random.default_rng(args.seed)
     cells = [(length, depth) for length in args.lengths for depth in args.depths for _ in range(args.n)]
     needles = [needle(tokenizer, rng, books, *cell) for cell in cells]
-    lookups = [lookup(tokenizer, rng, entries) for entries in args.entries for _ in range(4 * args.n)]
+    asked = ((made_up(rng, n), int(rng.integers(n))) for n in args.entries for _ in range(4 * args.n))
+    lookups = [lookup(tokenizer, *facts, place) for facts, place in asked]
     for probe in lookups:
         if (n := len(probe.prompt)) + DIGITS > limit:
             raise ValueError(f"{probe.cell[0]:,} entries take {n:,} tokens, over the model's {limit:,}")
