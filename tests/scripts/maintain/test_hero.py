@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from maintain import hero
-from measuring.hero import LABEL
+from maintain.hero import LABEL
 
 
 def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:
