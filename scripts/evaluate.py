@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from common import parser_of, refusing, started
-from bundled_card import LOOKUPS, PERPLEXITY, card, needle_table, read_training
-from bundled_data import book_paths
 from files import check_files, save
 from flags import add_engine_flags, config_of, count, join, positive
 from gpt_fast_sd import Engine, EngineConfig
 from gpt_fast_sd.loading import locate
 from gpt_fast_sd.model import Tokenizer, read_config
+from maintain.bundled_card import LOOKUPS, PERPLEXITY, card, needle_table, read_training
+from maintain.bundled_data import book_paths
 from measuring import machine, plots, prompts
 from measuring.knowledge import (
     BESIDE,
@@ -46,13 +46,12 @@ from measuring.knowledge import (
     distance,
     draw_needles,
     last_logits,
-    lookup,
     measure_perplexity,
     measure_probes,
     stretches,
     write_samples,
 )
-from measuring.needles import DIGITS, Probe, needle
+from measuring.needles import DIGITS, Case, lookup, made_up, needle
 
 PROGRAM = "evaluate.py"
 Record = dict[str, Any]
@@ -138,12 +137,13 @@ def settle(args: argparse.Namespace, limit: int, shortest: int) -> None:
 
 def probes_of(
     args: argparse.Namespace, tokenizer: Tokenizer, books: list[Tensor], limit: int
-) -> tuple[list[Probe], list[Probe]]:
+) -> tuple[list[Case], list[Case]]:
     """Needles and look-ups; ValueError for those that do not fit."""
     rng = np.random.default_rng(args.seed)
     cells = [(length, depth) for length in args.lengths for depth in args.depths for _ in range(args.n)]
     needles = [needle(tokenizer, rng, books, *cell) for cell in cells]
-    lookups = [lookup(tokenizer, rng, entries) for entries in args.entries for _ in range(4 * args.n)]
+    asked = ((made_up(rng, n), int(rng.integers(n))) for n in args.entries for _ in range(4 * args.n))
+    lookups = [lookup(tokenizer, *facts, place) for facts, place in asked]
     for probe in lookups:
         if (n := len(probe.prompt)) + DIGITS > limit:
             raise ValueError(f"{probe.cell[0]:,} entries take {n:,} tokens, over the model's {limit:,}")

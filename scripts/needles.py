@@ -31,7 +31,7 @@ from gpt_fast_sd.model import read_config
 from measuring import grid, machine, plots, prompts
 from measuring.grid import Setting, has_a_model, known_drafters
 from measuring.ledger import Ledger, digest, fingerprint
-from measuring.needle_acceptance import KINDS, Case, Cases, draw, measure_cell, print_summary, summarize
+from measuring.needles import KINDS, Case, Cases, draw, measure_cell, print_summary, summarize
 
 PROGRAM = "needles.py"
 

@@ -46,7 +46,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ from common import refuse, refusing, started
 from files import check_files
 from flags import MODELS, count, given_beside, names_of, positive, sizes, threads
 from gpt_fast_sd.loading import BUNDLED, locate
-from gpt_fast_sd.model import gguf_parts, load_model, read_config, save_hugging_face
+from gpt_fast_sd.model import ModelConfig, gguf_parts, load_model, read_config, save_hugging_face
 from measuring import plots
 from measuring.gguf_export import export_gguf
 from measuring.ledger import Ledger
@@ -125,6 +125,25 @@ def in_16_bits(source: Path, ggufs: Path) -> Path:
     return folder
 
 
+def opened(
+    args: argparse.Namespace,
+    what: str,
+    source: Path,
+    config: ModelConfig,
+    adapt: Callable[[Any], None],
+    **settings: Any,
+) -> Ledger:
+    """The file of --json, with what its results have in common, for peers of so many threads."""
+    settings |= {
+        "model": source.name, "transformer": asdict(config), "text": args.text.name, "threads": args.threads,
+        "repeats": args.repeats, "without": sorted(args.without),
+    }  # fmt: skip
+    torch.set_num_threads(args.threads)
+    here = environment(torch.device("cpu"), *PACKAGES)
+    file = Path(args.json) if args.json and args.json != "-" else None
+    return Ledger(file, what, settings, here, fresh=args.fresh, results="cells", adapt=adapt)
+
+
 def speculation(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
     """Time speculation beside llama.cpp's, printing as it goes, and return the report; ValueError as below."""
     program, version = find_program(args.llama_bin)
@@ -137,14 +156,7 @@ def speculation(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
         raise ValueError(f"--new-tokens must be at most {config.max_seq_len - 3}, got {args.new_tokens}")
     if not 2 <= args.contexts[0] <= args.contexts[-1] <= most:
         raise ValueError(f"contexts must be from 2 to {most} tokens, as --new-tokens need room, got {args.contexts}")
-    settings = {
-        "model": source.name, "transformer": asdict(config), "text": args.text.name, "threads": args.threads,
-        "new_tokens": args.new_tokens, "repeats": args.repeats, "without": sorted(args.without),
-    }  # fmt: skip
-    torch.set_num_threads(args.threads)
-    here = environment(torch.device("cpu"), *PACKAGES)
-    file = Path(args.json) if args.json and args.json != "-" else None
-    ledger = Ledger(file, "peers' speculation", settings, here, fresh=args.fresh, results="cells")
+    ledger = opened(args, "peers' speculation", source, config, lambda document: None, new_tokens=args.new_tokens)
     setup = Setup(folder=in_16_bits(source, ggufs).resolve(), config=config, ggufs=ggufs, threads=args.threads)
     for name in (LLAMA_WEIGHTS, SMALLER):
         export_gguf(setup.folder, ggufs / f"{name}.gguf", name.lower(), tokenizer_of=source)
@@ -176,15 +188,8 @@ def benchmark(args: argparse.Namespace, ggufs: Path) -> dict[str, Any]:
         raise ValueError(f"a context has at least 2 tokens, got {args.contexts[0]}")
     is_file = source.suffix.lower() == ".gguf"
     peers = [peer for peer in args.peers if is_file or peer != "llama.cpp-file"]
-    file = Path(args.json) if args.json and args.json != "-" else None
-    settings = {
-        "model": source.name, "transformer": asdict(config), "text": args.text.name, "threads": args.threads,
-        "steps": args.steps, "repeats": args.repeats, "warmup": WARMUP_STEPS, "peers": peers,
-        "agree": args.agree, "without": sorted(args.without),
-    }  # fmt: skip
-    torch.set_num_threads(args.threads)
-    here = environment(torch.device("cpu"), *PACKAGES)
-    ledger = Ledger(file, "peers", settings, here, fresh=args.fresh, results="cells", adapt=up_to_date)
+    timed = {"steps": args.steps, "warmup": WARMUP_STEPS, "peers": peers, "agree": args.agree}
+    ledger = opened(args, "peers", source, config, up_to_date, **timed)
     folder = in_16_bits(source, ggufs) if is_file else source
     setup = Setup(folder=folder.resolve(), config=config, ggufs=ggufs, threads=args.threads)
     run = Run(setup, peers, args.without, steps=args.steps, repeats=args.repeats, agree=args.agree)

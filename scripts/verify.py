@@ -39,7 +39,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.loading import BUNDLED, find_smollm2, locate
 from gpt_fast_sd.model import ModelConfig, load_tokenizer, read_config
 from gpt_fast_sd.registry import policy_class
-from measuring import grid, machine, prompts, proof, soak
+from measuring import grid, lossless, machine, prompts, soak
 
 PROGRAM = "verify.py"
 GAMMA = {"default": 4, "type": positive, "metavar": "N", "help": "tokens drafted per round"}
@@ -100,7 +100,7 @@ def prompts_of(args: argparse.Namespace, config: ModelConfig) -> Callable[[int],
     return make
 
 
-def soaked(engine: Engine, args: argparse.Namespace, rows: list[list[int]]) -> Iterator[proof.Finding]:
+def soaked(engine: Engine, args: argparse.Namespace, rows: list[list[int]]) -> Iterator[lossless.Finding]:
     """The finding of a soak over all policies that need no draft model, each with a fixed gamma and auto."""
     common = grid.draft_fields(grid.in_common(vars(args)))
     known = [name for name in grid.known_drafters() if not grid.has_a_model(name)]
@@ -139,8 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine.on_progress = progress
         return engine
 
-    def prove() -> Iterator[proof.Finding]:
-        return proof.prove(build, how, rows, args.max_new_tokens, args.samples)
+    def prove() -> Iterator[lossless.Finding]:
+        return lossless.prove(build, how, rows, args.max_new_tokens, args.samples)
 
     assert first
     cache = how.kv_dtype or first.dtype_name

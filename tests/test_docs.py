@@ -16,7 +16,7 @@ import pytest
 
 from gpt_fast_sd import DraftConfig, EngineConfig, SamplingParams, registry
 from gpt_fast_sd.round import Round
-from scripts import hero
+from maintain import hero
 from tests.gpt_fast_sd.test_speculation import speculation_changes_nothing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,7 +90,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         blocks = re.findall(r"```bash\n(.*?)```|((?:^    .*\n)+)", text_of(page), re.S | re.M)
         for block in ("".join(pair) for pair in blocks):
             for line in block.replace("\\\n", " ").splitlines():
-                if found := re.match(r" *(?:python|torchrun) .*?\b(scripts/\w+\.py[^`]*)$", line):
+                if found := re.match(r" *(?:python|torchrun) .*?\b(scripts/[\w/]+\.py[^`]*)$", line):
                     yield page, shlex.split(found[1], comments=True)
 
 

@@ -20,7 +20,7 @@ from gpt_fast_sd.config import SamplingParams
 from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.model import CausalSelf, Tokenizer, Transformer
 from measuring import plots
-from measuring.needles import DIGITS, Probe, made_up, question, register
+from measuring.needles import DIGITS, Case
 from measuring.tables import Column, Table
 
 END = 512  # tokens at the end of a stretch that are averaged on their own
@@ -89,15 +89,7 @@ def bos_of(tokenizer: Tokenizer) -> Tensor:
 # ---- needles and look-ups --------------------------------------------------------------------------------------------
 
 
-def lookup(tokenizer: Tokenizer, rng: np.random.Generator, entries: int) -> Probe:
-    """A register of facts, then the question for one of them."""
-    names, values = made_up(rng, entries)
-    asked = int(rng.integers(entries))
-    prompt = tokenizer.encode("\n".join([*register(names, values), question(names[asked])]))
-    return Probe(prompt, values[asked], (entries,))
-
-
-def measure_probes(engine: Engine, probes: Sequence[Probe], what: str, names: Sequence[str]) -> list[Record]:
+def measure_probes(engine: Engine, probes: Sequence[Case], what: str, names: Sequence[str]) -> list[Record]:
     """Accuracy of greedy answers, a record for each cell: exact matches and single digits at their place."""
     answered: dict[tuple[float, ...], list[float]] = {}
     digits = SamplingParams(max_tokens=DIGITS, ignore_eos=True)
@@ -105,7 +97,7 @@ def measure_probes(engine: Engine, probes: Sequence[Probe], what: str, names: Se
         for event in engine.stream([probe.prompt for probe in probes], digits):
             if event.completion:
                 probe, text = probes[event.index], event.completion.text
-                right = sum(a == b for a, b in zip(text, probe.answer, strict=False)) / DIGITS
+                right = sum(a == b for a, b in zip(text, probe.answer or "", strict=False)) / DIGITS
                 answered.setdefault(probe.cell, []).append(right)
                 bar.update()
     return [

@@ -1,6 +1,12 @@
-"""Whether two greedy outputs are equal, and if not, how close the logits were.
+"""Whether speculation changes anything: where outputs part and how close it was, and five checks of an engine.
 
-Shapes: T tokens, D model width, V vocabulary.
+    greedy    tokens are those of plain decoding; where they differ, two logits were closer than rounding is coarse
+    exact     with exact=True logits and tokens are those of plain decoding, bit for bit
+    samples   the first two tokens of many seeds follow the target's own distribution: a G-test
+    seeds     a seed gives the same tokens alone, beside others, in another order and slot, and again
+    refill    what is left in a cache, NaN or the largest numbers, changes no token of the next request
+
+Shapes: B slots, T tokens in this call, S cache capacity, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,13 +14,20 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import CausalSelf, Transformer
+from gpt_fast_sd.config import EngineConfig, SamplingParams
+from gpt_fast_sd.engine import Engine
+from gpt_fast_sd.model import CausalSelf, KVCache, Transformer
+from gpt_fast_sd.prefill import Prefill
+from gpt_fast_sd.sampling import SamplingTable, probabilities
+from measuring.machine import release_memory
 
 # Gap of logits near 10 that rounding may close: four units in the last place in 16 bits; in fp32 a hundred, which are
 # the roundings of long sums. In an int8 cache a number between two steps may be rounded to either, and such a step is
@@ -104,3 +117,433 @@ def logits_after(model: Transformer, ids: Sequence[int]) -> Tensor:
     hidden = model.hidden(tokens, torch.arange(len(ids), device=tokens.device)[None], CausalSelf())[0, -1:]  # [1, D]
     logits: Tensor = model.output(hidden)[0].float()
     return logits
+
+
+# ---- five checks -----------------------------------------------------------------------------------------------------
+
+
+Prompts = Sequence[Sequence[int]]
+CHANCE, POWER = 1e-5, 0.99  # of failing without a cause; of finding a distance
+FOLLOWED, BINS = 2, 4  # first tokens after which the second is counted, too; bins of each distribution
+SAMPLED = 2  # prompts whose samples are tested
+RARE = 5.0  # expected counts of cells that are put together
+MOST = 8000.0  # the largest statistic and noncentrality that are computed with
+FREE: dict[str, Any] = {"temperature": 1.0}
+FILTERED: dict[str, Any] = FREE | {"top_k": 20, "top_p": 0.9}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: a sentence, and its figures."""
+
+    check: str
+    passed: bool
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        """It on a line of a terminal."""
+        return f"{'passed' if self.passed else 'FAILED'}  {self.check:<8} {self.text}"
+
+
+def prove(
+    build: Callable[[EngineConfig], Engine], config: EngineConfig, prompts: Prompts, n_tokens: int, n_samples: int
+) -> Iterator[Finding]:
+    """Each check's finding, as it comes; build makes an engine of a configuration, one at a time.
+
+    ValueError for gamma "auto", which follows measured times: no seed fixes what it drafts.
+    """
+    with build(config) as engine:
+        if engine.draft.gamma == "auto":
+            raise ValueError('gamma "auto" depends on measured times: name how many tokens are drafted')
+        yield greedy(engine, prompts, n_tokens)
+        yield samples(engine, prompts[:SAMPLED], n_samples)
+        yield seeds(engine, prompts, n_tokens)
+        yield refill(engine, prompts, n_tokens)
+        device = engine.device
+        del engine
+    release_memory(device)
+    with build(replace(config, exact=True, cuda_graphs="off")) as engine:
+        yield exact(engine, prompts[: config.batch_size], n_tokens)
+
+
+# ---- greedy, and exact -----------------------------------------------------------------------------------------------
+
+
+def greedy(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """Both ways give the same greedy tokens, or part where the target's logits are NEAR_TIE apart at most.
+
+    The logits are those of Engine.logits: the target's alone, token by token.
+    """
+    params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+    plain, ours = ([c.tokens for c in engine.generate(prompts, params, speculate=way)] for way in (False, True))
+    stats, rows = engine.stats, [(i, prompts[i], plain[i], ours[i]) for i in range(len(prompts))]
+    found = differences(rows, lambda ids: engine.logits(ids, last=1)[0])
+    wrong = [one for one in found if not _gap(one) <= near_tie(one.best, *dtypes_of(engine))]  # NaN is wrong
+    limit = max((near_tie(one.best, *dtypes_of(engine)) for one in found), default=0.0)
+    text = (
+        f"{len(rows) - len(found)} of {len(rows)} outputs of {n_tokens} tokens are those of plain decoding "
+        f"({stats.acceptance_rate:.0%} of drafts accepted)"
+    )
+    if found:
+        text += f"; {len(found) - len(wrong)} part at a near-tie, where logits are at most {limit:g} apart"
+    if wrong:
+        at = max(wrong, key=_gap)
+        text += f"; prompt {at.index} parts at token {at.position}, where they are {_gap(at):.2g} apart"
+    figures = {"differences": [asdict(one) for one in found], "near_tie": limit, "acceptance": stats.acceptance_rate}
+    return Finding("greedy", not wrong, text, figures | {"outputs": len(rows)})
+
+
+def dtypes_of(engine: Engine) -> list[str]:
+    """The dtypes that round: of the weights, and of the cache if it has its own."""
+    return [engine.dtype_name, engine.config.kv_dtype or engine.dtype_name]
+
+
+def _gap(one: Difference) -> float:
+    return math.inf if one.gap is None else one.gap
+
+
+def exact(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """Both ways give the same logits, bit for bit, and the same greedy tokens: at most B prompts."""
+    params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
+    assert engine.config.exact and not engine.schedule.rounds.capture and len(prompts) <= engine.config.batch_size
+    (plain, before), (ours, after) = (_with_logits(engine, prompts, params, way) for way in (False, True))
+    places = [(i, len(prompts[i]) - 1 + n) for i in range(len(prompts)) for n in range(n_tokens)]
+    other = [place for place in places if not torch.equal(before[place], after[place])]
+    tokens = sum(a != b for a, b in zip(plain, ours, strict=True))
+    text = f"{len(places) - len(other):,} of {len(places):,} vectors of logits have the same bits"
+    text += f", and {len(plain) - tokens} of {len(plain)} outputs the same tokens"
+    return Finding("exact", not (other or tokens), text, {"vectors": len(places), "different": len(other)})
+
+
+def _with_logits(
+    engine: Engine, prompts: Prompts, params: SamplingParams, speculate: bool
+) -> tuple[list[list[int]], dict[tuple[int, int], Tensor]]:
+    """The outputs, and the target's logits [V] by prompt and position: the last ones fed there are those that count."""
+    logits, feed = dict[tuple[int, int], Tensor](), engine.schedule.rounds.feed
+
+    def noted(tokens: Tensor, n_keys: int) -> tuple[Tensor, Tensor | None]:
+        start, (out, mass) = engine.state.seq_len.tolist(), feed(tokens, n_keys)
+        for slot, request in enumerate(engine.schedule.slots):
+            if request is not None:
+                logits.update(((request.index, start[slot] + t), out[slot, t].clone()) for t in range(tokens.shape[1]))
+        return out, mass
+
+    engine.warm_up()
+    engine.schedule.rounds.feed = noted  # type: ignore[method-assign]
+    try:
+        return [c.tokens for c in engine.generate(prompts, params, speculate=speculate)], logits
+    finally:
+        engine.schedule.rounds.feed = feed  # type: ignore[method-assign]
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A distribution of two tokens as few cells: for each likeliest first token bins of the second, and other firsts.
+
+    The bins of a distribution are of about equal probability: tokens from the likeliest on, each into the emptiest.
+    Tokens that a filter leaves out have none of their own, but a sample must not be one of them, unless rounding may
+    let it in.
+    """
+
+    first: Tensor  # int64 [V] the bin of a first token that is not followed
+    second: dict[int, Tensor]  # by first token, int64 [V] the bin of the second
+    expected: Tensor  # fp64 [(FOLLOWED + 1) * BINS], sums to 1
+    outside: dict[int | None, Tensor]  # bool [V] whether a token is left out: first ones, and second by their first
+    edges: list[Tensor]  # expected, where rounding has moved the edge of a filter outwards or inwards
+    tie: float  # the widest gap of logits that rounding may close
+
+    @classmethod
+    def of(
+        cls,
+        logits_after: Callable[[list[int]], Tensor],
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tie: Callable[[float], float] = lambda best: 0.0,
+    ) -> Cells:
+        """From the target's logits [V] after a text; tie: gap of logits below the best that rounding may close."""
+        ties = list[float]()
+
+        def after(*tokens: int) -> tuple[list[Tensor], Tensor]:
+            """p, p through a filter that is a little wider and one that is narrower; which tokens are left out: [V]."""
+            logits = logits_after([*prompt, *tokens])
+            gap = tie(float(logits.max()))
+            ties.append(gap)
+            found = []
+            # logits that move by e change a sum of probabilities by e / 2 at most; roundings are a quarter of a tie
+            for change in (0.0, gap / 8, -gap / 8):
+                top_p = None if params.top_p is None else min(1.0, max(1e-9, params.top_p + change))
+                table = SamplingTable.empty(1, len(logits), logits.device)
+                table.assign(0, replace(params, top_p=top_p), 0, len(logits))
+                found.append(probabilities(logits[None], table)[0].double().cpu())
+            least = logits.cpu()[found[1] > 0].min()
+            return found, (found[0] == 0) & (logits.cpu() < least - gap)
+
+        first_ones, left_out = after()
+        followed: list[int] = first_ones[0].topk(FOLLOWED).indices.tolist()
+        rests = [p.index_fill(0, torch.tensor(followed), 0.0) for p in first_ones]
+        first, second, outside = _bins(rests[0]), dict[int, Tensor](), dict[int | None, Tensor]()
+        outside[None] = left_out
+        masses = [[_masses(rest, first)] for rest in rests]
+        for token in followed:
+            then, outside[token] = after(token)
+            second[token] = _bins(then[0])
+            for one, p, then_p in zip(masses, first_ones, then, strict=True):
+                one.append(p[token] * _masses(then_p, second[token]))
+        expected, *edges = (torch.cat(one) / torch.cat(one).sum() for one in masses)
+        return cls(first, second, expected, outside, edges, max(ties))
+
+    def rounding(self, n: int) -> float:
+        """What rounding may add to the statistic of n samples, at most: twice what it adds to the divergence.
+
+        Each of two tokens has probabilities that are a quarter of a tie off; and a filter's edge may lie elsewhere.
+        """
+        group = pooled(self.expected * n)
+        expected, *edges = (_sums(one, group) for one in (self.expected, *self.edges))
+        edge = max(float(torch.special.xlogy(one, one / expected).sum()) for one in edges)
+        return n * (2 * max(0.0, edge) + 2 * (self.tie / 4) ** 2)
+
+    def left_out(self, outputs: Sequence[Sequence[int]]) -> int:
+        """How many of these outputs hold a token that their filter leaves out."""
+        return sum(
+            bool(self.outside[None][a]) or (a in self.second and bool(self.outside[a][b])) for a, b, *_ in outputs
+        )
+
+    def count(self, outputs: Sequence[Sequence[int]]) -> Tensor:
+        """How many of these outputs are in each cell: fp64, as expected."""
+        places = list(self.second)
+        cells = [
+            int(self.second[a][b]) + BINS * (1 + places.index(a)) if a in self.second else int(self.first[a])
+            for a, b, *_ in outputs
+        ]
+        return torch.bincount(torch.tensor(cells), minlength=len(self.expected)).double()
+
+
+def _masses(p: Tensor, bins: Tensor) -> Tensor:
+    """The probability of each bin: p fp64 [V], int64 [V] -> fp64 [BINS]."""
+    return p.new_zeros(BINS).scatter_add(0, bins, p)
+
+
+def _bins(p: Tensor) -> Tensor:
+    """p [V] -> int64 [V], the bin of each token."""
+    mass, bins = [0.0] * BINS, torch.zeros(len(p), dtype=torch.int64)
+    values, order = p.sort(descending=True, stable=True)
+    for token, value in zip(order.tolist(), values.tolist(), strict=True):
+        bins[token] = emptiest = mass.index(min(mass))
+        mass[emptiest] += value
+    return bins
+
+
+def g_statistic(counts: Tensor, expected: Tensor) -> tuple[float, int]:
+    """2 sum O ln(O / E) and its degrees of freedom, over pooled cells."""
+    group = pooled(expected)
+    observed, awaited = _sums(counts, group), _sums(expected, group)
+    return max(0.0, 2 * float(torch.special.xlogy(observed, observed / awaited).sum())), len(awaited) - 1
+
+
+def pooled(expected: Tensor) -> Tensor:
+    """Counts that cells expect -> int64, the group of each: the smallest are put together until each expects RARE."""
+    group, sums = torch.zeros(len(expected), dtype=torch.int64), [0.0]
+    for place in expected.argsort().tolist():
+        if sums[-1] >= RARE:
+            sums.append(0.0)
+        group[place] = len(sums) - 1
+        sums[-1] += float(expected[place])
+    if len(sums) > 1 and sums[-1] < RARE:
+        group[group == len(sums) - 1] -= 1
+    return group
+
+
+def _sums(values: Tensor, group: Tensor) -> Tensor:
+    return values.new_zeros(int(group.max()) + 1).scatter_add(0, group, values)
+
+
+def chance_of(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:
+    """How likely a chi-square of this freedom, central or not, is at least so large.
+
+    One that is not central is a central one of more freedom: of 2 j more, where j is a Poisson's of half as much.
+    """
+    j = torch.arange(MOST, dtype=torch.float64)
+    mean = torch.tensor(noncentrality / 2, dtype=torch.float64)
+    weights = (torch.special.xlogy(j, mean) - mean - torch.lgamma(j + 1)).exp()
+    tails = torch.special.gammaincc(freedom / 2 + j, torch.full_like(j, statistic / 2))
+    return float((weights * tails).sum())
+
+
+def next_above(freedom: int, rounding: float = 0.0) -> float:
+    """The statistic that chance, and what rounding adds, exceed with CHANCE."""
+    return _falls_to(lambda x: chance_of(x, freedom, rounding), CHANCE)
+
+
+def smallest_distance(n: int, freedom: int, rounding: float = 0.0) -> float:
+    """The total variation between cells that n samples find with POWER, where chance and rounding fail with CHANCE.
+
+    A distance d adds at least 4 n d^2 to the statistic (Cauchy and Schwarz), as a chi-square's noncentrality.
+    """
+    limit = next_above(freedom, rounding)
+    return math.sqrt(_falls_to(lambda x: 1 - chance_of(limit, freedom, x), 1 - POWER) / (4 * n))
+
+
+def _falls_to(chance: Callable[[float], float], level: float) -> float:
+    """Where a chance that falls from 0 to MOST on is at this level."""
+    low, high = 0.0, MOST
+    for _ in range(60):
+        low, high = (middle, high) if chance(middle := (low + high) / 2) > level else (low, middle)
+    return high
+
+
+def samples(engine: Engine, prompts: Prompts, n: int) -> Finding:
+    """n samples of each prompt's first two tokens, half of them filtered, against the exact distributions.
+
+    Prompts take turns, so neighbours in the batch draft from other distributions; all have seeds of their own. A token
+    that its filter leaves out is wrong, however rare. ValueError if n is so large that rounding would decide.
+    """
+    gamma = engine.draft.max_gamma
+    ways = [SamplingParams(max_tokens=gamma + 2, ignore_eos=True, **how) for how in (FREE, FILTERED)]
+    kinds = [(prompt, way) for prompt in prompts for way in ways]
+    each = -(-n // len(ways))
+    tie = partial(_tie, dtypes_of(engine))
+    try:
+        cells = [Cells.of(partial(_finite_logits, engine), *kind, tie) for kind in kinds]
+    except ArithmeticError as error:
+        return Finding("samples", False, str(error))
+    rounding = sum(one.rounding(each) for one in cells)
+    if rounding > MOST / 4:
+        fewer = int(n * MOST / 5 / rounding)
+        raise ValueError(f"{n:,} samples of a prompt would tell how {engine.dtype_name} rounds: try {fewer:,}")
+    asked = [replace(kinds[i % len(kinds)][1], seed=i) for i in range(each * len(kinds))]
+    done = engine.generate([kinds[i % len(kinds)][0] for i in range(len(asked))], asked)
+    found, left_out = [], 0
+    for i, one in enumerate(cells):
+        outputs = [c.tokens for c in done[i :: len(cells)]]
+        left_out += one.left_out(outputs)
+        found.append(g_statistic(one.count(outputs), one.expected * each))
+    statistic, freedom = sum(g for g, _ in found), sum(k for _, k in found)
+    figures = {"samples": len(done), "g": statistic, "freedom": freedom, "left_out": left_out, "rounding": rounding}
+    if not freedom:
+        text = f"nothing tested: {len(done):,} samples are too few for distributions as narrow as these"
+        return Finding("samples", False, text, figures)
+    chance = chance_of(statistic, freedom, rounding)
+    in_all, in_one = (smallest_distance(count, freedom, rounding) for count in (len(done), each))
+    text = (
+        f"{len(done):,} samples in cells against {len(cells)} exact distributions: p = {chance:.2g} (fails below "
+        f"{CHANCE:g}); a distance of {in_all:.1%} in all of them, or {in_one:.1%} in one, would have been found with "
+        f"{POWER:.0%}"
+    )
+    if left_out:
+        text += f"; {left_out:,} hold a token that their filter leaves out"
+    figures |= {"p": chance, "finds_in_all": in_all, "finds_in_one": in_one}
+    return Finding("samples", chance >= CHANCE and not left_out, text, figures)
+
+
+def _finite_logits(engine: Engine, ids: list[int]) -> Tensor:
+    """The target's logits [V] after a text; ArithmeticError if one is NaN or infinitely large."""
+    logits = engine.logits(ids, last=1)[0]
+    if not logits.max() < math.inf:
+        raise ArithmeticError(f"the target's logits after {len(ids):,} tokens are not finite")
+    return logits
+
+
+def _tie(dtypes: Sequence[str], best: float) -> float:
+    return near_tie(best, *dtypes)
+
+
+# ---- seeds and refills -----------------------------------------------------------------------------------------------
+
+
+def seeds(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """Rows with seeds of their own, sampled and greedy, give the same tokens whatever happens beside them."""
+    params, order = _mixed(len(prompts), n_tokens), list(range(len(prompts)))
+    first, slots = _decode(engine, prompts, params, order)
+    turned = order[1:] + order[:1]
+    runs = {"again": order, "in another order": order[::-1], "in another slot": turned}
+    different, moved = list[str](), 0
+    for name, places in runs.items():
+        if name == "in another slot":  # nothing is held, so they take slots as they come
+            engine.generate([[prompts[0][0]]] * engine.config.batch_size, SamplingParams(max_tokens=1))
+        tokens, where = _decode(engine, prompts, params, places)
+        moved += sum(where.get(i, slot) != slot for i, slot in slots.items())
+        different += [f"row {i} {name}" for i in order if tokens[i] != first[i]]
+    for i in order:
+        alone, _ = _decode(engine, prompts, params, [i])
+        different += [f"row {i} alone"] if alone[i] != first[i] else []
+    where_to = f", in {moved} other slots" if moved else "; no row came to another slot, which is not tested"
+    text = f"{len(order)} rows: the same tokens alone, beside others, again, in another order{where_to}"
+    if different:
+        text = f"{len(different)} of {4 * len(order)} outputs are others: {', '.join(different[:3])}"
+    return Finding("seeds", not different, text, {"rows": len(order), "different": different, "moved": moved})
+
+
+def refill(engine: Engine, prompts: Prompts, n_tokens: int) -> Finding:
+    """The same tokens when all that no slot holds is poisoned before the work, and each slot again when it is free."""
+    params, order, different, poisoned = _mixed(len(prompts), n_tokens), list(range(len(prompts))), set[int](), 0
+    clean, _ = _decode(engine, prompts, params, order)
+    for kind in (math.nan, math.inf):
+        poisoned += poison_all(engine, kind)
+        tokens, _ = _decode(engine, prompts, params, order, partial(poison_all, engine, kind))
+        different |= {i for i in order if tokens[i] != clean[i]}
+    poison_all(engine, 0.0)
+    text = f"{len(order)} rows: the same tokens over {poisoned:,} poisoned numbers, and in slots poisoned between rows"
+    if different:
+        text = f"{len(different)} of {len(order)} rows change over poisoned caches: {sorted(different)[:5]}"
+    return Finding("refill", not different, text, {"rows": len(order), "different": sorted(different)})
+
+
+def _mixed(n: int, n_tokens: int) -> list[SamplingParams]:
+    """Sampled, greedy and filtered rows in turn, of uneven lengths."""
+    ways: list[dict[str, Any]] = [FREE, {}, FILTERED]
+    lengths = [max(1, n_tokens - i % 3) for i in range(n)]
+    return [SamplingParams(max_tokens=m, seed=1000 + i, ignore_eos=True, **ways[i % 3]) for i, m in enumerate(lengths)]
+
+
+def _decode(
+    engine: Engine, prompts: Prompts, params: Sequence[SamplingParams], order: Sequence[int],
+    freed: Callable[[], object] = lambda: None,
+) -> tuple[dict[int, list[int]], dict[int, int]]:  # fmt: skip
+    """Tokens of each prompt, begun in this order, and its slot unless it came and went in one round.
+
+    freed is called whenever a row has left its slot.
+    """
+    tokens, slots = dict[int, list[int]](), dict[int, int]()
+    for event in engine.stream([prompts[i] for i in order], [params[i] for i in order]):
+        for slot, request in enumerate(engine.schedule.slots):
+            if request is not None:
+                slots[order[request.index]] = slot
+        if event.completion:
+            tokens[order[event.index]] = event.completion.tokens
+            freed()
+    return tokens, slots
+
+
+def _caches(engine: Engine) -> Iterator[tuple[KVCache, Prefill | None]]:
+    """The target's cache and those of drafts, each with what knows what its slots hold."""
+    yield engine.cache, engine.schedule.prefill
+    levels: tuple[Any, Any] = (engine.policy, getattr(engine.policy, "cheap", None))
+    for level in levels:
+        if getattr(level, "own_cache", False) and hasattr(level, "runner"):
+            yield level.runner.cache, next((x for x in vars(level).values() if isinstance(x, Prefill)), None)
+
+
+def poison_all(engine: Engine, kind: float) -> int:
+    """Poison every free slot -> how many numbers."""
+    return sum(poison(engine, slot, kind) for slot in range(engine.config.batch_size))
+
+
+@torch.inference_mode()
+def poison(engine: Engine, slot: int, kind: float) -> int:
+    """Overwrite all that a free slot does not hold -> how many numbers; kind: NaN, 0, or inf for the largest ones."""
+    count, arrival = 0, engine.schedule.arrival
+    if engine.schedule.slots[slot] is not None or (arrival and arrival.slot == slot):
+        return 0
+    for cache, prefill in _caches(engine):
+        for buffer in cache.buffers:
+            kept = prefill.held(slot) if prefill else 0
+            whole = not buffer.dtype.is_floating_point
+            info: Any = torch.iinfo(buffer.dtype) if whole else torch.finfo(buffer.dtype)
+            buffer[slot, :, kept:] = kind if kind == 0 or not (whole or kind == math.inf) else info.max
+            count += buffer[slot, :, kept:].numel()
+    return count

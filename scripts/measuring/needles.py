@@ -1,18 +1,33 @@
-"""Facts that are found again by reading far back: made-up names and numbers, stated in prose or in a register.
+"""Continuations that have to be copied from far back: made-up facts, registers, passages; and what drafts come to.
 
-Nobody can know them: a model that answers has read the place where they stand.
+Nobody can know the facts: a model that answers has read the place where they stand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from gpt_fast_sd.config import DraftConfig, SamplingParams
+from gpt_fast_sd.engine import Engine
 from gpt_fast_sd.model import Tokenizer
+from gpt_fast_sd.serving.requests import Completion
+from measuring import plots
+from measuring.tables import Column, Table, shown
 
+KINDS = ("needle", "lookup", "copy", "prose")
+COPIED = 20  # tokens of a passage read again, or of prose, that are generated
+DEPTHS = (0.05, 0.4)  # of the facts that are asked for: far from both ends
+RESAMPLES = 2000  # of a bootstrap interval
+ENOUGH = 10  # prompts answered right, for a picture of them alone
+Record = dict[str, Any]
 DIGITS = 5  # of an answer
 
 FIRST = (
@@ -82,16 +97,32 @@ def register(names: Sequence[str], values: Sequence[str]) -> list[str]:
     return [fact(name, value) for name, value in zip(names, values, strict=True)]
 
 
-@dataclass(frozen=True)
-class Probe:
-    """A prompt whose continuation is known."""
+# ---- the prompts -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A prompt, how many tokens follow it, and what they should be: a text, tokens, or (prose) anything."""
 
     prompt: list[int]
-    answer: str
-    cell: tuple[float, ...]
+    answer: str | list[int] | None
+    new_tokens: int = DIGITS
+    cell: tuple[float, ...] = ()  # what cases are put together by
+
+    def is_right(self, completion: Completion) -> bool | None:
+        """Whether this is the answer; None where there is none."""
+        if isinstance(self.answer, str):
+            return completion.text.startswith(self.answer)
+        return None if self.answer is None else completion.tokens == self.answer
 
 
-def needle(tokenizer: Tokenizer, rng: np.random.Generator, books: Sequence[Tensor], length: int, depth: float) -> Probe:
+def lookup(tokenizer: Tokenizer, names: Sequence[str], values: Sequence[str], asked: int) -> Case:
+    """A register of facts, then the question for one of them."""
+    prompt = tokenizer.encode("\n".join([*register(names, values), question(names[asked])]))
+    return Case(prompt=prompt, answer=values[asked], cell=(len(names),))
+
+
+def needle(tokenizer: Tokenizer, rng: np.random.Generator, books: Sequence[Tensor], length: int, depth: float) -> Case:
     """Prose with one fact at depth, then its question: prompt and answer together take at most length tokens."""
     (name,), (value,) = made_up(rng, 1)
     ids = books[int(rng.integers(len(books)))]
@@ -105,7 +136,198 @@ def needle(tokenizer: Tokenizer, rng: np.random.Generator, books: Sequence[Tenso
         prompt = tokenizer.encode(f"{before}\n{fact(name, value)}\n{after}\n{question(name)}")
         excess = len(prompt) + DIGITS - length
         if excess <= 0:
-            return Probe(prompt, value, (length, depth))
+            return Case(prompt=prompt, answer=value, cell=(length, depth))
         if room <= excess:
             raise ValueError(f"a needle does not fit into {length} tokens")
         room -= excess
+
+
+class Cases:
+    """Makes cases of a kind and length, prompt and answer together, out of held-out prose."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Mapping[str, list[int]], seed: int) -> None:
+        self.tokenizer, self.seed = tokenizer, seed
+        self.books = [torch.tensor(ids) for ids in texts.values()]
+
+    def make(self, kind: str, length: int, n: int) -> list[Case]:
+        """n cases; the same for the same seed, kind and length, whatever else was asked for."""
+        rng = np.random.default_rng([self.seed, KINDS.index(kind), length])
+        return [getattr(self, kind)(rng, length) for _ in range(n)]
+
+    def needle(self, rng: np.random.Generator, length: int) -> Case:
+        """Prose with one fact far back, asked for at the end."""
+        return needle(self.tokenizer, rng, self.books, length, rng.uniform(*DEPTHS))
+
+    def lookup(self, rng: np.random.Generator, length: int) -> Case:
+        """A register of facts that fills the length; one from its first part is asked for."""
+        names, values = made_up(rng, min(2000, max(2, length // 14)))
+        place = rng.uniform(*DEPTHS)
+        while True:
+            case = lookup(self.tokenizer, names, values, int(place * len(names)))
+            excess = len(case.prompt) + DIGITS - length
+            if excess <= 0:
+                return case
+            if len(names) <= 2:
+                raise ValueError(f"a register of two facts does not fit into {length} tokens")
+            kept = max(2, len(names) - 1 - excess // 20)
+            names, values = names[:kept], values[:kept]
+
+    def copy(self, rng: np.random.Generator, length: int) -> Case:
+        """A passage, the prose behind it, and the first half of the passage again: its second half should follow."""
+        cue = self.tokenizer.encode("\nRead it once more, word for word:\n", bos=False)
+        half = max(COPIED, length // 10)
+        between = length - 3 * half - len(cue) - COPIED - 1
+        if between < 0:
+            raise ValueError(f"a passage read twice does not fit into {length} tokens")
+        text = self.stretch(rng, 2 * half + between)  # in one piece: the answer does not come again by chance
+        prompt = [*self.bos, *text, *cue, *text[:half]]
+        return Case(prompt=prompt, new_tokens=COPIED, answer=text[half : half + COPIED])
+
+    def prose(self, rng: np.random.Generator, length: int) -> Case:
+        """A stretch of a book."""
+        if length <= COPIED + 1:
+            raise ValueError(f"prose needs more than {COPIED + 1} tokens, got {length}")
+        prompt = [*self.bos, *self.stretch(rng, length - COPIED - len(self.bos))]
+        return Case(prompt=prompt, new_tokens=COPIED, answer=None)
+
+    @property
+    def bos(self) -> list[int]:
+        """What a text begins with."""
+        return [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
+
+    def stretch(self, rng: np.random.Generator, n: int) -> list[int]:
+        """n tokens from anywhere in one of the books."""
+        book = self.books[int(rng.integers(len(self.books)))]
+        start = int(rng.integers(0, len(book) - n + 1))
+        ids: list[int] = book[start : start + n].tolist()
+        return ids
+
+
+# ---- the measurement -------------------------------------------------------------------------------------------------
+
+
+def measure_cell(engine: Engine, cases: Sequence[Case], drafts: Sequence[DraftConfig]) -> tuple[list[Any], list[Any]]:
+    """Decode the cases plainly, then with every draft, a batch at a time: its slots keep their keys meanwhile.
+
+    Whether each was answered right (None: there is no answer), and of every draft (accepted, drafted, emitted, rounds)
+    of each case.
+    """
+    right: list[bool | None] = []
+    counts: list[list[list[int]]] = [[] for _ in drafts]
+    for start in range(0, len(cases), engine.config.batch_size):
+        wave = cases[start : start + engine.config.batch_size]
+        rows = [case.prompt for case in wave]
+        params = [SamplingParams(max_tokens=case.new_tokens, ignore_eos=True) for case in wave]
+        plainly = engine.generate(rows, params, speculate=False)
+        right += [case.is_right(completion) for case, completion in zip(wave, plainly, strict=True)]
+        for draft, found in zip(drafts, counts, strict=True):
+            engine.redraft(draft)
+            told = [completion.stats for completion in engine.generate(rows, params)]
+            found += [[stats.accepted, stats.drafted, stats.emitted, stats.rounds] for stats in told]
+    return right, counts
+
+
+def accepted(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The share of drafts that were accepted: [..., 4] -> [...]"""
+    return np.asarray(counts[..., 0] / np.maximum(1, counts[..., 1]))
+
+
+def interval(values: NDArray[np.float64]) -> list[float]:
+    """The middle 95 %."""
+    return [float(end) for end in np.percentile(values, [2.5, 97.5])]
+
+
+def summarize(results: Sequence[Record], seed: int = 0) -> list[Record]:
+    """Per kind, prompts (all, or those answered right), budget and policy: ratios of sums and bootstrap intervals.
+
+    Prompts are resampled, the same ones for every policy, so that the lead over streaming is that of pairs.
+    """
+    summary = []
+    for kind in [k for k in KINDS if any(r["kind"] == k for r in results)]:
+        cells = [r for r in results if r["kind"] == kind]
+        right = [bool(x) for r in cells for x in r["right"]]
+        told = [{(s["policy"], s["budget"]): s["prompts"] for s in r["settings"]} for r in cells]
+        for subset in ("all",) if kind == "prose" else ("all", "right"):
+            keep = np.array([subset == "all" or x for x in right])
+            if not keep.any():
+                continue
+            counts = {  # of every policy and budget: [prompts, 4]
+                key: np.array([row for one in told for row in one[key]], dtype=float)[keep] for key in told[0]
+            }
+            drawn = np.random.default_rng(seed).integers(0, keep.sum(), (RESAMPLES, keep.sum()))
+            resampled = {key: rows[drawn].sum(1) for key, rows in counts.items()}  # [resamples, 4]
+            for (policy, budget), rows in counts.items():
+                total, again = rows.sum(0), resampled[policy, budget]
+                record = {
+                    "kind": kind, "prompts": subset, "n": int(keep.sum()), "policy": policy, "budget": budget,
+                    "drafted": int(total[1]), "acceptance_rate": float(accepted(total)),
+                    "acceptance_interval": interval(accepted(again)), "tokens_per_round": total[2] / total[3],
+                    "tokens_per_round_interval": interval(again[:, 2] / again[:, 3]),
+                }  # fmt: skip
+                if policy != "streaming" and ("streaming", budget) in counts:
+                    record |= lead(rows, counts["streaming", budget], again, resampled["streaming", budget])
+                summary.append(record)
+    return summary
+
+
+def lead(rows: Any, others: Any, again: Any, others_again: Any) -> Record:
+    """By how much acceptance is above that of others on the same prompts, and on how many it is above and below."""
+    return {
+        "over_streaming": float(accepted(rows.sum(0)) - accepted(others.sum(0))),
+        "over_streaming_interval": interval(accepted(again) - accepted(others_again)),
+        "prompts_above_streaming": int((accepted(rows) > accepted(others)).sum()),
+        "prompts_below_streaming": int((accepted(rows) < accepted(others)).sum()),
+    }
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def share(name: str, how: str) -> Callable[[Record], str]:
+    """A figure and its interval."""
+
+    def text(r: Record) -> str:
+        if name not in r:
+            return ""
+        low, high = r[f"{name.removesuffix('_rate')}_interval"]
+        return f"{r[name]:{how}} ({low:{how}} to {high:{how}})"
+
+    return text
+
+
+SUMMARY = Table(
+    Column("policy", lambda r: r["policy"], 12, left=True),
+    Column("budget", lambda r: shown(r["budget"], ",")),
+    Column("acceptance, 95 %", share("acceptance_rate", ".1%"), 24),
+    Column("tokens/round, 95 %", share("tokens_per_round", ".2f"), 20),
+    Column("over streaming, 95 %", share("over_streaming", "+.1%"), 26),
+    Column("above/below", lambda r: f"{r['prompts_above_streaming']}/{r['prompts_below_streaming']}"
+           if "over_streaming" in r else ""),
+)  # fmt: skip
+
+
+def print_summary(summary: Sequence[Record]) -> None:
+    """Acceptance with its interval, tokens per round, and the lead over streaming on the same prompts."""
+    for kind, subset in dict.fromkeys((r["kind"], r["prompts"]) for r in summary):
+        rows = [r for r in summary if (r["kind"], r["prompts"]) == (kind, subset)]
+        which = "" if kind == "prose" else " answered right" if subset == "right" else ", all of them"
+        print(f"\n{kind}, {rows[0]['n']} prompts{which}")
+        rows.sort(key=lambda r: (r["budget"] or 0, r["policy"] != "streaming"))
+        print(*SUMMARY.lines(rows), sep="\n")
+
+
+def draw(summary: Sequence[Record], title: str, path: Path) -> None:
+    """One panel a kind: acceptance over the budget with its interval, on prompts answered right if these are enough."""
+    policies, panels = [*dict.fromkeys(r["policy"] for r in summary)], []
+    for kind in dict.fromkeys(r["kind"] for r in summary):
+        enough = any(r["kind"] == kind and r["prompts"] == "right" and r["n"] >= ENOUGH for r in summary)
+        rows = [r for r in summary if (r["kind"], r["prompts"]) == (kind, "right" if enough else "all")]
+        panels.append(
+            plots.over_budget(
+                f"{kind}, {rows[0]['n']} prompts{' answered right' if enough else ''}", rows,
+                lambda r: r["acceptance_rate"], policies, ends=lambda r: tuple(r["acceptance_interval"]), percent=True,
+            )
+        )  # fmt: skip
+    plots.draw_panels(
+        [panels], path, title=title, ylabel="accepted drafts, 95 % interval", share="y", size=(3.4, 3.4), legend=True
+    )

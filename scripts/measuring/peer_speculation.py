@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gpt_fast_sd.config import DraftConfig
 from measuring.lossless import first_difference
@@ -222,32 +222,6 @@ def decoded(answer: dict[str, Any], n: int, waited: float) -> Decoded:
 # ---- heats and turns -------------------------------------------------------------------------------------------------
 
 
-class Speculating(Protocol):
-    """A peer that is loaded and has room."""
-
-    def decode(self, tokens: list[int], n: int) -> Decoded:
-        """n greedy tokens after the prompt [S]."""
-        ...
-
-    def close(self) -> None:
-        """Free its memory."""
-        ...
-
-
-class InProcess:
-    """Ours, in a process of its own."""
-
-    def __init__(self, entry: Entry, setup: Setup, capacity: int) -> None:
-        self._worker = Worker(entry, setup)
-        self.close = self._worker.close
-        self._worker.call("reserve", 1, capacity)
-
-    def decode(self, tokens: list[int], n: int) -> Decoded:
-        """n greedy tokens after the prompt [S]."""
-        found: Decoded = self._worker.call("decode", tokens, n)
-        return found
-
-
 class Contest:
     """One run of the benchmark: every mode in a heat of its own, then the best mode of each peer in turns."""
 
@@ -257,12 +231,14 @@ class Contest:
         self.entries = [entry for entry in entries() if entry.mode not in without]
         self.failures: list[str] = []
 
-    def start(self, entry: Entry, context: int) -> Speculating:
-        """The peer, loaded; PeerMissing or PeerFailed."""
+    def start(self, entry: Entry, context: int) -> Worker | LlamaServer:
+        """The peer, loaded, in a process of its own; PeerMissing or PeerFailed."""
         capacity = context + self.new_tokens + 1
         if entry.server:
             return LlamaServer(self.program, entry, self.setup, capacity)
-        return InProcess(entry, self.setup, capacity)
+        worker = Worker(entry, self.setup)
+        worker.call("reserve", 1, capacity)
+        return worker
 
     def attempt(self, entry: Entry, context: int, work: Callable[..., T], *arguments: Any) -> T | None:
         """What the work gives; None if it fails, which is noted as this mode's alone."""

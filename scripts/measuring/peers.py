@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,37 +31,18 @@ AS_IT_COMES = "file"  # weights of llama.cpp-file
 # Weights, KV, flash attention. With BF16 KV its flash attention leaves the fast path on a CPU. In F32 there is none: it
 # casts keys and values to F16 and sums in F16, which loses digits as the context grows (each cell shows its agreement).
 LLAMA_MODES = {
-    "bf16": (
-        ("F16", "F16", False),
-        ("F16", "F16", True),
-        ("BF16", "F16", False),
-        ("BF16", "F16", True),
-        ("BF16", "BF16", False),
-    ),
+    "bf16": (("F16", "F16", False), ("F16", "F16", True), ("BF16", "F16", False), ("BF16", "F16", True),
+             ("BF16", "BF16", False)),
     "fp32": (("F32", "F32", False),),
-}
+}  # fmt: skip
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 # ---------------------------------------------------------------------------------------------------- the peers
-
-
-class Peer(Protocol):
-    """One engine with the model loaded. All rows hold the same prompt, each in its own memory."""
-
-    notes: str
-
-    def reserve(self, batch: int, capacity: int) -> None:
-        """Make room for batch rows of capacity tokens; earlier contents are dropped."""
-        ...
-
-    def prefill(self, tokens: list[int]) -> list[int]:
-        """Make every row hold tokens [S] -> the greedy token that follows, per row [B]."""
-        ...
-
-    def step(self) -> list[int]:
-        """Make every row also hold its latest token -> the greedy token that follows, per row [B]."""
-        ...
+#
+# One engine each with its model loaded; all rows hold the same prompt, each in its own memory.
+# reserve: make room for so many rows of so many tokens. prefill: make every row hold tokens [S] -> the greedy token
+# that follows, per row [B]. step: make every row also hold its latest token -> the next one, per row [B].
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,20 +299,15 @@ def entries(peer: str, dtype: str) -> list[Entry]:
         return [Entry(peer=peer, mode="", dtype=dtype)]
     if peer == "llama.cpp-file":
         return [
-            Entry(
-                peer=peer, dtype=dtype,
-                mode=f"smaller weights, {'repacked' if repacked else 'mapped'}, flash {'on' if flash else 'off'}",
-                weights=AS_IT_COMES, kv="F16", flash=flash, repacked=repacked,
-            )
+            Entry(peer=peer, dtype=dtype, weights=AS_IT_COMES, kv="F16", flash=flash, repacked=repacked,
+                  mode=f"smaller weights, {'repacked' if repacked else 'mapped'}, flash {'on' if flash else 'off'}")
             for repacked in (True, False) for flash in (False, True) if dtype != "fp32"
         ]  # fmt: skip
     if peer == "llama.cpp":
         return [
-            Entry(
-                peer=peer, mode=f"{w}, {kv} KV, flash {'on' if flash else 'off'}",
-                dtype=dtype, weights=w, kv=kv, flash=flash,
-            )
-            for w, kv, flash in LLAMA_MODES[dtype]
+            Entry(peer=peer, dtype=dtype, weights=weights, kv=kv, flash=flash,
+                  mode=f"{weights}, {kv} KV, flash {'on' if flash else 'off'}")
+            for weights, kv, flash in LLAMA_MODES[dtype]
         ]  # fmt: skip
     return [Entry(peer=peer, mode=attention, dtype=dtype, attention=attention) for attention in ("sdpa", "eager")]
 
@@ -346,7 +322,7 @@ class Setup:
     threads: int
 
 
-def build(entry: Entry, setup: Setup) -> Peer:
+def build(entry: Entry, setup: Setup) -> Any:
     """The peer an entry names, its model loaded."""
     if entry.peer.startswith("ours"):
         return Ours(setup.folder, entry.dtype, entry.draft)
@@ -357,7 +333,7 @@ def build(entry: Entry, setup: Setup) -> Peer:
     return Transformers(setup.folder, entry.dtype, entry.attention, compiled=compiled)
 
 
-def timed_steps(peer: Peer, untimed: int, timed: int) -> tuple[list[list[int]], list[float]]:
+def timed_steps(peer: Any, untimed: int, timed: int) -> tuple[list[list[int]], list[float]]:
     """Take untimed + timed steps -> all their tokens [steps, B] and the milliseconds of the timed ones."""
     tokens, milliseconds = [], []
     for i in range(untimed + timed):
@@ -420,6 +396,11 @@ class Worker:
         except OSError:  # it ended since it answered
             raise self._ended() from None
         return self._answer()
+
+    def decode(self, tokens: list[int], n: int) -> Decoded:
+        """n greedy tokens after the prompt [S]."""
+        found: Decoded = self.call("decode", tokens, n)
+        return found
 
     def close(self) -> None:
         """End the process and free its memory."""

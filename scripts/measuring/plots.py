@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from measuring.grid import draft_label
-from measuring.hero import hero
 from measuring.lengths import shown_speedup
 
 Record = dict[str, Any]
@@ -99,7 +98,7 @@ def whiskers(values: Sequence[Record]) -> list[list[float]]:
 
 
 def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, folder: Path) -> list[Path]:
-    """Pictures with one panel per draft: speed-up over batch, over context, throughput over latency; and the hero."""
+    """Pictures with one panel per draft: speed-up over batch, over context, throughput over latency."""
     folder.mkdir(parents=True, exist_ok=True)
     drafts = [*dict.fromkeys(map(draft_label, points))]
     steady = "steady, whiskers: least and greatest pair; dotted: to completion"
@@ -130,8 +129,7 @@ def draw_sweep(points: Sequence[Record], lengths: Sequence[Record], title: str, 
             [panels[i : i + 2] for i in range(0, len(panels), 2)], folder / name, title=f"{title}\n{how}",
             xlabel=xlabel, ylabel=ylabel, size=(5, 3.8), share="xy",
         )  # fmt: skip
-    (folder / "hero.svg").write_text(hero(points), encoding="utf-8")
-    return [folder / name for name in (*(name for name, *_ in pictures), "hero.svg")]
+    return [folder / name for name, *_ in pictures]
 
 
 def draw_speedup(panel: Any, ours: Sequence[Record], over: str, by: str) -> None:

@@ -25,8 +25,8 @@ from gpt_fast_sd.model import CausalSelf
 from gpt_fast_sd.registry import heeds
 from measuring import lossless
 from measuring.grid import Setting
+from measuring.lossless import Finding, dtypes_of
 from measuring.machine import allocated_bytes, resident_bytes
-from measuring.proof import Finding, dtypes_of
 
 LEFT = 0.25  # share of the calls that are left half-way
 LATE = 0.3  # share of the times that a prompt lets the engine wait

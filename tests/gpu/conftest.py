@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import json
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,3 +80,58 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+# ---- what has passed is not run again --------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of gpu_suite.py, which calls again until all has passed."""
+    parser.addoption("--outcomes", metavar="FILE", help="keep what each test came to here; what passed is left out")
+    parser.addoption("--outcomes-on", metavar="JSON", help="what must not have changed since a test has passed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let outcomes be kept where they are asked for."""
+    if file := config.getoption("--outcomes", None):
+        config.pluginmanager.register(Outcomes(Path(file), json.loads(config.getoption("--outcomes-on"))))
+
+
+class Outcomes:
+    """Leaves out what has passed, and has each outcome on the disk as soon as it is known.
+
+    A test that ends its process, or with which the process is ended, is there as one that did not end.
+    """
+
+    def __init__(self, path: Path, on: Any) -> None:
+        """on: what must not have changed since a test has passed."""
+        self.path, self.on = path, on
+        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.tests: dict[str, dict[str, Any]] = old["tests"] if old.get("on") == on else {}
+
+    def note(self, test: str, outcome: str, said: str = "", seen: object = ()) -> None:
+        """What a test came to, on the disk when this returns."""
+        self.tests[test] = {"outcome": outcome, "said": said, "seen": seen}
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps({"on": self.on, "tests": self.tests}, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.path)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Of what the markers have left: those that have failed before come last, those that have passed do not."""
+        passed = [item for item in items if self.tests.get(item.nodeid, {}).get("outcome") == "passed"]
+        config.hook.pytest_deselected(items=passed)
+        items[:] = [item for item in items if item not in passed]
+        items.sort(key=lambda item: item.nodeid in self.tests)
+        for item in items:
+            self.tests.setdefault(item.nodeid, {"outcome": "not run", "said": "", "seen": ()})
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins."""
+        self.note(nodeid, "did not end")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test has run, or was skipped or failed before or after."""
+        if report.when == "call" or not report.passed:
+            said = "" if report.passed else report.longreprtext[-2000:]
+            self.note(report.nodeid, report.outcome, said, [text for _, text in report.user_properties])

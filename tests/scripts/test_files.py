@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpt_fast_sd.model import save_hugging_face
+from maintain import hero
 from tests.helpers import tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -28,7 +29,6 @@ import benchmark
 import evaluate
 import files
 import generate
-import hero
 import needles
 import peers
 import plan

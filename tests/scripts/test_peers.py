@@ -95,10 +95,10 @@ class QuickWorker:
     def __init__(self, entry: Entry, setup: Any) -> None:
         self.is_plain = entry.draft is None
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        if name != "decode":
-            return None
-        n = arguments[1]
+    def call(self, name: str, *arguments: Any) -> None:
+        assert name == "reserve"
+
+    def decode(self, tokens: list[int], n: int) -> Decoded:
         drafts = (0, 0) if self.is_plain else (n, n // 2)
         return Decoded(tokens=[7] * n, seconds=n * 1e-3, rounds=n - drafts[1], drafted=drafts[0], accepted=drafts[1])
 

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import verify
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import save_hugging_face
-from measuring import proof, soak
-from measuring.proof import Finding
+from measuring import lossless, soak
+from measuring.lossless import Finding
 from tests.helpers import tiny_model
 
 
@@ -48,7 +48,7 @@ def test_one_failed_check_is_named_and_is_exit_code_1(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     findings = [Finding("greedy", True, "fine"), Finding("seeds", False, "1 of 4 outputs are others")]
-    monkeypatch.setattr(proof, "prove", lambda *_: iter(findings))
+    monkeypatch.setattr(lossless, "prove", lambda *_: iter(findings))
     assert verify.main(small) == 1
     out = capsys.readouterr().out
     assert "FAILED  seeds    1 of 4" in out and "FAILED: seeds, " in out

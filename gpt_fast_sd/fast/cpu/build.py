@@ -1,6 +1,6 @@
 """C++ kernels for a CPU: built once by the compiler that torch.compile uses, kept in its cache, or built beforehand.
 
-A wheel for a platform carries them built, for machines without a compiler, too: see scripts/build_wheel.py.
+A wheel for a platform carries them built, for machines without a compiler, too: see scripts/maintain/build_wheel.py.
 """
 
 from __future__ import annotations

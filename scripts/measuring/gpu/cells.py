@@ -1,14 +1,14 @@
-"""Steps and rounds of a model of 8 B parameters with random weights, acceptance replayed.
+"""Steps and rounds of a model of 8 B parameters with random weights, acceptance replayed: what a cell is and gives.
 
-Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, K kv heads, gamma tokens drafted per round.
+Shapes: B batch rows, T tokens in this call, S cache capacity, gamma tokens drafted per round.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,315 +17,274 @@ from torch import Tensor
 
 from gpt_fast_sd.config import DraftConfig, EngineConfig, SamplingParams, gamma_tiers
 from gpt_fast_sd.engine import Engine
+from gpt_fast_sd.model import preset
 from gpt_fast_sd.quantization.table import precision, require_precision
 from gpt_fast_sd.sampling import GREEDY
 from gpt_fast_sd.serving.gamma_planner import GammaPlanner
 from gpt_fast_sd.state import RoundPlan
-from measuring.gpu.aims import LLAMA, ROOM, Arm, Cell, planned, predict
+from measuring.chips import CHIPS, GIB, Chip
+from measuring.forecast import System
 from measuring.gpu.setup import SMALL, Record, Setup, Stopwatch, random_model
 from measuring.machine import clocks
-from measuring.replay import Replay, replay_table
-from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, step_seconds
+from measuring.replay import PROFILES, Profile, Replay, replay_table
+from measuring.roofline import EXPECTED, IDEAL, PRACTICAL, Conditions, Efficiency, Forecast, best_gamma, step_seconds
 from measuring.turns import spread
 
-ROUNDS = 40  # of one run: few enough that the context stays within 1 % of where it began
-TO_THE_END = 96  # new tokens of the runs that go on until the last row is finished
+LLAMA = preset("meta-llama/Llama-3.1-8B")
+MOST_DRAFTED = gamma_tiers(LLAMA.group_size)[-1]
+ROOM, ROUNDS = 512, 40  # tokens behind the context; rounds of a run: the context stays within 1 % of where it began
 PLENTY = 2**30  # tokens that a row may still emit, where none is to end
+FULL = {57344: 16, 28672: 32, 100_000: 8}  # context -> rows that fill 139 GiB beside 15 GiB of weights
+ALONE = {4096: 1, 32768: 1}  # where a draft's weights are most of what it reads
 
 
-def fake_prefill(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
-    """Let the slots hold these prompts, over random keys and values: a step costs what it would after a prefill."""
-    for buffer in engine.cache.buffers:
-        buffer.normal_()
-    for slot, prompt in enumerate(prompts):
-        engine._prefill._held[slot] = list(prompt[:-1])
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A draft as it is measured; name: the published acceptance that it replays."""
+
+    name: str
+    policy: str
+    budget: int
+    quantize: str | None = None  # of the draft's weights
+
+    def draft(self, gamma: int) -> DraftConfig:
+        """Its configuration."""
+        return DraftConfig(policy=self.policy, budget=self.budget, gamma=gamma, quantize=self.quantize)
+
+    @property
+    def profile(self) -> Profile:
+        """The acceptance that is replayed."""
+        return PROFILES[self.name].with_weights(self.quantize)
+
+
+ARMS = {
+    name: Arm(name=name, policy=policy, budget=budget)
+    for name, policy, budget in (
+        ("guided", "guided", 1024), ("snapkv", "snapkv", 2048), ("streaming", "streaming", 512),
+        ("low", "streaming", 512),
+    )
+}  # fmt: skip
+PRECISIONS = {str(name): replace(ARMS["guided"], quantize=name) for name in (None, "int8", "float8", "int4")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """So many rows of so many tokens each."""
+
+    batch: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        """As "16x57344"."""
+        return f"{self.batch}x{self.context}"
+
+
+def cell_for(context: int, memory: float, *arms: Arm) -> Cell:
+    """The cell of that context for a chip with so many free bytes: rows are halved until the plan of every arm fits.
+
+    ValueError where not even one row does.
+    """
+    batch, system = (FULL | ALONE)[context], _system(replace(CHIPS["h200"], memory=memory))
+    while any(system.memory(arm.draft(MOST_DRAFTED), batch, context)[1] for arm in arms or ARMS.values()):
+        if batch == 1:
+            raise ValueError(f"not even one row of {context:,} tokens fits into {memory / GIB:.0f} GiB")
+        batch //= 2
+    return Cell(batch=batch, context=context)
+
+
+def _system(chip: Chip) -> System:
+    return System(model=LLAMA, chip=chip, room=ROOM)
+
+
+def predict(chip: Chip, cell: Cell, arm: Arm, gamma: int, efficiency: Efficiency) -> Forecast:
+    """The cost model's rounds of gamma drafts in a cell, whose rows are as unlike as those of a replay's table."""
+    how: tuple[Any, ...] = arm.draft(gamma), arm.profile.chances, cell.batch, cell.context, gamma, efficiency
+    return replace(_system(chip).forecast(*how), tokens=arm.profile.tokens(gamma))
+
+
+def planned(chip: Chip, cell: Cell, arm: Arm) -> Forecast:
+    """The forecast for the gamma that the cost model would choose, by the shares of a chip that good kernels reach."""
+    return best_gamma(lambda gamma: predict(chip, cell, arm, gamma, PRACTICAL), range(1, MOST_DRAFTED + 1))
 
 
 class Bench:
     """An engine of a cell's shape with random weights and keys, whose rows keep as many drafts as a table says.
 
-    Before a call is timed it runs once under observation, from the very state that every timed repeat starts from: what
-    it did stands beside its seconds, and a call that let rows idle or read too few keys is not timed but an error.
+    Before a call is timed it runs once from the very state that every timed repeat starts from: what it did stands
+    beside its seconds, and a call that lets rows idle or reads too few keys is not timed but an error.
     """
 
-    def __init__(self, setup: Setup, cell: Cell, arm: Arm, gammas: Mapping[str, int]) -> None:
-        """gammas: what is drafted where a profile is replayed."""
-        batch, context = (2, 320) if setup.tiny else (cell.batch, cell.context)
-        config = replace(SMALL, max_seq_len=1024) if setup.tiny else LLAMA
-        budget = min(arm.budget, 128) if setup.tiny else arm.budget
-        self.setup, self.gammas, self.context, self.batch, self.config = setup, gammas, context, batch, config
-        self.arm = arm
-        self.timed = sorted({*gammas.values(), *arm.also_timed})
-        self.rounds = 3 if setup.tiny else ROUNDS
-        dtype = "bf16" if setup.on_cuda else "fp32"
-        model = random_model(config, setup.device, torch.bfloat16 if setup.on_cuda else torch.float32)
+    def __init__(self, setup: Setup, cell: Cell, arm: Arm, gamma: int) -> None:
+        batch, context, room = (2, 320, 256) if setup.tiny else (cell.batch, cell.context, ROOM)
+        self.config = replace(SMALL, max_seq_len=1024) if setup.tiny else LLAMA
+        self.setup, self.arm, self.gamma, self.batch, self.context = setup, arm, gamma, batch, context
+        self.rounds, self.budget = (3, min(arm.budget, 128)) if setup.tiny else (ROUNDS, arm.budget)
+        model = random_model(self.config, setup.device, torch.bfloat16 if setup.on_cuda else torch.float32)
         self.itemsize = model.embedding.weight.element_size()
-        room = 2 * self.rounds * (max(self.timed) + 1) if setup.tiny else ROOM
-        self.engine = Engine(
+        self.engine = engine = Engine(
             model, None,
             EngineConfig(
-                batch_size=batch, max_seq_len=context + room, device=setup.device.type, dtype=dtype,
-                compile=setup.on_cuda, cuda_graphs="round", max_autotune=setup.max_autotune,
+                batch_size=batch, max_seq_len=context + room, device=setup.device.type, compile=setup.on_cuda,
+                dtype="bf16" if setup.on_cuda else "fp32", cuda_graphs="round", max_autotune=setup.max_autotune,
             ),
-            DraftConfig(policy=arm.policy, budget=budget, gamma=max(self.timed), quantize=arm.quantize),
+            DraftConfig(policy=arm.policy, budget=self.budget, gamma=gamma, quantize=arm.quantize),
         )  # fmt: skip
-        self.budget = budget
         self.params = SamplingParams(max_tokens=room - 1, ignore_eos=True)
-        # each prompt begins otherwise, so that no slot is compared with another's to its end
-        generator = torch.Generator().manual_seed(0)
-        self.prompts = [
-            [slot, *torch.randint(config.vocab_size, (context,), generator=generator).tolist()] for slot in range(batch)
-        ]
-        engine = self.engine
-        engine.replay = self.kept = Replay(torch.zeros(4 * self.rounds, batch, dtype=torch.int64, device=setup.device))
+        ids = torch.randint(self.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
+        self.prompts = [[slot, *row] for slot, row in enumerate(ids.tolist())]  # none begins as another
+        self.table = replay_table(arm.profile, 4 * self.rounds, batch, gamma, 0, setup.device)
+        engine.replay = self.kept = Replay(self.table.clone())
         engine._prefill._warm = True  # nothing will be prefilled, so nothing is compiled for it
         engine.warm_up()
         with torch.inference_mode():  # as rounds run: outside of it the steps would be compiled once more
-            engine.schedule.rounds.warm_up([0, *self.timed], [GREEDY])
-        fake_prefill(engine, self.prompts)
+            engine.schedule.rounds.warm_up([0, gamma], [GREEDY])
+        for buffer in engine.cache.buffers:  # a step costs what it would after a prefill
+            buffer.normal_()
+        for slot, prompt in enumerate(self.prompts):
+            engine._prefill._held[slot] = prompt[:-1]
+        engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
 
-    # ---------------------------------------------------------------- rounds
-
-    def replay(self, profile: str) -> float:
-        """Replay this profile from now on -> tokens per round of its table."""
-        gamma, table = self.gammas[profile], self.kept.table
-        table.copy_(replay_table(self.arm.profile(profile), len(table), self.batch, gamma, 0, self.setup.device))
-        self.engine.schedule.planner = GammaPlanner(gamma, gamma_tiers(self.config.group_size))
-        return float(table.double().mean()) + 1
-
-    def run(self, speculate: bool, rounds: int | None = None, new: int | None = None) -> Record:
-        """So many rounds, or so many new tokens of each row -> tokens, seconds of decoding and rounds.
-
-        RuntimeError where the tokens are not those of the table, or where a row idled: then the seconds mean nothing.
-        """
-        engine, params = self.engine, self.params if new is None else replace(self.params, max_tokens=new)
+    def run(self, speculate: bool, rounds: int) -> Record:
+        """So many rounds -> tokens a second and a round; RuntimeError where they are not the table's, or rows idled."""
+        self.kept.table.copy_(self.table)
         self.kept.rewind()
-        stream = engine.stream(self.prompts, params, speculate=speculate)
+        stream = self.engine.stream(self.prompts, self.params, speculate=speculate)
         for _ in stream:
-            if rounds and engine.stats.rounds >= rounds:
+            if self.engine.stats.rounds >= rounds:
                 break
-        stats = engine.stats
+        stats = self.engine.stats
         stream.close()  # type: ignore[attr-defined]
-        owed, told = self.batch * (new or stats.rounds), "one per row and round"
-        if new:
-            told = f"{new} per row"
-        elif speculate:
-            owed, told = int((self.kept.table[: stats.rounds] + 1).sum()), "as the table says"
-        if stats.decode_tokens != owed or (not new and stats.row_rounds != self.batch * stats.rounds):
-            raise RuntimeError(
-                f"{stats.rounds} rounds of {self.batch} rows gave {stats.decode_tokens} tokens in {stats.row_rounds} "
-                f"rounds of a row, but they owe {owed}, {told}"
-            )
-        return {
-            "tokens": stats.decode_tokens, "seconds": stats.decode_seconds, "rounds": stats.rounds,
-            "rows_active": stats.row_rounds / stats.rounds, "gammas": sorted(stats.rounds_by_gamma),
-        }  # fmt: skip
-
-    # ---------------------------------------------------------------- steps
+        owed = int((self.table[: stats.rounds] + 1).sum()) if speculate else self.batch * stats.rounds
+        did = stats.decode_tokens, stats.row_rounds, sorted(stats.rounds_by_gamma)
+        must = owed, self.batch * stats.rounds, [self.gamma if speculate else 0]
+        if did != must:
+            raise RuntimeError(f"{stats.rounds} rounds came to (tokens, rounds of a row, gammas) {did}, not {must}")
+        return {"per_second": owed / stats.decode_seconds, "per_round": owed / stats.rounds / self.batch}
 
     @torch.inference_mode()
     def steps(self) -> Record:
-        """Figures of the parts of a round: T_T, T_D, T_V by gamma, judging with commit, selecting by mass."""
-        state, policy, rounds = self.engine.state, self.engine.policy, self.engine.schedule.rounds
+        """Seconds of the parts of a round: T_T, T_D, T_V, judging with commit, selecting by mass."""
+        state, policy, rounds, gamma = self.engine.state, self.engine.policy, self.engine.schedule.rounds, self.gamma
         assert policy
-        self.watch = Stopwatch(self.setup, repeats=20)
-        found: Record = {"verify": {}, "judge": {}, "draft": {}, "select": {}}
+        watch, n_keys = Stopwatch(self.setup, 20), self.engine.cache.capacity - gamma
+        plan = RoundPlan(gamma=gamma, n_keys=n_keys, captured=True)
         self.save_state()
-        for gamma in self.timed:
-            plan = RoundPlan(gamma=gamma, n_keys=self.engine.cache.capacity - gamma, captured=True)
-            self.restore_state(gamma)
-            draft = policy.propose(state, plan)
-            tokens = torch.cat([state.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
-            logits, mass = rounds.feed(tokens, plan.n_keys + gamma)
-            if "target" not in found:
-                found["target"] = self.figure("target", 0, partial(rounds.feed, state.pending[:, None], plan.n_keys))
-            parts: dict[str, Callable[[], object]] = {
-                "draft": partial(policy.propose, state, plan),
-                "verify": partial(rounds.feed, tokens, plan.n_keys + gamma),
-                "judge": partial(rounds.accept, logits, draft, GREEDY),
-            }
-            if policy.wants_mass:
-                parts["select"] = partial(policy.device_after_verify, state, mass)
-            for name, part in parts.items():
-                found[name][str(gamma)] = self.figure(name, gamma, part)
+        draft = policy.propose(state, plan)
+        tokens = torch.cat([state.pending[:, None], draft.tokens], 1)  # [B, gamma + 1]
+        logits, mass = rounds.feed(tokens, n_keys + gamma)
+        calls: dict[str, Callable[[], object]] = {
+            "target": partial(rounds.feed, state.pending[:, None], n_keys),
+            "draft": partial(policy.propose, state, plan),
+            "verify": partial(rounds.feed, tokens, n_keys + gamma),
+            "judge": partial(rounds.accept, logits, draft, GREEDY),
+        }
+        if policy.wants_mass:
+            calls["select"] = partial(policy.device_after_verify, state, mass)
+        found = {}
+        for name, call in calls.items():
+            seen, wrong = self.look(name, call)
+            if wrong:
+                raise RuntimeError(f"{name} at gamma {gamma} is not timed: {wrong}")
+            seconds = watch(call, before=self.restore_state) / (gamma if name == "draft" else 1)
+            found[name] = {"seconds": seconds, "gamma": gamma, "rows_active": self.batch, **seen}
         state.active.fill_(False)
         for slot in range(self.batch):
             policy.host_free(slot)
         return found
 
-    def figure(self, name: str, gamma: int, call: Callable[[], object]) -> Record:
-        """Seconds of a call (of a draft, of a step of it), and what it did; RuntimeError where that is not enough."""
-        fed = {"target": 1, "verify": gamma + 1, "draft": gamma}.get(name, 0)
-        seen = self.observe(gamma, call, fed, drafts=name == "draft")
-        if wrong := self.idle(name, gamma, fed, seen):
-            raise RuntimeError(f"{name} at gamma {gamma} is not timed: {wrong}")
-        seconds = self.watch(call, before=partial(self.restore_state, gamma)) / (gamma if name == "draft" else 1)
-        return {"seconds": seconds, "gamma": gamma, **seen}
+    def look(self, name: str, call: Callable[[], object]) -> tuple[Record, str]:
+        """What a call does from the saved state; and why that is not what rows in the middle of decoding ask for."""
+        self.restore_state()
+        state, policy, gamma, n = self.engine.state, self.engine.policy, self.gamma, self.batch
+        if (active := int(state.active.sum())) != n:
+            return {}, f"of {n} rows only {active} are active"
+        lists = getattr(self.view, "kv_indices", None)
+        held, out = lists.clone() if lists is not None else None, call()
+        if fed := {"target": 1, "verify": gamma + 1, "draft": gamma}.get(name, 0):
+            least, most, read = self.context + fed, self.context + fed, [state.seq_len + fed]
+            if name == "draft":  # its first and last step; a selection that is new leaves room until the next one
+                least, most = int(0.7 * self.budget), self.budget + gamma
+                read = [policy.positions_read(state.seq_len + i).sum(-1) for i in (0, fed - 1)]  # type: ignore[union-attr]
+            keys = [int(read[0].min()), int(read[-1].max())]
+            fine = least <= keys[0] <= keys[1] <= most
+            wrong = "" if fine else f"rows read {keys[0]:,} to {keys[1]:,} keys, not {least:,} to {most:,}"
+            return {"keys_in_view": keys}, wrong
+        if isinstance(out, Tensor):
+            judged, wanted = out[:, :2].tolist(), [(gamma + 1) // 2 + 1, gamma]
+            return {}, "" if judged == [wanted] * n else f"tokens emitted and judged are {judged}, not {wanted} each"
+        changed = int((lists != held).any(-1).any(-1).any(0).sum()) if lists is not None else n
+        return {}, "" if changed == n else f"{changed} of {n} rows have selected"
+
+    @property
+    def view(self) -> Any:
+        """The view that drafts are read through: it owns what a selection has chosen."""
+        return getattr(self.engine.policy, "view", None)
 
     def save_state(self) -> None:
         """Save the state of rows in the middle of decoding, from which every timed call starts."""
-        engine, policy = self.engine, self.engine.policy
-        state = engine.state
+        engine, policy, state = self.engine, self.engine.policy, self.engine.state
         assert policy
-        state.seq_len.fill_(self.context)
-        state.active.fill_(True)
-        state.stop_on_eos.fill_(False)
+        for tensor, value in (state.seq_len, self.context), (state.active, True), (state.stop_on_eos, False):
+            tensor.fill_(value)
         state.remaining.fill_(PLENTY)
         self.kept.rewind()
         for slot, prompt in enumerate(self.prompts):
             policy.host_admit(slot, prompt)
             state.pending[slot] = prompt[-1]
         # a view that lists by a pass of its own has no list before
-        engine.schedule.rounds.refresh(
-            RoundPlan.of(dict.fromkeys(range(self.batch), self.context), gamma=max(self.timed))
-        )
-        owners = (state, self.kept, self._view())
-        tensors = {id(x): x for owner in owners for x in vars(owner).values() if isinstance(x, Tensor)}
+        engine.schedule.rounds.refresh(RoundPlan.of(dict.fromkeys(range(self.batch), self.context), gamma=self.gamma))
+        tensors = {
+            id(x): x for owner in (state, self.kept, self.view) for x in vars(owner).values() if torch.is_tensor(x)
+        }
         self._saved = [(x, x.clone()) for x in tensors.values()]
+        self.restore_state()
 
-    def restore_state(self, gamma: int) -> None:
+    def restore_state(self) -> None:
         """Restore that state, to keep every other draft; on the device alone, so that it may run between repeats."""
         for tensor, value in self._saved:
             tensor.copy_(value)
-        self.kept.table.fill_((gamma + 1) // 2)
+        self.kept.table.fill_((self.gamma + 1) // 2)
 
-    def observe(self, gamma: int, call: Callable[[], object], fed: int, drafts: bool) -> Record:
-        """What a call does, from that state: rows that are live, tokens fed to each, least and most keys a row reads.
-
-        Of a draft the keys of a layer and head; of judging the drafts judged and the tokens emitted, of selecting the
-        rows whose selection is another afterwards.
-        """
-        self.restore_state(gamma)
-        state, policy, view = self.engine.state, self.engine.policy, self._view()
-        seen: Record = {"rows_active": int(state.active.sum())}
-        kv_indices, before = getattr(view, "kv_indices", None), state.seq_len.clone()
-        held = None if kv_indices is None else kv_indices.clone()
-        out = call()
-        if fed:
-            last = torch.where(state.active, state.seq_len, -fed) + fed - 1  # [B] an idle row reads nothing
-            read = [last + 1]
-            if drafts:  # by the first and by the last of its steps
-                read = [policy.positions_read(at).sum(-1) for at in (last - fed + 1, last)]  # type: ignore[union-attr]
-            seen["tokens_fed"] = fed
-            seen["keys_in_view"] = [int(read[0].min()), int(read[-1].max())]
-        elif isinstance(out, Tensor):
-            seen["tokens_judged"], seen["tokens_emitted"] = out[:, 1].tolist(), out[:, 0].tolist()
-            seen["rows_grown"] = int((state.seq_len > before).sum())
-        elif kv_indices is not None and held is not None:
-            seen["rows_selected"] = int((kv_indices != held).any(-1).any(-1).any(0).sum())
-        return seen
-
-    def idle(self, name: str, gamma: int, fed: int, seen: Record) -> str | None:
-        """Why what a call did is not what rows in the middle of decoding ask for; None where it is."""
-        n, kept = self.batch, (gamma + 1) // 2
-        if seen["rows_active"] != n:
-            return f"of {n} rows only {seen['rows_active']} are active"
-        if fed:
-            least = most = self.context + fed
-            if name == "draft":  # a selection that is new leaves room for the tokens until the next one
-                least, most = int(0.7 * self.budget), self.budget + gamma
-            read = seen["keys_in_view"]
-            fine = least <= read[0] <= read[1] <= most
-            return None if fine else f"rows read {read[0]:,} to {read[1]:,} keys, not {least:,} to {most:,}"
-        wanted = {"tokens_judged": [gamma] * n, "tokens_emitted": [kept + 1] * n, "rows_grown": n}
-        wanted = {"rows_selected": n} if name == "select" else wanted
-        wrong = {key: seen.get(key) for key, value in wanted.items() if seen.get(key) != value}
-        return f"{wrong} should be { ({key: wanted[key] for key in wrong}) }" if wrong else None
-
-    def _view(self) -> Any:
-        """The view that drafts are read through: it owns what a selection has chosen."""
-        return getattr(self.engine.policy, "view", None)
+    def ceilings(self) -> Record:
+        """Seconds of the steps that the roofline allows, on the shape that was run."""
+        under = drafts = Conditions(weight_bytes=self.itemsize, kv_bytes=self.itemsize)
+        if self.arm.quantize:
+            entry = precision(self.arm.quantize, self.setup.device)
+            head = precision(entry.head, self.setup.device)
+            drafts = replace(under, weight_bytes=entry.per_weight, head_bytes=head.per_weight)
+        floor = partial(step_seconds, self.config, self.setup.chip, self.batch)
+        verify = floor(self.gamma + 1, self.context, under)
+        return {"target": floor(1, self.context, under), "draft": floor(1, self.budget, drafts), "verify": verify}
 
 
-def cell_stage(context: int, arm: Arm) -> Callable[[Setup], Record]:
-    """The stage that measures one policy over rows of one length: steps, then rounds with replayed acceptance.
-
-    Of a precision that the device does not run it finds the sentence that says so.
-    """
-
-    def run(setup: Setup) -> Record:
-        try:
-            dtype = torch.bfloat16 if setup.on_cuda else torch.float32
-            require_precision(arm.quantize, setup.device, dtype, of_draft=True)
-        except ValueError as error:
-            print(f"not run: {error}")
-            return {"arm": arm.name, "skipped": str(error)}
-        cell = setup.cell(context, *([arm] if arm.quantize else []))
-        gammas = {profile: planned(setup.chip, cell, arm, profile).gamma for profile in arm.profiles}
-        if setup.tiny:
-            gammas = {profile: min(gamma, 2) for profile, gamma in gammas.items()}
-        began = time.perf_counter()
-        bench = Bench(setup, cell, arm, gammas)
-        built = time.perf_counter() - began
-        print(f"{cell.name}: built and compiled in {built:.0f} s; gamma by the cost model: {gammas}")
-        steps = bench.steps()
-        ceilings = ceilings_of(setup, bench)
-        print(f"plain step {steps['target']['seconds'] * 1e3:.2f} ms, roofline {ceilings['target'] * 1e3:.2f} ms")
-        replayed = [replay_row(setup, cell, arm, bench, profile) for profile in arm.profiles]
-        for row in replayed:
-            said = f"{row['ratio']['median']:.2f}x, expected {row['predicted_expected']:.2f}x"
-            print(f"replay of {row['profile']}, gamma {row['gamma']}: {said}")
-        return {
-            "cell": cell.name, "planned_batch": cell.batch, "arm": arm.name,
-            "policy": arm.policy, "budget": bench.budget, "quantize": arm.quantize,
-            "batch": bench.batch, "context": bench.context,
-            "chip": asdict(setup.chip), "build_seconds": built, "steps": steps, "roofline": ceilings,
-            "replay": replayed, "just_after": clocks() if setup.on_cuda else {},
-        }  # fmt: skip
-
-    return run
-
-
-def ceilings_of(setup: Setup, bench: Bench) -> Record:
-    """Seconds of the steps that the roofline allows, on the shape that was run."""
-    under = Conditions(weight_bytes=bench.itemsize, kv_bytes=bench.itemsize)
-    drafts = under
-    if bench.arm.quantize:
-        entry = precision(bench.arm.quantize, setup.device)
-        head = precision(entry.head, setup.device)
-        drafts = replace(under, weight_bytes=entry.per_weight, head_bytes=head.per_weight)
-
-    def floor(n_tokens: int, context: int, under: Conditions = under) -> float:
-        return step_seconds(bench.config, setup.chip, bench.batch, n_tokens, context, under)
-
-    return {
-        "target": floor(1, bench.context),
-        "draft": {str(gamma): floor(1, bench.budget, drafts) for gamma in bench.timed},
-        "verify": {str(gamma): floor(gamma + 1, bench.context) for gamma in bench.timed},
-    }
-
-
-def replay_row(setup: Setup, cell: Cell, arm: Arm, bench: Bench, profile: str) -> Record:
-    """Plain and speculative rounds in turns, A B B A, acceptance replayed; a ratio is that of a pair."""
-    gamma = bench.gammas[profile]
-    tokens = bench.replay(profile)
+def timed_cell(setup: Setup, context: int, arm: Arm) -> Record:
+    """One draft over rows of one length: its steps, then plain and replayed rounds in turns, A B B A."""
+    try:
+        require_precision(arm.quantize, setup.device, torch.bfloat16 if setup.on_cuda else torch.float32, of_draft=True)
+    except ValueError as error:
+        return {"arm": arm.name, "quantize": arm.quantize, "skipped": str(error)}
+    cell = cell_for(context, setup.memory, *([arm] if arm.quantize else []))
+    gamma = min(planned(setup.chip, cell, arm).gamma, 2 if setup.tiny else MOST_DRAFTED)
+    began = time.perf_counter()
+    bench = Bench(setup, cell, arm, gamma)
+    built = time.perf_counter() - began
+    steps, runs = bench.steps(), {True: list[Record](), False: list[Record]()}
     for speculate in (True, False):  # captures
-        bench.run(speculate, rounds=2)
-    runs: dict[bool, list[Record]] = {True: [], False: []}
+        bench.run(speculate, 2)
     for pair in range(setup.pairs):
         for speculate in (False, True) if pair % 2 == 0 else (True, False):
-            runs[speculate].append(bench.run(speculate, rounds=bench.rounds))
-    speeds = {how: [run["tokens"] / run["seconds"] for run in those] for how, those in runs.items()}
-    new = 4 if setup.tiny else TO_THE_END
-    whole = {how: bench.run(how, new=new) for how in (False, True)}
-    predicted = {
-        name: predict(setup.chip, cell, arm, profile, gamma, efficiency).ratio
-        for name, efficiency in {"ideal": IDEAL, "practical": PRACTICAL, "expected": EXPECTED}.items()
-    }
-    drafted = {g for run in runs[True] for g in run["gammas"]}
-    plain = {g for run in runs[False] for g in run["gammas"]}
-    if (drafted, plain) != ({gamma}, {0}):
-        raise RuntimeError(f"rounds drafted {drafted} tokens and plain ones {plain}, not {gamma} and 0")
+            runs[speculate].append(bench.run(speculate, bench.rounds))
+    ratios = [s["per_second"] / p["per_second"] for s, p in zip(runs[True], runs[False], strict=True)]
+    speeds = {how: statistics.median(run["per_second"] for run in those) for how, those in runs.items()}
+    model = {"ideal": IDEAL, "practical": PRACTICAL, "expected": EXPECTED}
     return {
-        "profile": profile, "replayed": True, "gamma": gamma, "tokens_per_round_of_table": tokens,
-        **{f"predicted_{name}": ratio for name, ratio in predicted.items()},
-        "ratio": spread([s / p for s, p in zip(speeds[True], speeds[False], strict=True)]),
-        "plain_tokens_per_second": statistics.median(speeds[False]),
-        "replayed_tokens_per_second": statistics.median(speeds[True]),
-        "tokens_per_round": sum(r["tokens"] for r in runs[True]) / sum(r["rounds"] for r in runs[True]) / bench.batch,
-        # what the runs did: rows that were live in a round, on average, and where their keys began and ended
-        "rows_active": min(run["rows_active"] for those in runs.values() for run in those),
-        "keys_in_view": [bench.context + 1, bench.context + bench.rounds * (gamma + 1)],
-        "rounds_of_a_run": bench.rounds, "pairs": setup.pairs,
-        "to_the_end_ratio": whole[False]["seconds"] / whole[True]["seconds"], "to_the_end_new_tokens": new,
+        "cell": cell.name, "planned_batch": cell.batch, "arm": arm.name, "policy": arm.policy, "budget": bench.budget,
+        "quantize": arm.quantize, "gamma": gamma, "batch": bench.batch, "context": bench.context,
+        "chip": asdict(setup.chip), "build_seconds": built, "steps": steps, "roofline": bench.ceilings(),
+        "replayed": True, "ratio": spread(ratios), "pairs": setup.pairs, "rounds_of_a_run": bench.rounds,
+        "plain_tokens_per_second": speeds[False], "replayed_tokens_per_second": speeds[True],
+        "tokens_per_round": runs[True][0]["per_round"],
+        "predicted": {name: predict(setup.chip, cell, arm, gamma, e).ratio for name, e in model.items()},
+        "just_after": clocks() if setup.on_cuda else {},
     }  # fmt: skip

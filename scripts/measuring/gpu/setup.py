@@ -1,4 +1,4 @@
-"""What every stage of gpu_suite.py shares: on what it runs, its clock, and the machine's ceilings.
+"""What every stage of gpu_suite.py shares: on what it runs, its clock, the machine's ceilings, small models.
 
 Shapes: B batch rows, T tokens in this call, S cache capacity.
 """
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.model import ModelConfig, Transformer
-from measuring.chips import CHIPS, GIB, Chip, chip_of, measure, rates_here
-from measuring.gpu.aims import ARMS, Arm, Cell, cell_for
+from measuring.chips import CHIPS, Chip, chip_of, measure, rates_here
 from measuring.ledger import short_name
 from measuring.machine import clocks, environment
 
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]  # of the checkout, which gpu_suite.py is run from
 SOURCES = ("gpt_fast_sd", "model", "tp", "scripts", "tests")
+SMALL = ModelConfig(
+    vocab_size=512, dim=128, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=64, ffn_dim=256, max_seq_len=4096
+)
 
 
 @functools.cache
@@ -54,6 +56,11 @@ class Setup:
         return self.device.type == "cuda"
 
     @property
+    def device_name(self) -> str:
+        """As torch names it."""
+        return torch.cuda.get_device_name(self.device) if self.on_cuda else "cpu"
+
+    @property
     def measured(self) -> Chip | None:
         """The rates that the stage "machine" measured, None where it was left out."""
         if "machine" not in self.known:
@@ -63,26 +70,16 @@ class Setup:
 
     @property
     def chip(self) -> Chip:
-        """The roofline: the data sheet's where the chip is known, else what was measured.
-
-        Without a chip, or where the rates of an unknown one were not measured: an H200's.
-        """
-        name = torch.cuda.get_device_name(self.device) if self.on_cuda else ""
-        sheet = chip_of(name)
+        """The roofline: the data sheet's where the chip is known, else what was measured; an H200's if nothing was."""
+        sheet = chip_of(self.device_name) if self.on_cuda else None
         if sheet is None and self.on_cuda and self.measured:
-            return replace(self.measured, name=f"{name}, measured")
+            return replace(self.measured, name=f"{self.device_name}, measured")
         return sheet or replace(CHIPS["h200"], name=f"an {CHIPS['h200'].name}, which is not at hand")
 
-    def cell(self, context: int, *arms: Arm) -> Cell:
-        """The rows of that context that the device has memory for: free now, else when first looked, else as sold.
-
-        arms: for which there has to be; none: the usual ones.
-        """
-        found = self.known.get("machine", {}).get("environment", {}).get("free_bytes")
-        return cell_for(context, self.free or found or self.chip.memory, arms or tuple(ARMS.values()))
-
-
-# ---- timing ----------------------------------------------------------------------------------------------------------
+    @property
+    def memory(self) -> float:
+        """Bytes of the device: those that are free now, else when first looked, else as it is sold."""
+        return self.free or self.known.get("machine", {}).get("environment", {}).get("free_bytes") or self.chip.memory
 
 
 class Stopwatch:
@@ -99,9 +96,9 @@ class Stopwatch:
 
     def __call__(self, call: Callable[[], object], *, before: Callable[[], object] = lambda: None) -> float:
         """The median of the repeats. before: called ahead of every call, and not timed."""
-        return statistics.median(self.times(call, before=before))
+        return statistics.median(self.times(call, before))
 
-    def times(self, call: Callable[[], object], *, before: Callable[[], object] = lambda: None) -> list[float]:
+    def times(self, call: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
         """Seconds of each repeat."""
         for _ in range(3):  # whatever is built at a first call is there afterwards
             before()
@@ -142,34 +139,19 @@ def difference(out: Tensor, expected: Tensor) -> float:
     return float((out - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-# ---- the machine and its ceilings ------------------------------------------------------------------------------------
-
-
 def machine(setup: Setup) -> Record:
     """Names, versions and clocks; and the rates that everything else is held against, measured."""
     dtype = torch.bfloat16 if setup.on_cuda else torch.float32
     tiny = {"n_bytes": 2**22, "size": 64, "repeats": 3}
     rates = measure(setup.device, dtype=dtype, **tiny) if setup.tiny else rates_here(setup.device, dtype)
-    print(
-        f"copy {rates.copy / 1e9:,.0f} GB/s, read {rates.read / 1e9:,.0f} GB/s, "
-        f"matrix products {rates.matmul / 1e12:,.1f} TFLOP/s"
-    )
     found = environment(setup.device, "triton")
     if setup.on_cuda:
         properties = torch.cuda.get_device_properties(setup.device)
         found |= {
-            "memory_gib": properties.total_memory / GIB, "free_bytes": setup.free, "cuda": torch.version.cuda,
-            "multiprocessors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
+            "free_bytes": setup.free, "cuda": torch.version.cuda, "multiprocessors": properties.multi_processor_count,
             "capability": [properties.major, properties.minor], "nvidia_smi": clocks(),
         }  # fmt: skip
     return {"environment": found, "rates": asdict(rates), "data_sheet": asdict(setup.chip)}
-
-
-# ---- small models ----------------------------------------------------------------------------------------------------
-
-SMALL = ModelConfig(
-    vocab_size=512, dim=128, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=64, ffn_dim=256, max_seq_len=4096
-)
 
 
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:

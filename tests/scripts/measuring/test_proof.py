@@ -21,7 +21,7 @@ from gpt_fast_sd.model import CacheLayer, KVCache
 from gpt_fast_sd.round import Round
 from gpt_fast_sd.sampling import Kind, draw, probabilities
 from gpt_fast_sd.state import BatchState
-from measuring import proof
+from measuring import lossless
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 N_TOKENS = 8
@@ -51,8 +51,8 @@ def wide() -> Engine:
     return narrow(batch_size=128)
 
 
-def drawn(engine: Engine) -> proof.Finding:
-    return proof.samples(engine, PROMPTS[:2], 1000)
+def drawn(engine: Engine) -> lossless.Finding:
+    return lossless.samples(engine, PROMPTS[:2], 1000)
 
 
 def test_samples_of_many_slots_pass(wide: Engine) -> None:
@@ -61,7 +61,7 @@ def test_samples_of_many_slots_pass(wide: Engine) -> None:
 
 
 def test_the_engine_as_it_is_passes_every_check() -> None:
-    findings = list(proof.prove(lambda config: narrow(exact=config.exact), CONFIG, PROMPTS, N_TOKENS, 200))
+    findings = list(lossless.prove(lambda config: narrow(exact=config.exact), CONFIG, PROMPTS, N_TOKENS, 200))
     assert [one.check for one in findings] == ["greedy", "samples", "seeds", "refill", "exact"]
     assert all(one.passed for one in findings), [one.line for one in findings]
     assert 0.05 < findings[0].figures["acceptance"] < 0.95
@@ -69,7 +69,7 @@ def test_the_engine_as_it_is_passes_every_check() -> None:
 
 
 def test_an_int8_cache_passes_refills() -> None:
-    finding = proof.refill(narrow(kv_dtype="int8"), PROMPTS, N_TOKENS)
+    finding = lossless.refill(narrow(kv_dtype="int8"), PROMPTS, N_TOKENS)
     assert finding.passed, finding.line
 
 
@@ -108,7 +108,7 @@ def test_samples_find_drafts_that_are_judged_by_a_filtered_q_and_were_drawn_from
 
     assert isinstance(wide.policy, ModelDraft)
     monkeypatch.setattr(wide.policy._choose, "_fn", choose)
-    monkeypatch.setattr(proof, "FILTERED", {"temperature": 1.0, "top_k": 4})
+    monkeypatch.setattr(lossless, "FILTERED", {"temperature": 1.0, "top_k": 4})
     finding = drawn(wide)
     assert not finding.passed, finding.line
 
@@ -123,7 +123,7 @@ def test_greedy_finds_positions_of_drafts_that_are_one_off(engine: Engine, monke
         return result
 
     monkeypatch.setattr(type(model), "forward", shifted)
-    finding = proof.greedy(engine, PROMPTS, 2 * N_TOKENS)
+    finding = lossless.greedy(engine, PROMPTS, 2 * N_TOKENS)
     assert not finding.passed, finding.line
 
 
@@ -136,7 +136,7 @@ def test_greedy_finds_the_key_of_a_refused_draft_that_stays(monkeypatch: pytest.
         store(self, pos[:, first:], k[:, :, first:], v[:, :, first:])
 
     monkeypatch.setattr(CacheLayer, "store", stale)
-    finding = proof.greedy(built(policy="lookup", ngram=1), PROMPTS, 2 * N_TOKENS)
+    finding = lossless.greedy(built(policy="lookup", ngram=1), PROMPTS, 2 * N_TOKENS)
     assert not finding.passed, finding.line
 
 
@@ -146,13 +146,13 @@ def test_seeds_find_one_that_depends_on_the_row(engine: Engine, monkeypatch: pyt
         return batch_state.uniform(seed if pos.dim() == 1 else seed[:, None], pos, stream)
 
     monkeypatch.setattr(BatchState, "uniform", uniform)
-    finding = proof.seeds(engine, PROMPTS, N_TOKENS)
+    finding = lossless.seeds(engine, PROMPTS, N_TOKENS)
     assert not finding.passed, finding.line
 
 
 def test_refill_finds_a_slot_that_is_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "vacate", lambda self, slot, keep=0: self.seq_len[slot].zero_())
-    finding = proof.refill(narrow(), PROMPTS, N_TOKENS)
+    finding = lossless.refill(narrow(), PROMPTS, N_TOKENS)
     assert not finding.passed, finding.line
 
 
@@ -164,13 +164,13 @@ def test_exact_finds_a_step_whose_width_varies(monkeypatch: pytest.MonkeyPatch) 
         return logits * (1 + 2**-22 * (tokens.shape[1] > 1)), mass  # the last bits
 
     monkeypatch.setattr(Round, "feed", nudged)
-    finding = proof.exact(engine, PROMPTS[:4], N_TOKENS)
+    finding = lossless.exact(engine, PROMPTS[:4], N_TOKENS)
     assert not finding.passed, finding.line
 
 
 def test_logits_that_are_no_numbers_fail_and_raise_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "logits", lambda *_, **__: torch.full((1, 23), torch.nan))
-    finding = proof.samples(engine, PROMPTS[:2], 100)
+    finding = lossless.samples(engine, PROMPTS[:2], 100)
     assert not finding.passed and "logits after 40 tokens are not finite" in finding.text
     wrong = iter([5, 6] * 100)
     monkeypatch.setattr(batch_state, "verify_sampled", None)
@@ -181,17 +181,17 @@ def test_logits_that_are_no_numbers_fail_and_raise_nothing(engine: Engine, monke
         return [replace(c, tokens=[next(wrong), *c.tokens[1:]]) if speculate else c for c in done]
 
     monkeypatch.setattr(Engine, "generate", others)
-    assert not proof.greedy(engine, PROMPTS, 4).passed
+    assert not lossless.greedy(engine, PROMPTS, 4).passed
 
 
 def test_gamma_auto_which_no_seed_fixes_is_refused() -> None:
     auto = Engine(tiny_model(), None, CONFIG, DraftConfig(policy="streaming", gamma="auto"))
     with pytest.raises(ValueError, match='gamma "auto" depends on measured times'):
-        list(proof.prove(lambda config: auto, CONFIG, PROMPTS, N_TOKENS, 200))
+        list(lossless.prove(lambda config: auto, CONFIG, PROMPTS, N_TOKENS, 200))
 
 
 def test_one_slot_is_not_said_to_have_been_changed() -> None:
-    finding = proof.seeds(narrow(batch_size=1), PROMPTS[:2], N_TOKENS)
+    finding = lossless.seeds(narrow(batch_size=1), PROMPTS[:2], N_TOKENS)
     assert finding.passed and finding.text.endswith("no row came to another slot, which is not tested")
 
 
@@ -201,25 +201,25 @@ def test_one_slot_is_not_said_to_have_been_changed() -> None:
 def test_the_power_that_is_printed_is_the_power_that_there_is() -> None:
     generator = torch.Generator().manual_seed(0)
     n, p = 4000, torch.full((12,), 1 / 12, dtype=torch.float64)
-    distance = proof.smallest_distance(n, 11)
+    distance = lossless.smallest_distance(n, 11)
     moved = p + distance * torch.tensor([1.0, -1.0] * 6, dtype=torch.float64) / 6  # the hardest to find
-    limit, found = proof.next_above(11), []
+    limit, found = lossless.next_above(11), []
     for q in (p, moved):
         counts = [torch.bincount(q.multinomial(n, True, generator=generator), minlength=12) for _ in range(200)]
-        found.append(sum(proof.g_statistic(c.double(), n * p)[0] > limit for c in counts))
+        found.append(sum(lossless.g_statistic(c.double(), n * p)[0] > limit for c in counts))
     assert found[0] == 0 and found[1] >= 194
 
 
 def test_the_chance_of_a_statistic_is_that_of_tables() -> None:
-    assert abs(proof.chance_of(18.307, 10) - 0.05) < 1e-3  # chi-square of 10, its 95 % quantile
-    assert abs(proof.chance_of(124.342, 100) - 0.05) < 1e-3
-    assert proof.chance_of(proof.next_above(10), 10) == pytest.approx(proof.CHANCE, rel=1e-3)
+    assert abs(lossless.chance_of(18.307, 10) - 0.05) < 1e-3  # chi-square of 10, its 95 % quantile
+    assert abs(lossless.chance_of(124.342, 100) - 0.05) < 1e-3
+    assert lossless.chance_of(lossless.next_above(10), 10) == pytest.approx(lossless.CHANCE, rel=1e-3)
 
 
 def test_cells_hold_all_of_the_distribution(engine: Engine) -> None:
-    params = SamplingParams(**proof.FILTERED)
-    cells = proof.Cells.of(lambda ids: engine.logits(ids, last=1)[0], PROMPTS[0], params)
-    assert cells.expected.sum().item() == pytest.approx(1.0) and len(cells.second) == proof.FOLLOWED
+    params = SamplingParams(**lossless.FILTERED)
+    cells = lossless.Cells.of(lambda ids: engine.logits(ids, last=1)[0], PROMPTS[0], params)
+    assert cells.expected.sum().item() == pytest.approx(1.0) and len(cells.second) == lossless.FOLLOWED
     assert cells.count([[a, b] for a in range(23) for b in range(23)]).sum() == 23 * 23
 
 
@@ -231,7 +231,7 @@ KEPT = SamplingParams(temperature=1.0, top_k=7)  # an id of 0.0 is kept, one of 
 def test_a_token_that_the_filter_leaves_out_is_wrong_unless_rounding_may_let_it_in(
     tie: float, wrong: list[int]
 ) -> None:
-    cells = proof.Cells.of(lambda ids: PEAKED, [1], KEPT, lambda best: tie)
+    cells = lossless.Cells.of(lambda ids: PEAKED, [1], KEPT, lambda best: tie)
     assert [token for token in range(10) if cells.left_out([[token, 0]])] == wrong
     assert [token for token in range(10) if cells.left_out([[0, token]])] == wrong  # 0 is followed
     assert cells.left_out([[6, 9]]) == 0  # and 6 is not: what comes after it is unknown
@@ -242,23 +242,25 @@ def test_samples_find_a_filter_that_leaks_rarely(wide: Engine, monkeypatch: pyte
 
     def leaking(self: Engine, *args: Any, **how: Any) -> Any:
         done = stream(self, *args, **how)
-        cells = proof.Cells.of(lambda ids: self.logits(ids, last=1)[0], PROMPTS[0], SamplingParams(**proof.FILTERED))
+        cells = lossless.Cells.of(
+            lambda ids: self.logits(ids, last=1)[0], PROMPTS[0], SamplingParams(**lossless.FILTERED)
+        )
         one = next(i for i, c in enumerate(done) if i % 4 == 1)  # the first prompt's, filtered
         token = int(cells.outside[None].nonzero()[0])
         return [replace(c, tokens=[token, *c.tokens[1:]]) if i == one else c for i, c in enumerate(done)]
 
     monkeypatch.setattr(Engine, "generate", leaking)
-    monkeypatch.setattr(proof, "FILTERED", {"temperature": 1.0, "top_k": 4})
+    monkeypatch.setattr(lossless, "FILTERED", {"temperature": 1.0, "top_k": 4})
     finding = drawn(wide)
     assert not finding.passed and finding.text.endswith("; 1 hold a token that their filter leaves out")
-    assert finding.figures["p"] > proof.CHANCE
+    assert finding.figures["p"] > lossless.CHANCE
 
 
 def test_the_edge_of_a_filter_that_rounding_moves_is_allowed_for() -> None:
     logits = torch.tensor([0.501, 0.3, 0.1, 0.0989, 0.0001]).log()  # top-p of 0.9 ends at the third token, by a hair
     how = SamplingParams(temperature=1.0, top_p=0.9)
-    sharp = proof.Cells.of(lambda ids: logits, [1], how)
-    blunt = proof.Cells.of(lambda ids: logits, [1], how, lambda best: 0.25)
+    sharp = lossless.Cells.of(lambda ids: logits, [1], how)
+    blunt = lossless.Cells.of(lambda ids: logits, [1], how, lambda best: 0.25)
     assert sharp.rounding(1000) == 0 and blunt.rounding(1000) > 100
     assert sharp.left_out([[3, 0]]) == 1 and blunt.left_out([[3, 0]]) == 0
     assert blunt.left_out([[4, 0]]) == 1  # a thousandth of its likelihood
@@ -267,21 +269,25 @@ def test_the_edge_of_a_filter_that_rounding_moves_is_allowed_for() -> None:
 def test_a_right_engine_whose_rounding_drops_the_last_token_of_a_filter_passes() -> None:
     p = torch.tensor([0.5, 0.3999, 0.09, 0.0101])  # 0.8999 before the third, which a logit more by 0.02 leaves out
     how = SamplingParams(temperature=1.0, top_p=0.9)
-    cells = proof.Cells.of(lambda ids: p.log(), [1], how, lambda best: 0.25)
-    moved = proof.Cells.of(lambda ids: p.log() + torch.tensor([0.02, 0.0, 0.0, 0.0]), [1], how)
+    cells = lossless.Cells.of(lambda ids: p.log(), [1], how, lambda best: 0.25)
+    moved = lossless.Cells.of(lambda ids: p.log() + torch.tensor([0.02, 0.0, 0.0, 0.0]), [1], how)
     n, generator = 1000, torch.Generator().manual_seed(0)
     assert moved.outside[None].tolist() == [False, False, True, True] and not cells.outside[None][2]
     q = torch.tensor([0.5, 0.3999]) / 0.8999
     outputs = torch.stack([q.multinomial(n, True, generator=generator) for _ in range(2)], 1).tolist()
-    statistic, freedom = proof.g_statistic(cells.count(outputs), cells.expected * n)
-    assert proof.chance_of(statistic, freedom) < proof.CHANCE < proof.chance_of(statistic, freedom, cells.rounding(n))
+    statistic, freedom = lossless.g_statistic(cells.count(outputs), cells.expected * n)
+    assert (
+        lossless.chance_of(statistic, freedom)
+        < lossless.CHANCE
+        < lossless.chance_of(statistic, freedom, cells.rounding(n))
+    )
 
 
 def test_nothing_is_proved_by_samples_that_fill_one_cell_and_too_many_are_refused(
     wide: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finding = proof.samples(wide, PROMPTS[:2], 1)
+    finding = lossless.samples(wide, PROMPTS[:2], 1)
     assert not finding.passed and finding.text.startswith("nothing tested: 4 samples are too few")
-    monkeypatch.setattr(proof, "near_tie", lambda best, *dtypes: 0.25)
+    monkeypatch.setattr(lossless, "near_tie", lambda best, *dtypes: 0.25)
     with pytest.raises(ValueError, match=r"1,000,000 samples of a prompt would tell how fp32 rounds: try \d"):
-        proof.samples(wide, PROMPTS[:2], 10**6)
+        lossless.samples(wide, PROMPTS[:2], 10**6)

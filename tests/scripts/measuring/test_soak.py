@@ -12,7 +12,7 @@ from gpt_fast_sd import DraftConfig, Engine, EngineConfig
 from gpt_fast_sd.acceptance import AcceptResult
 from gpt_fast_sd.model import KV, CausalSelf, Transformer
 from measuring import lossless
-from measuring.proof import Finding
+from measuring.lossless import Finding
 from measuring.soak import Rest, Soaked, _logits, _ties, finding, soak
 from tests.helpers import random_ids, tiny_model
 

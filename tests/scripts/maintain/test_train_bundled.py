@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import evaluate
-import train_bundled
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import CausalSelf, load_model, load_tokenizer, read_config
+from maintain import train_bundled
+from maintain.train_bundled import RECIPES, Stage, TrainingAttention
 from measuring.needles import DIGITS, needle, person, thing
-from train_bundled import RECIPES, Stage, TrainingAttention
 
 SCRIPT = Path(train_bundled.__file__)
 TOKENS = 20_000  # 79 steps of the test recipe, all three stages

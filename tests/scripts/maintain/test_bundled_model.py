@@ -14,7 +14,7 @@ from tests.helpers import whole_text_logits
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    assert (BUNDLED / "model.safetensors").is_file(), f"{BUNDLED} holds no model: scripts/train_bundled.py makes it"
+    assert (BUNDLED / "model.safetensors").is_file(), f"{BUNDLED} holds no model: train_bundled.py makes it"
     return BUNDLED
 
 

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import record
+from maintain import record
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GREEN = 32
 
 

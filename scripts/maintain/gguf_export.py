@@ -1,6 +1,6 @@
 """Write a Hugging Face style Llama folder as one GGUF file, so that llama.cpp can be timed on the same weights.
 
-    python scripts/gguf_export.py MODEL_FOLDER OUT.gguf [--dtype f16|bf16|f32|q4_0]
+    python scripts/maintain/gguf_export.py MODEL_FOLDER OUT.gguf [--dtype f16|bf16|f32|q4_0]
 
 Needs the `gguf` package; scripts/measuring/gguf_export.py says what is written how.
 """
@@ -8,7 +8,10 @@ Needs the `gguf` package; scripts/measuring/gguf_export.py says what is written 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the other programs and their helpers lie
 
 from common import refusing, started
 from files import check_files

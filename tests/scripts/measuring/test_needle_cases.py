@@ -6,7 +6,7 @@ import pytest
 
 from gpt_fast_sd.loading import BUNDLED
 from gpt_fast_sd.model import load_tokenizer, read_config
-from measuring.needle_acceptance import KINDS, Cases, summarize
+from measuring.needles import KINDS, Cases, summarize
 from tests.helpers import random_ids
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import build_wheel
 from gpt_fast_sd.fast import chosen, packing_builds
+from maintain import build_wheel
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Record a program on a terminal, and draw the recording as one animated SVG that asks the network for nothing.
 
-    python scripts/record.py docs/terminal.svg -- python scripts/generate.py     runs it, then draws it
-    python scripts/record.py docs/terminal.svg                                   draws the recording anew
+    python scripts/maintain/record.py docs/terminal.svg -- python scripts/generate.py     runs it, then draws it
+    python scripts/maintain/record.py docs/terminal.svg                                   draws the recording anew
 
 What the program wrote, and when, is kept beside the picture in asciinema's format (version 2): docs/terminal.cast. The
 picture plays --speed times as fast, no pause in it lasts longer than --pause seconds, and lines that came all at once

@@ -1,6 +1,6 @@
 """Build a wheel for this platform that carries the C++ kernels built, for machines without a compiler.
 
-    python scripts/build_wheel.py --dist dist
+    python scripts/maintain/build_wheel.py --dist dist
 
 It holds the kernels for each instruction set of this kind of CPU and for the head dims of common models. Which of them
 a machine runs is chosen there; what the wheel lacks is built there, if there is a compiler.
@@ -17,13 +17,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the other programs and their helpers lie
+
 from common import parser_of, refusing
 from flags import positive
 from gpt_fast_sd.fast import InstructionSet, build_kernel, kernels_to_build, sets_of_this_kind
 
 PROGRAM = "build_wheel.py"
 PLATFORM = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HEAD_DIMS = [64, 80, 96, 128, 256]
 
 
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for n, job in enumerate(jobs, 1):
             of = f" of {job.head_dim} dims" if job.head_dim else ""
             print(f"{n}/{len(jobs)} {job.source.stem}{of}, {job.instructions.name}", flush=True)
-            build_kernel(job, tree / "gpt_fast_sd" / "kernels")
+            build_kernel(job, tree / "gpt_fast_sd" / "fast" / "cpu")
         settings, own = f"--config-settings=--build-option=--plat-name={args.platform}", Path(folder) / "dist"
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", settings, "-w", str(own), str(tree)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

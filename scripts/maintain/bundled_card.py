@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bundled_data import MIXTURES, book_document
+from maintain.bundled_data import MIXTURES, book_document
 from measuring.knowledge import END
 from measuring.tables import Column, Table
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import bundled_data
-from bundled_data import MIXTURES, Books, book_paths, skipped_positions, training_document
+from maintain import bundled_data
+from maintain.bundled_data import MIXTURES, Books, book_paths, skipped_positions, training_document
 from measuring.needles import fact, question
 
 

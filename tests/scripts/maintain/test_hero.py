@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from measuring.hero import LABEL
-from scripts import hero
+from maintain import hero
+from maintain.hero import LABEL
 
 
 def point(batch: int, context: int, speedup: float, **changes: Any) -> dict[str, Any]:

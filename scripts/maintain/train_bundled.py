@@ -1,9 +1,10 @@
 """Train the bundled model: one command, resumable after a kill at any moment.
 
-    python scripts/train_bundled.py --books BOOKS/train --work WORK            # tokenizer, then training, then export
-    torchrun --nproc_per_node=2 scripts/train_bundled.py --books ... --work ...   # the same over several processes
-    python scripts/train_bundled.py --work WORK --export-only                  # WORK/model from the latest checkpoint
-    python scripts/train_bundled.py --books ... --work NEW --init-from WORK/model   # train an exported model further
+    cd scripts/maintain
+    python train_bundled.py --books BOOKS/train --work WORK                    # tokenizer, then training, then export
+    torchrun --nproc_per_node=2 train_bundled.py --books ... --work ...        # the same over several processes
+    python train_bundled.py --work WORK --export-only                          # WORK/model from the latest checkpoint
+    python train_bundled.py --books ... --work NEW --init-from WORK/model      # train an exported model further
 
 A recipe is a shape and a list of stages (context length, share of the tokens); the learning rate follows one cosine
 over all of them. Rope base and positions are those of the longest context from the first step: part of the short
@@ -19,6 +20,7 @@ import math
 import os
 import pickle
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +36,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the other programs and their helpers lie
+
 from common import parser_of, refusing
-from bundled_data import Books, book_paths, skipped_positions, training_document
 from gpt_fast_sd.model import ModelConfig, Transformer, load_model, save_hugging_face
+from maintain.bundled_data import Books, book_paths, skipped_positions, training_document
 from measuring.ledger import write_whole
 
 WARM_UP_STEPS = 50

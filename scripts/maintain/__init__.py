@@ -1,0 +1,1 @@
+"""Programs for maintainers: the bundled model, the pictures of the front page, wheels, GGUF files."""
