@@ -44,6 +44,11 @@ class Ranks(Protocol):
         """How many they are."""
         ...
 
+    @property
+    def mesh(self) -> Any:
+        """Of torch's, by which they reach each other; None: there is one."""
+        ...
+
     def vocabulary(self, size: int) -> Vocabulary:
         """Who holds which of the logits of a vocabulary of this size."""
         ...
@@ -52,7 +57,7 @@ class Ranks(Protocol):
 class OneProcess:
     """One process that holds the model alone."""
 
-    size = 1
+    size, mesh = 1, None
 
     def vocabulary(self, size: int) -> Vocabulary:
         """All logits are here."""

@@ -21,8 +21,8 @@ from gpt_fast_sd.model import ModelConfig
 
 from ..fast import BLOCK, ROWS_AT_ONCE, dequantize_blocks, unpack
 from ..fast.cpu.packing import PackedLinear
-from ..fast.int4_linear import Int4Linear, int4_from
-from ..fast.int8_linear import Int8Linear
+from ..fast.linear_int4 import Int4Linear, int4_from
+from ..fast.linear_int8 import Int8Linear
 
 FLOAT8_CAPABILITY = 8, 9  # the least that multiplies float8
 GROUP = 128  # inputs that share a scale in int4

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.costs import steps_of
 from gpt_fast_sd.devices import TRAITS
-from gpt_fast_sd.loading.memory import LAYER_NODES, NODE, STEP_NODES
+from gpt_fast_sd.loading.memory import LAYER_NODES, NODE, STEP_NODES, MemoryPlan
 from gpt_fast_sd.model import save_hugging_face
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.serving.calibration import time_selecting, time_steps
@@ -179,7 +179,8 @@ def test_the_graphs_that_are_held_are_those_that_were_planned_for(cuda: Cuda) ->
     """What the driver keeps of a graph grows with its launches: rounds of many drafts count for more."""
     one = engine(gamma=3)
     tokens(one)
-    planned = one._plan.of_config(dataclasses.replace(one.config, max_seq_len=100_000)).graphs
+    longer = dataclasses.replace(one.config, max_seq_len=100_000)
+    planned = MemoryPlan.of(dataclasses.replace(one._plan.system, config=longer)).graphs
     steps = planned // (NODE * (LAYER_NODES * one.model.config.n_layers + STEP_NODES))
     for i in range(steps):
         one.schedule.rounds._graph(("another", i), steps_of(one.draft, 3), lambda: torch.ones(1))()

@@ -31,7 +31,7 @@ from gpt_fast_sd.fast import (
 from gpt_fast_sd.fast.cpu import build
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu.packing import PackedInt4Linear, SummedInt4Linear, pack_linears
-from gpt_fast_sd.fast.int4_linear import Int4Linear
+from gpt_fast_sd.fast.linear_int4 import Int4Linear
 
 BF16 = torch.bfloat16
 ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 64, 65, 130]

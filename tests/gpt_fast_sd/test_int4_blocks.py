@@ -12,7 +12,7 @@ from torch import nn
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast import dequantize_blocks
 from gpt_fast_sd.fast.cpu.packing import pack_linears
-from gpt_fast_sd.fast.int4_linear import Int4Linear
+from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.model import Transformer, load_model
 from gpt_fast_sd.quantization.quantize import draft_copy, equalize_keys, quantize
 from tests.helpers import random_ids

@@ -16,7 +16,7 @@ from gpt_fast_sd.fast import int8_linear, pack, quantize_rows, unpack
 from gpt_fast_sd.fast.cpu import build
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, pack_linears
-from gpt_fast_sd.fast.int8_linear import Int8Linear
+from gpt_fast_sd.fast.linear_int8 import Int8Linear
 from gpt_fast_sd.fast.ops import int8
 
 BF16 = torch.bfloat16

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Linear
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.fast.int8_linear import Int8Linear
+from gpt_fast_sd.fast.linear_int8 import Int8Linear
 from gpt_fast_sd.fast.ops import int8 as ops_int8
 from gpt_fast_sd.loading import MemoryPlan, System, fit, plan_for, workspace
 from gpt_fast_sd.loading.load import load

@@ -15,8 +15,8 @@ from torch.nn import Linear
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.fast.cpu.packing import PackedInt8Linear, PackedLinear, SummedInt4Linear, pack_linears
-from gpt_fast_sd.fast.int4_linear import Int4Linear
-from gpt_fast_sd.fast.int8_linear import Int8Linear
+from gpt_fast_sd.fast.linear_int4 import Int4Linear
+from gpt_fast_sd.fast.linear_int8 import Int8Linear
 from gpt_fast_sd.fast.ops import int4 as ops_int4
 from gpt_fast_sd.fast.ops import int8 as ops_int8
 from gpt_fast_sd.loading import MemoryPlan

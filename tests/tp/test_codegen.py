@@ -38,7 +38,9 @@ def test_a_sharded_step_is_one_graph_with_two_sums_per_layer(two_ranks: Parallel
         model = two_ranks.group.shard(rig.model)
         cache = KVCache(local_config(model.config, 2), SLOTS, CAPACITY, dtype=torch.bfloat16, device=CUDA)
         tokens = rig.tokens(1)
-        step = cuda_code(decode_step, model, tokens, tokens.clone(), cache.layers, span(cache, CAPACITY), 0)
+        step = cuda_code(
+            decode_step, model, tokens, tokens.clone(), cache.layers, span(cache, CAPACITY), 0, rig.state.bodies
+        )
     sums = 2 * LAYERS + 1
     assert Counter(step.others) == {"_c10d_functional.all_reduce_": sums, "_c10d_functional.wait_tensor": sums}
     # as on one rank, and one more: the embedding is summed before the first norm reads it

@@ -11,8 +11,8 @@ from torch.nn import Linear
 from gpt_fast_sd.model import FeedForward, Room
 
 from .. import LINE, Int4, pack, pack_int4, packable, packed_linear, packed_rows, packed_swiglu, unpack, unpack_int4
-from ..int4_linear import Int4Linear
-from ..int8_linear import Int8Linear
+from ..linear_int4 import Int4Linear
+from ..linear_int8 import Int8Linear
 from ..marks import edited, stands_for
 from .generated import GeneratedFeedForward, GeneratedLinear
 

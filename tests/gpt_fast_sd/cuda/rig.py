@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.draft import View
+from gpt_fast_sd.fast.choose import FastBackend
 from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import build_view
 from gpt_fast_sd.state import BatchState
@@ -29,7 +30,12 @@ class Rig:
     def view(self, name: str, budget: int = 512) -> View:
         """The view of that name over the cache, as an engine builds it."""
         config = DraftConfig(policy=name, budget=budget, gamma=5)
-        return build_view(config, name, Runner(self.model, self.cache))
+        return build_view(config, name, self.runner)
+
+    @property
+    def runner(self) -> Runner:
+        """The model and the cache, with what stands in for the core on CUDA."""
+        return Runner(self.model, self.cache, backend=FastBackend(CUDA, {}))
 
     def tokens(self, n: int, slots: int = SLOTS) -> Tensor:
         """int64 [B, n]: token ids, or positions, which have no values here."""
@@ -49,4 +55,6 @@ def fake_rig(
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.bfloat16(), requires_grad=False))
     cache = KVCache(config, SLOTS, CAPACITY, dtype=kv_dtype, device=CUDA, planes=planes)
-    return Rig(model, cache, BatchState.idle(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS))
+    bodies = Runner(model, cache, backend=FastBackend(CUDA, {})).bodies
+    state = BatchState.idle(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS, bodies=bodies)
+    return Rig(model, cache, state)

@@ -13,6 +13,7 @@ from gpt_fast_sd.config import MAX_GAMMA
 from gpt_fast_sd.draft import draft_step
 from gpt_fast_sd.model import SPLIT
 from gpt_fast_sd.policies import Draft
+from gpt_fast_sd.policies.selection import top_pages
 from gpt_fast_sd.policies.snapkv import OBSERVED, observe_step
 from gpt_fast_sd.prefill import CHUNK, prefill_step
 from gpt_fast_sd.round import accept_step, decode_step
@@ -53,19 +54,20 @@ QUICK = {"decode", "verify mass"}
 
 def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A step of the engine and its arguments, as the engine calls it."""
-    cache, n_splits_carrier = rig.cache, span(rig.cache, CAPACITY)
+    cache, n_splits_carrier, bodies = rig.cache, span(rig.cache, CAPACITY), rig.state.bodies
     kind, _, detail = name.partition(" ")
     if kind == "prefill":
         tokens = rig.tokens(CHUNK, slots=1)
-        return prefill_step, (rig.model, tokens, tokens.clone(), cache.slot(2), n_splits_carrier)
+        return prefill_step, (rig.model, tokens, tokens.clone(), cache.slot(2), n_splits_carrier, bodies)
     if kind == "observe":
         tokens, slots = rig.tokens(OBSERVED, slots=2), rig.tokens(1, slots=2)[:, 0]
-        return observe_step, (rig.model, tokens, tokens.clone(), slots, cache.layers, n_splits_carrier, 96)
+        chosen = 96, bodies, bodies.of(top_pages)
+        return observe_step, (rig.model, tokens, tokens.clone(), slots, cache.layers, n_splits_carrier, *chosen)
     tokens = rig.tokens(6 if kind == "verify" else 1)
     common = (rig.model, tokens, tokens.clone(), cache.layers, n_splits_carrier)
     if kind == "draft":
-        return draft_step, (*common, *rig.view(detail).kv())
-    return decode_step, (*common, 64 if detail == "mass" else 0)
+        return draft_step, (*common, *rig.view(detail).kv(), bodies)
+    return decode_step, (*common, 64 if detail == "mass" else 0, bodies)
 
 
 def generate(

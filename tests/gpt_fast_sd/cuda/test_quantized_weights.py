@@ -19,7 +19,7 @@ from gpt_fast_sd.model import ModelConfig
 from gpt_fast_sd.quantization.quantize import draft_copy, drafter, quantize
 from gpt_fast_sd.quantization.table import precision_of, require_precision, require_sizes
 from gpt_fast_sd.round import decode_step
-from gpt_fast_sd.steps import Runner, span
+from gpt_fast_sd.steps import span
 from gpt_fast_sd.tp import local_config
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, LAYERS, fake_rig
 from tests.gpt_fast_sd.cuda.test_codegen import HEAD, LAYER
@@ -91,7 +91,16 @@ def test_a_copy_drafts_with_few_launches_and_no_buffer_of_a_weights_size(name: s
         assert copy.embedding is rig.model.embedding and copy.norm is rig.model.norm
         tokens = rig.tokens(1)
         view = rig.view("streaming").kv()
-        step = cuda_code(draft_step, copy, tokens, tokens.clone(), rig.cache.layers, span(rig.cache, CAPACITY), *view)
+        step = cuda_code(
+            draft_step,
+            copy,
+            tokens,
+            tokens.clone(),
+            rig.cache.layers,
+            span(rig.cache, CAPACITY),
+            *view,
+            rig.state.bodies,
+        )
     assert step.launches <= LAYERS * (LAYER + more) + HEAD + at_head, step
     assert products_of(step) == products and "int8pack" not in step.code
     assert not sizes_of(copy) & {*step.allocated}
@@ -108,7 +117,16 @@ def test_a_target_verifies_with_few_launches_and_no_one_row_kernel_of_a_library(
             quantize(rig.model, name)
         assert [precision_of(m) for m in linears_of(rig.model)] == [name] * 4 * LAYERS + [None]
         tokens = rig.tokens(5)
-        step = cuda_code(decode_step, rig.model, tokens, tokens.clone(), rig.cache.layers, span(rig.cache, CAPACITY), 0)
+        step = cuda_code(
+            decode_step,
+            rig.model,
+            tokens,
+            tokens.clone(),
+            rig.cache.layers,
+            span(rig.cache, CAPACITY),
+            0,
+            rig.state.bodies,
+        )
     assert step.launches <= LAYERS * (LAYER + more) + HEAD, step
     in_layers = {product: 4 * LAYERS for product in products if name != "int4" or "int4" in product}
     assert products_of(step) == {**in_layers, "mm": 1} and "int8pack" not in step.code
@@ -155,7 +173,7 @@ def test_sizes_that_float8_does_not_take_are_refused() -> None:
         rig = fake_rig()
         odd = nn.Linear(512, 1000, bias=False, device=CUDA, dtype=torch.bfloat16)
         rig.model.output = odd  # type: ignore[assignment]
-        runner = Runner(rig.model, rig.cache)
+        runner = rig.runner
         with pytest.raises(ValueError, match=r"needs sizes that 16 divides, and a weight has \[1000, 512\]"):
             drafter(runner, "float8")
 

@@ -18,7 +18,7 @@ from gpt_fast_sd.round import decode_step
 from gpt_fast_sd.sampling import Kind
 from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.state import RoundPlan
-from gpt_fast_sd.steps import Runner, span
+from gpt_fast_sd.steps import span
 from measuring.replay import Replay
 from tests.drafts import POLICIES, VIEWS, draft_of
 from tests.gpt_fast_sd.cuda.rig import CAPACITY, SLOTS, Rig, fake_rig
@@ -50,7 +50,14 @@ def drafts(rig: Rig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_the_targets_step_does_not_wait(rig: Rig, n_tokens: int, page: int) -> None:
     tokens, cache = rig.tokens(n_tokens), rig.cache
     n_splits_carrier = span(cache, CAPACITY)
-    assert waits(lambda: decode_step(rig.model, tokens, tokens.clone(), cache.layers, n_splits_carrier, page)) == []
+    assert (
+        waits(
+            lambda: decode_step(
+                rig.model, tokens, tokens.clone(), cache.layers, n_splits_carrier, page, rig.state.bodies
+            )
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -60,7 +67,14 @@ def test_a_draft_step_and_its_view_do_not_wait(rig: Rig, name: str) -> None:
     assert waits(lambda: view.device_refresh(rig.state, CAPACITY)) == []
     assert waits(lambda: view.device_before_draft(rig.state, TO_CAPTURE)) == []
     n_splits_carrier = span(cache, CAPACITY)
-    assert waits(lambda: draft_step(rig.model, token, token.clone(), cache.layers, n_splits_carrier, make, args)) == []
+    assert (
+        waits(
+            lambda: draft_step(
+                rig.model, token, token.clone(), cache.layers, n_splits_carrier, make, args, rig.state.bodies
+            )
+        )
+        == []
+    )
     mass = torch.zeros(*cache.shape, CAPACITY // 64, device=cache.seq_len.device)
     assert waits(lambda: view.device_after_verify(rig.state, mass if view.wants_mass else None)) == []
 
@@ -88,7 +102,7 @@ def test_verdicts_and_their_commit_do_not_wait(rig: Rig) -> None:
 @thinned("name,kind", list(POLICIES), [(False, False), (True, True)])
 def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool]) -> None:
     config = draft_of(name, GAMMA, **{} if name == "lookup" else {"budget": 512})
-    target = Runner(rig.model, rig.cache)
+    target = rig.runner
     policy = build_policy(config, target, fake_rig().model if config.draft_model else None)
     rounds = Rounds(target, rig.state, policy, config)
     rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
@@ -100,7 +114,7 @@ def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool
 @pytest.mark.usefixtures("rig")
 def test_a_whole_round_over_planes_does_not_wait(name: str) -> None:
     rig, config = fake_rig(kv_dtype=torch.int8, planes=True), draft_of(name, GAMMA, budget=512)
-    target = Runner(rig.model, rig.cache)
+    target = rig.runner
     rounds = Rounds(target, rig.state, build_policy(config, target, None), config)
     rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))
     assert waits(lambda: rounds.device_round(TO_CAPTURE)) == []

@@ -23,11 +23,11 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
-from gpt_fast_sd import state as batch_state
+from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams, acceptance, sampling
+from gpt_fast_sd.bodies import Bodies
 from gpt_fast_sd.fast import dequantize_blocks
 from gpt_fast_sd.fast.compile import CompiledStep
-from gpt_fast_sd.fast.int4_linear import Int4Linear
+from gpt_fast_sd.fast.linear_int4 import Int4Linear
 from gpt_fast_sd.loading import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer, Weights, load_model, save_hugging_face
 from gpt_fast_sd.quantization.quantize import draft_copy
@@ -454,13 +454,13 @@ def sums_in_order_are_the_first_ranks_and_then_the_others(parallel: Parallel, fo
 
 
 @contextlib.contextmanager
-def other_probabilities(parallel: Parallel, harshly: bool) -> Iterator[None]:
+def other_probabilities(engine: Engine, parallel: Parallel, harshly: bool) -> Iterator[None]:
     """On each rank but the first probabilities are other ones: every second in its last bit, or all by up to a third.
 
     In the last bit it matters where a draw falls on the edge between two tokens, and here each draw does: of 256 tokens
     that are all as likely. What is impossible stays so.
     """
-    true, place, rank = batch_state.probabilities, batch_state.uniform, parallel.tp_rank
+    true, place, rank = engine.state.bodies.probabilities, sampling.uniform, parallel.tp_rank
 
     def probabilities(*args: Any, **kwargs: Any) -> Tensor:
         p = true(*args, **kwargs)
@@ -474,11 +474,11 @@ def other_probabilities(parallel: Parallel, harshly: bool) -> Iterator[None]:
     def uniform(*args: Any) -> Tensor:
         return (place(*args) * 256).floor() / 256
 
-    with (
-        mock.patch.object(batch_state, "probabilities", probabilities),
-        mock.patch.object(batch_state, "uniform", place if harshly else uniform),
-    ):
+    before, drawn = engine.state.bodies, place if harshly else uniform
+    object.__setattr__(engine.state, "bodies", Bodies(probabilities=probabilities, uniform=drawn))
+    with mock.patch.object(acceptance, "uniform", drawn):
         yield
+    object.__setattr__(engine.state, "bodies", before)
 
 
 def drawn_together(parallel: Parallel, *drafts: DraftConfig) -> None:
@@ -486,7 +486,7 @@ def drawn_together(parallel: Parallel, *drafts: DraftConfig) -> None:
     prompts, params = PROMPTS[1:], [dataclasses.replace(p, max_tokens=16) for p in SAMPLED[1:]]
     for draft in drafts:
         together, alone = engine_of(parallel, draft), engine_of(None, draft_alone(draft))
-        with other_probabilities(parallel, harshly=True):
+        with other_probabilities(together, parallel, harshly=True):
             theirs = together.generate(prompts, params)  # the engine itself notices tokens that differ
         assert [c.tokens for c in theirs] == [c.tokens for c in alone.generate(prompts, params)], draft
 
@@ -518,7 +518,7 @@ def draws_stay_together_where_the_last_bits_of_probabilities_differ(parallel: Pa
     for draft in (DraftConfig(), DraftConfig(policy="streaming", budget=40, gamma=3)):
         engine = engine_of(parallel, draft, config=wide_config(vocab_size=256))
         engine.model.output.weight.zero_()  # all tokens are as likely
-        with other_probabilities(parallel, harshly=False):
+        with other_probabilities(engine, parallel, harshly=False):
             completions = engine.generate(PROMPTS[1:], SAMPLED[0])
         assert len({token for c in completions for token in c.tokens}) > 24
 
