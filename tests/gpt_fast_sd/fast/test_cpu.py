@@ -32,10 +32,10 @@ from gpt_fast_sd.fast.cpu import round as cpu_round
 from gpt_fast_sd.fast.cpu import sampling as cpu_sampling
 from gpt_fast_sd.fast.cpu import stand_ins
 from gpt_fast_sd.kv import DenseKV
-from gpt_fast_sd.model import SPLIT, CacheLayer
+from gpt_fast_sd.model import SPLIT, CacheLayer, KVCache
 from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.fast.references import attend_reference
-from tests.helpers import few, thinned
+from tests.helpers import few, thinned, tiny_config, tiny_model
 
 CPP = Bodies(dense=stand_ins.dense, listed=stand_ins.listed)
 cpu_attention, cpu_attention_at, cpu_attention_with_mass = (
