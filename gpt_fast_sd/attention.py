@@ -78,8 +78,8 @@ def entries_listed(
 
 
 def asked_of(layer: CacheLayer, q: Tensor) -> Tensor:
-    """Queries [B, N, T, H] in the dtype that a layer is asked in: its own, or their own where it is quantized."""
-    return q if layer.quantized else q.to(layer.k.dtype)
+    """Queries [B, N, T, H] in the dtype that a layer is asked in: its own, or their own where it has scales."""
+    return q if layer.format.scaled else q.to(layer.k.dtype)
 
 
 def attend(q: Tensor, entries: Entries, seen: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 BODIES = ("fast", "reference")  # what stands in for the core, or the core itself
 CUDA_GRAPHS = ("round", "off")
-FLOAT8_CACHES = ("fp8",)  # not on GPUs before Ada
-QUANTIZED_CACHES = ("int8", *FLOAT8_CACHES)
+QUANTIZED_CACHES = ("int8",)
 KV_DTYPES = ("fp32", "bf16", "fp16", *QUANTIZED_CACHES)
 QUANTIZATIONS = ("int8", "int4", "float8")
 KV_BITS = (4,)  # of an int8 cache that a draft may read
@@ -111,7 +110,7 @@ class EngineConfig:
         None, "weights of all layers, which makes another target; float8 on CUDA alone", allowed=QUANTIZATIONS
     )
     kv_dtype: str | None = _flag(
-        None, "dtype of the KV cache; int8: with one scale per token and kv head; fp8: e4m3, not on GPUs before Ada",
+        None, "dtype of the KV cache; int8: with one scale per token and kv head",
         allowed=KV_DTYPES, unset="as --dtype",
     )  # fmt: skip
     cuda_graphs: str = _flag("round", "on CUDA: what is captured as one graph", allowed=CUDA_GRAPHS)

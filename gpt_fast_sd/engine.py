@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import SPLIT, Tokenizer, Transformer
+from gpt_fast_sd.model import SPLIT, CacheFormat, Tokenizer, Transformer
 from gpt_fast_sd.tp import Parallel, Vocabulary
 
 from .acceptance import Override
@@ -98,7 +98,7 @@ class Engine:
         self._plan = plan or self._plan_of(self.draft, draft_model)
         if plan is None:
             self._plan.check(free_memory(self.device))
-        self.target = target_of(model, cfg, group, planes=self.draft.needs_planes)
+        self.target = target_of(model, cfg, group, self._plan.system.format)
         self.cache, self.compiled = self.target.cache, self.target.backend.compiles
         self._intake = Intake(model.config, tokenizer, cfg.max_seq_len)
         self.vocabulary = Vocabulary(group.mesh, model.config.vocab_size)
@@ -151,7 +151,7 @@ class Engine:
         self._access.require_idle()
         if not isinstance(draft, DraftConfig):
             raise ValueError(f"draft must be a DraftConfig, got {draft!r:.80}")
-        plan = self._plan_of(draft, draft_model, self.cache.planes)
+        plan = self._plan_of(draft, draft_model, self.cache.format)
         plan.added_to(self._plan).check_added(free_memory(self.device, held=self._plan.total))
         rounds, before = self._rounds_of(draft, draft_model), self.schedule.rounds
         before.forget()  # even if something else still refers to them
@@ -160,11 +160,13 @@ class Engine:
         self.schedule.use(rounds)
         self._compile_seconds = None
 
-    def _plan_of(self, draft: DraftConfig, draft_model: Transformer | None, planes: bool = False) -> MemoryPlan:
+    def _plan_of(
+        self, draft: DraftConfig, draft_model: Transformer | None, held: CacheFormat | None = None
+    ) -> MemoryPlan:
         theirs = draft_model.config if draft_model else None
         system = System(
             config=self.config, draft=draft, model=self.model.config, draft_model=theirs, dtype=self.dtype,
-            device=self.device, planes=planes,
+            device=self.device, held=held,
         )  # fmt: skip
         return plan_for(system.of_rank(self.parallel))
 

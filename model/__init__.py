@@ -7,7 +7,7 @@ values, a `CacheLayer` for each layer; checkpoints read as Hugging Face or, in a
 """
 
 from .buffers import Room
-from .cache import KV, SPLIT, CacheLayer, CausalSelf, Entries, KVCache, as_int8, as_planes, joined
+from .cache import FORMATS, KV, SPLIT, CacheFormat, CacheLayer, CausalSelf, Entries, KVCache, as_int8, as_planes
 from .config import PRESETS, ModelConfig, RopeScaling, preset, stored_dtype
 from .files.checkpoint import (
     Weights,
@@ -25,11 +25,13 @@ from .files.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from .llama import Attention, Block, FeedForward, RMSNorm, Transformer
 
 __all__ = [
+    "FORMATS",
     "KV",
     "PRESETS",
     "SPLIT",
     "Attention",
     "Block",
+    "CacheFormat",
     "CacheLayer",
     "CausalSelf",
     "CheckpointError",
@@ -48,7 +50,6 @@ __all__ = [
     "as_planes",
     "find_downloaded",
     "gguf_parts",
-    "joined",
     "load_model",
     "load_tokenizer",
     "name_table",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -89,22 +89,84 @@ class Entries(NamedTuple):
 
     k: Tensor  # [B, K, M, H]
     v: Tensor
-    k_scale: Tensor | None  # [B, K, M], of int8 alone
+    k_scale: Tensor | None  # [B, K, M], where there are scales
     v_scale: Tensor | None
 
 
 @dataclass(frozen=True)
-class CacheLayer:
-    """The keys and values of one layer, B slots: how they are stored, and how many bytes they take.
+class CacheFormat:
+    """How a cache holds keys and values; all that knows what the bytes of an entry mean, but for kernels.
 
-    As int8 each token of a slot and kv head has a scale of its own, by its largest number, for its key and one for its
-    value: it is stored alone, whatever stands beside it. The numbers of an int8 cache may lie in two planes, see
-    `as_planes`; both together are the same numbers, and with the same scales the upper one is 4 bits of each.
+    A key or value [H] is one to three parts: its numbers; a scale, by its largest number, stored alone, whatever
+    stands beside it; and, where the numbers lie in planes of nibbles (see `as_planes`), the lower one of these.
     """
 
+    name: str
+    dtype: torch.dtype  # of the numbers
+    scaled: bool = False  # whether each token of a slot and kv head has a scale for its key and one for its value
+    planes: bool = False  # both together are the same numbers; with the same scales the upper one is 4 bits of each
+
+    def parts(self, head_dim: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shape and dtype of each part of a key or value."""
+        scales = [((), torch.float16)] if self.scaled else []
+        if not self.planes:
+            return [((head_dim,), self.dtype), *scales]
+        return [((head_dim // 2,), torch.uint8), *scales, ((head_dim // 2,), torch.uint8)]
+
+    def write(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [..., H] -> its parts, as they are stored."""
+        if not self.scaled:
+            return (x.to(self.dtype),)
+        numbers, scale = as_int8(x)
+        if not self.planes:
+            return numbers, scale
+        upper, lower = as_planes(numbers)
+        return upper, scale, lower
+
+    def read(
+        self, parts: Sequence[Tensor], whole: Tensor | None = None, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor | None]:
+        """Parts -> numbers [..., H], and scales [...] if there are any: what is stored is their product.
+
+        whole: bool [...], which entries a draft reads the lower plane of, as numbers of dtype then; None: all.
+        """
+        scale = parts[1] if self.scaled else None
+        if not self.planes:
+            return parts[0], scale
+        upper, lower = parts[0], parts[2]
+        return joined(upper, lower) if whole is None else drafted(upper, lower, whole, dtype), scale
+
+    def element_bytes(self, head_dim: int, *, upper: bool = False) -> float:
+        """Bytes of each element of a key or value, its share of the scale included. upper: of the upper plane alone."""
+        size = self.dtype.itemsize / 2 if upper else self.dtype.itemsize
+        return size + (torch.float16.itemsize / head_dim if self.scaled else 0.0)
+
+    @property
+    def in_bytes(self) -> CacheFormat:
+        """The same numbers, not in planes."""
+        return FORMATS["int8"] if self.planes else self
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        CacheFormat("fp32", torch.float32),
+        CacheFormat("bf16", torch.bfloat16),
+        CacheFormat("fp16", torch.float16),
+        CacheFormat("int8", torch.int8, scaled=True),
+        CacheFormat("planes", torch.int8, scaled=True, planes=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """The keys and values of one layer, B slots, in a format."""
+
+    format: CacheFormat
     k: Tensor  # [B, K, S, H]; of planes the upper one, uint8 [B, K, S, H // 2]
     v: Tensor
-    k_scale: Tensor | None = None  # fp16 [B, K, S], of int8 alone
+    k_scale: Tensor | None = None  # fp16 [B, K, S], where there are scales
     v_scale: Tensor | None = None
     k_low: Tensor | None = None  # the lower planes, where there are planes
     v_low: Tensor | None = None
@@ -115,19 +177,19 @@ class CacheLayer:
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """Every buffer of the layer, each [B, K, S, ...]; CacheLayer takes them in this order."""
+        """Every buffer of the layer, each [B, K, S, ...], by turns of keys and of values; made from these again."""
         others = self.k_scale, self.v_scale, self.k_low, self.v_low
         return self.k, self.v, *(x for x in others if x is not None)
 
     @property
-    def head_dim(self) -> int:
-        """H."""
-        return self.k.shape[3] * (1 if self.k_low is None else 2)
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """The same as kernels take them: six, None where the format has no such part."""
+        return self.k, self.v, self.k_scale, self.v_scale, self.k_low, self.v_low
 
     @property
-    def quantized(self) -> bool:
-        """Whether keys and values are of fewer bits than queries can be."""
-        return self.k.dtype.itemsize == 1
+    def head_dim(self) -> int:
+        """H."""
+        return self.k.shape[3] * (2 if self.format.planes else 1)
 
     @property
     def capacity(self) -> int:
@@ -150,11 +212,14 @@ class CacheLayer:
 
     def slot(self, slot: int) -> CacheLayer:
         """One slot as a batch of one, sharing memory."""
-        return CacheLayer(*(x[slot : slot + 1] for x in self.buffers), tail=self.tail, fine=self.fine)
+        return self._of(x[slot : slot + 1] for x in self.buffers)
 
     def of_slots(self, slots: Tensor, n: int) -> CacheLayer:
         """A copy of the first n entries of some slots, int64 [W]."""
-        return CacheLayer(*(x[:, :, :n][slots] for x in self.buffers), tail=self.tail, fine=self.fine)
+        return self._of(x[:, :, :n][slots] for x in self.buffers)
+
+    def _of(self, buffers: Iterable[Tensor]) -> CacheLayer:
+        return CacheLayer(self.format, *buffers, tail=self.tail, fine=self.fine)
 
     def first(self, n: int, pos: Tensor, dtype: torch.dtype) -> Entries:
         """The first n entries as queries of this dtype at pos [B, T] read them."""
@@ -165,38 +230,23 @@ class CacheLayer:
         """The entries in index int64 [B, K, M] as queries of this dtype at pos [B, T] read them."""
 
         def gathered(x: Tensor) -> Tensor:
-            where = index if x.dim() == 3 else index[..., None].expand(-1, -1, -1, x.shape[3])
-            if x.dtype.is_floating_point and x.dtype.itemsize == 1:  # float8, which no CPU gathers: by its bytes
-                return x.view(torch.int8).gather(2, where).view(x.dtype)
-            return x.gather(2, where)
+            return x.gather(2, index if x.dim() == 3 else index[..., None].expand(-1, -1, -1, x.shape[3]))
 
         return self._entries(gathered, index, pos, dtype)
 
     def _entries(self, picked: Callable[[Tensor], Tensor], place: Tensor, pos: Tensor, dtype: torch.dtype) -> Entries:
-        scales = (None if x is None else picked(x) for x in (self.k_scale, self.v_scale))
-        if self.k_low is None or self.v_low is None:
-            return Entries(picked(self.k), picked(self.v), *scales)
-        planes = ((picked(self.k), picked(self.k_low)), (picked(self.v), picked(self.v_low)))
-        if not self.tail:
-            return Entries(*(joined(*both) for both in planes), *scales)
-        whole = place >= (pos[:, 0] - (self.tail - 1))[:, None, None]  # [B, 1 or K, M]
-        return Entries(*(drafted(*both, whole, dtype) for both in planes), *scales)
+        whole = place >= (pos[:, 0] - (self.tail - 1))[:, None, None] if self.tail else None  # [B, 1 or K, M]
+        parts = [picked(x) for x in self.buffers]
+        (k, k_scale), (v, v_scale) = (self.format.read(parts[of::2], whole, dtype) for of in (0, 1))
+        return Entries(k, v, k_scale, v_scale)
 
     def store(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v [B, K, T, H] at each row's positions pos [B, T]."""
         row = torch.arange(pos.shape[0], device=pos.device)[:, None]  # [B, 1]
-        for buffer, scales, low, new in (
-            (self.k, self.k_scale, self.k_low, k), (self.v, self.v_scale, self.v_low, v),
-        ):  # fmt: skip
-            new = new.transpose(1, 2)  # [B, T, K, H]
-            if scales is not None:
-                new, scales[row, :, pos] = as_int8(new)
-                if low is not None:
-                    new, low[row, :, pos] = as_planes(new)
-            elif self.quantized:  # float8, without a scale
-                most = torch.finfo(buffer.dtype).max
-                new = new.clamp(-most, most)  # what is larger some casts make a NaN of
-            buffer[row, :, pos] = new.to(buffer.dtype)
+        for buffers, new in ((self.buffers[::2], k), (self.buffers[1::2], v)):
+            parts = self.format.write(new.transpose(1, 2))  # [B, T, K, ...] each
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer[row, :, pos] = part
 
 
 def _bytes_of_a_token(buffers: Iterable[Tensor]) -> int:
@@ -211,37 +261,23 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, batch_size: int, max_seq_len: int, *, dtype: torch.dtype, device: torch.device,
-        planes: bool = False,
-    ) -> None:  # fmt: skip
-        """planes: whether the numbers of an int8 cache lie in planes of nibbles."""
-        assert not planes or (dtype == torch.int8 and config.head_dim % 2 == 0)
-        self.planes = planes
-        self.dtype, self.max_seq_len, self.capacity = dtype, max_seq_len, self.splits(max_seq_len) * SPLIT
+        self, config: ModelConfig, batch_size: int, max_seq_len: int, *, format: CacheFormat, device: torch.device
+    ) -> None:
+        """max_seq_len: tokens of a slot; the capacity is that in whole splits."""
+        assert not format.planes or config.head_dim % 2 == 0
+        self.format, self.max_seq_len, self.capacity = format, max_seq_len, self.splits(max_seq_len) * SPLIT
         # one spare split that is never in view: a view of the whole buffer is contiguous, which would be another graph
         entries = batch_size, config.n_kv_heads, self.capacity + SPLIT
-
-        def two(*of_entry: int, dtype: torch.dtype = dtype) -> list[Tensor]:
-            return [zeros(*entries, *of_entry, dtype=dtype, device=device) for _ in range(2)]
+        # where keys have biases, what makes them fit for 8 bits makes queries need more
+        fine = format.scaled and config.qkv_bias
 
         def layer() -> CacheLayer:
-            if dtype != torch.int8:
-                return CacheLayer(*two(config.head_dim))
-            # where keys have biases, what makes them fit for 8 bits makes queries need more
-            fine = config.qkv_bias
-            if not planes:
-                return CacheLayer(*two(config.head_dim), *two(dtype=torch.float16), fine=fine)
-            upper, lower = (two(config.head_dim // 2, dtype=torch.uint8) for _ in range(2))
-            return CacheLayer(*upper, *two(dtype=torch.float16), *lower, fine=fine)
+            twice = [part for part in format.parts(config.head_dim) for _ in "kv"]
+            buffers = (zeros(*entries, *shape, dtype=dtype, device=device) for shape, dtype in twice)
+            return CacheLayer(format, *buffers, fine=fine)
 
         self.layers = [layer() for _ in range(config.n_layers)]
         self.seq_len = torch.zeros(batch_size, dtype=torch.int64, device=device)
-
-    @staticmethod
-    def element_bytes(dtype: torch.dtype, head_dim: int, *, upper: bool = False) -> float:
-        """Bytes of each element of a key or value, its share of the scale included. upper: of the upper plane alone."""
-        size = dtype.itemsize / 2 if upper else dtype.itemsize
-        return size + (torch.float16.itemsize / head_dim if dtype == torch.int8 else 0.0)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -264,7 +300,7 @@ class KVCache:
 
     def with_tail(self, tail: int) -> KVCache:
         """The same planes and seq_len as drafts read them: the last `tail` entries whole, of others the upper plane."""
-        assert self.planes
+        assert self.format.planes
         other = copy.copy(self)
         other.layers = [replace(layer, tail=tail) for layer in self.layers]
         return other

@@ -8,7 +8,7 @@
 Five checks, each a line:
 
     greedy    tokens are those of plain decoding; an output may part from it only where the two logits are closer than
-              rounding is coarse: 0.25 in bf16 and fp8, 0.03 in fp16 and int8, 0.0001 in fp32 for logits up to 16, and
+              rounding is coarse: 0.25 in bf16, 0.03 in fp16 and int8, 0.0001 in fp32 for logits up to 16, and
               twice that for each doubling (NEAR_TIE in scripts/measuring/lossless.py)
     samples   the first two tokens of many seeds follow the target's exact distribution: a G-test on few cells, with
               its power, the smallest total-variation distance between them that it would have found
@@ -104,7 +104,7 @@ def soaked(engine: Engine, args: argparse.Namespace, rows: list[list[int]]) -> I
     """The finding of a soak over all policies that need no draft model, each with a fixed gamma and auto."""
     common = grid.draft_fields(grid.in_common(vars(args)))
     known = [name for name in grid.known_drafters() if not grid.has_a_model(name)]
-    known = [name for name in known if engine.cache.planes or not policy_class(name).of_planes]
+    known = [name for name in known if engine.cache.format.planes or not policy_class(name).of_planes]
     settings, _ = grid.buildable(grid.settings_of(known, [args.budget]), [args.gamma], common)
     drafts = [DraftConfig(), *(one.draft(gamma, common) for one in settings for gamma in (args.gamma, "auto"))]
     tell, seconds = engine.on_progress or (lambda what, done, of: None), 60 * args.soak

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import SamplingParams
-from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer
+from gpt_fast_sd.model import FORMATS, CacheFormat, CausalSelf, ModelConfig, Transformer
 from gpt_fast_sd.sampling import SamplingTable
 
 BOS, EOS = 256, 257
@@ -44,6 +44,11 @@ def thinned(names: str, first: Sequence[Any], second: Sequence[Any]) -> Any:
             for j, b in enumerate(second)
         ],
     )
+
+
+def form_of(dtype: torch.dtype) -> CacheFormat:
+    """The format of a cache whose numbers have this dtype; of int8 it is that of bytes."""
+    return next(form for form in FORMATS.values() if form.dtype == dtype)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -40,11 +40,11 @@ FROZEN = Path(__file__).with_name("net.json")
 # model, dtype, cache, way: policies, as tests/drafts.py names them; + what else is set; * frozen for "plain", too
 TABLE = """
 tiny fp32 same eager: off *, streaming *, full, snapkv, quest, guided, standalone, early_exit, lookup, hierarchy *
-tiny fp32 same eager: hierarchy over standalone, streaming +exact; tiny fp32 fp8 eager: quest
+tiny fp32 same eager: hierarchy over standalone, streaming +exact
 tiny fp32 int8 eager: snapkv, quantized *, guided x planes; tiny bf16 same eager: streaming
-tiny fp16 same eager: snapkv; tiny fp16 fp8 compiled: streaming; tiny fp32 int8 compiled: hierarchy
-tiny fp32 same compiled: guided *; bundled fp32 same compiled: streaming; wide bf16 fp8 compiled: streaming
-tiny fp32 same captured: off, streaming, guided, hierarchy over standalone; tiny bf16 fp8 captured: quest
+tiny fp16 same eager: snapkv; tiny fp32 int8 compiled: hierarchy
+tiny fp32 same compiled: guided *; bundled fp32 same compiled: streaming
+tiny fp32 same captured: off, streaming, guided, hierarchy over standalone
 tiny fp32 int8 captured: snapkv, quantized; wide bf16 same compiled: off *, snapkv, early_exit, lookup +int4
 wide bf16 int8 compiled: guided *, quest x planes; bundled bf16 int8 compiled: streaming *, quantized *
 bundled fp32 same eager: off *, streaming, lookup; bundled fp32 int8 eager: hierarchy

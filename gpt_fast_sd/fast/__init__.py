@@ -1,9 +1,10 @@
-"""The engine's kernels: attention, selection, products and sampling; each chooses the body that fits its tensors.
+"""The engine's kernels: attention, selection, products and sampling.
 
-Attention: `decode_attention` (and with the mass of each page), `prefill_attention`, `key_mass`, `sparse_attention`.
-Selection: `top_pages`, `guided_select`, `page_bounds`, `quest_pages` and, for tokens, `likeliest`. If `triton_serves`,
-these are operators in Triton: `prepare_launches` does beforehand what Triton needs for launching any of them, and
-`launches` says how many kernels one call launches. On a CPU they are C++ if `cpu_attention_fits`, else PyTorch.
+Operators in Triton, where `triton_serves`, are `decode_attention` (and with the mass of each page),
+`prefill_attention`, `key_mass`, `sparse_attention`, for selection `top_pages`, `guided_select`, `page_bounds`,
+`quest_pages`, and for tokens `likeliest`, which sorts on a CPU. `prepare_launches` does beforehand what Triton needs
+for launching any of them, and `launches` says how many kernels one call launches. On a CPU C++ attends if
+`cpu_attention_fits`.
 For a CPU there are also `packed_linear` and `packed_swiglu`, products with bf16, int8 or int4 weights that `pack` or
 `pack_int4` has packed (`int8_linear`, `int4_linear` and `int4_by_sums` in PyTorch, with weights from `quantize_rows`
 and `quantize_blocks`), `Stack`, which runs all layers of a packed model in one call, `cpu_judge_greedy`,
@@ -14,10 +15,9 @@ options.
 
 from .cpu.attention_cpp import PAGE as MASS_PAGE
 from .cpu.attention_cpp import cpu_attention_fits
-from .cpu.attention_torch import QUERY_BLOCK
 from .cpu.build import begin_building, rebuilding, vector_options
 from .cpu.instruction_sets import InstructionSet, chosen
-from .cpu.layers import LayerCache, LayerWeights, Listed, Product, Spent, Stack, layers_build
+from .cpu.layers import LayerWeights, Listed, Product, Spent, Stack, layers_build
 from .cpu.linear import (
     LANES,
     LINE,
@@ -57,8 +57,7 @@ from .ops.prefill import (
     prefill_attention_with_lse,
     prefill_splits,
 )
-from .ops.select import entries_of, guided_select, page_bounds, quest_pages, top_pages
-from .ops.sizes import page_sums
+from .ops.select import guided_select, page_bounds, quest_pages, top_pages
 from .ops.sparse import sparse_attention
 from .triton.setup import prepare_launches
 
@@ -68,11 +67,9 @@ __all__ = [
     "LINE",
     "MASS_PAGE",
     "MOST_TILED",
-    "QUERY_BLOCK",
     "ROWS_AT_ONCE",
     "InstructionSet",
     "Int4",
-    "LayerCache",
     "LayerWeights",
     "Listed",
     "Product",
@@ -95,7 +92,6 @@ __all__ = [
     "decode_attention",
     "decode_attention_with_mass",
     "dequantize_blocks",
-    "entries_of",
     "guided_select",
     "int4_by_sums",
     "int4_linear",
@@ -114,7 +110,6 @@ __all__ = [
     "packed_swiglu",
     "packing_builds",
     "page_bounds",
-    "page_sums",
     "power_between",
     "prefill_attention",
     "prefill_attention_of_slots",

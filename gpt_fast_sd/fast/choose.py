@@ -60,7 +60,7 @@ class FastBackend(Backend):
         if self.compiles or self.device.type != "cpu":
             return self.compiles or triton_serves(self.device)
         config, dtype = runner.model.config, runner.model.embedding.weight.dtype
-        return kernels_are_built(config.head_dim, dtype, config.vocab_size, runner.cache.dtype)
+        return kernels_are_built(config.head_dim, dtype, config.vocab_size, runner.cache.format)
 
     def pack(self, runner: Runner, *, few_rows: bool = False) -> None:
         """Lay out a model's weights as the CPU's products read them, in place, if steps use these."""
@@ -92,11 +92,9 @@ class FastBackend(Backend):
 
     def _cpp(self, runner: Runner) -> dict[str, tuple[dict[str, Body], str]]:
         """The parts of the work that C++ does: each with its bodies, and who that is."""
-        model, layer, parts = runner.model, runner.cache.layers[0], dict[str, tuple[dict[str, Body], str]]()
-        queries = layer.k.new_empty(*layer.k.shape[:2], 0, layer.head_dim, dtype=model.embedding.weight.dtype)
-        who = f"C++, {chosen().name}"
-        asked = queries if layer.quantized else queries.to(layer.k.dtype)
-        if cpu_attention_fits(asked, layer.k):
+        model, form, parts = runner.model, runner.cache.format, dict[str, tuple[dict[str, Body], str]]()
+        who, asked = f"C++, {chosen().name}", model.embedding.weight.dtype if form.scaled else form.dtype
+        if cpu_attention_fits(model.config.head_dim, asked, form):
             parts["attention"] = {"dense": cpp.dense, "listed": cpp.listed}, who
         if runner.group.size == 1 and fuses(model, runner.cache):
             layers = FusedLayers(model)

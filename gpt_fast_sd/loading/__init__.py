@@ -9,11 +9,10 @@ from .load import BUNDLED, SMOLLM2_COMMAND, find_smollm2, locate
 from .machine import free_memory, natural_dtype, sensible_threads
 from .memory import MemoryPlan, bytes_of_layers, bytes_of_weights
 from .prepare import ready_draft, target_of
-from .system import KV_TORCH_DTYPES, TORCH_DTYPES, System, draft_group
+from .system import TORCH_DTYPES, System, draft_group
 
 __all__ = [
     "BUNDLED",
-    "KV_TORCH_DTYPES",
     "SMOLLM2_COMMAND",
     "TORCH_DTYPES",
     "MemoryPlan",

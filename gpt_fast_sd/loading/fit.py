@@ -10,10 +10,10 @@ import torch
 from gpt_fast_sd.model import ModelConfig, Tokenizer, Transformer, load_tokenizer, read_config
 from gpt_fast_sd.tp import Group
 
-from ..config import FLOAT8_CACHES, DraftConfig, EngineConfig
+from ..config import DraftConfig, EngineConfig
 from ..fast import kernels_are_built, packing_builds
 from ..quantization.quantize import is_quantized
-from ..quantization.table import FLOAT8_CAPABILITY, require_copy, require_precision, require_sizes
+from ..quantization.table import require_copy, require_precision, require_sizes
 from .machine import require_kernels, whole_memory
 from .memory import MemoryPlan
 from .system import System
@@ -37,21 +37,12 @@ def check_positions(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def check_kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """ValueError if queries of a model of this dtype cannot be multiplied there with the keys of such a cache."""
+def check_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> None:
+    """ValueError if queries of a model of this dtype cannot be multiplied with the keys of such a cache."""
     if config.kv_dtype == "int8" and dtype == torch.float16:
         raise ValueError(
             "kv_dtype 'int8' is not for models in fp16, in which products with whole numbers overflow: use dtype 'bf16'"
         )
-    if config.kv_dtype in FLOAT8_CACHES and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < FLOAT8_CAPABILITY:
-            least, found = (".".join(map(str, one)) for one in (FLOAT8_CAPABILITY, capability))
-            raise ValueError(
-                f"kv_dtype {config.kv_dtype!r} needs compute capability {least} or more (Ada, Hopper, or later), and "
-                f"{torch.cuda.get_device_name(device)} has {found}: "
-                "use kv_dtype 'int8'"
-            )
 
 
 def check_planes(config: EngineConfig, draft: DraftConfig, model: ModelConfig) -> None:
@@ -85,7 +76,7 @@ def require_fit(model: Transformer, config: EngineConfig, draft: DraftConfig, gr
     group.check_part(model)
     require_kernels(device)
     check_positions(config, model.config)
-    check_kv_dtype(config, dtype, device)
+    check_kv_dtype(config, dtype)
     check_planes(config, draft, model.config)
     if config.quantize is None and is_quantized(model):
         raise ValueError("this model's weights are quantized: pass the same quantize, or load the model again")
@@ -115,7 +106,7 @@ def _require_precisions(system: System) -> None:
 def _packs(system: System) -> bool:
     """Whether steps read packed weights."""
     config, model = system.config, system.model
-    packs = config.compile or kernels_are_built(model.head_dim, system.dtype, model.vocab_size, system.kv_dtype)
+    packs = config.compile or kernels_are_built(model.head_dim, system.dtype, model.vocab_size, system.format)
     packs = packs and system.dtype == torch.bfloat16 and system.device.type == "cpu" and config.bodies == "fast"
     if config.quantize or system.draft.quantize:  # what is not packed may have to be unpacked in every product
         packs = packs and packing_builds()

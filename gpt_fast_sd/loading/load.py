@@ -68,7 +68,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         if config.dtype != "auto"
         else natural_dtype(stored, device, config.compile or config.bodies == "reference")
     )
-    check_kv_dtype(config, dtype, device)
+    check_kv_dtype(config, dtype)
     check_planes(config, draft, model_config)
     tokenizer = load_tokenizer(folder, model_config)
     draft_folder, draft_config = None, None
@@ -94,7 +94,7 @@ def load(model: str | Path, config: EngineConfig, draft: DraftConfig, parallel: 
         # while the weights are being read
         views = registry.policy_class(draft.policy).views(draft)
         compiles = group.size > 1 or any(registry.view_class(name).compiles for name in views)
-        begin_building_for(model_config, dtype, system.kv_dtype, compiles=compiles)
+        begin_building_for(model_config, dtype, system.format, compiles=compiles)
     draft_model = theirs.load(draft_folder, device=device, dtype=dtype) if draft_folder else None
     keep = keep_float8 if config.quantize == "float8" else None
     target = group.load(folder, device=device, dtype=dtype, settle=settle, keep=keep)
@@ -114,7 +114,7 @@ def as_stored(folder: Path, config: EngineConfig, dtype: torch.dtype, device: to
     if stored.cache and config.kv_dtype is None:
         warnings.warn(
             f"{folder}: its kv_cache_scheme is ignored, and keys and values are kept as --dtype says; for a cache of "
-            "one byte per number pass --kv-dtype fp8, or int8, whose errors are smaller",
+            "one byte per number pass --kv-dtype int8",
             stacklevel=5,
         )
     why = f": --quantize {config.quantize}" if config.quantize else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
+from gpt_fast_sd.model import SPLIT, CacheFormat, ModelConfig
 from gpt_fast_sd.tp import local_config
 
 from .. import registry
@@ -56,8 +56,8 @@ class MemoryPlan:
         captured = traits_of(device).captures and config.cuda_graphs != "off"
         return MemoryPlan(
             weights=system.weights,
-            kv=entries * _bytes_per_token(model, system.kv_dtype),
-            draft_kv=entries * _bytes_per_token(system.draft_model, system.kv_dtype) if system.draft_model else 0,
+            kv=entries * _bytes_per_token(model, system.format),
+            draft_kv=entries * _bytes_per_token(system.draft_model, system.format) if system.draft_model else 0,
             draft_weights=_copied(within),
             text=8 * entries,
             policy=_selections(within, entries),
@@ -153,16 +153,16 @@ def _largest(fits: Callable[[int], bool], upper: int) -> int:
     return lower
 
 
-def _bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:
-    """Bytes of one position of one slot in a cache of this dtype."""
-    return model.kv_bytes_per_token(KVCache.element_bytes(kv_dtype, model.head_dim))
+def _bytes_per_token(model: ModelConfig, form: CacheFormat) -> int:
+    """Bytes of one position of one slot in a cache of this format."""
+    return model.kv_bytes_per_token(form.element_bytes(model.head_dim))
 
 
 def _selections(system: System, entries: int) -> int:
     """Bytes of what a view selects, and of the bounds that it selects by; entries: of the cache, all slots."""
     draft, model = system.draft, system.model
     n_lists = model.n_layers * system.config.batch_size * model.n_kv_heads
-    unquantized = entries * model.kv_bytes_per_token(max(system.kv_dtype.itemsize, 2))
+    unquantized = entries * model.kv_bytes_per_token(max(system.format.dtype.itemsize, 2))
     return registry.view_class(draft.view_name).bytes_held(draft, n_lists, unquantized) if draft.view_name else 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import CacheFormat, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.tp import Group, local_config
 
 from ..config import EngineConfig
@@ -15,13 +15,10 @@ from ..fast.choose import FastBackend
 from ..fast.compile import can_compile, inductor_options
 from ..quantization.quantize import equalize_keys, quantize
 from ..steps import Runner
-from .system import kv_dtype_of
 
 
-def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes: bool = False) -> Runner:
-    """A rank's part of a model with its cache, in the form in which an engine of this configuration runs it.
-
-    planes: whether the cache lies in planes, which a draft may read one of.
+def target_of(model: Transformer, config: EngineConfig, group: Group, form: CacheFormat) -> Runner:
+    """A rank's part of a model with its cache of this format, as an engine of this configuration runs it.
 
     Its weights are quantized if requested, and packed if its steps read packed weights.
     """
@@ -34,14 +31,13 @@ def target_of(model: Transformer, config: EngineConfig, group: Group, *, planes:
     else:  # a mark of this model, and of no copy: quantized in place, it would be another model to this engine, too
         model.unquantized_in = id(model)  # type: ignore[assignment]
     own = local_config(model.config, group.size)
-    kv_dtype = kv_dtype_of(config, dtype)
-    cache = KVCache(own, config.batch_size, config.max_seq_len, dtype=kv_dtype, device=device, planes=planes)
+    cache = KVCache(own, config.batch_size, config.max_seq_len, format=form, device=device)
     compiled = config.compile and can_compile(device)
     options, stand_ins = inductor_options(config, device) if compiled else None, config.bodies == "fast"
     runner = Runner(model, cache, group, FastBackend(device, options, stand_ins))
     runner.backend.pack(runner)
     if compiled and device.type == "cpu" and stand_ins:
-        begin_building_for(model.config, dtype, kv_dtype, compiles=not runner.bodies.fused)
+        begin_building_for(model.config, dtype, form, compiles=not runner.bodies.fused)
     return runner
 
 
@@ -56,7 +52,7 @@ def ready_draft(model: Transformer, group: Group, target: Runner, *, copied: boo
         target.backend.pack(replace(target, model=model))
 
 
-def begin_building_for(model: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, *, compiles: bool) -> None:
+def begin_building_for(model: ModelConfig, dtype: torch.dtype, form: CacheFormat, *, compiles: bool) -> None:
     """Build in the background what steps of such a model wait for. compiles: whether some are compiled even in bf16."""
-    kernels = cpu_kernels(model.head_dim, dtype, model.vocab_size, kv_dtype)
+    kernels = cpu_kernels(model.head_dim, dtype, model.vocab_size, form)
     begin_building(*kernels, header=compiles or dtype != torch.bfloat16)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig
+from gpt_fast_sd.model import FORMATS, SPLIT, CacheFormat, KVCache, ModelConfig
 from gpt_fast_sd.tp import Group, Parallel, local_config
 
 from .. import registry
@@ -15,7 +15,6 @@ from ..costs import ModelSteps
 
 CPU = torch.device("cpu")
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KV_TORCH_DTYPES = {**TORCH_DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,8 @@ class System:
     model, draft_model: shapes of whole models, or after of_rank those of a rank's parts; ranks, draft_ranks: how many
     hold them together. dtype: of weights that are not quantized. weights: bytes of those still to be loaded. groups:
     NCCL's groups of ranks; whole: bytes of the device, in use or not; both count on CUDA only. packs: whether weights
-    are packed (see pack_linears) once the caches exist. planes: whether the cache lies in planes, whatever drafts now.
+    are packed (see pack_linears) once the caches exist. held: the format of a cache that is there already, whatever
+    drafts now.
     """
 
     config: EngineConfig
@@ -40,7 +40,7 @@ class System:
     weights: int = 0
     whole: int = 0
     packs: bool = False
-    planes: bool = False
+    held: CacheFormat | None = None
 
     def of_rank(self, parallel: Parallel) -> System:
         """The part of one rank; ValueError if ranks cannot share a model."""
@@ -55,9 +55,12 @@ class System:
         )
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        """The dtype of the caches."""
-        return kv_dtype_of(self.config, self.dtype)
+    def format(self) -> CacheFormat:
+        """How the target's cache holds keys and values: in planes if drafts read one of them."""
+        if self.held:
+            return self.held
+        form = FORMATS[self.config.kv_dtype or dtype_name(self.dtype)]
+        return FORMATS["planes"] if form.name == "int8" and self.draft.needs_planes else form
 
     @property
     def capacity(self) -> int:
@@ -78,11 +81,6 @@ class System:
         policy = registry.policy_class(self.draft.policy)
         steps = policy.model_steps(self.draft, self.model, self.draft_model, 1)
         return [(step, self.draft_ranks if step.model is self.draft_model else self.ranks) for step in steps]
-
-
-def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the caches of an engine whose weights have this dtype."""
-    return KV_TORCH_DTYPES[config.kv_dtype] if config.kv_dtype else dtype
 
 
 def draft_group(draft: DraftConfig, parallel: Parallel) -> Group:

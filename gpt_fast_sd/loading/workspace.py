@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from gpt_fast_sd.model import SPLIT, ModelConfig
 
 from .. import registry
+from ..attention import QUERY_BLOCK
 from ..config import DraftConfig
 from ..devices import traits_of
-from ..fast import LANES, MOST_TILED, QUERY_BLOCK, ROWS_AT_ONCE, prefill_splits, split_for, triton_serves
+from ..fast import LANES, MOST_TILED, ROWS_AT_ONCE, prefill_splits, split_for, triton_serves
 from ..quantization.table import matrices_of, precision
 from .system import System
 
@@ -117,8 +118,7 @@ class Workspace:
         system, model = self.system, self.system.model
         if triton_serves(system.device):
             return 0
-        widened = 2 * model.n_kv_heads * model.head_dim if system.kv_dtype.itemsize == 1 else 0
-        widened *= 2 if system.planes or system.draft.needs_planes else 1
+        widened = 2 * model.n_kv_heads * model.head_dim * (system.format.scaled + system.format.planes)
         scores = SCORES * model.n_heads * min(n_tokens, QUERY_BLOCK)
         return n_rows * system.capacity * (scores + widened) * 4
 

@@ -90,7 +90,7 @@ class QuestView(View):
         self.window_width = self.window + max_new
         _, n_slots, n_kv = runner.shape
         keys, head_dim = [layer.k for layer in runner.cache.layers], runner.cache.layers[0].head_dim
-        dtype = torch.bfloat16 if runner.cache.layers[0].quantized else runner.cache.dtype
+        dtype = torch.bfloat16 if runner.cache.format.scaled else runner.cache.format.dtype
         self.bounds = [k.new_zeros(n_slots, n_kv, k.shape[2] // page, 2 * head_dim, dtype=dtype) for k in keys]
         self.chosen = [k.new_full((n_slots, n_kv, n_pages), -1, dtype=torch.int64) for k in keys]
         self.window_start = torch.zeros(n_slots, dtype=torch.int64, device=runner.device)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_fast_sd.model import CacheLayer, joined
+from gpt_fast_sd.model import CacheLayer
 
 NAN_RANK, NO_RANK = -(1 << 62), -(1 << 63)  # below all numbers; below these
 SIGN = 0x7FFFFFFF
@@ -62,11 +62,8 @@ def page_bounds(layer: CacheLayer, bounds: Tensor, first: Tensor, n_pages: int, 
     """
     row = torch.arange(first.shape[0], device=first.device)[:, None]  # [B, 1]
     pages = (first[:, None] + torch.arange(n_pages, device=first.device)).clamp(max=bounds.shape[2] - 1)  # [B, n]
-    in_pages = layer.k.unflatten(2, (-1, page))[row, :, pages]  # [B, n, K, page, H]
-    if layer.k_low is not None:
-        in_pages = joined(in_pages, layer.k_low.unflatten(2, (-1, page))[row, :, pages])
-    scales = None if layer.k_scale is None else layer.k_scale.unflatten(2, (-1, page))[row, :, pages]  # [B, n, K, page]
-    bounds[row, :, pages] = bounds_of(in_pages, scales)  # [B, n, K, 2H]
+    parts = [x.unflatten(2, (-1, page))[row, :, pages] for x in layer.buffers[::2]]  # [B, n, K, page, ...] each
+    bounds[row, :, pages] = bounds_of(*layer.format.read(parts))  # [B, n, K, 2H]
 
 
 def bounds_of(keys: Tensor, scales: Tensor | None = None) -> Tensor:
@@ -74,8 +71,6 @@ def bounds_of(keys: Tensor, scales: Tensor | None = None) -> Tensor:
 
     Of int8 keys with their scales as bf16, each rounded and then moved outward by one step, so that it is a bound.
     """
-    if keys.dtype.is_floating_point and keys.dtype.itemsize == 1:  # float8
-        keys = keys.bfloat16()  # exact
     if scales is None:
         return torch.cat([keys.amax(-2), keys.amin(-2)], -1)
     meant = keys.float() * scales.float()[..., None]  # [..., page, H], exact

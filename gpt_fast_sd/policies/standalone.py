@@ -34,8 +34,8 @@ def beside(target: Runner, model: Transformer | None, group: Group) -> Runner:
         raise ValueError("a standalone draft needs a draft model: give one to Engine, or use Engine.from_pretrained")
     config, max_seq_len = model.config, target.cache.max_seq_len
     check_draft_model(config, target.model.config, max_seq_len)
-    n_slots, dtype = target.shape[1], target.cache.dtype
-    cache = KVCache(local_config(config, group.size), n_slots, max_seq_len, dtype=dtype, device=target.device)
+    own, form = local_config(config, group.size), target.cache.format.in_bytes
+    cache = KVCache(own, target.shape[1], max_seq_len, format=form, device=target.device)
     cache.seq_len = target.cache.seq_len
     return replace(target, model=model, cache=cache, group=group)
 

@@ -85,7 +85,7 @@ def drafter(runner: Runner, name: str | None, *, tokens: int | None = 1, on_plan
     planes.
     """
     if on_planes:
-        if not runner.cache.planes:
+        if not runner.cache.format.planes:
             raise ValueError(
                 "this engine's cache does not lie in planes, of which kv_bits 4 reads one: build an engine with "
                 "kv_dtype 'int8' and such a draft"

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from gpt_fast_sd import registry
-from gpt_fast_sd.config import FLOAT8_CACHES, DraftConfig, EngineConfig, gamma_tiers
+from gpt_fast_sd.config import DraftConfig, EngineConfig, gamma_tiers
 from gpt_fast_sd.devices import traits_of
 from gpt_fast_sd.fast import triton_serves
 from gpt_fast_sd.loading import (
-    KV_TORCH_DTYPES,
     TORCH_DTYPES,
     MemoryPlan,
     bytes_of_layers,
@@ -30,7 +29,7 @@ from gpt_fast_sd.loading import (
     locate,
 )
 from gpt_fast_sd.loading import System as EngineSystem
-from gpt_fast_sd.model import PRESETS, KVCache, ModelConfig, preset, read_config
+from gpt_fast_sd.model import FORMATS, PRESETS, CacheFormat, ModelConfig, preset, read_config
 from gpt_fast_sd.policies.standalone import check_draft_model
 from gpt_fast_sd.quantization.quantize import TAIL
 from gpt_fast_sd.quantization.table import precision, require_copy, require_sizes
@@ -133,8 +132,8 @@ class System:
         return replace(self.ranks, n=n) if self.ranks and n > 1 else None
 
     @property
-    def _kv_dtype(self) -> torch.dtype:
-        return KV_TORCH_DTYPES[self.kv_dtype or self.dtype]
+    def _format(self) -> CacheFormat:
+        return FORMATS[self.kv_dtype or self.dtype]
 
     def conditions(self, efficiency: Efficiency = IDEAL) -> Conditions:
         """Of every step of the target: quantizing leaves the output's weights as they are."""
@@ -161,7 +160,7 @@ class System:
 
     def _unquantized(self, model: ModelConfig, ranks: Ranks | None, efficiency: Efficiency) -> Conditions:
         """The same for a model that these ranks hold unquantized."""
-        own, kv = float(TORCH_DTYPES[self.dtype].itemsize), KVCache.element_bytes(self._kv_dtype, model.head_dim)
+        own, kv = float(TORCH_DTYPES[self.dtype].itemsize), self._format.element_bytes(model.head_dim)
         return Conditions(
             weight_bytes=own, head_bytes=own, kv_bytes=kv, tp=ranks.n if ranks else 1,
             all_reduce=ranks.all_reduce if ranks else free, efficiency=efficiency,
@@ -174,11 +173,7 @@ class System:
             kv_dtype=self.kv_dtype, quantize=self.quantize,
         )  # fmt: skip
         check_positions(config, self.model)
-        dtype, cpu = TORCH_DTYPES[self.dtype], torch.device("cpu")
-        check_kv_dtype(config, dtype, cpu)
-        if self.kv_dtype in FLOAT8_CACHES and self.device == "cuda" and not self.chip.float8:
-            asked = f"kv_dtype {self.kv_dtype!r}"
-            raise ValueError(f"{asked} needs a GPU that multiplies float8, and {self.chip.name} does not")
+        check_kv_dtype(config, TORCH_DTYPES[self.dtype])
         if self.draft_model:
             check_draft_model(self.draft_model, self.model, config.max_seq_len)
         return config
@@ -214,12 +209,12 @@ class System:
                 )  # fmt: skip
             head_dim, upper = step.model.head_dim, draft.needs_planes and step.model is not theirs
             if upper:
-                of_step = replace(of_step, kv_bytes=KVCache.element_bytes(self._kv_dtype, head_dim, upper=True))
+                of_step = replace(of_step, kv_bytes=self._format.element_bytes(head_dim, upper=True))
             reads: float = view.reads(draft, int(context))
             if upper:  # the other plane of the tail
                 reads += min(reads, TAIL) * 0.5 / of_step.kv_bytes
             # bounds of a page, the largest and the smallest key, are an entry's numbers
-            reads += view.bounds_read(draft, int(context)) * max(self._kv_dtype.itemsize, 2) / of_step.kv_bytes
+            reads += view.bounds_read(draft, int(context)) * max(self._format.dtype.itemsize, 2) / of_step.kv_bytes
             drafting += step.count * step_seconds(*size, step.n_tokens, reads, of_step, attention=step.view)
             if (period := view.refresh_period(draft)) and context > draft.budget:
                 # on CUDA keys are read twice, with their weights and to sum these, and values once

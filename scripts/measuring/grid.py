@@ -230,7 +230,7 @@ class Sweep:
             point = left[0]
             draft = self.draft(point)
             self.progress(f"batch {point.batch}, {draft_label(point.key)}: loading and compiling")
-            if engine is None or (draft.needs_planes and not engine.cache.planes):
+            if engine is None or (draft.needs_planes and not engine.cache.format.planes):
                 engine = None
                 release_memory(self.parallel.device)
                 longest = max(p.context for p in left)

@@ -24,7 +24,7 @@ from gpt_fast_sd.serving.launch import Rounds
 from gpt_fast_sd.state import BatchState, RoundPlan
 from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.policies.drafting import plans_of
-from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.helpers import form_of, random_ids, tiny_config, tiny_model
 
 VOCAB = 7
 HISTORY = 24
@@ -220,13 +220,12 @@ def test_rounds_are_planned_by_the_mean_only_where_our_kernels_attend(
 ) -> None:
     """Else a step reads the view of the longest row for every row, however few keys the others have."""
     model = tiny_model(tiny_config(n_layers=1, head_dim=head_dim))
-    cache = KVCache(model.config, 4, 128, dtype=dtype, device=torch.device("cpu"))
+    cache = KVCache(model.config, 4, 128, format=form_of(dtype), device=torch.device("cpu"))
     state = BatchState.idle(cache.seq_len, HISTORY, VOCAB, [])
     rounds = Rounds(
         Runner(model, cache, backend=FastBackend(torch.device("cpu"), compiled)), state, None, DraftConfig()
     )
-    keys = cache.layers[0].k
-    ours = compiled is not None and cpu_attention_fits(keys, keys)
+    ours = compiled is not None and cpu_attention_fits(head_dim, dtype, cache.format)
     assert rounds.keys_read(RoundPlan.of({0: 19, 2: 9})) == (7 if ours else 20)
     assert not ours or head_dim == 64
 

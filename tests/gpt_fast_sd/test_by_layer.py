@@ -18,7 +18,7 @@ from gpt_fast_sd.devices import TRAITS
 from gpt_fast_sd.draft import Runner, draft_step
 from gpt_fast_sd.fast.compile import CompiledStep
 from gpt_fast_sd.fast.compile_one_layer import _alike
-from gpt_fast_sd.model import KVCache, Transformer
+from gpt_fast_sd.model import FORMATS, KVCache, Transformer
 from gpt_fast_sd.policies import build_policy
 from gpt_fast_sd.prefill import prefill_step
 from gpt_fast_sd.quantization.quantize import quantize
@@ -46,7 +46,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
 
 
 def filled_cache(model: Transformer) -> KVCache:
-    cache = KVCache(model.config, SLOTS, CAPACITY, dtype=torch.float32, device=CPU)
+    cache = KVCache(model.config, SLOTS, CAPACITY, format=FORMATS["fp32"], device=CPU)
     generator = torch.Generator().manual_seed(1)
     for buffer in cache.buffers:
         buffer.normal_(generator=generator)

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.fast.compile import CompiledStep, can_compile
-from gpt_fast_sd.model import ModelConfig
+from gpt_fast_sd.model import FORMATS, ModelConfig
 from gpt_fast_sd.round import decode_step
 from tests.drafts import POLICIES, draft_of
 from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
@@ -160,9 +160,8 @@ def test_the_kernels_bits_are_the_same_in_traced_steps(name: str, monkeypatch: p
     monkeypatch.setattr(CompiledStep, "_inductor", as_traced)
     monkeypatch.setattr("gpt_fast_sd.fast.choose.fuses", lambda *_: False)  # in one call nothing is traced
     compiled_bits_are_the_same(name, "bf16", WIDE)
-    q, k = torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16)
     # once in what runs for each layer, and not before or after them
-    assert (set(kernels) == {0, 1}) is cpu_attention_fits(q, k)
+    assert (set(kernels) == {0, 1}) is cpu_attention_fits(64, torch.bfloat16, FORMATS["bf16"])
 
 
 def test_so_they_are_with_a_target_in_int4(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +190,7 @@ def threads() -> Iterator[None]:
 
 
 def bits_are_the_same_on_any_number_of_threads(slots: int, gamma: int) -> None:
-    if not cpu_attention_fits(*torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16)):
+    if not cpu_attention_fits(64, torch.bfloat16, FORMATS["bf16"]):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
     runs = []
     for n_threads in (1, 2, 3):

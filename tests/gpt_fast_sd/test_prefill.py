@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import TRAITS
-from gpt_fast_sd.model import KVCache
+from gpt_fast_sd.model import FORMATS, KVCache
 from gpt_fast_sd.prefill import CHUNK, Prefill
 from gpt_fast_sd.steps import Runner
 from tests.helpers import few, random_ids, thinned, tiny_config, tiny_model
@@ -30,7 +30,7 @@ OTHER = random_ids(MAX_LEN, seed=2)
 
 def prefill(n_slots: int = 3) -> Prefill:
     """An eager prefill of the tiny model over an empty cache."""
-    cache = KVCache(MODEL.config, n_slots, MAX_LEN, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(MODEL.config, n_slots, MAX_LEN, format=FORMATS["fp32"], device=torch.device("cpu"))
     return Prefill(Runner(MODEL, cache))
 
 
@@ -298,5 +298,5 @@ def test_no_chunk_of_cuda_is_written_past_the_end_of_a_cache(
 
 @pytest.mark.parametrize(("max_seq_len", "sizes"), [(2, [256]), (1800, [256]), (2048, [256]), (2049, [2048, 256])])
 def test_a_size_that_no_prompt_fills_is_not_built(max_seq_len: int, sizes: list[int], chunks_of_cuda: None) -> None:
-    cache = KVCache(MODEL.config, 1, max_seq_len, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(MODEL.config, 1, max_seq_len, format=FORMATS["fp32"], device=torch.device("cpu"))
     assert Prefill(Runner(MODEL, cache)).sizes == sizes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import Engine, SamplingParams
-from gpt_fast_sd.model import KVCache
+from gpt_fast_sd.model import FORMATS, KVCache
 from gpt_fast_sd.policies.standalone import StandaloneDraft
 from gpt_fast_sd.prefill import CHUNK, Prefill
 from gpt_fast_sd.steps import Runner
@@ -121,7 +121,7 @@ def held(runner: Runner, slot: int, n: int) -> Tensor:
 
 def fresh(runner: Runner, body: Sequence[int]) -> Tensor:
     """Those of a body that is prefilled in one go, into a cache of its own."""
-    cache = KVCache(runner.model.config, 1, runner.cache.max_seq_len, dtype=torch.float32, device=runner.device)
+    cache = KVCache(runner.model.config, 1, runner.cache.max_seq_len, format=FORMATS["fp32"], device=runner.device)
     alone = Runner(runner.model, cache)
     Prefill(alone).fill(0, body)
     return held(alone, 0, len(body))

@@ -20,7 +20,7 @@ from torch import Tensor
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.draft import ModelDraft
 from gpt_fast_sd.fast.compile import can_compile
-from gpt_fast_sd.model import KV, SPLIT, KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import FORMATS, KV, SPLIT, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft, DraftPolicy
 from gpt_fast_sd.policies.hierarchy import CHEAP_GAMMA
 from gpt_fast_sd.policies.standalone import StandaloneDraft
@@ -436,7 +436,7 @@ def committed(cache: KVCache, slot: int, n: int) -> Tensor:
 
 def prefilled(model: Transformer, text: Sequence[int]) -> Tensor:
     """The same of a text that is prefilled into a cache of its own."""
-    cache = KVCache(model.config, 1, MAX_LEN, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(model.config, 1, MAX_LEN, format=FORMATS["fp32"], device=torch.device("cpu"))
     Prefill(Runner(model, cache)).fill(0, text)
     return committed(cache, 0, len(text))
 

@@ -21,7 +21,7 @@ from gpt_fast_sd.fast.cpu import stand_ins
 from gpt_fast_sd.fast.cpu.fused_layers import FusedLayers, fuses
 from gpt_fast_sd.fast.cpu.packing import pack_linears
 from gpt_fast_sd.kv import DenseKV, ListedKV
-from gpt_fast_sd.model import SPLIT, Attention, KVCache, RopeScaling, Transformer, as_int8, as_planes
+from gpt_fast_sd.model import FORMATS, SPLIT, Attention, KVCache, RopeScaling, Transformer, as_int8, as_planes
 from gpt_fast_sd.quantization.quantize import quantize
 from gpt_fast_sd.steps import Runner
 from tests.gpt_fast_sd.fast.test_cpu import body, needs_kernel  # noqa: F401  needs_kernel asks for body
@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_scaling": LLAMA3},
     "yarn": {"rope_scaling": YARN},
 }
-CACHES = {"bf16": (BF16, False), "int8": (torch.int8, False), "planes": (torch.int8, True)}
+CACHES = "bf16", "int8", "planes"
 ENDS = (5, 300, 690)  # of the rows
 
 
@@ -78,9 +78,8 @@ class Ways:
     bodies = CORE  # of what attends
 
     def __init__(self, model: Transformer, cache: str = "bf16", *, tail: int = 0) -> None:
-        dtype, planes = CACHES[cache]
         self.model, self.tail = model, tail
-        self.cache = KVCache(model.config, len(ENDS), 3 * SPLIT, dtype=dtype, device=torch.device("cpu"), planes=planes)
+        self.cache = KVCache(model.config, len(ENDS), 3 * SPLIT, format=FORMATS[cache], device=torch.device("cpu"))
         ids = torch.tensor([random_ids(700, seed=row) for row in range(len(ENDS))])
         model.hidden(ids, torch.arange(700).expand(len(ENDS), -1), DenseKV(self.cache.layers, torch.empty(3, 0)))
 
@@ -94,7 +93,7 @@ class Ways:
     ) -> tuple[Tensor, KVCache, list[Tensor]]:
         """-> logits [B, n, V], the cache after them, and the attention mass of each layer."""
         cache = copy.deepcopy(self.cache.with_tail(self.tail) if self.tail else self.cache)
-        layers = [type(x)(*(part[rows] for part in x.buffers), tail=x.tail, fine=x.fine) for x in cache.layers]
+        layers = [x._of(part[rows] for part in x.buffers) for x in cache.layers]
         tokens, pos = (x[rows] for x in self.tokens(n))
         if not listed:
             kv: Any = DenseKV(layers, torch.empty(3, 0), page, bodies=self.bodies)
@@ -206,7 +205,7 @@ def test_a_tokens_bits_depend_on_its_row_alone(cache: str) -> None:
 def test_what_is_in_view_past_a_row_and_rows_that_idle_change_no_bit() -> None:
     """Also where the keys of a row are cut into several splits."""
     model = model_of("llama", n_layers=1)
-    cache = KVCache(model.config, 3, 24 * SPLIT, dtype=BF16, device=torch.device("cpu"))
+    cache = KVCache(model.config, 3, 24 * SPLIT, format=FORMATS["bf16"], device=torch.device("cpu"))
     generator, whole = torch.Generator().manual_seed(3), Fused(model)
     for x in cache.buffers:
         x.copy_(torch.randn(x.shape, generator=generator))
@@ -307,11 +306,11 @@ CHANGES: dict[str, Callable[[Transformer], object]] = {
 def test_what_it_does_not_serve_is_compiled() -> None:
     cpu = torch.device("cpu")
 
-    def cache_of(model: Transformer, dtype: torch.dtype = BF16) -> KVCache:
-        return KVCache(model.config, 1, SPLIT, dtype=dtype, device=cpu)
+    def cache_of(model: Transformer, form: str = "bf16") -> KVCache:
+        return KVCache(model.config, 1, SPLIT, format=FORMATS[form], device=cpu)
 
     model = model_of("llama")
-    assert fuses(model, cache_of(model)) and not fuses(model, cache_of(model, torch.float32))
+    assert fuses(model, cache_of(model)) and not fuses(model, cache_of(model, "fp32"))
     for what, change in CHANGES.items():
         changed = model_of("llama")
         change(changed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import EngineConfig
-from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.model import SPLIT, CacheLayer
 from measuring.gpu.setup import SMALL, difference, random_model
 from tests.gpt_fast_sd.fast import dense, listed
 
@@ -19,7 +19,6 @@ __all__ = ["SMALL", "difference", "random_model"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the CPU runs the bodies for CUDA, see conftest.py
 HAS_CUDA = torch.cuda.is_available()
-HAS_FLOAT8 = not HAS_CUDA or torch.cuda.get_device_capability() >= (8, 9)
 Shape = tuple[int, int, int]  # G, H, T
 Held = tuple[torch.dtype | None, int]  # what the cache has instead of the queries' dtype, and the tail of planes
 
@@ -33,7 +32,6 @@ def of_dtypes(shapes: tuple[Shape, ...]) -> list[Any]:
     planes: list[Held] = [(dense.PLANES, 0), (dense.PLANES, dense.TAIL)]
     often = [(dense.BF16, held) for held in ((None, 0), (dense.INT8, 0), *planes)]
     seldom = [(dense.FP32, (None, 0)), (dense.FP16, (None, 0)), (dense.FP32, (dense.INT8, 0))]
-    seldom += [(dense.BF16, (dense.FLOAT8, 0))] if HAS_FLOAT8 else []
     return [
         pytest.param(*shape, dtype, held, id=f"G{shape[0]}-H{shape[1]}-T{shape[2]}-{named(dtype, held)}")
         for i, shape in enumerate(shapes if HAS_CUDA else shapes[1:5:3])
@@ -72,10 +70,9 @@ class Place:
         n_keys = -(-(max(self.lengths) + n_tokens) // SPLIT) * SPLIT
         return [length + n_tokens - 1 for length in (*self.lengths, n_keys)], n_keys
 
-    def scales_of(self, case: dense.Entries) -> dict[str, Any]:
-        """Scales of int8 entries and other planes on the device, as operators take them."""
-        found = case.scales().items()
-        return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in found}
+    def layer_of(self, case: dense.Entries) -> CacheLayer:
+        """Its keys and values on the device."""
+        return case.layer()._of(self.put(*case.layer().buffers))
 
     def dense_case(
         self, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: Held = (None, 0)

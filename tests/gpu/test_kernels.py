@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import fast as kernels
-from gpt_fast_sd.model import KVCache, as_planes
+from gpt_fast_sd.model import FORMATS, KVCache, as_planes
 from tests.gpt_fast_sd.fast.dense import DTYPES, FP32
+from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpt_fast_sd.fast.selected import best, rows_of_every_kind
 from tests.gpu.place import HAS_CUDA, SMALL, Held, Place, difference, of_dtypes
 from tests.gpu.truths import TOLERANCE, miscut, shortfall
@@ -37,11 +38,11 @@ def test_few_queries_attend_as_in_fp64_and_pages_get_the_mass_that_was_paid_them
 ) -> None:
     case = place.dense_case(group, head_dim, n_tokens, dtype, held)
     expected, _ = case.expected()
-    args = *place.put(case.q, case.k, case.v, case.pos), case.n_keys, kernels.split_for(case.k.shape[2])
-    scales = place.scales_of(case)
-    assert near(kernels.decode_attention(*args, **scales), expected, dtype)
+    (q, pos), layer = place.put(case.q, case.pos), place.layer_of(case)
+    args = q, layer, pos, case.n_keys, kernels.split_for(case.k.shape[2])
+    assert near(kernels.decode_attention(*args), expected, dtype)
     for page in (PAGE, 64):
-        out, mass = kernels.decode_attention_with_mass(*args, page, **scales)
+        out, mass = kernels.decode_attention_with_mass(*args, page)
         assert near(out, expected, dtype) and near(mass, case.expected_mass(page), dtype)
 
 
@@ -53,9 +54,9 @@ def test_listed_entries_and_a_window_are_attended_to_as_in_fp64(
     place: Place, group: int, head_dim: int, n_tokens: int, dtype: torch.dtype, held: Held, page: int
 ) -> None:
     case = place.listed_case(group, head_dim, n_tokens, dtype, held, page)
-    q, k, v, kv_indices, start, pos = place.put(case.q, case.k, case.v, case.kv_indices, case.window_start, case.pos)
-    scales = place.scales_of(case)
-    got = kernels.sparse_attention(q, k, v, kv_indices, start, case.width, pos, case.n_keys, page, **scales)
+    q, kv_indices, start, pos = place.put(case.q, case.kv_indices, case.window_start, case.pos)
+    where = kv_indices, start, case.width, pos, case.n_keys, page
+    got = kernels.sparse_attention(q, place.layer_of(case), *where)
     assert near(got, case.expected()[0], dtype)
 
 
@@ -65,16 +66,14 @@ def test_chunks_attend_as_in_fp64_and_keys_get_the_mass_that_was_paid_them(
 ) -> None:
     case = place.dense_case(group, head_dim, n_tokens, dtype, held)
     expected, _ = case.expected()
-    q, k, v, pos = place.put(case.q, case.k, case.v, case.pos)
-    scales = place.scales_of(case)
-    assert near(kernels.prefill_attention(q, k, v, pos, case.n_keys, **scales), expected, dtype)
-    out, lse = kernels.prefill_attention_with_lse(q, k, v, pos, case.n_keys, **scales)
+    (q, pos), layer = place.put(case.q, case.pos), place.layer_of(case)
+    assert near(kernels.prefill_attention(q, layer, pos, case.n_keys), expected, dtype)
+    out, lse = kernels.prefill_attention_with_lse(q, layer, pos, case.n_keys)
     assert near(out, expected, dtype)
     # the idle row reads nothing, and says so: -inf in both
     assert near(lse.exp().log1p(), case.scores().logsumexp(-1).exp().log1p(), FP32)
-    of_keys = {name: scales[name] for name in ("k_scale", "k_low", "tail") if name in scales}
     for page in (1, PAGE):
-        mass = kernels.key_mass(q, k, lse, pos, case.n_keys, page, **of_keys)
+        mass = kernels.key_mass(q, layer, lse, pos, case.n_keys, page)
         assert near(mass, case.expected_mass(page), dtype)
 
 
@@ -84,8 +83,8 @@ def test_tokens_are_stored_as_the_nearest_integers_and_planes_hold_the_same(plac
     row, pos = torch.arange(3)[:, None], torch.tensor([[0, 1, 2], [254, 255, 256], [300, 301, 302]])  # [B, T]
     k, v = torch.randn(2, 3, config.n_kv_heads, 3, head_dim).bfloat16() * torch.tensor([1e-3, 1.0, 300.0])[:, None]
     made = []
-    for planes in (False, True):
-        (layer,) = KVCache(config, 3, 512, dtype=torch.int8, device=place.device, planes=planes).layers
+    for form in ("int8", "planes"):
+        (layer,) = KVCache(config, 3, 512, format=FORMATS[form], device=place.device).layers
         # steps are compiled: on a chip what Inductor generates stores
         store = torch.compile(layer.store, fullgraph=True) if place.on_cuda else layer.store
         store(*place.put(pos, k, v))
@@ -130,7 +129,7 @@ def test_bounds_are_the_keys_own_and_the_pages_chosen_by_them_promise_most(
     bounds = torch.cat([in_pages.amax(3), in_pages.amin(3)], -1)  # [B, K, P, 2H]
     first = torch.tensor([0, 7, 37])
     here, got, begin = place.put(k, torch.zeros_like(bounds), first)
-    kernels.page_bounds(here, got, begin, 5, page)
+    kernels.page_bounds(layer_of(here, here), got, begin, 5, page)
     nth = torch.arange(40) - first[:, None]  # [B, P]
     assert got.cpu().equal(torch.where(((nth >= 0) & (nth < 5))[:, None, :, None], bounds, 0.0))
     q, n_closed = torch.randn(3, 2 * group, 2, head_dim).to(dtype), torch.tensor([40, 9, 0])

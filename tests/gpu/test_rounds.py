@@ -109,7 +109,7 @@ def test_captured_rounds_give_the_tokens_of_rounds_that_are_launched_kernel_by_k
 def test_captured_rounds_read_planes_as_rounds_do_that_are_launched_kernel_by_kernel(in_planes: Both) -> None:
     engines = in_planes.engines
     in_planes.decode(engines["off"].draft)
-    assert in_planes.differing == {"greedy": 0, "sampled": 0} and engines["round"].cache.planes
+    assert in_planes.differing == {"greedy": 0, "sampled": 0} and engines["round"].cache.format.planes
     assert engines["round"].schedule.rounds.captured > 0 == engines["off"].schedule.rounds.captured
 
 

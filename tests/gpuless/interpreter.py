@@ -1,4 +1,4 @@
-"""Triton's interpreter, right for bf16 and for NaN in float8: imported, it holds for every kernel of this process.
+"""Triton's interpreter, right for bf16: imported, it holds for every kernel of this process.
 
 Triton 3.6 and 3.7 keep a bf16 block as its raw bits (numpy has no such type) and compute on them as integers, without
 a word. Here arithmetic goes through fp32 and is rounded to the nearest even once, which is what a GPU does.
@@ -15,7 +15,6 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-import torch
 import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter
@@ -56,12 +55,6 @@ class RightForBf16(InterpreterBuilder):
         if dst_type.scalar == tl.float32 and src.dtype.scalar == tl.float32:
             return TensorHandle(src.data, tl.float32)
         return super().cast_impl(src, dst_type)
-
-    def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding_mode: Any) -> TensorHandle:
-        if src.dtype.scalar != tl.float8e4nv:
-            return super().create_fp_to_fp(src, dst_type, rounding_mode)
-        values = torch.from_numpy(src.data).view(torch.float8_e4m3fn).float().numpy()
-        return self.cast_impl(TensorHandle(values, tl.float32), dst_type)
 
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Array]) -> TensorHandle:
         if not is_bf16(lhs, rhs):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd.kv import DenseKV
-from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, buffers, load_model
-from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
+from gpt_fast_sd.model import FORMATS, SPLIT, KVCache, ModelConfig, Transformer, buffers, load_model
+from tests.helpers import form_of, random_ids, tiny_config, tiny_model, whole_text_logits
 
 B = 4
 
@@ -26,7 +26,7 @@ CANARY = -7.5  # exact in every float type
 
 
 def cache_for(config: ModelConfig, *, max_seq_len: int = 3 * SPLIT, dtype: torch.dtype = torch.float32) -> KVCache:
-    return KVCache(config, B, max_seq_len, dtype=dtype, device=torch.device("cpu"))
+    return KVCache(config, B, max_seq_len, format=form_of(dtype), device=torch.device("cpu"))
 
 
 @torch.inference_mode()
@@ -297,8 +297,8 @@ def test_cached_logits_equal_transformers_token_by_token(family: str, tmp_path: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_large_buffers_ask_for_huge_pages_and_small_ones_do_not(dtype: torch.dtype) -> None:
     cpu = torch.device("cpu")
-    large = KVCache(tiny_config(n_layers=1), B, 2**21 // (B * 2), dtype=dtype, device=cpu)
-    small = KVCache(tiny_config(n_layers=1), B, 300, dtype=dtype, device=cpu)
+    large = KVCache(tiny_config(n_layers=1), B, 2**21 // (B * 2), format=form_of(dtype), device=cpu)
+    small = KVCache(tiny_config(n_layers=1), B, 300, format=form_of(dtype), device=cpu)
     halves = [large.layers[0].k, large.layers[0].v]
     assert all(x.nbytes >= buffers.HUGE_PAGE and not x.any() for x in halves)
     if asks_for_huge_pages(torch.zeros(1)) or not Path("/sys/kernel/mm/transparent_hugepage").exists():
@@ -336,7 +336,7 @@ def test_a_machine_without_huge_pages_or_without_the_mapping_has_the_same_cache(
 
     for stand_in in (Refusing, full):
         monkeypatch.setattr(buffers.mmap, "mmap", stand_in)
-        cache = KVCache(tiny_config(n_layers=1), B, 2**21 // B, dtype=torch.bfloat16, device=torch.device("cpu"))
+        cache = KVCache(tiny_config(n_layers=1), B, 2**21 // B, format=FORMATS["bf16"], device=torch.device("cpu"))
         assert cache.layers[0].k.nbytes >= buffers.HUGE_PAGE and not any(x.any() for x in cache.buffers)
 
 

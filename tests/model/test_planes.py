@@ -8,15 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpt_fast_sd.model import PRESETS, SPLIT, CacheLayer, KVCache, as_int8, as_planes
+from gpt_fast_sd.model import FORMATS, PRESETS, SPLIT, CacheLayer, KVCache, as_int8, as_planes
 from tests.helpers import tiny_config
 from tests.model.test_int8_cache import B, H, K, words
 
 CPU = torch.device("cpu")
 
 
-def cache_of(planes: bool, n_layers: int = 2) -> KVCache:
-    return KVCache(tiny_config(n_layers=n_layers), B, 300, dtype=torch.int8, device=CPU, planes=planes)
+def cache_of(form: str, n_layers: int = 2) -> KVCache:
+    return KVCache(tiny_config(n_layers=n_layers), B, 300, format=FORMATS[form], device=CPU)
 
 
 def whole(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_every_number_lies_in_both_planes() -> None:
 
 
 def test_planes_hold_the_bytes_and_the_scales_of_a_cache_without() -> None:
-    byte, plane = cache_of(False), cache_of(True)
+    byte, plane = cache_of("int8"), cache_of("planes")
     pos, k, v = torch.tensor([[3, 4], [255, 256], [0, 299]]), words(B, K, 2, H), 50 * words(B, K, 2, H, seed=2)
     for cache in (byte, plane):
         cache.layers[1].store(pos, k, v)
@@ -58,13 +58,13 @@ def test_planes_hold_the_bytes_and_the_scales_of_a_cache_without() -> None:
 
 
 def test_planes_go_wherever_their_scales_go() -> None:
-    cache = cache_of(True)
+    cache = cache_of("planes")
     generator = torch.Generator().manual_seed(0)
     for buffer in cache.buffers:
         buffer.copy_(torch.randint(1, 128, buffer.shape, generator=generator))
     before = [buffer.clone() for buffer in cache.buffers]
     assert [len(layer.buffers) for layer in cache.layers] == [6, 6]
-    again = CacheLayer(*cache.layers[0].buffers)
+    again = CacheLayer(cache.format, *cache.layers[0].buffers)
     assert again == cache.layers[0] or all(a is b for a, b in zip(again.buffers, cache.layers[0].buffers, strict=True))
     assert [x.data_ptr() for x in cache.slot(1)[1].buffers] == [x[1:].data_ptr() for x in cache.layers[1].buffers]
     cache.copy(0, 2, 100)
@@ -75,7 +75,7 @@ def test_planes_go_wherever_their_scales_go() -> None:
 
 
 def test_drafts_share_every_buffer_and_what_is_committed() -> None:
-    cache = cache_of(True)
+    cache = cache_of("planes")
     drafts = cache.with_tail(64)
     assert all(a is b for a, b in zip(cache.buffers, drafts.buffers, strict=True)) and drafts.seq_len is cache.seq_len
     assert [layer.tail for layer in drafts.layers] == [64, 64] and [layer.tail for layer in cache.layers] == [0, 0]
@@ -86,11 +86,11 @@ def test_drafts_share_every_buffer_and_what_is_committed() -> None:
 @pytest.mark.parametrize("name", ["HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B"])
 def test_planes_take_the_bytes_of_a_cache_without_and_drafts_read_half_of_them(name: str) -> None:
     config, meta = PRESETS[name], torch.device("meta")
-    byte, plane = (KVCache(config, 1, SPLIT, dtype=torch.int8, device=meta, planes=x) for x in (False, True))
+    byte, plane = (KVCache(config, 1, SPLIT, format=FORMATS[x], device=meta) for x in ("int8", "planes"))
     assert plane.bytes_per_token == byte.bytes_per_token
     assert sum(x.nbytes for x in plane.buffers) == sum(x.nbytes for x in byte.buffers)
     drafts, per_head = plane.with_tail(64), 2 * config.n_layers * config.n_kv_heads
     assert drafts.bytes_read(1000) == per_head * (1000 * (config.head_dim // 2 + 2) + 64 * config.head_dim // 2)
     assert drafts.bytes_read(10) == plane.bytes_read(10) == 10 * plane.bytes_per_token
-    half = KVCache.element_bytes(torch.int8, config.head_dim, upper=True)
+    half = FORMATS["planes"].element_bytes(config.head_dim, upper=True)
     assert drafts.layers[0].bytes_per_entry == config.n_kv_heads * 2 * config.head_dim * half

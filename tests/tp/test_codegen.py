@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpt_fast_sd.model import KVCache
+from gpt_fast_sd.model import FORMATS, KVCache
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.round import accept_step, decode_step
 from gpt_fast_sd.sampling import Kind
@@ -36,7 +36,7 @@ def test_a_sharded_step_is_one_graph_with_two_sums_per_layer(two_ranks: Parallel
     with fake_cuda_tensors(), torch.inference_mode():
         rig = fake_rig()
         model = two_ranks.group.shard(rig.model)
-        cache = KVCache(local_config(model.config, 2), SLOTS, CAPACITY, dtype=torch.bfloat16, device=CUDA)
+        cache = KVCache(local_config(model.config, 2), SLOTS, CAPACITY, format=FORMATS["bf16"], device=CUDA)
         tokens = rig.tokens(1)
         step = cuda_code(
             decode_step, model, tokens, tokens.clone(), cache.layers, span(cache, CAPACITY), 0, rig.state.bodies

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .build import builds, constant_where_traced, is_built, library
+from gpt_fast_sd.model import CacheFormat, CacheLayer
+
+from ..ops.layer import flat, layer_of
+from .build import builds, constant_where_traced, library
 from .instruction_sets import chosen, widens
 
 PAGE = 16  # keys whose attention mass is summed
 HEAD_DIMS = 64, 128  # of the kernel for AVX-512; that for any CPU: multiples of 16
 MOST_DIMS = 256
 SOURCE, ANY = (Path(__file__).with_name(name) for name in ("attention_avx512.cpp", "attention.cpp"))
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.uint8: 3}  # as C++ numbers them
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # as C++ numbers them
 
 
 class _Call(ctypes.Structure):
@@ -37,139 +40,102 @@ class _Call(ctypes.Structure):
 
 
 _library = torch.library.Library("gpt_fast_sd", "DEF")
-_library.define(
-    "cpu_attention(Tensor q, Tensor k, Tensor v, Tensor pos, Tensor? index, SymInt n_keys, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, Tensor? k_low=None, Tensor? v_low=None, int tail=0, bool fine=False) -> Tensor"
-)
-_library.define(
-    "cpu_attention_with_mass(Tensor q, Tensor k, Tensor v, Tensor pos, SymInt n_keys, Tensor? k_scale=None, "
-    "Tensor? v_scale=None, Tensor? k_low=None, Tensor? v_low=None, int tail=0, bool fine=False) -> (Tensor, Tensor)"
-)
+_LAYER = "Tensor[] buffers, str form, int tail, bool fine"  # see ops/layer.py
+_library.define(f"cpu_attention(Tensor q, {_LAYER}, Tensor pos, Tensor? index, SymInt n_keys) -> Tensor")
+_library.define(f"cpu_attention_with_mass(Tensor q, {_LAYER}, Tensor pos, SymInt n_keys) -> (Tensor, Tensor)")
 
 
-def cpu_attention_fits(q: Tensor, k: Tensor) -> bool:
-    """Whether a kernel serves such queries [B, N, T, H] and keys [B, K, S, H] on this machine.
+def cpu_attention_fits(head_dim: int, dtype: torch.dtype, form: CacheFormat) -> bool:
+    """Whether a kernel serves queries of this head dim and dtype over a cache of this format on this machine.
 
-    Keys have the dtype of the queries, fp32, fp16 or bf16, or are int8; those of uint8 are the upper plane of int8
-    ones, [B, K, S, H // 2].
+    Queries are fp32, fp16 or bf16; the cache holds numbers in their dtype, or int8.
     """
-    head_dim, planes = q.shape[-1], k.dtype == torch.uint8
-    held = k.dtype in (q.dtype, torch.int8) or (planes and 2 * k.shape[-1] == head_dim)
-    served = q.dtype.is_floating_point and q.dtype in DTYPES and held and q.device.type == "cpu"
-    return served and not head_dim % PAGE and head_dim <= MOST_DIMS and available(head_dim, q.dtype, k.dtype)
+    known = dtype.is_floating_point and dtype in DTYPES and form.dtype in (dtype, torch.int8)
+    return known and not head_dim % PAGE and head_dim <= MOST_DIMS and available(head_dim, dtype, form)
 
 
 @constant_where_traced
-def available(head_dim: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> bool:
-    """Whether this CPU and its compiler support the instructions of the kernel for a head dim and these dtypes.
+def available(head_dim: int, dtype: torch.dtype = torch.bfloat16, form: CacheFormat | None = None) -> bool:
+    """Whether this CPU and its compiler support the instructions of the kernel for a head dim and dtype.
 
-    kv_dtype: of the cache, if it is another.
+    form: of the cache, if it holds another dtype.
     """
-    return builds(source_for(head_dim, dtype, kv_dtype or dtype), head_dim)
+    return builds(source_for(head_dim, dtype, form), head_dim)
 
 
-@constant_where_traced
-def is_here(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    """Whether the kernel need not be built."""
-    return is_built(source_for(head_dim, dtype, kv_dtype), head_dim)
+def source_for(head_dim: int, dtype: torch.dtype, form: CacheFormat | None = None) -> Path:
+    """The kernel on this machine for queries of such a head dim and dtype, and for a cache of that format, or dtype."""
+    own, scaled = chosen().own and head_dim in HEAD_DIMS and dtype == torch.bfloat16, form is not None and form.scaled
+    return SOURCE if own and (scaled or not widens()) and builds(SOURCE, head_dim) else ANY
 
 
-def source_for(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Path:
-    """The kernel on this machine for queries of such a head dim and dtype, and for a cache of kv_dtype."""
-    own = chosen().own and head_dim in HEAD_DIMS and dtype == torch.bfloat16
-    return SOURCE if own and not (kv_dtype == dtype and widens()) and builds(SOURCE, head_dim) else ANY
-
-
-def cpu_attention(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-    fine: bool = False,
-) -> Tensor:  # fmt: skip
+def cpu_attention(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> Tensor:
     """Attend to those of the first n_keys entries that are at or before each query; a query at or past n_keys gives 0.
 
-    q [B, N, T, H]; k, v [B, K, S, H], dense except the first two strides, of q's dtype or with fp16 scales [B, K, S]
-    int8; k_low, v_low, tail: of planes, see decode.py; fine: queries over int8 have 16 bits a number at least, not 8;
-    pos int64 [B, T] -> [B, N, T, H] of q's dtype
+    Queries over int8 are rounded to 8 bits a number, of a layer that is fine to 16.
+    q [B, N, T, H]; layer [B, K, S, ...], dense except the first two strides; pos int64 [B, T] -> [B, N, T, H] of q's
+    dtype
     """
-    beside = k_scale, v_scale, k_low, v_low, tail, fine
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, None, n_keys, *beside)
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, *flat(layer), pos, None, n_keys)
     return out
 
 
-def cpu_attention_at(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, pos: Tensor, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-    fine: bool = False,
-) -> Tensor:  # fmt: skip
+def cpu_attention_at(q: Tensor, layer: CacheLayer, index: Tensor, pos: Tensor) -> Tensor:
     """Attend to the entries in index [B, K, M] that are at or before each query; -1 is empty. Otherwise as above."""
-    beside = k_scale, v_scale, k_low, v_low, tail, fine
-    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, k, v, pos, index, 0, *beside)
+    out: Tensor = torch.ops.gpt_fast_sd.cpu_attention(q, *flat(layer), pos, index, 0)
     return out
 
 
-def cpu_attention_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-    fine: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def cpu_attention_with_mass(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
     """cpu_attention, and the mass that each PAGE keys received from all rows of a kv head: [B, K, n_keys // PAGE]."""
-    beside = k_scale, v_scale, k_low, v_low, tail, fine
-    out, mass = torch.ops.gpt_fast_sd.cpu_attention_with_mass(q, k, v, pos, n_keys, *beside)
+    out, mass = torch.ops.gpt_fast_sd.cpu_attention_with_mass(q, *flat(layer), pos, n_keys)
     return out, mass
 
 
 @functools.cache
-def kernel_for(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
-    """The kernel for queries and a cache of these dtypes."""
-    kernel = library(source_for(head_dim, dtype, kv_dtype), head_dim)().attention
+def kernel_for(head_dim: int, dtype: torch.dtype, form: CacheFormat) -> Any:
+    """The kernel for queries of this dtype over a cache of that format."""
+    kernel = library(source_for(head_dim, dtype, form), head_dim)().attention
     kernel.argtypes, kernel.restype = [ctypes.c_void_p], None
     return kernel
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int, mass: Tensor | None,
-    k_scale: Tensor | None, v_scale: Tensor | None, k_low: Tensor | None, v_low: Tensor | None, tail: int, fine: bool,
-) -> Tensor:  # fmt: skip
+    q: Tensor, layer: CacheLayer, pos: Tensor, index: Tensor | None, n_keys: int, mass: Tensor | None = None
+) -> Tensor:
     n_rows, n_heads, n_tokens, head_dim = q.shape
-    n_kv, capacity = k.shape[1:3]
-    planes = [x for x in (k_low, v_low) if x is not None]
-    assert len(planes) == 2 * (k.dtype == torch.uint8) and (not tail or planes)
-    assert all(x.stride() == k.stride() for x in (v, *planes)) and q.stride(3) == 1
-    assert k.stride()[2:] == (head_dim // 2 if planes else head_dim, 1)
-    scales = [x for x in (k_scale, v_scale) if x is not None]
-    apart = scales[0].stride()[:2] if scales else (0, 0)
-    assert len(scales) == 2 * (k.dtype in (torch.int8, torch.uint8)) and (scales or k.dtype == q.dtype)
-    assert all(x.dtype == torch.float16 and x.stride() == (*apart, 1) for x in scales)
+    n_kv, capacity = layer.k.shape[1:3]
+    form, of_scales = layer.format, (0, 0) if layer.k_scale is None else layer.k_scale.stride()[:2]
+    assert q.stride(3) == 1 and (form.scaled or form.dtype == q.dtype) and (form.planes or not layer.tail)
+    for (shape, dtype), *both in zip(form.parts(head_dim), layer.buffers[::2], layer.buffers[1::2], strict=True):
+        expected = (*layer.k.stride()[:2], *shape, 1) if shape else (*of_scales, 1)
+        assert all(x.dtype == dtype and x.stride() == expected for x in both)
     pos = pos.contiguous()
     index = None if index is None else index.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
-    tensors = q, k, v, k_scale, v_scale, k_low, v_low, pos, index, out, mass
     call = _Call(
-        *(None if x is None else x.data_ptr() for x in tensors), n_rows, n_kv, n_heads // n_kv, n_tokens,
-        n_keys if index is None else index.shape[-1], capacity, *q.stride()[:3], *k.stride()[:2], *apart, tail,
-        DTYPES[q.dtype], DTYPES[k.dtype], fine, head_dim**-0.5, torch.get_num_threads(),
+        *(None if x is None else x.data_ptr() for x in (q, *layer.operands, pos, index, out, mass)), n_rows, n_kv,
+        n_heads // n_kv, n_tokens, n_keys if index is None else index.shape[-1], capacity, *q.stride()[:3],
+        *layer.k.stride()[:2], *of_scales, layer.tail, DTYPES[q.dtype], DTYPES[form.dtype], layer.fine,
+        head_dim**-0.5, torch.get_num_threads(),
     )  # fmt: skip
-    kernel_for(head_dim, q.dtype, k.dtype)(ctypes.byref(call))
+    kernel_for(head_dim, q.dtype, form)(ctypes.byref(call))
     return out
 
 
 @torch.library.impl(_library, "cpu_attention", "CPU")
 def _dense(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, index: Tensor | None, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-    fine: bool = False,
-) -> Tensor:  # fmt: skip
-    return _attend(q, k, v, pos, index, n_keys, None, k_scale, v_scale, k_low, v_low, tail, fine)
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, index: Tensor | None, n_keys: int
+) -> Tensor:
+    return _attend(q, layer_of(buffers, form, tail, fine), pos, index, n_keys)
 
 
 @torch.library.impl(_library, "cpu_attention_with_mass", "CPU")
 def _with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-    fine: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    mass = torch.empty(*k.shape[:2], n_keys // PAGE)
-    return _attend(q, k, v, pos, None, n_keys, mass, k_scale, v_scale, k_low, v_low, tail, fine), mass
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int
+) -> tuple[Tensor, Tensor]:
+    mass = torch.empty(*buffers[0].shape[:2], n_keys // PAGE)
+    return _attend(q, layer_of(buffers, form, tail, fine), pos, None, n_keys, mass), mass
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_attention", lib=_library)  # type: ignore[untyped-decorator]
@@ -178,5 +144,7 @@ def _dense_fake(q: Tensor, *_: object) -> Tensor:
 
 
 @torch.library.register_fake("gpt_fast_sd::cpu_attention_with_mass", lib=_library)  # type: ignore[untyped-decorator]
-def _with_mass_fake(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *_: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(*k.shape[:2], n_keys // PAGE, dtype=torch.float32)
+def _with_mass_fake(
+    q: Tensor, buffers: list[Tensor], form: str, tail: int, fine: bool, pos: Tensor, n_keys: int
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(*buffers[0].shape[:2], n_keys // PAGE, dtype=torch.float32)

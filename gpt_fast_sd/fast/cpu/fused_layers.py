@@ -5,17 +5,15 @@ Shapes: B slots, T tokens in this call, L layers, K kv heads, D model width, V v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from gpt_fast_sd.model import SPLIT, Attention, Block, CacheLayer, KVCache, RMSNorm, Transformer
+from gpt_fast_sd.model import SPLIT, Attention, Block, KVCache, RMSNorm, Transformer
 
 from ...attention import page_sums
 from ...kv import DenseKV, ListedKV
 from .. import MASS_PAGE as PAGE
-from .. import LayerCache, LayerWeights, Listed, Product, Stack, cpu_attention_fits, layers_build
+from .. import LayerWeights, Listed, Product, Stack, cpu_attention_fits, layers_build
 from ..marks import stands_for
 from .packing import (
     PackedEmbedding,
@@ -28,14 +26,13 @@ from .packing import (
 )
 from .stand_ins import DENSE, LISTED
 
-CACHED = torch.bfloat16, torch.int8, torch.uint8
-
 
 @stands_for(
     "gpt_fast_sd.model.llama:Transformer.forward", "gpt_fast_sd.model.llama:Transformer.hidden",
     "gpt_fast_sd.model.llama:Block.forward",
     "gpt_fast_sd.model.llama:Attention.forward", "gpt_fast_sd.model.llama:FeedForward.forward",
     "gpt_fast_sd.model.llama:RMSNorm.forward", "gpt_fast_sd.model.cache:CacheLayer.store",
+    "gpt_fast_sd.model.cache:CacheFormat.write",
     "gpt_fast_sd.kv:DenseKV.attend", "gpt_fast_sd.kv:ListedKV.attend", *DENSE, *LISTED,
 )  # fmt: skip
 class FusedLayers:
@@ -46,7 +43,6 @@ class FusedLayers:
 
         They may move and change; modules and parameters that are put in their places are not seen.
         """
-        self._caches: dict[tuple[int, ...], tuple[list[CacheLayer], list[LayerCache]]] = {}
         self.stack = Stack(
             layers=[_weights_of(layer) for layer in model.layers],
             embedding=model.embedding.weight,
@@ -61,15 +57,15 @@ class FusedLayers:
 
     def __call__(self, model: Transformer, tokens: Tensor, pos: Tensor, kv: DenseKV | ListedKV) -> Tensor:
         """As Transformer.hidden of the model that this was made for: tokens, pos [B, T] -> [B, T, D]."""
-        first, caches = kv.layers[0], self._caches_of(kv.layers)
+        first, caches = kv.layers[0], kv.layers
         if isinstance(kv, ListedKV):
             listed = Listed(kv.kv_indices, kv.window_start, kv.window_width)
-            return self.stack(tokens, pos, caches, first.capacity, listed=listed, tail=first.tail, fine=first.fine)
+            return self.stack(tokens, pos, caches, first.capacity, listed=listed)
         n_keys, mass = kv.n_splits_carrier.shape[0] * SPLIT, None
         if kv.page:
             size = len(caches), *first.k.shape[:2], n_keys // PAGE
             mass = torch.empty(size, dtype=torch.float32, device="cpu")
-        out = self.stack(tokens, pos, caches, n_keys, mass=mass, tail=first.tail, fine=first.fine)
+        out = self.stack(tokens, pos, caches, n_keys, mass=mass)
         if mass is not None:
             kv.mass.extend(page_sums(mass.flatten(0, 1), kv.page // PAGE).unflatten(0, (len(caches), -1)))
         return out
@@ -79,24 +75,14 @@ class FusedLayers:
         out: Tensor = model.output(self(model, tokens, pos, kv))
         return out
 
-    def _caches_of(self, layers: Sequence[CacheLayer]) -> list[LayerCache]:
-        """The buffers of these layers, made when they come first: a frozen layer keeps its own."""
-        key = tuple(map(id, layers))
-        if key not in self._caches:
-            if len(self._caches) > 8:
-                self._caches.clear()
-            self._caches[key] = list(layers), [_cache_of(layer) for layer in layers]  # held: no other has their ids
-        return self._caches[key][1]
-
 
 def fuses(model: Transformer, cache: KVCache) -> bool:
     """Whether FusedLayers serve this model, held by one process, and its cache on this machine."""
-    first = cache.layers[0]
     dtypes = model.embedding.weight.dtype, model.rope_freqs.dtype
-    if dtypes != (torch.bfloat16, torch.float32) or first.k.dtype not in CACHED or not all_packed(model):
+    if dtypes != (torch.bfloat16, torch.float32) or not all_packed(model):
         return False
-    queries = first.k.new_empty(*first.k.shape[:2], 0, first.head_dim, dtype=torch.bfloat16)
-    return is_plain(model) and cpu_attention_fits(queries, first.k) and layers_build()
+    fits = cpu_attention_fits(model.config.head_dim, torch.bfloat16, cache.format)
+    return is_plain(model) and fits and layers_build()
 
 
 def is_plain(model: Transformer) -> bool:
@@ -130,7 +116,3 @@ def _product_of(linear: nn.Module) -> Product:
         return Product(linear.weight, linear.bias)
     blocks = linear.blocks if isinstance(linear, PackedInt4Linear) else None
     return Product(linear.weight, linear.bias, linear.scale, blocks, isinstance(linear, SummedInt4Linear))
-
-
-def _cache_of(layer: CacheLayer) -> LayerCache:
-    return LayerCache(layer.k, layer.v, layer.k_scale, layer.v_scale, layer.k_low, layer.v_low)

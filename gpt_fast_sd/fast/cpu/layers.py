@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpt_fast_sd.model import CacheLayer
+
 from . import attention_cpp as attention
 from . import linear as products
 from .build import builds, library
@@ -78,17 +80,6 @@ class Spent(NamedTuple):
     layers: float  # all of it
 
 
-class LayerCache(NamedTuple):
-    """The buffers of a layer's cache, see model/cache.py."""
-
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    k_low: Tensor | None
-    v_low: Tensor | None
-
-
 class Listed(NamedTuple):
     """What a step reads that does not read everything, see sparse.py."""
 
@@ -136,17 +127,17 @@ class Stack:
         self._cached: dict[Any, ctypes.Array[ctypes.c_int64]] = {}  # Cached in C++
 
     def __call__(
-        self, tokens: Tensor, pos: Tensor, caches: Sequence[LayerCache], n_keys: int, *, listed: Listed | None = None,
-        mass: Tensor | None = None, tail: int = 0, fine: bool = False,
+        self, tokens: Tensor, pos: Tensor, caches: Sequence[CacheLayer], n_keys: int, *, listed: Listed | None = None,
+        mass: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Store what tokens [B, T] at pos [B, T] bring, attend, and so on -> normed final states, bf16 [B, T, D].
 
-        n_keys, tail, fine: see decode.py; listed: what is read instead of the first n_keys entries, which then bound
+        n_keys: see attention.dense; listed: what is read instead of the first n_keys entries, which then bound
         positions. mass: fp32 [L, B, K, n_keys // 16], written. IndexError for a token or a position that does not
         exist; then nothing was stored.
         """
         head_dim, first = 2 * len(self.freqs), caches[0]
-        attend = attention.kernel_for(head_dim, torch.bfloat16, first.k.dtype)
+        attend = attention.kernel_for(head_dim, torch.bfloat16, first.format)
         tokens, pos = tokens.contiguous(), pos.contiguous()
         assert tokens.shape == pos.shape and tokens.dtype == pos.dtype == torch.int64
         out = torch.empty(*tokens.shape, self.embedding.shape[1], dtype=torch.bfloat16, device="cpu")
@@ -156,8 +147,8 @@ class Stack:
         scales = (0, 0) if first.k_scale is None else first.k_scale.stride()[:2]
         call = _Call(
             len(caches), *tokens.shape, out.shape[-1], self.n_heads, self.n_kv_heads, head_dim, len(self.embedding),
-            first.k.shape[2], *first.k.stride()[:2], *scales, tail, fine, attention.DTYPES[first.k.dtype],
-            n_keys, *where[:3], tokens.data_ptr(), pos.data_ptr(), where[3],
+            first.k.shape[2], *first.k.stride()[:2], *scales, first.tail, first.fine,
+            attention.DTYPES[first.format.dtype], n_keys, *where[:3], tokens.data_ptr(), pos.data_ptr(), where[3],
             self.embedding.data_ptr(), self.norm.data_ptr(), self.freqs.data_ptr(), ctypes.cast(attend, _POINTER),
             ctypes.addressof(weights), ctypes.addressof(cached), out.data_ptr(),
             None if mass is None else mass.data_ptr(), None if spent is None else ctypes.addressof(spent),
@@ -175,18 +166,18 @@ class Stack:
         return out
 
     def _pointers(
-        self, tokens: Tensor, caches: Sequence[LayerCache], listed: Listed | None
+        self, tokens: Tensor, caches: Sequence[CacheLayer], listed: Listed | None
     ) -> ctypes.Array[ctypes.c_int64]:
         """Cached in C++ for each layer; made, and looked at, when it is asked for first."""
         lists = listed.kv_indices if listed else [None] * len(caches)
-        buffers = [x for cache in caches for x in cache]
+        buffers = [x for cache in caches for x in cache.operands]
         held = tuple([x.data_ptr() for x in (*buffers, *lists) if x is not None])
         k = caches[0].k
         key = held, k.shape, k.stride(), len(tokens), lists[0].shape if lists[0] is not None else None
         found = self._cached.get(key)
         if found is None:
             each = zip(caches, lists, strict=True)
-            words = [0 if x is None else x.data_ptr() for cache, own in each for x in (*cache, own)]
+            words = [0 if x is None else x.data_ptr() for cache, own in each for x in (*cache.operands, own)]
             _check(len(tokens), 2 * len(self.freqs), caches, len(self.layers), listed)
             if len(self._cached) > 8:
                 self._cached.clear()
@@ -238,10 +229,10 @@ def _tensors(layer: LayerWeights) -> list[Tensor | None]:
     return [*layer[:4], *(x for product in layer[4:] for x in product[:4])]
 
 
-def _check(n_rows: int, head_dim: int, caches: Sequence[LayerCache], n_layers: int, listed: Listed | None) -> None:
+def _check(n_rows: int, head_dim: int, caches: Sequence[CacheLayer], n_layers: int, listed: Listed | None) -> None:
     """What the kernel relies on, of buffers that it has not seen yet."""
     first = caches[0]
-    assert len(caches) == n_layers and first.k.shape[3] * (1 if first.k_low is None else 2) == head_dim
+    assert len(caches) == n_layers and first.head_dim == head_dim
     assert all(x.k.stride() == x.v.stride() == first.k.stride() and x.k.shape == first.k.shape for x in caches)
     assert first.k.shape[0] == n_rows and first.k.stride(3) == 1 and first.k.stride(2) == first.k.shape[3]
     if listed:

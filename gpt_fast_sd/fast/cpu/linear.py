@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gpt_fast_sd.model import CacheFormat
+
 from ..ops.int4 import BLOCK, Int4
 from . import attention_cpp as attention
 from . import round as rounds
@@ -35,25 +37,23 @@ _library.define(f"cpu_swiglu(Tensor x, Tensor packed, {_INT4}) -> Tensor")
 
 
 def cpu_kernels(
-    head_dim: int, dtype: torch.dtype, vocab_size: int = 0, kv_dtype: torch.dtype | None = None
+    head_dim: int, dtype: torch.dtype, vocab_size: int = 0, form: CacheFormat | None = None
 ) -> tuple[tuple[Path, int], ...]:
     """The sources that `begin_building` builds for a model in this dtype, each with its head dim.
 
-    kv_dtype: of its cache, if it is another.
+    form: of its cache, if that holds another dtype.
     """
     attends = not head_dim % attention.PAGE and head_dim <= attention.MOST_DIMS and dtype in attention.DTYPES
-    own = [(attention.source_for(head_dim, dtype, kv_dtype or dtype), head_dim)] if attends else []
+    own = [(attention.source_for(head_dim, dtype, form), head_dim)] if attends else []
     drawn = [(sampling.SOURCE, 0)] if vocab_size >= sampling.LEAST_VOCABULARY else []
     multiplies = [(one, 0) for one in dict.fromkeys((source(), source(whole=True), LAYERS))] if dtype == BF16 else []
     return (*own, *multiplies, (rounds.SOURCE, 0), *drawn)
 
 
 @constant_where_traced
-def kernels_are_built(
-    head_dim: int, dtype: torch.dtype, vocab_size: int = 0, kv_dtype: torch.dtype | None = None
-) -> bool:
+def kernels_are_built(head_dim: int, dtype: torch.dtype, vocab_size: int = 0, form: CacheFormat | None = None) -> bool:
     """Whether nothing of a model's kernels has to be built: eager code may use them, and needs no compiler."""
-    return all(is_built(*one) for one in cpu_kernels(head_dim, dtype, vocab_size, kv_dtype))
+    return all(is_built(*one) for one in cpu_kernels(head_dim, dtype, vocab_size, form))
 
 
 def cpu_sources(head_dim: int) -> tuple[tuple[Path, int], ...]:

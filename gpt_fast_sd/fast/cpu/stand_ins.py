@@ -20,24 +20,19 @@ from .attention_cpp import PAGE, cpu_attention, cpu_attention_at, cpu_attention_
 from .round import cpu_commit, cpu_draw, cpu_judge_greedy, cpu_judge_sampled, cpu_uniform
 from .sampling import cpu_distributions
 
-LAYER = "gpt_fast_sd.model.cache:CacheLayer"
-DENSE = ("gpt_fast_sd.attention:dense", f"{LAYER}.first", f"{LAYER}._entries", f"{LAYER}.quantized")
-LISTED = ("gpt_fast_sd.attention:listed", f"{LAYER}.at", f"{LAYER}._entries", f"{LAYER}.quantized", f"{LAYER}.capacity")
-
-
-def _beside(layer: CacheLayer) -> tuple[Any, ...]:
-    """What operators take of a layer besides keys and values."""
-    return layer.k_scale, layer.v_scale, layer.k_low, layer.v_low, layer.tail, layer.fine
+LAYER, READ = "gpt_fast_sd.model.cache:CacheLayer", "gpt_fast_sd.model.cache:CacheFormat.read"
+DENSE = ("gpt_fast_sd.attention:dense", f"{LAYER}.first", f"{LAYER}._entries", READ)
+LISTED = ("gpt_fast_sd.attention:listed", f"{LAYER}.at", f"{LAYER}._entries", READ, f"{LAYER}.capacity")
 
 
 @stands_for(*DENSE)
 def dense(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, page: int = 0) -> tuple[Tensor, Tensor | None]:
     """attention.dense: q [B, N, T, H]; pos [B, T] -> [B, N, T, H], and with a page fp32 [B, K, n_keys // page]."""
-    asked = asked_of(layer, q), layer.k, layer.v, pos, n_keys
+    asked = asked_of(layer, q), layer, pos, n_keys
     if page:
-        out, mass = cpu_attention_with_mass(*asked, *_beside(layer))
+        out, mass = cpu_attention_with_mass(*asked)
         return out.to(q.dtype), page_sums(mass, page // PAGE)
-    return cpu_attention(*asked, *_beside(layer)).to(q.dtype), None
+    return cpu_attention(*asked).to(q.dtype), None
 
 
 @stands_for(*LISTED)
@@ -52,7 +47,7 @@ def listed(
 ) -> Tensor:
     """attention.listed: q [B, N, T, H]; kv_indices [B, K, C]; window_start [B]; pos [B, T] -> [B, N, T, H]."""
     index, limit = entries_listed(layer, kv_indices, window_start, window_width, pos)
-    return cpu_attention_at(asked_of(layer, q), layer.k, layer.v, index, limit, *_beside(layer)).to(q.dtype)
+    return cpu_attention_at(asked_of(layer, q), layer, index, limit).to(q.dtype)
 
 
 @stands_for("gpt_fast_sd.sampling:probabilities", "gpt_fast_sd.sampling:SamplingTable.repeated")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .sizes import FEW_ROWS, ONE_CHUNK
+from .prefill import FEW_ROWS
+from .sparse import ONE_CHUNK
 
 # Attention is split and merged, and mass summed; pages of quest are scored, compared and selected.
 FIXED = {

@@ -1,175 +1,68 @@
-"""Which pages of the cache a draft reads: bounds of keys, scores of pages, and the best of them.
-
-On CUDA each is an operator whose body is Triton (select_triton.py); elsewhere it is the PyTorch in this file.
-torch.topk breaks ties arbitrarily, these do not: equal scores give equal drafts.
+"""Which pages of the cache a draft reads: selection.py as operators of CUDA, with bodies in Triton (triton/select.py).
 
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, H head dim,
-        R = G * T query rows that share one kv head, P pages in view, n pages chosen, C listed entries.
+        P pages in view, n pages chosen, C listed entries.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .choice import triton_serves
-from .planes import joined
-from .sizes import is_float8
+from gpt_fast_sd.model import CacheLayer
 
-NAN_RANK, NO_RANK = -(1 << 62), -(1 << 63)  # below all numbers; below these
-SIGN = 0x7FFFFFFF
-
-
-def entries_of(pages: Tensor, page: int) -> Tensor:
-    """The entries of pages [..., n], -1 for those of page -1 -> int64 [..., n * page]."""
-    entries = pages[..., None] * page + torch.arange(page, device=pages.device)  # [..., n, page]
-    return torch.where(pages[..., None] >= 0, entries, -1).flatten(-2)
-
-
-def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
-    """The n best of the first n_valid scores of each row, ascending by place, then -1 if there are fewer.
-
-    Ties go to the first; a NaN is worse than any number. Any P will do, single entries as well as pages.
-    fp32 scores [..., P], contiguous, at most four dims; n_valid int64, broadcast to [...] -> int64 [..., n]
-    """
-    if triton_serves(scores.device):
-        out: Tensor = _top_pages(scores, n_valid, n)
-        return out
-    n_scores = scores.shape[-1]
-    place = torch.arange(n_scores, device=scores.device)  # [P]
-    bits = torch.where(scores == 0, 0.0, scores).view(torch.int32)  # zeros of both signs are equal
-    # bits of non-negative numbers are ordered like the numbers, those of negative ones in reverse; place comes second
-    rank = (torch.where(bits < 0, bits ^ SIGN, bits).long() << 30) - place  # [..., P]
-    rank = torch.where(scores.isnan(), NAN_RANK - place, rank)
-    rank = torch.where(place < n_valid[..., None], rank, NO_RANK)
-    best, chosen = F.pad(rank, (0, n), value=NO_RANK).topk(n, -1)  # never fewer than n
-    chosen = torch.where(best > NO_RANK, chosen, n_scores).sort(-1).values
-    return torch.where(chosen < n_scores, chosen, -1)
-
-
-def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
-    """For rows that are due, list the C // page pages of most mass before first_window_page, entry by entry.
-
-    fp32 mass [L, B, K, P], contiguous; kv_indices int64 [L, B, K, C], contiguous; due bool [B]; first_window_page
-    int64 [B]
-    """
-    if triton_serves(mass.device):
-        _guided_select(mass, kv_indices, due, first_window_page, page)
-        return
-    listed = entries_of(top_pages(mass, first_window_page[:, None], kv_indices.shape[-1] // page), page)
-    listed = F.pad(listed, (0, kv_indices.shape[-1] - listed.shape[-1]), value=-1)  # [L, B, K, C]
-    kv_indices.copy_(torch.where(due[:, None, None], listed, kv_indices))
-
-
-def page_bounds(
-    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None,
-    k_low: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write the largest and the smallest key of each dimension for n_pages pages from page first on.
-
-    Pages past the last one are the last one. The bounds of a page with a NaN are unspecified.
-    k [B, K, S, H], bounds [B, K, S // page, 2H], the last two dims of both dense, in one dtype; first int64 [B].
-    Keys of int8 come with k_scale, fp16 [B, K, S]; their bounds are bf16, as are those of float8, see `bounds_of`.
-    Where they lie in planes, k and k_low, [B, K, S, H // 2], the bounds are those of the whole keys.
-    """
-    if triton_serves(k.device):
-        _page_bounds(k, bounds, first, n_pages, page, k_scale, k_low)
-        return
-    row = torch.arange(first.shape[0], device=first.device)[:, None]  # [B, 1]
-    pages = (first[:, None] + torch.arange(n_pages, device=first.device)).clamp(max=bounds.shape[2] - 1)  # [B, n]
-    in_pages = k.unflatten(2, (-1, page))[row, :, pages]  # [B, n, K, page, H]
-    if k_low is not None:
-        in_pages = joined(in_pages, k_low.unflatten(2, (-1, page))[row, :, pages])
-    scales = None if k_scale is None else k_scale.unflatten(2, (-1, page))[row, :, pages]  # [B, n, K, page]
-    bounds[row, :, pages] = bounds_of(in_pages, scales)  # [B, n, K, 2H]
-
-
-def bounds_of(keys: Tensor, scales: Tensor | None = None) -> Tensor:
-    """The largest and the smallest of each dimension: keys [..., page, H], scales [..., page] -> [..., 2H].
-
-    Of int8 keys with their scales as bf16, each rounded and then moved outward by one step, so that it is a bound.
-    """
-    if is_float8(keys):
-        keys = keys.bfloat16()  # exact
-    if scales is None:
-        return torch.cat([keys.amax(-2), keys.amin(-2)], -1)
-    meant = keys.float() * scales.float()[..., None]  # [..., page, H], exact
-    high, low = meant.amax(-2).bfloat16(), meant.amin(-2).bfloat16()
-    infinity = torch.full_like(high, float("inf"))
-    return torch.cat([high.nextafter(infinity), low.nextafter(-infinity)], -1)
-
-
-def page_scores(q: Tensor, bounds: Tensor) -> Tensor:
-    """Upper bound of a query's product with any key of a page: q [B, N, T, H]; bounds [B, K, P, 2H] -> [B, K, R, P].
-
-    fp32. In each dimension the product with the largest or the smallest key counts, by the query's sign.
-    """
-    rows = q.unflatten(1, (bounds.shape[1], -1)).flatten(2, 3)  # [B, K, R, H]
-    signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], -1)  # [B, K, R, 2H]
-    return (signed @ bounds.transpose(-1, -2)).float()
-
-
-def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
-    """The n pages, of the first n_closed, that may matter most to the queries, ascending, then -1.
-
-    No key of a page has a larger product with a query than the corner of the page's box on the query's side. A page
-    counts as its best query row sees it, and a row's scores count by how far they are below its own best: softmax
-    depends on nothing else, while plain sums or maxima would let the largest query dominate. Ties go to the lower page.
-    q [B, N, T, H], last stride 1; bounds [B, K, P, 2H], last two dims dense; n_closed int64 [B] -> int64 [B, K, n]
-    """
-    if triton_serves(q.device):
-        out: Tensor = _quest_pages(q, bounds, n_closed, n)
-        return out
-    scores = page_scores(q, bounds)
-    closed = (torch.arange(scores.shape[-1], device=q.device) < n_closed[:, None])[:, None, None]  # [B, 1, 1, P]
-    scores = torch.where(closed, scores, float("-inf"))  # the rest may be NaN
-    short = (scores - scores.amax(-1, keepdim=True)).amax(2)  # [B, K, P], 0 is best
-    return top_pages(short, n_closed[:, None], n)
+from .layer import flat, layer_of
 
 
 @torch.library.custom_op("gpt_fast_sd::top_pages", mutates_args=(), device_types="cuda")
-def _top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
+def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
+    """selection.top_pages: fp32 scores [..., P], contiguous, at most four dims; n_valid [...] -> int64 [..., n]."""
     from ..triton import select as select_triton
 
     return select_triton.top_pages(scores, n_valid, n)
 
 
 @torch.library.custom_op("gpt_fast_sd::guided_select", mutates_args=("kv_indices",), device_types="cuda")
-def _guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
+def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
+    """selection.guided_select: mass [L, B, K, P], kv_indices [L, B, K, C], contiguous; due, first_window_page [B]."""
     from ..triton import select as select_triton
 
     select_triton.guided_select(mass, kv_indices, due, first_window_page, page)
 
 
+def page_bounds(layer: CacheLayer, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
+    """selection.page_bounds: bounds [B, K, S // page, 2H], the last two dims dense; first [B]."""
+    _page_bounds(*flat(layer), bounds, first, n_pages, page)
+
+
 @torch.library.custom_op("gpt_fast_sd::page_bounds", mutates_args=("bounds",), device_types="cuda")
 def _page_bounds(
-    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None,
-    k_low: Tensor | None = None,
-) -> None:  # fmt: skip
+    buffers: list[Tensor], form: str, tail: int, fine: bool, bounds: Tensor, first: Tensor, n_pages: int, page: int
+) -> None:
     from ..triton import select as select_triton
 
-    select_triton.page_bounds(k, bounds, first, n_pages, page, k_scale=k_scale, k_low=k_low)
+    select_triton.page_bounds(layer_of(buffers, form, tail, fine), bounds, first, n_pages, page)
 
 
 @torch.library.custom_op("gpt_fast_sd::quest_pages", mutates_args=(), device_types="cuda")
-def _quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
+def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
+    """selection.quest_pages: q [B, N, T, H], last stride 1; bounds [B, K, P, 2H]; n_closed [B] -> int64 [B, K, n]."""
     from ..triton import select as select_triton
 
     return select_triton.quest_pages(q, bounds, n_closed, n)
 
 
-@_top_pages.register_fake
+@top_pages.register_fake
 def _top_pages_fake(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], n), dtype=torch.int64)
 
 
-@_guided_select.register_fake
+@guided_select.register_fake
 @_page_bounds.register_fake
 def _gives_nothing(*_: object) -> None:
     return None
 
 
-@_quest_pages.register_fake
+@quest_pages.register_fake
 def _quest_pages_fake(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
     return n_closed.new_empty(*bounds.shape[:2], n)

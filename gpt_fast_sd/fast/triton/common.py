@@ -8,15 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpt_fast_sd.model import CacheLayer
+
 LOG2_E = 1.4426950408889634
-# FORMAT, how the cache holds an entry: in the dtype of the queries; in int8, with a scale for each; in float8 (e4m3);
-# in int8 that lies in two planes of nibbles (planes.py), with scales. Of odd ones there are scales.
-SAME, INT8, FLOAT8, PLANES = 0, 1, 2, 3
+# FORMAT, how the cache holds an entry: in the dtype of the queries; in int8, with a scale for each; in int8 that lies
+# in two planes of nibbles, with scales. Of odd ones there are scales.
+SAME, INT8, PLANES = 0, 1, 3
+FORMATS = {"int8": INT8, "planes": PLANES}
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter has no assembler
 
-# Four entries of a byte, in one register -> four numbers of 16 bits in two, exactly. Triton's own conversions take an
-# I2F (int8 on sm_80) or an F2F (float8) per entry, 16 per clock and SM: more clocks per block than its bytes take.
+# Four entries of a byte, in one register -> four numbers of 16 bits in two, exactly. Triton's own conversion takes an
+# I2F per entry on sm_80, 16 per clock and SM: more clocks per block than its bytes take.
 #
 # Behind 0x43 a byte is a bf16 in which the sign of the int8 is the last bit of the exponent. Without that bit it is 128
 # and the other seven; with no other it is 128, or 256 if negative: the int8 is their difference. It is a fused product
@@ -43,25 +46,6 @@ INT8_TO_FP16 = tl.constexpr("""{
     prmt.b32 pair, raised, 0x64, 0x4342;
     sub.f16x2 $1, pair, base;
 }""")
-# The four bits of an exponent and three of a significand, each at the end of its field of a bf16, want 2^120 more. A
-# NaN becomes 480.
-FLOAT8_TO_BF16 = tl.constexpr("""{
-    .reg .b32 pair, rest, sign, more, zero;
-    mov.b32 more, 0x7b807b80;
-    mov.b32 zero, 0x80008000;
-    prmt.b32 pair, $2, 0x0, 0x1404;
-    and.b32 sign, pair, 0x80008000;
-    and.b32 rest, pair, 0x7f007f00;
-    shr.b32 rest, rest, 0x4;
-    or.b32 rest, rest, sign;
-    fma.rn.bf16x2 $0, rest, more, zero;
-    prmt.b32 pair, $2, 0x0, 0x3424;
-    and.b32 sign, pair, 0x80008000;
-    and.b32 rest, pair, 0x7f007f00;
-    shr.b32 rest, rest, 0x4;
-    or.b32 rest, rest, sign;
-    fma.rn.bf16x2 $1, rest, more, zero;
-}""")
 
 
 def architecture() -> int | str:
@@ -80,32 +64,18 @@ def family(arch: int | str) -> int:
     return 90 if arch in (90, 100, 103) else 80
 
 
-def format_of(q: Tensor, *held: tuple[Tensor, Tensor | None, Tensor | None], arch: int | str) -> int:
-    """FORMAT of keys, and of values, [B, K, S, H] each beside its scales [B, K, S] and its lower plane, if it has any.
-
-    ValueError for float8 on a GPU that has no such type.
-    """
-    (k, k_scale, _), head_dim = held[0], q.shape[3]
-    assert q.stride(3) == 1
-    for data, scale, low in held:
-        width = head_dim if low is None else head_dim // 2
-        assert data.dtype == k.dtype and data.stride()[2:] == (width, 1)
-        assert (scale is not None) == (k.dtype in (torch.int8, torch.uint8))
-        assert (low is not None) == (k.dtype == torch.uint8)
-        assert low is None or (low.dtype == torch.uint8 and low.shape == data.shape and low.stride() == data.stride())
-        if scale is not None and k_scale is not None:
-            assert scale.dtype == torch.float16 and scale.shape == data.shape[:3]
-            assert strides(scale, 2) == strides(k_scale, 2) and scale.stride(2) == 1
-    if k.dtype == q.dtype:
-        return SAME
-    if k.dtype == torch.int8:
-        return INT8
-    if k.dtype == torch.uint8:
-        return PLANES
-    assert k.dtype == torch.float8_e4m3fn
-    if not isinstance(arch, int) or arch < 89:
-        raise ValueError(f"a float8 cache is for NVIDIA GPUs of compute capability 8.9 and later, not for {arch!r}")
-    return FLOAT8
+def format_of(q: Tensor, layer: CacheLayer) -> int:
+    """FORMAT of a layer's entries, whose buffers are as the kernels read them."""
+    form, head_dim = layer.format, q.shape[3]
+    assert q.stride(3) == 1 and (form.scaled or form.dtype == q.dtype)
+    for (shape, dtype), *both in zip(form.parts(head_dim), layer.buffers[::2], layer.buffers[1::2], strict=True):
+        for x, numbers in zip(both, (layer.k, layer.v), strict=True):
+            assert x.dtype == dtype and x.shape == (*layer.k.shape[:3], *shape)
+            if shape:
+                assert x.stride() == numbers.stride() and x.stride()[2:] == (*shape, 1)
+            else:
+                assert strides(x, 2) == strides(layer.k_scale, 2) and x.stride(2) == 1
+    return FORMATS[form.name] if form.scaled else SAME
 
 
 def block_of(head_dim: int, form: int) -> int:
@@ -142,8 +112,6 @@ def widen(b_x, dtype: tl.constexpr):
         b_wide = tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, False, 4)
     elif b_x.dtype == tl.int8 and dtype == tl.float16 and not INTERPRETED:
         b_wide = tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [b_x], tl.float16, False, 4)
-    elif b_x.dtype == tl.float8e4nv and dtype == tl.bfloat16 and not INTERPRETED:
-        b_wide = tl.inline_asm_elementwise(FLOAT8_TO_BF16, "=r,=r,r", [b_x], tl.bfloat16, False, 4)
     else:
         b_wide = b_x.to(dtype)
     return b_wide

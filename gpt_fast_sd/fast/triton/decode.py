@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpt_fast_sd.model import CacheLayer
+
 from .common import (
     LOG2_E,
     block_of,
@@ -42,7 +44,7 @@ from .common import (
     strides,
     widen,
 )
-from ..ops.sizes import PAGES
+from ...config import PAGES
 
 MERGED = 8  # splits that the merge reads at once
 
@@ -325,40 +327,35 @@ def mass_kernel(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, row_lse: Tensor | None = None, *,
-    arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
-    v_low: Tensor | None = None, tail: int = 0,
+    q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int, row_lse: Tensor | None = None, *,
+    arch: int | str,
 ) -> Tensor:  # fmt: skip
     """See decode.decode_attention. row_lse: where to put the base-2 lse, fp32 [B, K, T, G]."""
-    beside = k_scale, v_scale, k_low, v_low, tail
-    return _attend(q, k, v, pos, n_keys, split, None, row_lse, arch, *beside)[0]
+    return _attend(q, layer, pos, n_keys, split, None, row_lse, arch)[0]
 
 
 def attend_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int | str,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
-    v_low: Tensor | None = None, tail: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int, page: int, *, arch: int | str
+) -> tuple[Tensor, Tensor]:
     """See decode.decode_attention_with_mass."""
     assert page in PAGES
-    out, mass = _attend(q, k, v, pos, n_keys, split, page, None, arch, k_scale, v_scale, k_low, v_low, tail)
+    out, mass = _attend(q, layer, pos, n_keys, split, page, None, arch)
     assert mass is not None
     return out, mass
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int | None, row_lse: Tensor | None,
-    arch: int | str, k_scale: Tensor | None, v_scale: Tensor | None, k_low: Tensor | None, v_low: Tensor | None,
-    tail: int,
+    q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int, page: int | None, row_lse: Tensor | None,
+    arch: int | str,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     n_batch, n_heads, n_tokens, head_dim = q.shape
-    n_kv = k.shape[1]
+    n_kv = layer.k.shape[1]
     group, n_bk = n_heads // n_kv, n_batch * n_kv
     n_rows = group * n_tokens
-    assert 0 < n_keys <= k.shape[2]
-    form = format_of(q, (k, k_scale, k_low), (v, v_scale, v_low), arch=arch)
+    assert 0 < n_keys <= layer.k.shape[2]
+    form = format_of(q, layer)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
+    block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, layer.k), block_h, n_rows)
     assert split % block_n == 0
     n_splits = triton.cdiv(n_keys, split)
     unit = 0 if page is None else min(page, block_n)
@@ -372,10 +369,10 @@ def _attend(
         sums, maxima = (fp32(n_bk, n_splits * split // size, n_rows) for size in (unit, block_n))
         row_lse, mass = fp32(n_bk, n_rows), fp32(n_batch, n_kv, n_keys // page)
     split_kernel[triton.cdiv(n_rows, block_r), n_bk, n_splits](
-        q, k, v, k_scale, v_scale, k_low, v_low, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
-        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *pos.stride(),
+        q, *layer.operands, pos, part, lse, sums, maxima, n_tokens, n_keys, split,
+        *strides(q, 3), *strides(layer.k, 2), *strides(layer.v, 2), *strides(layer.k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r, BLOCK_H=block_of(head_dim, form),
-        BLOCK_N=block_n, UNIT=unit, FORMAT=form, TAIL=tail, num_warps=num_warps, num_stages=num_stages,
+        BLOCK_N=block_n, UNIT=unit, FORMAT=form, TAIL=layer.tail, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     merge_kernel[n_rows, n_bk](

@@ -10,12 +10,12 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, N query heads, K 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from gpt_fast_sd.model import CacheLayer
 
 from .common import (
     LOG2_E,
@@ -29,7 +29,8 @@ from .common import (
     strides,
     widen,
 )
-from ..ops.sizes import FEW_ROWS, PREFILL_SPLIT, page_sums
+from ...attention import page_sums
+from ..ops.prefill import FEW_ROWS, PREFILL_SPLIT
 from . import decode as decode_triton
 
 # (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks per SM (see
@@ -281,75 +282,65 @@ def mass_kernel(
     tl.store(p_mass + i_bk.to(tl.int64) * n_units + o_u, b_unit, mask=o_u < n_units)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int | str, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-) -> Tensor:  # fmt: skip
+def attend(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, *, arch: int | str) -> Tensor:
     """See prefill.prefill_attention."""
-    if q.shape[1] // k.shape[1] * q.shape[2] <= FEW_ROWS:
-        beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
-        return decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, arch=arch, **beside)
-    return _attend(q, k, v, pos, n_keys, None, arch, k_scale, v_scale, k_low, v_low, tail)
+    if q.shape[1] // layer.k.shape[1] * q.shape[2] <= FEW_ROWS:
+        return decode_triton.attend(q, layer, pos, n_keys, PREFILL_SPLIT, arch=arch)
+    return _attend(q, layer, pos, n_keys, None, arch)
 
 
 def attend_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, *, arch: int | str, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, *, arch: int | str
+) -> tuple[Tensor, Tensor]:
     """See prefill.prefill_attention_with_lse."""
     n_batch, n_heads, n_tokens, _ = q.shape
-    n_kv = k.shape[1]
+    n_kv = layer.k.shape[1]
     lse = torch.empty((n_batch, n_heads, n_tokens), dtype=torch.float32, device=q.device)
     if n_heads // n_kv * n_tokens > FEW_ROWS:
-        return _attend(q, k, v, pos, n_keys, lse, arch, k_scale, v_scale, k_low, v_low, tail), lse
+        return _attend(q, layer, pos, n_keys, lse, arch), lse
     rows = torch.empty((n_batch, n_kv, n_tokens, n_heads // n_kv), dtype=torch.float32, device=q.device)
-    beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
-    out = decode_triton.attend(q, k, v, pos, n_keys, PREFILL_SPLIT, rows, arch=arch, **beside)
+    out = decode_triton.attend(q, layer, pos, n_keys, PREFILL_SPLIT, rows, arch=arch)
     torch.div(rows.transpose(2, 3), LOG2_E, out=lse.unflatten(1, (n_kv, -1)))
     return out, lse
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, lse: Tensor | None, arch: int | str,
-    k_scale: Tensor | None, v_scale: Tensor | None, k_low: Tensor | None, v_low: Tensor | None, tail: int,
-) -> Tensor:  # fmt: skip
+def _attend(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, lse: Tensor | None, arch: int | str) -> Tensor:
     n_batch, n_heads, n_tokens, head_dim = q.shape
-    n_kv = k.shape[1]
+    n_kv = layer.k.shape[1]
     group = n_heads // n_kv
-    assert 0 < n_keys <= k.shape[2] and n_keys * head_dim < 2**31
-    form = format_of(q, (k, k_scale, k_low), (v, v_scale, v_low), arch=arch)
+    assert 0 < n_keys <= layer.k.shape[2] and n_keys * head_dim < 2**31
+    form = format_of(q, layer)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = PREFILL[family(arch), entry_size(q, k), max(block_h, 64)]
+    block_r, block_n, num_warps, num_stages, _ = PREFILL[family(arch), entry_size(q, layer.k), max(block_h, 64)]
     out = torch.empty((n_batch, n_tokens, n_heads, head_dim), dtype=q.dtype, device=q.device)
     prefill_kernel[triton.cdiv(group * n_tokens, block_r), n_batch * n_kv](
-        q, k, v, k_scale, v_scale, k_low, v_low, pos, out, lse, n_tokens, n_keys,
-        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *pos.stride(),
+        q, *layer.operands, pos, out, lse, n_tokens, n_keys,
+        *strides(q, 3), *strides(layer.k, 2), *strides(layer.v, 2), *strides(layer.k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, BLOCK_R=block_r,
-        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=tail,
+        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out.transpose(1, 2)
 
 
 def key_mass(
-    q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, *, arch: int | str,
-    k_scale: Tensor | None = None, k_low: Tensor | None = None, tail: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor, layer: CacheLayer, lse: Tensor, pos: Tensor, n_keys: int, page: int, *, arch: int | str
+) -> Tensor:
     """See prefill.key_mass."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
-    n_kv = k.shape[1]
-    assert 0 < n_keys <= k.shape[2]
-    form = format_of(q, (k, k_scale, k_low), arch=arch)
+    n_kv = layer.k.shape[1]
+    assert 0 < n_keys <= layer.k.shape[2]
+    form = format_of(q, layer)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_n, block_r, num_warps, num_stages, _ = KEY_MASS[family(arch), entry_size(q, k), max(block_h, 64)]
+    block_n, block_r, num_warps, num_stages, _ = KEY_MASS[family(arch), entry_size(q, layer.k), max(block_h, 64)]
     unit = min(page, block_n)
     assert block_n % unit == page % unit == 0 and lse.is_contiguous()
     mass = torch.empty((n_batch, n_kv, n_keys // unit), dtype=torch.float32, device=q.device)
     mass_kernel[triton.cdiv(n_keys, block_n), n_batch * n_kv](
-        q, k, k_scale, k_low, lse, pos, mass, n_tokens, n_keys,
-        *strides(q, 3), *strides(k, 2), *strides(k_scale, 2), *pos.stride(),
+        q, layer.k, layer.k_scale, layer.k_low, lse, pos, mass, n_tokens, n_keys,
+        *strides(q, 3), *strides(layer.k, 2), *strides(layer.k_scale, 2), *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=n_heads // n_kv, H=head_dim, UNIT=unit, BLOCK_R=block_r,
-        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=tail,
+        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, FORMAT=form, TAIL=layer.tail,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return mass if unit == page else page_sums(mass, page // unit)

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpt_fast_sd.model import CacheLayer
+
 from .common import strides
-from ..ops.sizes import is_float8
 
 BLOCK = 2048  # scores looked at together
 WARPS = 8
@@ -255,7 +256,7 @@ def weigh_kernel(
 
 
 def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
-    """See select.top_pages."""
+    """See selection.top_pages."""
     out = torch.empty((*scores.shape[:-1], n), dtype=torch.int64, device=scores.device)
     missing = [0] * (3 - n_valid.dim())
     _select(scores, n_valid, [*missing, *strides(n_valid, n_valid.dim())], None, out, n, 1)
@@ -263,7 +264,7 @@ def top_pages(scores: Tensor, n_valid: Tensor, n: int) -> Tensor:
 
 
 def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_page: Tensor, page: int) -> None:
-    """See select.guided_select."""
+    """See selection.guided_select."""
     assert first_window_page.is_contiguous() and due.is_contiguous()
     _select(mass, first_window_page, [0, 1, 0], due, kv_indices, kv_indices.shape[-1] // page, page)
 
@@ -280,34 +281,24 @@ def _select(
     )  # fmt: skip
 
 
-def page_bounds(
-    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, *, k_scale: Tensor | None = None,
-    k_low: Tensor | None = None,
-) -> None:  # fmt: skip
-    """See select.page_bounds."""
-    (n_batch, n_kv), head_dim = k.shape[:2], bounds.shape[3] // 2
-    assert k.stride()[2:] == (head_dim if k_low is None else head_dim // 2, 1) and bounds.stride()[2:] == (
-        2 * head_dim,
-        1,
-    )
-    if k_scale is None:
-        assert bounds.dtype == (torch.bfloat16 if is_float8(k) else k.dtype)
-    else:
-        assert (
-            k.dtype == (torch.int8 if k_low is None else torch.uint8)
-            and bounds.dtype == torch.bfloat16
-            and k_scale.stride(2) == 1
-        )
-    assert k_low is None or (k_low.dtype == torch.uint8 and k_low.stride() == k.stride())
+def page_bounds(layer: CacheLayer, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
+    """See selection.page_bounds."""
+    (n_batch, n_kv), head_dim, k_scale, k_low = layer.k.shape[:2], bounds.shape[3] // 2, layer.k_scale, layer.k_low
+    ((width,), dtype), *_ = layer.format.parts(head_dim)
+    assert layer.k.dtype == dtype and layer.k.stride()[2:] == (width, 1) and bounds.stride()[2:] == (2 * head_dim, 1)
+    assert bounds.dtype == (torch.bfloat16 if layer.format.scaled else dtype)
+    assert k_scale is None or k_scale.stride(2) == 1
+    assert k_low is None or (k_low.dtype == dtype and k_low.stride() == layer.k.stride())
     assert first.dtype == torch.int64 and first.is_contiguous()
     bounds_kernel[n_pages, n_batch * n_kv](
-        k, k_scale, k_low, bounds, first, bounds.shape[2], *strides(k, 2), *strides(k_scale, 2), *strides(bounds, 2),
+        layer.k, k_scale, k_low, bounds, first, bounds.shape[2], *strides(layer.k, 2), *strides(k_scale, 2),
+        *strides(bounds, 2),
         K=n_kv, H=head_dim, BLOCK_H=triton.next_power_of_2(head_dim), PAGE=page, num_warps=4,
     )  # fmt: skip
 
 
 def quest_pages(q: Tensor, bounds: Tensor, n_closed: Tensor, n: int) -> Tensor:
-    """See select.quest_pages."""
+    """See selection.quest_pages."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
     n_kv, n_pages = bounds.shape[1:3]
     group, n_bk = n_heads // n_kv, n_batch * n_kv

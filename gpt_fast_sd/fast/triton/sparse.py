@@ -19,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gpt_fast_sd.model import CacheLayer
+
 from .common import LOG2_E, block_of, entry_size, family, format_of, load_planes, load_scales, strides, widen
-from ..ops.sizes import ONE_CHUNK
+from ..ops.sparse import ONE_CHUNK
 
 MOST_CHUNKS = 16  # chunks that the merge reads at once
 LARGEST_TILE = 64  # rows of a program
@@ -237,20 +239,19 @@ def merge_kernel(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor,
-    n_keys: int, page: int, *, arch: int | str, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
+    q: Tensor, layer: CacheLayer, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_keys: int,
+    page: int, *, arch: int | str,
 ) -> Tensor:  # fmt: skip
     """See sparse.sparse_attention."""
     n_batch, n_heads, n_tokens, head_dim = q.shape
-    n_kv, n_listed = k.shape[1], kv_indices.shape[2]
+    n_kv, n_listed = layer.k.shape[1], kv_indices.shape[2]
     group, n_bk = n_heads // n_kv, n_batch * n_kv
     n_rows, n_entries = group * n_tokens, n_listed + window_width
-    assert 0 < n_keys <= k.shape[2]
-    form = format_of(q, (k, k_scale, k_low), (v, v_scale, v_low), arch=arch)
+    assert 0 < n_keys <= layer.k.shape[2]
+    form = format_of(q, layer)
     assert kv_indices.stride(2) == 1 and n_listed % page == 0 and window_start.is_contiguous() and n_entries > 0
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, k), block_h, n_rows)
+    block_r, block_n, num_warps, num_stages, _ = config(arch, entry_size(q, layer.k), block_h, n_rows)
     chunk = chunk_for(n_entries)
     n_chunks = triton.cdiv(n_entries, chunk)
 
@@ -262,11 +263,12 @@ def attend(
     part = out if whole else fp32(n_chunks, n_bk, n_rows, head_dim)
     maxima, totals = (None, None) if whole else (fp32(n_chunks, n_bk, n_rows), fp32(n_chunks, n_bk, n_rows))
     chunk_kernel[n_chunks, n_bk, triton.cdiv(n_rows, block_r)](
-        q, k, v, k_scale, v_scale, k_low, v_low, kv_indices, window_start, pos, part, maxima, totals,
+        q, *layer.operands, kv_indices, window_start, pos, part, maxima, totals,
         n_tokens, n_listed, n_entries, chunk, n_keys,
-        *strides(q, 3), *strides(k, 2), *strides(v, 2), *strides(k_scale, 2), *kv_indices.stride()[:2], *pos.stride(),
+        *strides(q, 3), *strides(layer.k, 2), *strides(layer.v, 2), *strides(layer.k_scale, 2),
+        *kv_indices.stride()[:2], *pos.stride(),
         SCALE=head_dim**-0.5 * LOG2_E, K=n_kv, G=group, H=head_dim, PAGE=page, BLOCK_R=block_r,
-        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, FORMAT=form, TAIL=tail,
+        BLOCK_H=block_of(head_dim, form), BLOCK_N=block_n, WHOLE=whole, STAGES=num_stages, FORMAT=form, TAIL=layer.tail,
         num_warps=num_warps,
     )  # fmt: skip
     if not whole:

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpt_fast_sd import fast
-from gpt_fast_sd.fast.triton.stand_ins import beside_of
-from gpt_fast_sd.model import SPLIT, CacheLayer, as_planes
+from gpt_fast_sd import attention, fast
+from gpt_fast_sd.model import FORMATS, SPLIT, CacheLayer, as_planes
+from gpt_fast_sd.policies import selection
 from gpt_fast_sd.quantization.quantize import TAIL
-from gpt_fast_sd.quantization.table import FLOAT8_CAPABILITY, TABLE, precision, require_precision
+from gpt_fast_sd.quantization.table import TABLE, precision, require_precision
 from measuring.gpu.cells import FULL, cell_for
 from measuring.gpu.setup import Record, Setup, Stopwatch, difference
 
@@ -52,7 +54,8 @@ class Heads:
     def layer(self, device: torch.device) -> CacheLayer:
         """Random keys and values as a cache holds them, with its spare split: bf16 [B, K, S + SPLIT, H]."""
         shape = (self.batch, self.n_kv, self.context + SPLIT, self.head_dim)
-        return CacheLayer(*(torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(2)))
+        buffers = (torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(2))
+        return CacheLayer(FORMATS["bf16"], *buffers)
 
     def queries(self, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The last T tokens of every row: q bf16 [B, N, T, H], a view as the model makes it, and pos int64 [B, T]."""
@@ -60,6 +63,26 @@ class Heads:
         q = torch.randn(size, device=device).bfloat16().transpose(1, 2)
         pos = torch.arange(self.context - n_tokens, self.context, device=device).expand(self.batch, -1)
         return q, pos.contiguous()
+
+
+# What a dry run calls in the places of CUDA's operators: the core.
+DRY = SimpleNamespace(
+    decode_attention=lambda q, layer, pos, n_keys, split: attention.dense(q, layer, pos, n_keys)[0],
+    decode_attention_with_mass=lambda q, layer, pos, n_keys, split, page: attention.dense(q, layer, pos, n_keys, page),
+    prefill_attention=lambda q, layer, pos, n_keys: attention.dense(q, layer, pos, n_keys)[0],
+    prefill_attention_with_lse=lambda q, layer, pos, n_keys: (attention.dense(q, layer, pos, n_keys)[0], None),
+    key_mass=lambda q, layer, lse, pos, n_keys, page: attention.dense(q, layer, pos, n_keys, page)[1],
+    sparse_attention=lambda q, layer, kv_indices, start, width, pos, n_keys, page: attention.listed(
+        q, layer, kv_indices, start, width, pos, page
+    ),
+    guided_select=selection.guided_select, top_pages=selection.top_pages, page_bounds=selection.page_bounds,
+    quest_pages=selection.quest_pages,
+)  # fmt: skip
+
+
+def operators(setup: Setup) -> Any:
+    """The operators that are timed."""
+    return fast if setup.on_cuda else DRY
 
 
 class Timings:
@@ -109,21 +132,21 @@ def timed_attention(
 
     by_format: of all that a cache may hold; else of bf16, with the mass of pages, and beside torch's own.
     """
-    timings, device = Timings(setup), setup.device
+    timings, device, ops = Timings(setup), setup.device, operators(setup)
     budgets, chunk = ([min(budget, 128) for budget in budgets[-1:]], min(chunk, 32)) if setup.tiny else (budgets, chunk)
     for heads in dict.fromkeys(Heads.of(setup, context) for context in contexts):
         n, wide = heads.context, heads.layer(device)
-        for held, layer in (formats(setup, wide) if by_format else {"bfloat16": wide}).items():
-            beside, split = beside_of(layer), fast.split_for(n)
+        for held, layer in (formats(wide) if by_format else {"bfloat16": wide}).items():
+            split = fast.split_for(n)
             for n_tokens in widths[:1] if layer.tail else widths:  # what verifies reads both planes
                 (q, pos), what = heads.queries(n_tokens, device), f"{heads.batch} x {n:,}, T {n_tokens}, {held}"
-                cost, args = (heads.batch * layer.bytes_read(n), heads.flops(n_tokens)), (q, layer.k, layer.v, pos, n)
-                call = partial(fast.decode_attention, *args, split, *beside)
+                cost, args = (heads.batch * layer.bytes_read(n), heads.flops(n_tokens)), (q, layer, pos, n)
+                call = partial(ops.decode_attention, *args, split)
                 timings.time("decode_attention", what, call, *cost)
                 if not by_format:
-                    mass = partial(fast.decode_attention_with_mass, *args, split, PAGE)
+                    mass = partial(ops.decode_attention_with_mass, *args, split, PAGE)
                     timings.time("decode_attention_with_mass", what, mass, *cost)
-                    for name, theirs in peers(setup, q, *(x.narrow(2, 0, n) for x in (layer.k, layer.v))).items():
+                    for name, theirs in peers(setup, q, *(x.narrow(2, 0, n) for x in layer.buffers)).items():
                         timings.time(name, what, theirs, *cost, ours=call().cpu())
             for budget in budgets:  # half of it listed in pages, half a window
                 (q, pos), half = heads.queries(1, device), budget // 2
@@ -132,13 +155,13 @@ def timed_attention(
                 )
                 listed = (pages[..., None] * PAGE + torch.arange(PAGE, device=device)).flatten(-2)  # [B, K, C]
                 where = listed, torch.full((heads.batch,), n - half, device=device), half, pos, n, PAGE
-                call = partial(fast.sparse_attention, q, layer.k, layer.v, *where, *beside)
+                call = partial(ops.sparse_attention, q, layer, *where)
                 n_bytes = heads.batch * layer.bytes_read(budget) + listed.numel() * listed.element_size()
                 timings.time("sparse_attention", f"{heads.batch} rows, budget {budget:,}, {held}", call, n_bytes)
             if chunk and not layer.tail:
                 one, row, what = replace(heads, batch=1), layer.slot(0), f"1 x {n:,}, T {chunk}, {held}"
                 (q, pos), cost = one.queries(chunk, device), (row.bytes_read(n), one.flops(chunk))
-                call = partial(fast.prefill_attention, q, row.k, row.v, pos, n, *beside_of(row))
+                call = partial(ops.prefill_attention, q, row, pos, n)
                 timings.time("prefill_attention", what, call, *cost)
                 if not by_format:
                     theirs = causal(q, row.k.narrow(2, 0, n), row.v.narrow(2, 0, n))
@@ -170,17 +193,16 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
     return partial(F.scaled_dot_product_attention, q, k, v, mask, enable_gqa=True)
 
 
-def formats(setup: Setup, wide: CacheLayer) -> dict[str, CacheLayer]:
-    """A layer by what its cache holds: bf16, int8, int8 in planes, as drafts read these, and float8 where that runs."""
-    integers = [(x * 32).clamp(-127, 127).to(torch.int8) for x in (wide.k, wide.v)]
+def formats(wide: CacheLayer) -> dict[str, CacheLayer]:
+    """A layer by what its cache holds: bf16, int8, int8 in planes, and as drafts read these."""
+    integers = [(x * 32).clamp(-127, 127).to(torch.int8) for x in wide.buffers]
     scales = [torch.full(x.shape[:3], 1 / 32, dtype=torch.float16, device=x.device) for x in integers]
     upper, lower = zip(*map(as_planes, integers), strict=True)
-    planes = CacheLayer(*upper, *scales, *lower)
-    found = {"bfloat16": wide, "int8": CacheLayer(*integers, *scales), "planes": planes}
-    found["upper plane"] = replace(planes, tail=TAIL)
-    if not setup.on_cuda or torch.cuda.get_device_capability(setup.device) >= FLOAT8_CAPABILITY:
-        found["float8_e4m3fn"] = CacheLayer(*(x.to(torch.float8_e4m3fn) for x in (wide.k, wide.v)))
-    return found
+    byte, planes = (
+        CacheLayer(FORMATS["int8"], *integers, *scales),
+        CacheLayer(FORMATS["planes"], *upper, *scales, *lower),
+    )
+    return {"bfloat16": wide, "int8": byte, "planes": planes, "upper plane": replace(planes, tail=TAIL)}
 
 
 def timed_linears(setup: Setup) -> list[Record]:
@@ -218,12 +240,12 @@ def multiplied(linear: torch.nn.Module, x: Tensor, *, compiled: bool) -> Callabl
 
 def timed_select(setup: Setup) -> list[Record]:
     """What selecting costs: SnapKV's pass over its window, all layers for guided, a layer for the others."""
-    timings, device = Timings(setup), setup.device
+    timings, device, ops = Timings(setup), setup.device, operators(setup)
     heads = Heads.of(setup, CONTEXT)
     one, row = replace(heads, batch=1), heads.layer(device).slot(0)
     q, pos = one.queries(32, device)
-    _, sums = fast.prefill_attention_with_lse(q, row.k, row.v, pos, one.context)
-    call = partial(fast.key_mass, q, row.k, sums, pos, one.context, 1)
+    _, sums = ops.prefill_attention_with_lse(q, row, pos, one.context)
+    call = partial(ops.key_mass, q, row, sums, pos, one.context, 1)
     timings.time("key_mass", f"1 x {one.context:,}, T 32", call, row.bytes_read(one.context) / 2, one.flops(32) / 2)
     n_layers, batch, n_kv, context = (2, 2, 2, 512) if setup.tiny else (32, 32, 8, CONTEXT)
     head_dim, (n, many) = 128, (4, 64) if setup.tiny else (56, 1900)
@@ -233,20 +255,20 @@ def timed_select(setup: Setup) -> list[Record]:
     due, all_of = torch.ones(batch, dtype=torch.bool, device=device), torch.full((batch,), n_pages, device=device)
 
     def select() -> Tensor:
-        fast.guided_select(mass, kv_indices, due, all_of, PAGE)
+        ops.guided_select(mass, kv_indices, due, all_of, PAGE)
         return kv_indices.transpose(0, 1)
 
     timings.time("guided_select", what, select, mass.numel() * 4 + kv_indices.numel() * 8)
     scores, limit = torch.rand(n_layers, 1, n_kv, context, device=device), torch.full((1, 1), context, device=device)
     n_bytes = scores.numel() * 4 + n_layers * n_kv * many * 8
-    call = partial(fast.top_pages, scores, limit, many)
+    call = partial(ops.top_pages, scores, limit, many)
     timings.time("top_pages, one row of snapkv", f"{n_layers} layers, {many:,} of {context:,}", call, n_bytes)
     k = torch.randn(batch, n_kv, context, head_dim, device=device).bfloat16()
     bounds = torch.randn(batch, n_kv, n_pages, 2 * head_dim, device=device).bfloat16()
     first = torch.full((batch,), n_pages - 2, device=device)
-    bound = partial(fast.page_bounds, k, bounds, first, 2, PAGE)
+    bound = partial(ops.page_bounds, CacheLayer(FORMATS["bf16"], k, k), bounds, first, 2, PAGE)
     timings.time("page_bounds", "one layer, 2 pages", bound, batch * n_kv * 2 * PAGE * head_dim * 2)
     q = torch.randn(batch, 1, n_kv * 4, head_dim, device=device).bfloat16().transpose(1, 2)
-    call = partial(fast.quest_pages, q, bounds, all_of, n)
+    call = partial(ops.quest_pages, q, bounds, all_of, n)
     timings.time("quest_pages", f"one layer, {n} of {n_pages:,} pages", call, bounds.numel() * 2)
     return timings.rows

@@ -169,7 +169,7 @@ class ByPrecision(BySize):
         device, dtype = job.parallel.device, TORCH_DTYPES[job.dtype_name]
         for one in self.precisions:  # refused before any work
             config = one.engine(job.engine_config)
-            check_kv_dtype(config, dtype, device)
+            check_kv_dtype(config, dtype)
             for setting in job.settings:
                 draft = one.draft(setting.draft(args.gamma[0], draft_fields(vars(args))))
                 if draft.needs_planes:

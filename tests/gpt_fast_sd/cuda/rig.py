@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt_fast_sd.config import DraftConfig
 from gpt_fast_sd.draft import View
 from gpt_fast_sd.fast.choose import FastBackend
-from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import FORMATS, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import build_view
 from gpt_fast_sd.state import BatchState
 from gpt_fast_sd.steps import Runner
@@ -42,9 +42,7 @@ class Rig:
         return torch.zeros(slots, n, dtype=torch.int64, device=CUDA)
 
 
-def fake_rig(
-    head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16, dim: int = 512, *, planes: bool = False
-) -> Rig:
+def fake_rig(head_dim: int = 64, form: str = "bf16", dim: int = 512) -> Rig:
     config = ModelConfig(
         vocab_size=4096, dim=dim, n_layers=LAYERS, n_heads=dim // head_dim, n_kv_heads=dim // 4 // head_dim,
         head_dim=head_dim, ffn_dim=2 * dim, max_seq_len=CAPACITY,
@@ -54,7 +52,7 @@ def fake_rig(
     for module in model.modules():  # Module.to swaps parameters, which fake tensors refuse
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.bfloat16(), requires_grad=False))
-    cache = KVCache(config, SLOTS, CAPACITY, dtype=kv_dtype, device=CUDA, planes=planes)
+    cache = KVCache(config, SLOTS, CAPACITY, format=FORMATS[form], device=CUDA)
     bodies = Runner(model, cache, backend=FastBackend(CUDA, {})).bodies
     state = BatchState.idle(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS, bodies=bodies)
     return Rig(model, cache, state)

@@ -70,12 +70,10 @@ def step_of(name: str, rig: Rig) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return decode_step, (*common, 64 if detail == "mass" else 0, bodies)
 
 
-def generate(
-    name: str, head_dim: int = 64, kv_dtype: torch.dtype = torch.bfloat16, tail: int | None = None
-) -> Generated:
-    """tail: None, or of planes."""
+def generate(name: str, head_dim: int = 64, form: str = "bf16", tail: int = 0) -> Generated:
+    """tail: of planes."""
     with fake_cuda_tensors(), torch.inference_mode():
-        rig = fake_rig(head_dim, kv_dtype, planes=tail is not None)
+        rig = fake_rig(head_dim, form)
         if tail:
             rig.cache = rig.cache.with_tail(tail)
         step, args = step_of(name, rig)
@@ -106,7 +104,7 @@ def test_a_step_is_few_launches_copies_no_cache_and_may_be_captured(name: str, h
 @pytest.mark.parametrize("name", STEPS)
 def test_storing_int8_takes_no_more_than_two_launches_a_layer(name: str) -> None:
     """Those that find the largest number of each key and of each value; what rounds them writes them, too."""
-    step, (launches, ours) = generate(name, kv_dtype=torch.int8), STEPS[name]
+    step, (launches, ours) = generate(name, form="int8"), STEPS[name]
     assert step.launches <= launches + 2 * LAYERS, step
     assert Counter(step.ours) == ours and step.others == []
     assert [sizes[0] for sizes in cache_sized(step)] == ["2"] * 3 * (name == "observe")
@@ -120,7 +118,7 @@ def test_storing_int8_takes_no_more_than_two_launches_a_layer(name: str) -> None
 )
 def test_storing_planes_takes_no_more_than_four_launches_a_layer(name: str, tail: int) -> None:
     """As bytes do, and a nibble of two numbers that lie half a head apart is put together where these are rounded."""
-    step, (launches, ours) = generate(name, kv_dtype=torch.int8, tail=tail), STEPS[name]
+    step, (launches, ours) = generate(name, form="planes", tail=tail), STEPS[name]
     assert step.launches <= launches + 4 * LAYERS, step
     assert Counter(step.ours) == ours and step.others == [] and cache_sized(step) == []
     assert step.graphs == 1 and step.no_cudagraph is None

@@ -113,7 +113,7 @@ def test_a_whole_round_does_not_wait(rig: Rig, name: str, kind: tuple[bool, bool
 @pytest.mark.parametrize("name", ["quantized", "quest x planes", "snapkv x planes", "guided x planes"])
 @pytest.mark.usefixtures("rig")
 def test_a_whole_round_over_planes_does_not_wait(name: str) -> None:
-    rig, config = fake_rig(kv_dtype=torch.int8, planes=True), draft_of(name, GAMMA, budget=512)
+    rig, config = fake_rig(form="planes"), draft_of(name, GAMMA, budget=512)
     target = rig.runner
     rounds = Rounds(target, rig.state, build_policy(config, target, None), config)
     rounds.replay = Replay(torch.zeros(100, SLOTS, dtype=torch.int64, device=rig.cache.seq_len.device))

@@ -6,16 +6,15 @@ Shapes: B batch, T tokens in this call, S keys in view, N query heads, K kv head
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.model import as_planes
-from tests.gpt_fast_sd.fast.references import attend_reference, meant
+from gpt_fast_sd.model import CacheLayer, as_planes
+from tests.gpt_fast_sd.fast.references import attend_reference, layer_of, meant_by
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
+INT8 = torch.int8
 PLANES = torch.uint8  # int8 in two planes of nibbles
 TAIL = 20  # entries that a draft reads whole
 DTYPES = (FP32, FP16, BF16)
@@ -29,7 +28,7 @@ TOLERANCE = {FP32: 2e-6, FP16: 1.1 * 2.0**-10, BF16: 1.1 * 2.0**-7}
 
 
 class Entries:
-    """Keys and values [B, K, S, H] as a cache holds them: as they come, in int8 with scales or planes, or in float8."""
+    """Keys and values [B, K, S, H] as a cache holds them: as they come, in int8 with scales, or in planes."""
 
     pos: Tensor
     tail = 0  # of planes; with one they are read as by a draft
@@ -38,23 +37,17 @@ class Entries:
         self.k, self.v = k, v
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
-        self.low: tuple[Tensor, Tensor] | None = None
+        self.low: tuple[Tensor | None, Tensor | None] = None, None
         if held in (INT8, PLANES):
             (self.k, self.k_scale), (self.v, self.v_scale) = quantized(k), quantized(v)
             if held is PLANES:
                 (self.k, k_low), (self.v, v_low) = as_planes(self.k), as_planes(self.v)
                 self.low = k_low, v_low
-        elif held is FLOAT8:
-            self.k, self.v = k.to(FLOAT8), v.to(FLOAT8)
 
-    def scales(self, rows: slice = slice(None)) -> dict[str, Any]:
-        """Those of some rows, and other planes, as an operator takes them; nothing where entries have none."""
-        if self.k_scale is None or self.v_scale is None:
-            return {}
-        found: dict[str, Any] = {"k_scale": self.k_scale[rows], "v_scale": self.v_scale[rows]}
-        if self.low:
-            found |= {"k_low": self.low[0][rows], "v_low": self.low[1][rows], "tail": self.tail}
-        return found
+    def layer(self, rows: slice = slice(None)) -> CacheLayer:
+        """That of some rows."""
+        buffers = self.k, self.v, self.k_scale, self.v_scale, *self.low
+        return layer_of(*(None if x is None else x[rows] for x in buffers), tail=self.tail)  # type: ignore[arg-type]
 
     @property
     def spoilt(self) -> tuple[Tensor, ...]:
@@ -64,10 +57,8 @@ class Entries:
     @property
     def meant(self) -> tuple[Tensor, Tensor]:
         """What keys and values stand for, fp32."""
-        if self.low:
-            (k_low, v_low), how = self.low, (self.pos, self.tail)
-            return meant(self.k, self.k_scale, k_low, *how), meant(self.v, self.v_scale, v_low, *how)
-        return meant(self.k.float(), self.k_scale), meant(self.v.float(), self.v_scale)
+        k, v = meant_by(self.layer(), self.pos)
+        return k.float(), v.float()
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:

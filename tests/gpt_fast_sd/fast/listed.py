@@ -54,7 +54,7 @@ class Case(Entries):
         unread = ~self.seen().any(2)  # [B, K, S]
         for entries in self.spoilt:
             lost = unread.view(unread.shape + (1,) * (entries.dim() - 3))
-            entries.copy_(entries.float().masked_fill(lost, NAN))  # of float8 itself nothing can be filled
+            entries.masked_fill_(lost, NAN)
 
     def seen(self) -> Tensor:
         """What each query reads: bool [B, K, T, S]."""

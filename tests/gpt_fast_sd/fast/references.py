@@ -3,9 +3,6 @@
 On a CPU the package never calls the operators themselves. Here each gets its reference as a body, so that torch can
 check them, and so that a CPU can work as CUDA does, see `as_on_cuda`.
 
-k_scale and v_scale, fp16 [B, K, S], are those of int8 keys and values; None where these are what they stand for.
-k_low and v_low are the lower planes, where k and v are upper ones, uint8 [B, K, S, H // 2]; see `meant`.
-
 Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K,
         H head dim, R = G * T, P pages, n pages chosen, C listed entries, W entries of the window, M = C + W.
 """
@@ -13,6 +10,7 @@ Shapes: B batch rows, T tokens in this call, S cache capacity, L layers, N query
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_fast_sd.fast.ops import choice, decode, int8, prefill, select, sparse
+from gpt_fast_sd.fast.ops.layer import layer_of as unflat
+from gpt_fast_sd.model import FORMATS, CacheLayer
 
 
 def as_on_cuda(patch: pytest.MonkeyPatch) -> None:
@@ -42,34 +42,42 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-) -> Tensor:  # fmt: skip
-    return weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)[0]
+def layer_of(
+    k: Tensor, v: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
+    v_low: Tensor | None = None, tail: int = 0, fine: bool = False,
+) -> CacheLayer:  # fmt: skip
+    """A layer of these buffers, in the format that they show."""
+    bare = {form.dtype: form for form in FORMATS.values() if not form.scaled}
+    form = bare[k.dtype] if k_scale is None else FORMATS["int8" if k_low is None else "planes"]
+    return CacheLayer(form, k, v, k_scale, v_scale, k_low, v_low, tail=tail, fine=fine)
+
+
+def decode_attention(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int) -> Tensor:
+    return weighed(q, *meant_by(layer, pos), pos, n_keys)[0]
 
 
 def decode_attention_with_mass(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, split: int, page: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, weights, _ = weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)
+    q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int, split: int, page: int
+) -> tuple[Tensor, Tensor]:
+    out, weights, _ = weighed(q, *meant_by(layer, pos), pos, n_keys)
     return out, page_sums(weights.sum((2, 3)), page)
 
 
-def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-) -> Tensor:  # fmt: skip
-    return weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)[0]
+def prefill_attention(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> Tensor:
+    return weighed(q, *meant_by(layer, pos), pos, n_keys)[0]
 
 
-def prefill_attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_keys: int, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, k_low: Tensor | None = None, v_low: Tensor | None = None, tail: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, _, lse = weighed(q, meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail), pos, n_keys)
+def prefill_attention_with_lse(q: Tensor, layer: CacheLayer, pos: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+    out, _, lse = weighed(q, *meant_by(layer, pos), pos, n_keys)
     return out, lse
+
+
+def meant_by(layer: CacheLayer, pos: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What its keys and values stand for, as queries at pos read them; see `meant`."""
+    return (
+        meant(layer.k, layer.k_scale, layer.k_low, pos, layer.tail),
+        meant(layer.v, layer.v_scale, layer.v_low, pos, layer.tail),
+    )
 
 
 def meant(
@@ -90,12 +98,9 @@ def meant(
     return x if scale is None else x.float() * scale.float()[..., None]
 
 
-def key_mass(
-    q: Tensor, k: Tensor, lse: Tensor, pos: Tensor, n_keys: int, page: int, k_scale: Tensor | None = None,
-    k_low: Tensor | None = None, tail: int = 0,
-) -> Tensor:  # fmt: skip
-    scores, seen = scores_of(q, meant(k, k_scale, k_low, pos, tail), pos, n_keys)
-    weights = (scores - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()  # [B, K, G, T, n_keys]
+def key_mass(q: Tensor, layer: CacheLayer, lse: Tensor, pos: Tensor, n_keys: int, page: int) -> Tensor:
+    scores, seen = scores_of(q, meant_by(layer, pos)[0], pos, n_keys)
+    weights = (scores - lse.unflatten(1, (layer.k.shape[1], -1))[..., None]).exp()  # [B, K, G, T, n_keys]
     return page_sums(torch.where(seen, weights, 0.0).sum((2, 3)), page)
 
 
@@ -125,12 +130,11 @@ def page_sums(mass: Tensor, page: int) -> Tensor:
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor,
-    n_keys: int, page: int, k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_low: Tensor | None = None,
-    v_low: Tensor | None = None, tail: int = 0,
+    q: Tensor, layer: CacheLayer, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_keys: int,
+    page: int,
 ) -> Tensor:  # fmt: skip
     """The first entry of a run of `page` decides."""
-    k, v = meant(k, k_scale, k_low, pos, tail), meant(v, v_scale, v_low, pos, tail)
+    k, v = meant_by(layer, pos)
     window = window_start[:, None] + torch.arange(window_width)  # [B, W]
     first = kv_indices[..., ::page, None].long()  # [B, K, C // page, 1]
     listed = torch.where(first >= 0, first + torch.arange(page), -1).flatten(2)  # [B, K, C]
@@ -172,16 +176,13 @@ def guided_select(mass: Tensor, kv_indices: Tensor, due: Tensor, first_window_pa
     kv_indices.copy_(torch.where(due[:, None, None], listed, kv_indices))
 
 
-def page_bounds(
-    k: Tensor, bounds: Tensor, first: Tensor, n_pages: int, page: int, k_scale: Tensor | None = None,
-    k_low: Tensor | None = None,
-) -> None:  # fmt: skip
+def page_bounds(layer: CacheLayer, bounds: Tensor, first: Tensor, n_pages: int, page: int) -> None:
     row = torch.arange(first.shape[0])[:, None]  # [B, 1]
     pages = (first[:, None] + torch.arange(n_pages)).clamp(max=bounds.shape[2] - 1)  # [B, n]
     entries = pages[..., None] * page + torch.arange(page)  # [B, n, page]
-    in_pages = meant(k, k_scale, k_low)[row[..., None], :, entries]  # [B, n, page, K, H]
+    in_pages = meant_by(replace(layer, tail=0))[0][row[..., None], :, entries]  # [B, n, page, K, H]
     high, low = in_pages.amax(2), in_pages.amin(2)  # [B, n, K, H]
-    if k_scale is not None:  # outward by one step of bf16
+    if layer.format.scaled:  # outward by one step of bf16
         infinity = torch.tensor(float("inf"), dtype=torch.bfloat16)
         high, low = high.bfloat16().nextafter(infinity), low.bfloat16().nextafter(-infinity)
     bounds[row, :, pages] = torch.cat([high, low], -1)  # [B, n, K, 2H]
@@ -211,11 +212,20 @@ OPERATORS: dict[Callable[..., Any], Any] = {
     prefill_attention_with_lse: prefill._prefill_with_lse,
     key_mass: prefill._key_mass,
     sparse_attention: sparse._sparse,
-    top_pages: select._top_pages,
-    guided_select: select._guided_select,
-    page_bounds: select._page_bounds,
-    quest_pages: select._quest_pages,
-    int8_linear: int8._int8_linear,
 }
+
+
+def of_flat(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The body of an operator, which is given queries and a flat layer."""
+    return lambda q, buffers, form, tail, fine, *others: reference(q, unflat(buffers, form, tail, fine), *others)
+
+
 for reference, operator in OPERATORS.items():
-    operator.register_kernel("cpu")(reference)
+    operator.register_kernel("cpu")(of_flat(reference))
+select._page_bounds.register_kernel("cpu")(
+    lambda buffers, form, tail, fine, *others: page_bounds(unflat(buffers, form, tail, fine), *others)
+)
+select.top_pages.register_kernel("cpu")(top_pages)
+select.guided_select.register_kernel("cpu")(guided_select)
+select.quest_pages.register_kernel("cpu")(quest_pages)
+int8._int8_linear.register_kernel("cpu")(int8_linear)

@@ -31,10 +31,11 @@ from gpt_fast_sd.fast.cpu import linear as cpu_linear
 from gpt_fast_sd.fast.cpu import round as cpu_round
 from gpt_fast_sd.fast.cpu import sampling as cpu_sampling
 from gpt_fast_sd.fast.cpu import stand_ins
+from gpt_fast_sd.fast.ops.layer import flat
 from gpt_fast_sd.kv import DenseKV
-from gpt_fast_sd.model import SPLIT, CacheLayer, KVCache
+from gpt_fast_sd.model import FORMATS, SPLIT, KVCache
 from gpt_fast_sd.steps import Runner
-from tests.gpt_fast_sd.fast.references import attend_reference
+from tests.gpt_fast_sd.fast.references import attend_reference, layer_of
 from tests.helpers import few, thinned, tiny_config, tiny_model
 
 CPP = Bodies(dense=stand_ins.dense, listed=stand_ins.listed)
@@ -146,7 +147,7 @@ def test_attention_is_that_of_fp64_for_any_number_of_queries(head_dim: int, grou
     for n_tokens in (*range(1, 10), 33):
         ends = [max(n_tokens - 1, end) for end in (0, 37, 130, 299)]
         case = Case(ends, n_tokens=n_tokens, group=group, head_dim=head_dim, capacity=320, seed=n_tokens)
-        assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, 320), case.expected())
+        assert is_close(cpu_attention(case.q, layer_of(case.k, case.v), case.pos, 320), case.expected())
 
 
 EDGES = [
@@ -162,16 +163,18 @@ def test_rows_may_end_anywhere_around_the_edges_of_tiles_and_splits(head_dim: in
     for ends in ([2, *EDGES[:8]], EDGES[8:16], EDGES[16:24], EDGES[24:]):
         case = Case(ends, n_tokens=n_tokens, n_kv=1, group=2, head_dim=head_dim, capacity=2 * KEY_SPLIT + TILE)
         n_keys = max(ends) + 1
-        assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, n_keys), case.expected())
+        assert is_close(cpu_attention(case.q, layer_of(case.k, case.v), case.pos, n_keys), case.expected())
 
 
 @needs_kernel
 @pytest.mark.parametrize("capacity", [1, 2, 31, 33, 63, 64, 65, 100, 2047, 2049, 4095, 4096, 4097, 4160])
 def test_a_cache_may_end_anywhere_and_nothing_past_it_is_read(capacity: int) -> None:
     case = Case([capacity - 1, capacity // 2], n_kv=2, group=3, capacity=capacity)
-    assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, capacity), case.expected())
+    assert is_close(cpu_attention(case.q, layer_of(case.k, case.v), case.pos, capacity), case.expected())
     index = torch.arange(capacity).flip(0).expand(2, 2, -1)
-    assert is_close(cpu_attention_at(case.q, case.k, case.v.nan_to_num(0.0), index, case.pos), case.expected())
+    assert is_close(
+        cpu_attention_at(case.q, layer_of(case.k, case.v.nan_to_num(0.0)), index, case.pos), case.expected()
+    )
 
 
 @needs_kernel
@@ -179,7 +182,7 @@ def test_a_cache_may_end_anywhere_and_nothing_past_it_is_read(capacity: int) -> 
 def test_attention_may_be_flat_or_sharp(sharp: float) -> None:
     case = Case([700, 64, 5000], n_tokens=5, group=3, sharp=sharp)
     exact, size = case.expected()
-    got = cpu_attention(case.q, case.k, case.v, case.pos, 5001).double()
+    got = cpu_attention(case.q, layer_of(case.k, case.v), case.pos, 5001).double()
     # a score is an fp32 sum of 64 products of some 100 / 8: off by some 2^-24 of 64 * 100 / 8
     assert ((got - exact).abs() <= (1.05 * 2.0**-7 + sharp * 2.0**-20) * size + 1e-7).all()
 
@@ -188,7 +191,7 @@ def test_attention_may_be_flat_or_sharp(sharp: float) -> None:
 def test_queries_may_stand_in_any_order_and_at_position_0() -> None:
     case = Case([200, 10], n_tokens=6, group=2)
     case.pos = torch.tensor([[200, 0, 64, 63, 65, 1], [10, 10, 0, 3, 9, 0]])
-    assert is_close(cpu_attention(case.q, case.k, case.v, case.pos, 201), case.expected())
+    assert is_close(cpu_attention(case.q, layer_of(case.k, case.v), case.pos, 201), case.expected())
 
 
 @needs_kernel
@@ -199,8 +202,8 @@ def test_no_value_and_no_key_past_a_row_reaches_it_whatever_it_is() -> None:
         for bad in (float("nan"), float("inf"), float("-inf"), 3e38):
             for x in (case.k, case.v):
                 x[0, :, end + 1 :] = bad
-            got, mass = cpu_attention_with_mass(case.q, case.k, case.v, case.pos, 4192)
-            assert torch.equal(got[0], cpu_attention(case.q, case.k, case.v, case.pos, 4192)[0])
+            got, mass = cpu_attention_with_mass(case.q, layer_of(case.k, case.v), case.pos, 4192)
+            assert torch.equal(got[0], cpu_attention(case.q, layer_of(case.k, case.v), case.pos, 4192)[0])
             assert is_close(got[:1], (expected[0][:1], expected[1][:1]))
             assert (mass[0, :, end // PAGE + 1 :] < 1e-30).all()
 
@@ -213,21 +216,24 @@ def test_no_value_and_no_key_past_a_row_reaches_it_whatever_it_is() -> None:
 def test_a_querys_output_depends_only_on_its_own_row(group: int, head_dim: int) -> None:
     case = Case([4500, 63, 130, 4096], n_tokens=7, group=group, head_dim=head_dim, capacity=5120)
     k, v = case.finite()  # a query alone sees less than the last of seven: what is behind it is another row's NaN
-    together, mass = cpu_attention_with_mass(case.q, k, v, case.pos, 4608)
+    together, mass = cpu_attention_with_mass(case.q, layer_of(k, v), case.pos, 4608)
     for n_keys in (4501, 4544, 4864, 5120):
-        assert torch.equal(cpu_attention(case.q, k, v, case.pos, n_keys), together)
+        assert torch.equal(cpu_attention(case.q, layer_of(k, v), case.pos, n_keys), together)
         assert torch.equal(
-            cpu_attention_with_mass(case.q, k, v, case.pos, n_keys)[1][..., : 4501 // PAGE], mass[..., : 4501 // PAGE]
+            cpu_attention_with_mass(case.q, layer_of(k, v), case.pos, n_keys)[1][..., : 4501 // PAGE],
+            mass[..., : 4501 // PAGE],
         )
     for row in range(4):
         one = slice(row, row + 1)
         n_keys = int(case.pos[row].max()) + 1
-        alone = cpu_attention_with_mass(case.q[one], k[one], v[one], case.pos[one], -(-n_keys // SPLIT) * SPLIT)
+        alone = cpu_attention_with_mass(
+            case.q[one], layer_of(k[one], v[one]), case.pos[one], -(-n_keys // SPLIT) * SPLIT
+        )
         assert torch.equal(alone[0], together[one])
         assert torch.equal(alone[1], mass[one, :, : alone[1].shape[-1]])
         for t in (0, 1, 4, 6):
             at = slice(t, t + 1)
-            got = cpu_attention(case.q[one, :, at], k[one], v[one], case.pos[one, at], n_keys)
+            got = cpu_attention(case.q[one, :, at], layer_of(k[one], v[one]), case.pos[one, at], n_keys)
             assert torch.equal(got[:, :, 0], together[one, :, t])
 
 
@@ -239,7 +245,7 @@ def test_threads_and_earlier_calls_change_no_bit() -> None:
 
     def run(case: Case) -> list[Tensor]:
         n_keys = case.k.shape[2] // PAGE * PAGE
-        given = case.q, case.k, case.v, case.pos, n_keys
+        given = case.q, layer_of(case.k, case.v), case.pos, n_keys
         return [*cpu_attention_with_mass(*given), cpu_attention(*given)]
 
     first = [run(case) for case in (large, small, alike)]
@@ -257,12 +263,12 @@ def test_threads_and_earlier_calls_change_no_bit() -> None:
 def test_neither_blocks_of_queries_nor_splits_show_in_a_bit_of_a_long_chunk() -> None:
     case = Case([2300], n_tokens=130, group=3)
     k, v = case.finite()
-    each = [cpu_attention(case.q[:, :, t : t + 1], k, v, case.pos[:, t : t + 1], 2301) for t in range(130)]
+    each = [cpu_attention(case.q[:, :, t : t + 1], layer_of(k, v), case.pos[:, t : t + 1], 2301) for t in range(130)]
     threads = torch.get_num_threads()
     try:
         for n_threads in (1, 2, 9):
             torch.set_num_threads(n_threads)
-            assert cpu_attention(case.q, k, v, case.pos, 2301).equal(torch.cat(each, 2))
+            assert cpu_attention(case.q, layer_of(k, v), case.pos, 2301).equal(torch.cat(each, 2))
     finally:
         torch.set_num_threads(threads)
 
@@ -320,7 +326,7 @@ def test_listed_entries_are_those_attended_to(head_dim: int, group: int) -> None
         case = Case([0, 5, 64, 299], group=group, head_dim=head_dim, capacity=320, seed=n)
         case.k, case.v = case.finite()
         index = listing(case, n, run)
-        assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+        assert is_close(cpu_attention_at(case.q, layer_of(case.k, case.v), index, case.pos), expected_at(case, index))
 
 
 @needs_kernel
@@ -332,7 +338,7 @@ def test_of_listed_entries_each_query_sees_those_before_it(n_tokens: int, run: i
     own = case.pos[:, None].expand(-1, 2, -1)  # of the queries
     listed = listing(earlier, 90, run)
     index = torch.cat([own[..., 1:], listed.masked_fill(listed >= own[..., :1], -1), own[..., :1]], -1)
-    assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+    assert is_close(cpu_attention_at(case.q, layer_of(case.k, case.v), index, case.pos), expected_at(case, index))
 
 
 @needs_kernel
@@ -342,7 +348,7 @@ def test_more_entries_than_a_split_may_be_listed(run: int) -> None:
     case.k, case.v = case.finite()
     for n in (edge + by for edge in (KEY_SPLIT // 2, KEY_SPLIT) for by in (-1, 0, 1)):
         index = listing(case, n, run)
-        assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+        assert is_close(cpu_attention_at(case.q, layer_of(case.k, case.v), index, case.pos), expected_at(case, index))
 
 
 @needs_kernel
@@ -351,7 +357,9 @@ def test_listing_all_entries_in_their_order_gives_the_dense_bits(head_dim: int) 
     case = Case([4500, 63, 4096], n_tokens=3, group=3, head_dim=head_dim)
     k, v = case.finite()
     index = torch.arange(4501).expand(3, 2, -1)
-    assert torch.equal(cpu_attention_at(case.q, k, v, index, case.pos), cpu_attention(case.q, k, v, case.pos, 4501))
+    assert torch.equal(
+        cpu_attention_at(case.q, layer_of(k, v), index, case.pos), cpu_attention(case.q, layer_of(k, v), case.pos, 4501)
+    )
 
 
 @needs_kernel
@@ -362,11 +370,13 @@ def test_what_many_rows_find_among_listed_entries_each_finds_alone(head_dim: int
     index = torch.arange(260)
     index[[130, 258]] = -1  # of one head most lie together, and two tiles are whole; of the other none do
     index = torch.stack([index, index.masked_fill(index % 7 == 3, -1).flip(0)]).expand(2, -1, -1).contiguous()
-    together = cpu_attention_at(case.q, k, v, index, case.pos)
+    together = cpu_attention_at(case.q, layer_of(k, v), index, case.pos)
     assert is_close(together, expected_at(case, index))
     for t in range(n_tokens):
         at = slice(t, t + 1)
-        assert torch.equal(cpu_attention_at(case.q[:, :, at], k, v, index, case.pos[:, at]), together[:, :, at])
+        assert torch.equal(
+            cpu_attention_at(case.q[:, :, at], layer_of(k, v), index, case.pos[:, at]), together[:, :, at]
+        )
 
 
 @needs_kernel
@@ -375,9 +385,9 @@ def test_keys_that_are_no_numbers_change_no_rows_bits_by_the_number_of_rows() ->
     case.k, case.v = case.finite()
     case.k[0, :, [23, 27, 31]] = float("nan")
     case.k[1, :, [5, 40]], case.k[1, :, [17, 66]] = float("inf"), -float("inf")
-    together = cpu_attention(case.q, case.k, case.v, case.pos, 100)
+    together = cpu_attention(case.q, layer_of(case.k, case.v), case.pos, 100)
     for t in range(10):
-        alone = cpu_attention(case.q[:, :, t : t + 1], case.k, case.v, case.pos[:, t : t + 1], 100)
+        alone = cpu_attention(case.q[:, :, t : t + 1], layer_of(case.k, case.v), case.pos[:, t : t + 1], 100)
         assert torch.equal(alone.view(torch.int16), together[:, :, t : t + 1].view(torch.int16))
 
 
@@ -387,10 +397,10 @@ def test_neither_empty_entries_nor_keys_past_a_row_reach_it(run: int) -> None:
     case = Case([100, 30], group=2, capacity=320)  # NaN behind 100 and 30
     case.v = case.v.nan_to_num(0.0)  # values behind it must be finite: they count with a weight of 2^-126
     index = listing(case, 60, run)
-    assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+    assert is_close(cpu_attention_at(case.q, layer_of(case.k, case.v), index, case.pos), expected_at(case, index))
     case.k[:, :, 0] = case.v[:, :, 0] = float("nan")  # where an empty entry would be
     index = index.masked_fill(index == 0, -1)
-    assert is_close(cpu_attention_at(case.q, case.k, case.v, index, case.pos), expected_at(case, index))
+    assert is_close(cpu_attention_at(case.q, layer_of(case.k, case.v), index, case.pos), expected_at(case, index))
 
 
 # ---- the mass of pages ----------------------------------------------------------------------------------------------
@@ -401,8 +411,8 @@ def test_neither_empty_entries_nor_keys_past_a_row_reach_it(run: int) -> None:
 def test_mass_is_the_attention_that_16_keys_received(head_dim: int, group: int) -> None:
     for n_tokens, ends, n_keys in ((1, [0, 15, 16], 256), (2, [300, 64, 511], 512), (5, [4095, 4096, 4700], 4864)):
         case = Case(ends, n_tokens=n_tokens, group=group, head_dim=head_dim, capacity=n_keys + SPLIT)
-        got, mass = cpu_attention_with_mass(case.q, case.k, case.v, case.pos, n_keys)
-        assert torch.equal(got, cpu_attention(case.q, case.k, case.v, case.pos, n_keys))
+        got, mass = cpu_attention_with_mass(case.q, layer_of(case.k, case.v), case.pos, n_keys)
+        assert torch.equal(got, cpu_attention(case.q, layer_of(case.k, case.v), case.pos, n_keys))
         k, _ = case.finite()
         keys = k[:, :, :n_keys].double().repeat_interleave(group, 1)  # [B, N, S, H]
         scores = case.q.double() @ keys.transpose(-1, -2) * head_dim**-0.5  # [B, N, T, S]
@@ -426,9 +436,10 @@ def test_the_operators_pass_torchs_own_checks() -> None:
         torch.ops.gpt_fast_sd.cpu_attention_with_mass.default,
     )
     k, v = case.finite()
-    torch.library.opcheck(dense, (case.q, k, v, case.pos, None, 64))
-    torch.library.opcheck(dense, (case.q, k, v, case.pos, index, 0))
-    torch.library.opcheck(with_mass, (case.q, k, v, case.pos, 64))
+    layer = flat(layer_of(k, v))
+    torch.library.opcheck(dense, (case.q, *layer, case.pos, None, 64))
+    torch.library.opcheck(dense, (case.q, *layer, case.pos, index, 0))
+    torch.library.opcheck(with_mass, (case.q, *layer, case.pos, 64))
 
 
 # ---- where it cannot be used ----------------------------------------------------------------------------------------
@@ -452,9 +463,8 @@ def rebuilt() -> Iterator[None]:
      ("bf16 bf16", 24, False), ("bf16 bf16", 272, False), ("fp32 bf16", 64, False), ("bf16 fp16", 64, False)],
 )  # fmt: skip
 def test_it_serves_keys_of_the_queries_dtype_and_whole_sixteens_of_dims(dtypes: str, head_dim: int, fits: bool) -> None:
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    q, k = (torch.zeros(1, 2, 4, head_dim, dtype=kinds[name]) for name in dtypes.split())
-    assert cpu_attention_fits(q, k) is fits
+    asked, held = (FORMATS[name] for name in dtypes.split())
+    assert cpu_attention_fits(head_dim, asked.dtype, held) is fits
 
 
 def traced(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[torch.fx.GraphModule]]:
@@ -476,7 +486,7 @@ def attend_all_ways(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, n_splits_carrier: Tensor, page: int, bodies: Bodies
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Dense attention, attention with mass, the mass, and attention to listed entries, as the engine's caches do it."""
-    new, layer = k[:, :, : q.shape[2]] * 0.5, CacheLayer(k, v)
+    new, layer = k[:, :, : q.shape[2]] * 0.5, layer_of(k, v)
     kv = DenseKV([layer], n_splits_carrier, page, bodies=bodies)
     kv_indices, window_start = torch.arange(200).expand(k.shape[0], k.shape[1], -1), pos.new_full((len(pos),), 200)
     with_mass = kv.attend(0, q, new, new, pos)
@@ -487,7 +497,7 @@ def attend_all_ways(
 def attends_as_the_core() -> bool:
     """Whether an engine's steps attend as the core is written."""
     model = tiny_model(tiny_config(head_dim=64), dtype=torch.bfloat16)
-    cache = KVCache(model.config, 1, 300, dtype=torch.bfloat16, device=torch.device("cpu"))
+    cache = KVCache(model.config, 1, 300, format=FORMATS["bf16"], device=torch.device("cpu"))
     bodies = Runner(model, cache, backend=FastBackend(torch.device("cpu"), {})).bodies
     return bodies.dense is CORE.dense and bodies.listed is CORE.listed
 
@@ -540,7 +550,7 @@ def test_a_compiler_that_does_not_know_the_instructions_is_not_an_error(
         monkeypatch.setattr(cpu, name, source)
     with pytest.warns(UserWarning, match=r"cannot build attention\.cpp.*no such instructions"):
         assert not cpu.available(64)
-    assert not cpu_attention_fits(*[torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)] * 2)
+    assert not cpu_attention_fits(64, torch.bfloat16, FORMATS["bf16"])
     assert attends_as_the_core()
 
 
@@ -572,7 +582,7 @@ def test_without_a_compiler_the_caches_attend_all_the_same(rebuilt: None, monkey
 
 
 def test_a_maker_decides_which_kernel_bf16_caches_get(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    bf16, others = torch.bfloat16, (torch.int8, torch.uint8)
+    bf16, others = torch.bfloat16, (FORMATS["int8"], FORMATS["planes"])
     monkeypatch.delenv(cpu_sets.VARIABLE, raising=False)
     monkeypatch.setattr(cpu, "builds", lambda *_: True)
     for name, of_intel in itertools.product(("amx", "avx512_bf16"), (True, False)):
@@ -581,18 +591,18 @@ def test_a_maker_decides_which_kernel_bf16_caches_get(rebuilt: None, monkeypatch
         monkeypatch.setattr(cpu_sets, "is_intel", lambda of_intel=of_intel: of_intel)
         monkeypatch.setattr(cpu, "chosen", cpu_sets.chosen)
         wide = cpu.ANY if of_intel and name != "amx" else cpu.SOURCE
-        assert cpu.source_for(64, bf16, bf16) == wide
+        assert cpu.source_for(64, bf16) == cpu.source_for(64, bf16, FORMATS["bf16"]) == wide
         assert {cpu.source_for(128, bf16, one) for one in others} == {cpu.SOURCE}
-        assert cpu.source_for(80, bf16, torch.int8) == cpu.source_for(64, torch.float32, torch.float32) == cpu.ANY
+        assert cpu.source_for(80, bf16, others[0]) == cpu.source_for(64, torch.float32) == cpu.ANY
         assert (wide, 64) in cpu_linear.cpu_kernels(64, bf16) and (cpu.SOURCE, 64) in cpu_linear.cpu_kernels(
-            64, bf16, kv_dtype=torch.int8
+            64, bf16, form=others[0]
         )
 
 
 def test_a_cpu_without_avx512_gets_the_kernel_for_any(rebuilt: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.delenv(cpu_sets.VARIABLE, raising=False)
-    assert cpu.source_for(64, torch.bfloat16, torch.bfloat16) == cpu.ANY
+    assert cpu.source_for(64, torch.bfloat16) == cpu.ANY
     assert cpu_sets.chosen().name not in ("amx", "avx512_bf16")
     monkeypatch.undo()
 
@@ -612,11 +622,11 @@ def test_what_a_query_may_not_see_weighs_nothing_at_all(head_dim: int) -> None:
     v = torch.full((2, 1, TILE, head_dim), 4.0).bfloat16()
     v[:, :, :20] = 0.0
     pos = torch.arange(19, 27).expand(2, -1)
-    together, alone = (cpu_attention(q[:, :, :n], k, v, pos[:, :n].contiguous(), TILE) for n in (8, 1))
+    together, alone = (cpu_attention(q[:, :, :n], layer_of(k, v), pos[:, :n].contiguous(), TILE) for n in (8, 1))
     assert not together[:, :, 0].any() and not alone.any() and together[:, :, 7].any()
     first = torch.full((2, 1, TILE), -1)  # a whole tile of nothing, whose values are large, before the first key
     named = torch.cat([first, torch.arange(TILE).expand(2, 1, -1)], -1)
     v[:, :, 0], v[:, :, 1:] = 1e30, 1.0
     at_1 = pos.new_full((2, 1), 1)
-    listed = cpu_attention_at(q[:, :, :1], k, v, torch.where(named == 0, -1, named), at_1)
+    listed = cpu_attention_at(q[:, :, :1], layer_of(k, v), torch.where(named == 0, -1, named), at_1)
     assert listed.eq(1.0).all()

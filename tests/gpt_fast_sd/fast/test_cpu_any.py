@@ -24,9 +24,9 @@ from gpt_fast_sd.fast import dequantize_blocks, int4_by_sums, int8_linear, quant
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
 from gpt_fast_sd.fast.cpu import instruction_sets as cpu_sets
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
-from gpt_fast_sd.fast.ops import planes
 from gpt_fast_sd.model import as_int8, as_planes
-from tests.gpt_fast_sd.fast.references import attend_reference
+from gpt_fast_sd.model.cache import drafted
+from tests.gpt_fast_sd.fast.references import attend_reference, layer_of
 from tests.gpt_fast_sd.fast.test_cpu import forced
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
@@ -70,18 +70,18 @@ def test_attention_is_that_of_fp64_for_every_dtype_and_head_dim(instructions: st
             ]
             expected = attend_reference(q, whole[0], whole[1], pos)
             size = attend_reference(q, whole[0], whole[1].abs(), pos)
-            got = cpu.cpu_attention(q, k, v, pos, n_keys, *beside)
+            got = cpu.cpu_attention(q, layer_of(k, v, *beside), pos, n_keys)
             assert got.dtype == dtype
             assert ((got.double() - expected).abs() <= 1.05 * ROUNDING[dtype] * size + 1e-6).all()
-            with_mass, mass = cpu.cpu_attention_with_mass(q, k, v, pos, n_keys, *beside)
+            with_mass, mass = cpu.cpu_attention_with_mass(q, layer_of(k, v, *beside), pos, n_keys)
             assert with_mass.equal(got)
             torch.testing.assert_close(mass.sum(-1), torch.full((3, 2), 9.0), rtol=1e-5, atol=0.0)
             for t in range(n_tokens):
-                alone = cpu.cpu_attention(q[:, :, t : t + 1], k, v, pos[:, t : t + 1], n_keys, *beside)
+                alone = cpu.cpu_attention(q[:, :, t : t + 1], layer_of(k, v, *beside), pos[:, t : t + 1], n_keys)
                 assert alone.equal(got[:, :, t : t + 1])
             last = pos[:, -1:, None].expand(-1, 2, -1)
             listed = torch.where(every <= last, every, -1)
-            assert cpu.cpu_attention_at(q, k, v, listed, pos, *beside).equal(got)
+            assert cpu.cpu_attention_at(q, layer_of(k, v, *beside), listed, pos).equal(got)
 
 
 @pytest.mark.parametrize("head_dim", few(HEAD_DIMS, [16, 48, 80, 256]))
@@ -91,20 +91,20 @@ def test_planes_give_the_bits_of_bytes_and_drafts_what_the_upper_one_says(instru
     (k, k_scale), (v, v_scale) = (quantized(noise(2, 2, n_keys, head_dim, seed=seed)) for seed in (2, 3))
     (k_upper, k_low), (v_upper, v_low) = (as_planes(x) for x in (k, v))
     beside = k_scale, v_scale, k_low, v_low
-    whole = cpu.cpu_attention(q, k, v, pos, n_keys, k_scale, v_scale)
-    assert cpu.cpu_attention(q, k_upper, v_upper, pos, n_keys, *beside).equal(whole)
+    whole = cpu.cpu_attention(q, layer_of(k, v, k_scale, v_scale), pos, n_keys)
+    assert cpu.cpu_attention(q, layer_of(k_upper, v_upper, *beside), pos, n_keys).equal(whole)
     tail = 17
-    read = torch.arange(n_keys) >= planes.first_whole(pos, tail)[:, None, None]  # [B, 1, S]
+    read = torch.arange(n_keys) >= (pos[:, 0] - (tail - 1))[:, None, None]  # [B, 1, S]
     keys, values = (
-        planes.drafted(upper, low, read.expand(-1, 2, -1), torch.float64) * scale.double()[..., None]
+        drafted(upper, low, read.expand(-1, 2, -1), torch.float64) * scale.double()[..., None]
         for upper, low, scale in ((k_upper, k_low, k_scale), (v_upper, v_low, v_scale))
     )
     expected, size = attend_reference(q, keys, values, pos), attend_reference(q, keys, values.abs(), pos)
-    got = cpu.cpu_attention(q, k_upper, v_upper, pos, n_keys, *beside, tail)
+    got = cpu.cpu_attention(q, layer_of(k_upper, v_upper, *beside, tail), pos, n_keys)
     assert ((got.double() - expected).abs() <= 1.05 * ROUNDING[BF16] * size + 1e-6).all()
     every = torch.arange(n_keys).expand(2, 2, -1)
     listed = torch.where(every <= pos[:, -1:, None], every, -1)
-    assert cpu.cpu_attention_at(q, k_upper, v_upper, listed, pos, *beside, tail).equal(got)
+    assert cpu.cpu_attention_at(q, layer_of(k_upper, v_upper, *beside, tail), listed, pos).equal(got)
 
 
 def test_listed_entries_that_no_query_sees_count_as_nothing_whatever_they_hold(instructions: str) -> None:
@@ -120,18 +120,18 @@ def test_listed_entries_that_no_query_sees_count_as_nothing_whatever_they_hold(i
             keys, values = k.to(dtype), v.to(dtype)
             spoilt = keys, values
         asked = q if dtype == torch.int8 else q.to(dtype)
-        clean = cpu.cpu_attention_at(asked, keys, values, every, pos, *beside)
+        clean = cpu.cpu_attention_at(asked, layer_of(keys, values, *beside), every, pos)
         for x in spoilt:
             x[:, :, 12:] = float("nan")
-        assert cpu.cpu_attention_at(asked, keys, values, every, pos, *beside).equal(clean)
+        assert cpu.cpu_attention_at(asked, layer_of(keys, values, *beside), every, pos).equal(clean)
 
 
 @pytest.mark.parametrize("place", [-1, -(2**31), -(2**32), -(2**63)])
 def test_a_query_before_all_keys_sees_none(instructions: str, place: int) -> None:
     q, pos = noise(1, 2, 1, 64), torch.tensor([[place]])
     k, v = (noise(1, 2, 48, 64, seed=seed) for seed in (1, 2))
-    assert not cpu.cpu_attention(q, k, v, pos, 48).any()
-    assert not cpu.cpu_attention_at(q, k, v, torch.arange(48).expand(1, 2, -1), pos).any()
+    assert not cpu.cpu_attention(q, layer_of(k, v), pos, 48).any()
+    assert not cpu.cpu_attention_at(q, layer_of(k, v), torch.arange(48).expand(1, 2, -1), pos).any()
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,11 +151,11 @@ def test_what_is_not_finite_shows_in_what_sees_it_and_nowhere_else(
         noise(2, 2, 128, 64, seed=2).to(dtype),
     )
     pos = torch.tensor([[9], [99]])
-    clean = cpu.cpu_attention(q, k, v, pos, 128)
+    clean = cpu.cpu_attention(q, layer_of(k, v), pos, 128)
     for x, at in ((q, (1, 1, 0, 5)), (k, (1, 1, 50, 5)), (v, (1, 1, 50, 5))):
         kept = x[at].clone()
         x[at] = strange
-        got = cpu.cpu_attention(q, k, v, pos, 128)
+        got = cpu.cpu_attention(q, layer_of(k, v), pos, 128)
         x[at] = kept
         assert got[0].equal(clean[0]) and got[1, 0].equal(clean[1, 0])
         sees = got[1, 1, 0, 5]
@@ -164,14 +164,14 @@ def test_what_is_not_finite_shows_in_what_sees_it_and_nowhere_else(
         else:
             assert not sees.isfinite()
     k[:, :, 10:], v[:, :, 10:] = float("nan"), float("nan")  # behind the first row's end
-    assert cpu.cpu_attention(q[:1], k[:1], v[:1], pos[:1], 128).equal(clean[:1])
+    assert cpu.cpu_attention(q[:1], layer_of(k[:1], v[:1]), pos[:1], 128).equal(clean[:1])
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, -1, 0x7F800001])
 def test_a_nan_of_any_bits_stays_one(instructions: str, bits: int) -> None:
     q, k, v = (noise(1, 1, n, 16, seed=seed) for seed, n in enumerate((1, 9, 9)))
     k.view(torch.int32)[0, 0, 3, 2] = bits
-    got = cpu.cpu_attention(q, k, v, torch.tensor([[8]]), 9)
+    got = cpu.cpu_attention(q, layer_of(k, v), torch.tensor([[8]]), 9)
     assert got.isnan().all()
 
 
@@ -181,10 +181,10 @@ def test_scales_that_fp16_holds_below_its_normal_numbers_count_where_such_number
     q, pos = noise(1, 1, 1, 16), torch.tensor([[79]])
     k, v = (torch.randint(-127, 128, (1, 1, 80, 16), dtype=torch.int8) for _ in range(2))
     scale = torch.full((1, 1, 80), 3e-5).half()
-    expected = cpu.cpu_attention(q, k, v, pos, 80, scale, scale)
+    expected = cpu.cpu_attention(q, layer_of(k, v, scale, scale), pos, 80)
     torch.set_flush_denormal(True)
     try:
-        assert cpu.cpu_attention(q, k, v, pos, 80, scale, scale).equal(expected) and expected.any()
+        assert cpu.cpu_attention(q, layer_of(k, v, scale, scale), pos, 80).equal(expected) and expected.any()
     finally:
         torch.set_flush_denormal(False)
 
@@ -246,7 +246,7 @@ def test_bits_do_not_depend_on_threads(instructions: str) -> None:
         results = []
         for n in (1, 2, 3, 6):
             torch.set_num_threads(n)
-            results.append((cpu.cpu_attention(q, k, v, pos, 3840), cpu_linear.packed_linear(x, weight, None)))
+            results.append((cpu.cpu_attention(q, layer_of(k, v), pos, 3840), cpu_linear.packed_linear(x, weight, None)))
     finally:
         torch.set_num_threads(before)
     assert all(a.equal(b) for one in results[1:] for a, b in zip(one, results[0], strict=True))
@@ -264,14 +264,14 @@ def test_a_long_chunk_is_read_by_blocks_of_queries_which_show_in_no_bit(instruct
     else:
         q, k, v = (x.to(dtype) for x in (q, k, v))
     pos = torch.tensor([[1950], [0]]) + torch.arange(n_tokens)  # over an edge of splits, and from the first entry on
-    alone = torch.cat([cpu.cpu_attention(q[:, :, t : t + 1], k, v, pos[:, t : t + 1], n_keys, *scales)
+    alone = torch.cat([cpu.cpu_attention(q[:, :, t : t + 1], layer_of(k, v, *scales), pos[:, t : t + 1], n_keys)
                        for t in range(n_tokens)], 2)  # fmt: skip
-    assert cpu.cpu_attention_with_mass(q, k, v, pos, n_keys, *scales)[0].equal(alone)
+    assert cpu.cpu_attention_with_mass(q, layer_of(k, v, *scales), pos, n_keys)[0].equal(alone)
     before = torch.get_num_threads()
     try:
         for n in (1, 2, 3, 40):
             torch.set_num_threads(n)
-            assert cpu.cpu_attention(q, k, v, pos, n_keys, *scales).equal(alone), n
+            assert cpu.cpu_attention(q, layer_of(k, v, *scales), pos, n_keys).equal(alone), n
     finally:
         torch.set_num_threads(before)
 

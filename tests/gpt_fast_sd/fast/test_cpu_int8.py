@@ -10,6 +10,7 @@ Shapes: B batch, T tokens in this call, S cache capacity, N query heads, K kv he
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt_fast_sd import attention
 from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.fast.compile import own_code
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
-from gpt_fast_sd.fast.ops import decode
+from gpt_fast_sd.fast.cpu import stand_ins
+from gpt_fast_sd.fast.ops.layer import flat
+from gpt_fast_sd.model import FORMATS, CacheLayer
+from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpt_fast_sd.fast.test_cpu import body, listing, needs_kernel  # noqa: F401  body: needs_kernel asks for it
 from tests.helpers import thinned
 
@@ -61,19 +66,22 @@ class Case:
             self.k_scale[row, :, end + 1 :] = self.v_scale[row, :, end + 1 :] = NAN
 
     def attend(self, n_keys: int | None = None, rows: slice = slice(None), tokens: slice = slice(None)) -> Tensor:
-        out: Tensor = cpu.cpu_attention(*self.given(rows, tokens), n_keys or self.k.shape[2], *self.scales(rows))
+        out: Tensor = cpu.cpu_attention(*self.given(rows, tokens), n_keys or self.k.shape[2])
         return out
 
     def attend_at(self, index: Tensor) -> Tensor:
-        out: Tensor = cpu.cpu_attention_at(self.q, self.k, self.v, index, self.pos, self.k_scale, self.v_scale)
+        out: Tensor = cpu.cpu_attention_at(self.q, self.layer(slice(None)), index, self.pos)
         return out
 
     def attend_with_mass(self, n_keys: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        out, mass = cpu.cpu_attention_with_mass(*self.given(rows, slice(None)), n_keys, *self.scales(rows))
+        out, mass = cpu.cpu_attention_with_mass(*self.given(rows, slice(None)), n_keys)
         return out, mass
 
-    def given(self, rows: slice, tokens: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.q[rows, :, tokens], self.k[rows], self.v[rows], self.pos[rows, tokens]
+    def given(self, rows: slice, tokens: slice) -> tuple[Tensor, CacheLayer, Tensor]:
+        return self.q[rows, :, tokens], self.layer(rows), self.pos[rows, tokens]
+
+    def layer(self, rows: slice) -> CacheLayer:
+        return layer_of(self.k[rows], self.v[rows], *self.scales(rows))
 
     def scales(self, rows: slice) -> tuple[Tensor, Tensor]:
         return self.k_scale[rows], self.v_scale[rows]
@@ -242,8 +250,8 @@ def test_what_many_rows_find_over_bytes_each_finds_alone(head_dim: int, n_tokens
     case = Case([300, 150], n_tokens=n_tokens, group=1, head_dim=head_dim, whole=False)
 
     def attend(tokens: slice) -> Tensor:
-        given = case.given(slice(None), tokens)
-        out: Tensor = cpu.cpu_attention(*given, 301, *case.scales(slice(None)), None, None, 0, fine)
+        q, layer, pos = case.given(slice(None), tokens)
+        out: Tensor = cpu.cpu_attention(q, replace(layer, fine=fine), pos, 301)
         return out
 
     together = attend(slice(None))
@@ -313,36 +321,37 @@ def test_what_a_query_may_not_see_weighs_nothing_at_all() -> None:
 def test_the_operators_pass_torchs_own_checks() -> None:
     case: Any = Case([40, 7], n_tokens=2, capacity=64)
     dense, with_mass = torch.ops.gpt_fast_sd.cpu_attention, torch.ops.gpt_fast_sd.cpu_attention_with_mass
-    scales = case.k_scale.nan_to_num(1.0), case.v_scale.nan_to_num(1.0)
-    torch.library.opcheck(dense.default, (case.q, case.k, case.v, case.pos, None, 64, *scales))
-    torch.library.opcheck(dense.default, (case.q, case.k, case.v, case.pos, listing(case, 12), 0, *scales))
-    torch.library.opcheck(with_mass.default, (case.q, case.k, case.v, case.pos, 64, *scales))
+    layer = flat(layer_of(case.k, case.v, case.k_scale.nan_to_num(1.0), case.v_scale.nan_to_num(1.0)))
+    torch.library.opcheck(dense.default, (case.q, *layer, case.pos, None, 64))
+    torch.library.opcheck(dense.default, (case.q, *layer, case.pos, listing(case, 12), 0))
+    torch.library.opcheck(with_mass.default, (case.q, *layer, case.pos, 64))
 
 
 @needs_kernel
 @pytest.mark.parametrize(
-    ("dtypes", "head_dim", "fits"),
-    [("bfloat16 int8", 64, True), ("bfloat16 int8", 80, True), ("float32 int8", 64, True), ("float16 int8", 128, True),
-     ("bfloat16 int8", 72, False), ("bfloat16 uint8", 64, False), ("int8 int8", 64, False)],
+    ("dtype", "head_dim", "fits"),
+    [("bfloat16", 64, True), ("bfloat16", 80, True), ("float32", 64, True), ("float16", 128, True),
+     ("bfloat16", 72, False), ("int8", 64, False)],
 )  # fmt: skip
-def test_it_serves_queries_of_any_dtype_over_int8_keys(dtypes: str, head_dim: int, fits: bool) -> None:
-    q, k = (torch.zeros(1, 2, 4, head_dim).to(getattr(torch, name)) for name in dtypes.split())
-    assert cpu_attention_fits(q, k) is fits
+def test_it_serves_queries_of_any_dtype_over_int8_keys(dtype: str, head_dim: int, fits: bool) -> None:
+    for form in ("int8", "planes"):
+        assert cpu_attention_fits(head_dim, getattr(torch, dtype), FORMATS[form]) is fits
 
 
 @needs_kernel
-def test_compiled_steps_attend_by_it_and_give_what_eager_ones_do() -> None:
-    """Eager ones are PyTorch's: queries as they are, weights rounded to bf16."""
+def test_compiled_steps_attend_by_it_and_give_what_the_core_does() -> None:
+    """In the core queries are as they are, and weights are rounded to bf16."""
     case = Case([299, 64, 0], n_tokens=2, group=3, capacity=512)
-    scales = {"k_scale": case.k_scale.nan_to_num(0.0), "v_scale": case.v_scale.nan_to_num(0.0)}
-    given = case.q, case.k, case.v, case.pos, 512, 256
-    for attend, page in ((decode.decode_attention, ()), (decode.decode_attention_with_mass, (16,))):
+    case.k_scale, case.v_scale = case.k_scale.nan_to_num(0.0), case.v_scale.nan_to_num(0.0)
+    given = *case.given(slice(None), slice(None)), 512
+    for page in (0, 16):
         graphs: list[torch.fx.GraphModule] = []
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
             graphs.append(graph)  # noqa: B023  called at once
             return graph
 
-        step = torch.compile(own_code(attend), fullgraph=True, dynamic=False, backend=backend)
-        torch.testing.assert_close(step(*given, *page, **scales), attend(*given, *page, **scales), rtol=0.03, atol=0.03)
+        step = torch.compile(own_code(stand_ins.dense), fullgraph=True, dynamic=False, backend=backend)
+        for got, expected in zip(step(*given, page), attention.dense(*given, page), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0.03, atol=0.03)
         assert sum("cpu_attention" in str(node.target) for node in graphs[0].graph.nodes) == 1

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.fast import cpu_attention_fits
 from gpt_fast_sd.fast.cpu import attention_cpp as cpu
-from gpt_fast_sd.model import as_planes
+from gpt_fast_sd.fast.ops.layer import flat
+from gpt_fast_sd.model import FORMATS, CacheLayer, as_planes
 from tests.gpt_fast_sd.fast import references
+from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpt_fast_sd.fast.test_cpu import Case as WideCase
 from tests.gpt_fast_sd.fast.test_cpu import body, listing, needs_kernel  # noqa: F401  body: needs_kernel asks for it
 from tests.gpt_fast_sd.fast.test_cpu_int8 import KEY_SPLIT, NAN, PAGE, TILE, Case, is_close
@@ -33,13 +34,8 @@ class Planes(Case):
         self.upper, self.lower = zip(*(as_planes(x.contiguous()) for x in (self.k, self.v)), strict=True)
         self.tail, self.fine = tail, fine
 
-    def attend_at(self, index: Tensor) -> Tensor:
-        q, upper_k, upper_v, pos = self.given(slice(None), slice(None))
-        out: Tensor = cpu.cpu_attention_at(q, upper_k, upper_v, index, pos, *self.scales(slice(None)))
-        return out
-
-    def given(self, rows: slice, tokens: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.q[rows, :, tokens], self.upper[0][rows], self.upper[1][rows], self.pos[rows, tokens]
+    def layer(self, rows: slice) -> CacheLayer:
+        return layer_of(self.upper[0][rows], self.upper[1][rows], *self.scales(rows))
 
     def scales(self, rows: slice) -> Any:
         beside = self.k_scale, self.v_scale, *self.lower
@@ -69,7 +65,7 @@ def test_both_planes_give_the_bits_of_bytes(head_dim: int, group: int, fine: boo
         index = listing(byte, 150, 5)
         beside = byte.scales(slice(None))
         assert torch.equal(
-            plane.attend_at(index), cpu.cpu_attention_at(byte.q, byte.k, byte.v, index, byte.pos, *beside)
+            plane.attend_at(index), cpu.cpu_attention_at(byte.q, layer_of(byte.k, byte.v, *beside), index, byte.pos)
         )
 
 
@@ -145,7 +141,9 @@ def test_queries_of_two_bytes_lose_nothing_that_bf16_holds(head_dim: int, tail: 
         exact, _ = case.expected()
         off = (case.attend().double() - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
         errors[fine] = float(off.max())
-    narrow = cpu.source_for(head_dim, torch.bfloat16, torch.uint8) == cpu.SOURCE  # elsewhere queries are fp32 anyway
+    narrow = (
+        cpu.source_for(head_dim, torch.bfloat16, FORMATS["planes"]) == cpu.SOURCE
+    )  # elsewhere queries are fp32 anyway
     assert errors[True] < 0.01 and (errors[False] > 3 * errors[True] if narrow else errors[False] == errors[True])
 
 
@@ -180,8 +178,8 @@ def test_a_query_that_is_not_finite_gives_nan_over_bf16_keys_too(bad: float) -> 
     """Once its output was 0, as if it saw nothing."""
     case: Any = WideCase([130, 130], n_tokens=2)
     case.k, case.v = case.finite()
-    before = cpu.cpu_attention(case.q, case.k, case.v, case.pos, 131)
-    after = cpu.cpu_attention(strange(case, bad).q, case.k, case.v, case.pos, 131)
+    before = cpu.cpu_attention(case.q, layer_of(case.k, case.v), case.pos, 131)
+    after = cpu.cpu_attention(strange(case, bad).q, layer_of(case.k, case.v), case.pos, 131)
     hit = torch.zeros(after.shape[:3], dtype=torch.bool)
     hit[1, 1, -1] = True
     assert after[hit].isnan().all() and torch.equal(after[~hit], before[~hit])
@@ -192,15 +190,7 @@ def test_the_operators_pass_torchs_own_checks_with_planes() -> None:
     case: Any = Planes([40, 7], n_tokens=2, capacity=64, tail=TAIL)
     case.k_scale, case.v_scale = case.k_scale.nan_to_num(1.0), case.v_scale.nan_to_num(1.0)
     dense, with_mass = torch.ops.gpt_fast_sd.cpu_attention, torch.ops.gpt_fast_sd.cpu_attention_with_mass
-    q, k, v, pos = case.given(slice(None), slice(None))
-    beside = case.scales(slice(None))
-    torch.library.opcheck(dense.default, (q, k, v, pos, None, 64, *beside))
-    torch.library.opcheck(dense.default, (q, k, v, pos, listing(case, 12), 0, *beside))
-    torch.library.opcheck(with_mass.default, (q, k, v, pos, 64, *beside))
-
-
-@needs_kernel
-@pytest.mark.parametrize(("head_dim", "of_planes", "fits"), [(64, 32, True), (80, 40, True), (64, 64, False)])
-def test_it_serves_planes_of_half_a_head(head_dim: int, of_planes: int, fits: bool) -> None:
-    q, k = torch.zeros(1, 2, 4, head_dim).bfloat16(), torch.zeros(1, 2, 4, of_planes, dtype=torch.uint8)
-    assert cpu_attention_fits(q, k) is fits
+    q, layer, pos = case.given(slice(None), slice(None))
+    torch.library.opcheck(dense.default, (q, *flat(layer), pos, None, 64))
+    torch.library.opcheck(dense.default, (q, *flat(layer), pos, listing(case, 12), 0))
+    torch.library.opcheck(with_mass.default, (q, *flat(layer), pos, 64))

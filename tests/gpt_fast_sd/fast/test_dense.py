@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from gpt_fast_sd.fast.ops import decode
+from gpt_fast_sd.fast.ops.layer import flat
+from gpt_fast_sd.model import CacheLayer
 from tests.gpt_fast_sd.fast import references
 from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, Case, assert_close
 
@@ -24,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[3]
 def calls(case: Case) -> dict[str, tuple[Any, ...]]:
     """The arguments of every operator."""
     lse = case.scores().logsumexp(-1).float()
-    attended = case.q, case.k, case.v, case.pos, case.n_keys
+    attended = case.q, case.layer(), case.pos, case.n_keys
     return {
         "decode_attention": (*attended, SPLIT),
         "decode_attention_with_mass": (*attended, SPLIT, 16),
         "prefill_attention": attended,
         "prefill_attention_with_lse": attended,
-        "key_mass": (case.q, case.k, lse, case.pos, case.n_keys, 1),
+        "key_mass": (case.q, case.layer(), lse, case.pos, case.n_keys, 1),
     }
 
 
@@ -51,12 +53,17 @@ def test_the_references_are_fp64_attention(n_tokens: int, group: int, head_dim: 
     torch.testing.assert_close(references.key_mass(*arguments["key_mass"]), case.expected_mass(1), **near)
 
 
+def flattened(q: torch.Tensor, layer: CacheLayer, *others: Any) -> tuple[Any, ...]:
+    """As the operator itself takes them."""
+    return q, *flat(layer), *others
+
+
 @pytest.mark.parametrize("op", calls(Case([3])))
 @pytest.mark.parametrize("n_tokens", [1, 3])
 def test_torch_finds_nothing_wrong_with_the_operators(op: str, n_tokens: int) -> None:
     case = Case([40, 150], n_tokens=n_tokens, dtype=BF16)
     tests = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
-    torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, op).default, calls(case)[op], test_utils=tests)
+    torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, op).default, flattened(*calls(case)[op]), test_utils=tests)
 
 
 @pytest.mark.parametrize("op", calls(Case([3])))
@@ -70,15 +77,16 @@ def test_a_compiled_step_calls_them_with_any_number_of_keys_in_view(op: str) -> 
 
     @torch.compile(fullgraph=True, backend=backend)
     def step(n_splits_carrier: torch.Tensor, *arguments: Any) -> Any:
-        return function(*arguments[:4], n_splits_carrier.shape[0] * 32, *arguments[5:])  # n_keys is the fifth of all
+        at = 7 if op == "key_mass" else 6  # n_keys
+        return function(*arguments[:at], n_splits_carrier.shape[0] * 32, *arguments[at + 1 :])
 
     case = Case([40, 150], n_tokens=3)
     for n in (6, 5, 7):
         n_splits_carrier = torch.empty(n, 0)
         torch._dynamo.mark_dynamic(n_splits_carrier, 0, min=2, max=8)
-        got = step(n_splits_carrier, *calls(case)[op])
+        got = step(n_splits_carrier, *flattened(*calls(case)[op]))
         case.n_keys = n * 32
-        expected = function(*calls(case)[op])
+        expected = function(*flattened(*calls(case)[op]))
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert len(graphs) == 1
 

@@ -1,4 +1,4 @@
-"""Keys and values of int8 with their scales: what attends and selects in PyTorch against references in fp64 and fp32.
+"""Keys and values of int8 with their scales: the core attends and selects as references in fp64 and fp32 do.
 
 What nobody reads of a row has NaNs for scales: empty slots, drafts that were rejected, and neighbours' longer texts.
 
@@ -7,16 +7,15 @@ Shapes: B rows, T tokens in this call, S entries, N query heads, K kv heads, G =
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import fast as kernels
-from gpt_fast_sd.fast.cpu import attention_torch as on_cpu
-from gpt_fast_sd.model import as_int8
+from gpt_fast_sd import attention
+from gpt_fast_sd.model import CacheLayer, as_int8
+from gpt_fast_sd.policies import selection
 from tests.gpt_fast_sd.fast import references
+from tests.gpt_fast_sd.fast.references import layer_of
 
 B, K, S, N_KEYS = 3, 2, 1024, 768
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of the norm; bf16 rounds queries, scores and weights
@@ -41,8 +40,12 @@ class Case:
                 scale[row, :, end + 1 :] = float("nan")
 
     @property
-    def dense(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        return self.q, self.k, self.v, self.pos, N_KEYS
+    def layer(self) -> CacheLayer:
+        return layer_of(self.k, self.v, *self.scales)
+
+    @property
+    def dense(self) -> tuple[Tensor, CacheLayer, Tensor, int]:
+        return self.q, self.layer, self.pos, N_KEYS
 
     @property
     def scales(self) -> tuple[Tensor, Tensor]:
@@ -68,45 +71,26 @@ def test_attention_is_that_of_what_the_numbers_stand_for(
 ) -> None:
     case = Case(n_tokens, group, head_dim, dtype)
     expected = case.expected()
-    outs = (
-        kernels.decode_attention(*case.dense, 256, *case.scales),
-        kernels.prefill_attention(*case.dense, *case.scales),
-        kernels.prefill_attention_with_lse(*case.dense, *case.scales)[0],
-        kernels.decode_attention_with_mass(*case.dense, 256, 16, *case.scales)[0],
-    )
-    for out in outs:
-        assert out.dtype == dtype and is_close(out, expected, TOLERANCE[dtype])
+    for page in (0, 16):
+        got, _ = attention.dense(*case.dense, page)
+        assert got.dtype == dtype and is_close(got, expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("n_tokens", [1, 3])
-def test_rows_that_are_reduced_one_by_one_give_the_same(n_tokens: int) -> None:
-    case = Case(n_tokens, group=1)
-    q, k, v, pos, n_keys = case.dense
-    k, v, *scales = (x[:, :, :n_keys] for x in (k, v, *case.scales))
-    assert is_close(on_cpu.attend_rows(q, k, v, pos, *scales), case.expected(), 1e-5)
-
-
-def test_masses_and_sums_are_those_of_the_references() -> None:
+def test_masses_are_those_of_the_reference_and_sum_to_the_queries() -> None:
     case = Case(5, group=3)
-    _, mass = kernels.decode_attention_with_mass(*case.dense, 256, 32, *case.scales)
-    torch.testing.assert_close(
-        mass, references.decode_attention_with_mass(*case.dense, 256, 32, *case.scales)[1], atol=1e-5, rtol=1e-4
-    )
+    _, mass = attention.dense(*case.dense, 32)
+    assert mass is not None
+    expected = references.decode_attention_with_mass(*case.dense, 256, 32)[1]
+    torch.testing.assert_close(mass, expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(mass.sum(-1), torch.full((B, K), 15.0))
-    _, lse = kernels.prefill_attention_with_lse(*case.dense, *case.scales)
-    torch.testing.assert_close(lse, references.prefill_attention_with_lse(*case.dense, *case.scales)[1])
-    q, k, _, pos, n_keys = case.dense
-    again = kernels.key_mass(q, k, lse, pos, n_keys, 32, case.k_scale)
-    torch.testing.assert_close(again, mass, atol=1e-5, rtol=1e-4)
 
 
 def test_queries_of_some_slots_read_those_with_their_scales() -> None:
     case, slots = Case(32), torch.tensor([2, 0])
-    q, k, v, pos, n_keys = case.dense
-    out, mass = kernels.prefill_attention_of_slots(q[slots], k, v, slots, pos[slots], n_keys, *case.scales)
+    q, layer, pos, n_keys = case.dense
+    out, mass = attention.dense_of_slots(q[slots], layer, slots, pos[slots], n_keys)
     assert is_close(out, case.expected()[slots], 1e-5)
-    whole = kernels.decode_attention_with_mass(*case.dense, 256, 1, *case.scales)[1]
-    torch.testing.assert_close(mass, whole[slots])
+    torch.testing.assert_close(mass, references.decode_attention_with_mass(*case.dense, 256, 1)[1][slots])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -114,9 +98,9 @@ def test_queries_of_some_slots_read_those_with_their_scales() -> None:
 def test_listed_entries_come_with_their_scales(n_tokens: int, dtype: torch.dtype) -> None:
     case = Case(n_tokens, group=3, dtype=dtype)
     pages = torch.tensor([[3, 0, -1], [7, 1, 2]]).repeat(B, 1, 1)  # [B, K, 3]
-    listed = kernels.entries_of(pages, 16)  # [B, K, 48]
-    arguments = (case.q, case.k, case.v, listed, case.pos[:, 0] - 40, 60, case.pos, N_KEYS, 16, *case.scales)
-    assert is_close(kernels.sparse_attention(*arguments), references.sparse_attention(*arguments), TOLERANCE[dtype])
+    where = selection.entries_of(pages, 16), case.pos[:, 0] - 40, 60, case.pos  # of [B, K, 48]
+    expected = references.sparse_attention(case.q, case.layer, *where, N_KEYS, 16)
+    assert is_close(attention.listed(case.q, case.layer, *where), expected, TOLERANCE[dtype])
 
 
 def test_bounds_of_pages_hold_every_key_and_are_those_of_the_reference() -> None:
@@ -125,8 +109,8 @@ def test_bounds_of_pages_hold_every_key_and_are_those_of_the_reference() -> None
     scale[0, 0, :page] = 0.0  # a page of zeros
     made = [torch.full((B, K, S // page, 16), 7.0).bfloat16() for _ in range(2)]
     first = torch.tensor([0, 5, 60])
-    for room, bounds in zip((kernels, references), made, strict=True):
-        room.page_bounds(case.k, bounds, first, 4, page, scale)  # type: ignore[attr-defined]
+    for room, bounds in zip((selection, references), made, strict=True):
+        room.page_bounds(layer_of(case.k, case.v, scale, case.v_scale), bounds, first, 4, page)  # type: ignore[attr-defined]
     assert torch.equal(*made)
     keys = references.meant(case.k, scale).unflatten(2, (-1, page))  # [B, K, P, page, H]
     for row, start in enumerate(first.tolist()):
@@ -137,16 +121,11 @@ def test_bounds_of_pages_hold_every_key_and_are_those_of_the_reference() -> None
             assert (high - of_page.amax(1) <= of_page.amax(1).abs() / 64 + 1e-38).all()
 
 
-BODIES: dict[str, Callable[[Case], Tensor]] = {
-    "decode": lambda case: kernels.decode_attention(*case.dense, 256, *case.scales),
-    "mass": lambda case: kernels.decode_attention_with_mass(*case.dense, 256, 16, *case.scales)[1],
-}
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_a_scale_that_nobody_reads_may_be_anything(body: str) -> None:
+@pytest.mark.parametrize("page", [0, 16])
+def test_a_scale_that_nobody_reads_may_be_anything(page: int) -> None:
     case = Case(5)
-    poisoned = BODIES[body](case)
+    poisoned = [x for x in attention.dense(*case.dense, page) if x is not None]
     for scale in case.scales:
         scale.nan_to_num_(3.0)
-    assert torch.equal(poisoned, BODIES[body](case)) and poisoned.isfinite().all()
+    again = [x for x in attention.dense(*case.dense, page) if x is not None]
+    assert all(map(torch.equal, poisoned, again)) and all(x.isfinite().all() for x in poisoned)

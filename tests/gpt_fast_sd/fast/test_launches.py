@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpuless.driver import stand_in
 
 G, H, BF16, FP32 = 4, 128, torch.bfloat16, torch.float32
@@ -52,23 +53,24 @@ def counted(call: Callable[[Callable[..., Tensor]], Any]) -> int:
 
 
 def attended(new: Callable[..., Tensor], n_tokens: int, dtype: torch.dtype = BF16) -> tuple[Any, ...]:
-    """q, k, v, pos, n_keys"""
+    """q, layer, pos, n_keys"""
     q = new(2, n_tokens, 8 * G, H, dtype=dtype).transpose(1, 2)
-    return q, new(2, 8, 8192, H, dtype=dtype), new(2, 8, 8192, H, dtype=dtype), new(2, n_tokens), 4096
+    layer = layer_of(*(new(2, 8, 8192, H, dtype=dtype) for _ in range(2)))
+    return q, layer, new(2, n_tokens), 4096
 
 
-def held_in_int8(new: Callable[..., Tensor], n_tokens: int) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """The same, and scales by name."""
-    q, _, _, pos, n_keys = attended(new, n_tokens)
+def held_in_int8(new: Callable[..., Tensor], n_tokens: int) -> tuple[Any, ...]:
+    """The same over int8."""
+    q, _, pos, n_keys = attended(new, n_tokens)
     k, v = (new(2, 8, 8192, H, dtype=torch.int8) for _ in range(2))
-    return (q, k, v, pos, n_keys), {name: new(2, 8, 8192, dtype=torch.float16) for name in ("k_scale", "v_scale")}
+    return q, layer_of(k, v, *(new(2, 8, 8192, dtype=torch.float16) for _ in range(2))), pos, n_keys
 
 
-def held_in_planes(new: Callable[..., Tensor], n_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def held_in_planes(new: Callable[..., Tensor], n_tokens: int) -> tuple[Any, ...]:
     """The same in planes, as a draft reads them."""
-    (q, _, _, pos, n_keys), scales = held_in_int8(new, n_tokens)
-    k, v, k_low, v_low = (new(2, 8, 8192, H // 2, dtype=torch.uint8) for _ in range(4))
-    return (q, k, v, pos, n_keys), scales | {"k_low": k_low, "v_low": v_low, "tail": 64}
+    q, layer, pos, n_keys = held_in_int8(new, n_tokens)
+    k, v, *low = (new(2, 8, 8192, H // 2, dtype=torch.uint8) for _ in range(4))
+    return q, layer_of(k, v, layer.k_scale, layer.v_scale, *low, tail=64), pos, n_keys
 
 
 def test_attention_of_a_step_is_split_and_merged_and_mass_is_one_kernel_more() -> None:
@@ -90,23 +92,21 @@ def test_mass_of_a_chunk_is_one_kernel_unless_pages_are_longer_than_a_block(
     page: int, dtype: torch.dtype, n: int
 ) -> None:
     def call(new: Callable[..., Tensor]) -> None:
-        q, k, _, pos, n_keys = attended(new, 70, dtype)
-        prefill.key_mass(q, k, new(*q.shape[:3], dtype=FP32), pos, n_keys, page, arch=90)
+        q, layer, pos, n_keys = attended(new, 70, dtype)
+        prefill.key_mass(q, layer, new(*q.shape[:3], dtype=FP32), pos, n_keys, page, arch=90)
 
     assert counted(call) == launches("key_mass", page=page, itemsize=dtype.itemsize) == n
 
 
 @pytest.mark.parametrize("held", [held_in_int8, held_in_planes])
-def test_an_int8_cache_takes_no_kernel_more(held: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+def test_an_int8_cache_takes_no_kernel_more(held: Callable[..., tuple[Any, ...]]) -> None:
     def call(new: Callable[..., Tensor]) -> None:
-        few, scales = held(new, 5)
-        decode.attend_with_mass(*few, 512, 16, arch=90, **scales)
-        (q, k, v, pos, n_keys), scales = held(new, 70)
-        prefill.attend_with_lse(q, k, v, pos, n_keys, arch=90, **scales)
-        of_keys = {name: x for name, x in scales.items() if not name.startswith("v_")}
-        prefill.key_mass(q, k, new(*q.shape[:3], dtype=FP32), pos, n_keys, 128, arch=90, **of_keys)
-        (q, k, v, pos, n_keys), scales = held(new, 1)
-        sparse.attend(q, k, v, new(2, 8, 144), new(2), 48, pos, n_keys, 16, arch=90, **scales)
+        decode.attend_with_mass(*held(new, 5), 512, 16, arch=90)
+        q, layer, pos, n_keys = held(new, 70)
+        prefill.attend_with_lse(q, layer, pos, n_keys, arch=90)
+        prefill.key_mass(q, layer, new(*q.shape[:3], dtype=FP32), pos, n_keys, 128, arch=90)
+        q, layer, pos, n_keys = held(new, 1)
+        sparse.attend(q, layer, new(2, 8, 144), new(2), 48, pos, n_keys, 16, arch=90)
 
     expected = (
         launches("decode_attention_with_mass") + launches("prefill_attention_with_lse", n_rows=70 * G)
@@ -118,8 +118,8 @@ def test_an_int8_cache_takes_no_kernel_more(held: Callable[..., tuple[tuple[Any,
 @pytest.mark.parametrize(("listed", "n"), [(144, 1), (160, 2), (1024, 2), (4096, 2)])
 def test_a_sparse_step_is_merged_unless_one_program_reads_all_its_entries(listed: int, n: int) -> None:
     def call(new: Callable[..., Tensor]) -> None:
-        q, k, v, pos, n_keys = attended(new, 1)
-        sparse.attend(q, k, v, new(2, 8, listed), new(2), 48, pos, n_keys, 16, arch=90)
+        q, layer, pos, n_keys = attended(new, 1)
+        sparse.attend(q, layer, new(2, 8, listed), new(2), 48, pos, n_keys, 16, arch=90)
 
     assert counted(call) == launches("sparse_attention", n_entries=listed + 48) == n
 
@@ -131,7 +131,7 @@ def test_selection_is_one_kernel_and_that_of_quest_three() -> None:
             new(32, 2, 8, 500, dtype=FP32), new(32, 2, 8, 384), new(2, dtype=torch.bool), new(2), 16
         ),
         "page_bounds": lambda new: select.page_bounds(
-            new(2, 8, 8192, H, dtype=BF16), new(2, 8, 512, 2 * H, dtype=BF16), new(2), 2, 16
+            attended(new, 1)[1], new(2, 8, 512, 2 * H, dtype=BF16), new(2), 2, 16
         ),
         "quest_pages": lambda new: select.quest_pages(
             attended(new, 1)[0], new(2, 8, 512, 2 * H, dtype=BF16), new(2), 24

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from gpt_fast_sd import fast as kernels
 from gpt_fast_sd.fast import cpu, ops
-from tests.gpt_fast_sd.fast import references  # noqa: F401  what operators run on a CPU
+from gpt_fast_sd.fast.ops.layer import flat
+from gpt_fast_sd.model import FORMATS
+from tests.gpt_fast_sd.fast.references import layer_of  # and with it what operators run on a CPU
 
 B, T, S, N, K, H = 2, 3, 320, 4, 2, 64
 
@@ -33,6 +35,11 @@ def queries() -> Tensor:
 def entries() -> Tensor:
     """bf16 [B, K, S, H]"""
     return torch.randn(B, K, S, H).bfloat16()
+
+
+def layer() -> tuple[Any, ...]:
+    """A layer of bf16 as operators take it."""
+    return flat(layer_of(entries(), entries()))
 
 
 def places() -> Tensor:
@@ -57,8 +64,8 @@ def bounds() -> Tensor:
 
 
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "cpu_attention": lambda: (queries(), entries(), entries(), places(), None, 256),
-    "cpu_attention_with_mass": lambda: (queries(), entries(), entries(), places(), 256),
+    "cpu_attention": lambda: (queries(), *layer(), places(), None, 256),
+    "cpu_attention_with_mass": lambda: (queries(), *layer(), places(), 256),
     "cpu_linear": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16()), torch.randn(96).bfloat16()),
     "cpu_swiglu": lambda: (queries(), kernels.pack(torch.randn(96, H).bfloat16())),
     "cpu_distributions": lambda: (
@@ -68,19 +75,19 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cpu_draw": lambda: (torch.rand(B, 50).softmax(-1), torch.rand(B)),
     "cpu_uniform": lambda: (torch.randint(99, (B,)), torch.randint(99, (B, 3)), 1),
     "int8_linear": lambda: (queries(), *kernels.quantize_rows(torch.randn(96, H)), torch.randn(96).bfloat16()),
-    "decode_attention": lambda: (queries(), entries(), entries(), places(), 256, 256),
-    "decode_attention_with_mass": lambda: (queries(), entries(), entries(), places(), 256, 256, 64),
+    "decode_attention": lambda: (queries(), *layer(), places(), 256, 256),
+    "decode_attention_with_mass": lambda: (queries(), *layer(), places(), 256, 256, 64),
     "sparse_attention": lambda: (
-        queries(), entries(), entries(), kv_indices(), window_start(), 16, places(), 256, 16,
+        queries(), *layer(), kv_indices(), window_start(), 16, places(), 256, 16,
     ),
-    "prefill_attention": lambda: (queries(), entries(), entries(), places(), 256),
-    "prefill_attention_with_lse": lambda: (queries(), entries(), entries(), places(), 256),
-    "key_mass": lambda: (queries(), entries(), torch.zeros(B, N, T), places(), 256, 64),
+    "prefill_attention": lambda: (queries(), *layer(), places(), 256),
+    "prefill_attention_with_lse": lambda: (queries(), *layer(), places(), 256),
+    "key_mass": lambda: (queries(), *layer(), torch.zeros(B, N, T), places(), 256, 64),
     "top_pages": lambda: (torch.randn(B, K, 20), torch.tensor([[20], [3]]), 5),
     "guided_select": lambda: (
         torch.rand(2, B, K, 20), kv_indices().repeat(2, 1, 1, 1), torch.tensor([True, False]), torch.tensor([6, 6]), 16,
     ),
-    "page_bounds": lambda: (entries(), bounds(), torch.tensor([4, 19]), 3, 16),
+    "page_bounds": lambda: (*layer(), bounds(), torch.tensor([4, 19]), 3, 16),
     "quest_pages": lambda: (queries(), bounds(), torch.tensor([6, 2]), 3),
     "likeliest": lambda: (-torch.rand(B, 50), torch.tensor([5, 50]), torch.tensor([0.9, 0.5], dtype=torch.float64)),
 }  # fmt: skip
@@ -94,6 +101,6 @@ def test_every_operator_has_a_case() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_an_operator_is_what_it_says(name: str) -> None:
     args = CASES[name]()
-    if name.startswith("cpu_") and not kernels.cpu_attention_fits(queries(), entries()):
+    if name.startswith("cpu_") and not kernels.cpu_attention_fits(H, torch.bfloat16, FORMATS["bf16"]):
         pytest.skip("this CPU has no bf16 dot products, or there is no compiler")
     torch.library.opcheck(getattr(torch.ops.gpt_fast_sd, name).default, args)

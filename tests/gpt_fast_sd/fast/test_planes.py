@@ -7,18 +7,20 @@ Shapes: B rows, T tokens in this call, S entries, N query heads, K kv heads, G =
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd import fast as kernels
-from gpt_fast_sd.fast.ops import planes
-from gpt_fast_sd.model import as_planes
+from gpt_fast_sd import attention
+from gpt_fast_sd.model import CacheLayer, as_planes
+from gpt_fast_sd.model.cache import drafted, joined
+from gpt_fast_sd.policies import selection
 from tests.gpt_fast_sd.fast import references
-from tests.gpt_fast_sd.fast.test_int8_keys import TOLERANCE, B, K, S, is_close
+from tests.gpt_fast_sd.fast.references import layer_of
+from tests.gpt_fast_sd.fast.test_int8_keys import N_KEYS, TOLERANCE, B, K, S, is_close
 from tests.gpt_fast_sd.fast.test_int8_keys import Case as Int8Case
 
 TAIL = 64
@@ -29,38 +31,28 @@ class Case(Int8Case):
 
     def __init__(self, *shape: Any, **more: Any) -> None:
         super().__init__(*shape, **more)
-        self.upper = self.q, *(as_planes(x)[0] for x in (self.k, self.v)), *self.dense[3:]
-        self.lower = as_planes(self.k)[1], as_planes(self.v)[1]
+        (upper_k, low_k), (upper_v, low_v) = as_planes(self.k), as_planes(self.v)
+        self.planes = layer_of(upper_k, upper_v, *self.scales, low_k, low_v)
+
+    def read(self, tail: int = TAIL) -> tuple[Tensor, CacheLayer, Tensor, int]:
+        """As drafts read them; 0: whole."""
+        return self.q, replace(self.planes, tail=tail), self.pos, N_KEYS
 
     def expected_of_drafts(self, tail: int = TAIL) -> Tensor:
         """fp64 [B, N, T, H]"""
-        (_, k, v, pos, _), (k_low, v_low) = self.upper, self.lower
-        k, v = (
-            references.meant(x, scale.nan_to_num(0.0), low, pos, tail)
-            for x, scale, low in ((k, self.k_scale, k_low), (v, self.v_scale, v_low))
-        )
-        return references.attend_reference(self.q, k, v, pos)
-
-
-BODIES: dict[str, Callable[[tuple[Any, ...], tuple[Any, ...]], Any]] = {
-    "decode": lambda given, beside: kernels.decode_attention(*given, 256, *beside),
-    "with mass": lambda given, beside: kernels.decode_attention_with_mass(*given, 256, 16, *beside)[0],
-    "mass": lambda given, beside: kernels.decode_attention_with_mass(*given, 256, 16, *beside)[1],
-    "prefill": lambda given, beside: kernels.prefill_attention(*given, *beside),
-    "with lse": lambda given, beside: kernels.prefill_attention_with_lse(*given, *beside)[0],
-    "lse": lambda given, beside: kernels.prefill_attention_with_lse(*given, *beside)[1],
-}
+        k, v = references.meant_by(self.read(tail)[1], self.pos)
+        return references.attend_reference(self.q, k.nan_to_num(0.0), v.nan_to_num(0.0), self.pos)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize(("n_tokens", "group", "head_dim"), [(1, 3, 80), (5, 1, 128), (63, 4, 64)])
 def test_both_planes_are_read_as_the_bytes_to_the_last_bit(
-    body: str, n_tokens: int, group: int, head_dim: int, dtype: torch.dtype
+    page: int, n_tokens: int, group: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     case = Case(n_tokens, group, head_dim, dtype)
-    attend = BODIES[body]
-    assert torch.equal(attend(case.upper, (*case.scales, *case.lower, 0)), attend(case.dense, case.scales))
+    (out, mass), (expected, of_bytes) = attention.dense(*case.read(0), page), attention.dense(*case.dense, page)
+    assert torch.equal(out, expected) and (mass is None or torch.equal(mass, of_bytes))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -72,8 +64,8 @@ def test_drafts_read_the_upper_plane_and_the_tail_whole(
 ) -> None:
     case = Case(n_tokens, group, head_dim, dtype)
     expected = case.expected_of_drafts()
-    for name in ("decode", "with mass", "prefill", "with lse"):
-        got = BODIES[name](case.upper, (*case.scales, *case.lower, TAIL))
+    for page in (0, 16):
+        got, _ = attention.dense(*case.read(), page)
         assert got.dtype == dtype and is_close(got, expected, TOLERANCE[dtype])
     whole, short = case.expected(), case.expected_of_drafts(1)
     off = [float((x - whole).norm() / whole.norm()) for x in (short, expected)]
@@ -84,8 +76,8 @@ def test_what_a_draft_reads_is_the_middle_of_what_a_nibble_leaves_open() -> None
     x = torch.arange(-127, 128, dtype=torch.int8)[:254].view(1, 254)
     upper, lower = as_planes(x)
     for dtype in (torch.float32, torch.bfloat16):
-        whole, part = (planes.drafted(upper, lower, torch.full((1,), b), dtype) for b in (True, False))
-        assert torch.equal(whole, x.to(dtype)) and torch.equal(planes.joined(upper, lower), x)
+        whole, part = (drafted(upper, lower, torch.full((1,), b), dtype) for b in (True, False))
+        assert torch.equal(whole, x.to(dtype)) and torch.equal(joined(upper, lower), x)
         off = part.float() - x.float()
         assert off.abs().max() == 7.5 and torch.equal((part.float() + 120.5) % 16, torch.zeros(1, 254))
 
@@ -96,28 +88,21 @@ def test_what_a_draft_reads_is_the_middle_of_what_a_nibble_leaves_open() -> None
 def test_listed_entries_are_read_alike(n_tokens: int, tail: int, dtype: torch.dtype) -> None:
     case = Case(n_tokens, group=3, dtype=dtype)
     pages = torch.tensor([[3, 0, -1], [7, 1, 2]]).repeat(B, 1, 1)  # [B, K, 3]
-    listed = kernels.entries_of(pages, 16)  # [B, K, 48]
-    q, k, v, pos, n_keys = case.upper
-    where = listed, pos[:, 0] - 90, 100, pos, n_keys, 16
-    got = kernels.sparse_attention(q, k, v, *where, *case.scales, *case.lower, tail)
-    expected = references.sparse_attention(q, k, v, *where, *case.scales, *case.lower, tail)
-    assert is_close(got, expected, TOLERANCE[dtype])
+    where = selection.entries_of(pages, 16), case.pos[:, 0] - 90, 100, case.pos  # of [B, K, 48]
+    q, layer, _, n_keys = case.read(tail)
+    got = attention.listed(q, layer, *where)
+    assert is_close(got, references.sparse_attention(q, layer, *where, n_keys, 16), TOLERANCE[dtype])
     if not tail:
-        assert torch.equal(got, kernels.sparse_attention(q, case.k, case.v, *where, *case.scales))
+        assert torch.equal(got, attention.listed(q, case.layer, *where))
 
 
 def test_masses_and_slots_are_those_of_what_is_read() -> None:
     case = Case(5, group=3)
-    beside = *case.scales, *case.lower, TAIL
-    _, mass = kernels.decode_attention_with_mass(*case.upper, 256, 32, *beside)
-    expected = references.decode_attention_with_mass(*case.upper, 256, 32, *beside)[1]
+    _, mass = attention.dense(*case.read(), 32)
+    expected = references.decode_attention_with_mass(*case.read(), 256, 32)[1]
     torch.testing.assert_close(mass, expected, atol=1e-5, rtol=1e-4)
-    q, k, v, pos, n_keys = case.upper
-    _, lse = kernels.prefill_attention_with_lse(*case.upper, *beside)
-    again = kernels.key_mass(q, k, lse, pos, n_keys, 32, case.k_scale, case.lower[0], TAIL)
-    torch.testing.assert_close(again, mass, atol=1e-5, rtol=1e-4)
-    slots = torch.tensor([2, 0])
-    out, _ = kernels.prefill_attention_of_slots(q[slots], k, v, slots, pos[slots], n_keys, *beside)
+    slots, (q, layer, pos, n_keys) = torch.tensor([2, 0]), case.read()
+    out, _ = attention.dense_of_slots(q[slots], layer, slots, pos[slots], n_keys)
     assert is_close(out, case.expected_of_drafts()[slots], 1e-5)
 
 
@@ -125,18 +110,19 @@ def test_bounds_of_pages_are_those_of_the_whole_keys() -> None:
     case, page = Case(1, head_dim=8), 16
     scale = case.k_scale.nan_to_num(0.5)
     made = [torch.full((B, K, S // page, 16), 7.0).bfloat16() for _ in range(3)]
-    first, (upper, lower) = torch.tensor([0, 5, 60]), as_planes(case.k)
-    kernels.page_bounds(case.k, made[0], first, 4, page, scale)
-    kernels.page_bounds(upper, made[1], first, 4, page, scale, lower)
-    references.page_bounds(upper, made[2], first, 4, page, scale, lower)
+    first, byte = torch.tensor([0, 5, 60]), replace(case.layer, k_scale=scale)
+    plane = replace(case.planes, k_scale=scale, tail=TAIL)
+    selection.page_bounds(byte, made[0], first, 4, page)
+    selection.page_bounds(plane, made[1], first, 4, page)
+    references.page_bounds(plane, made[2], first, 4, page)
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_a_scale_that_nobody_reads_may_be_anything(body: str) -> None:
+@pytest.mark.parametrize("page", [0, 16])
+def test_a_scale_that_nobody_reads_may_be_anything(page: int) -> None:
     case = Case(5)
-    given = case.upper, (*case.scales, *case.lower, TAIL)
-    poisoned = BODIES[body](*given)
+    poisoned = [x for x in attention.dense(*case.read(), page) if x is not None]
     for scale in case.scales:
         scale.nan_to_num_(3.0)
-    assert torch.equal(poisoned, BODIES[body](*given)) and poisoned.isfinite().all()
+    again = [x for x in attention.dense(*case.read(), page) if x is not None]
+    assert all(map(torch.equal, poisoned, again)) and all(x.isfinite().all() for x in poisoned)

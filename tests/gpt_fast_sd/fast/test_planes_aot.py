@@ -5,8 +5,6 @@ Shapes: B batch, T tokens in this call, S cache capacity, G query heads per kv h
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,6 +18,7 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpuless.aot import assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
 from tests.helpers import thinned
@@ -39,24 +38,23 @@ def launched(cap: int, op: str, *, n_rows: int, head_dim: int = 128, tail: int =
         q = tensor(2, n_rows, 8, head_dim, dtype=BF16).transpose(1, 2)
         k, v, k_low, v_low = (tensor(2, 8, 8192, head_dim // 2, dtype=torch.uint8) for _ in range(4))
         k_scale, v_scale = (tensor(2, 8, 8192, dtype=FP16) for _ in range(2))
-        beside: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "k_low": k_low, "v_low": v_low, "tail": tail}
+        layer = layer_of(k, v, k_scale, v_scale, k_low, v_low, tail)
         pos = tensor(2, n_rows)
         if op == "decode":
-            decode_triton.attend(q, k, v, pos, n_keys, 512, arch=cap, **beside)
+            decode_triton.attend(q, layer, pos, n_keys, 512, arch=cap)
         elif op == "mass":
-            decode_triton.attend_with_mass(q, k, v, pos, n_keys, 512, 16, arch=cap, **beside)
+            decode_triton.attend_with_mass(q, layer, pos, n_keys, 512, 16, arch=cap)
         elif op == "prefill":
-            prefill_triton._attend(q, k, v, pos, n_keys, None, cap, *beside.values())
+            prefill_triton._attend(q, layer, pos, n_keys, None, cap)
         elif op == "key_mass":
             lse = tensor(*q.shape[:3], dtype=torch.float32)
-            own = {name: beside[name] for name in ("k_scale", "k_low", "tail")}
-            prefill_triton.key_mass(q, k, lse, pos, n_keys, 1, arch=cap, **own)
+            prefill_triton.key_mass(q, layer, lse, pos, n_keys, 1, arch=cap)
         elif op == "sparse":
             kv_indices, start = tensor(2, 8, 448), tensor(2)
-            sparse_triton.attend(q, k, v, kv_indices, start, 74, pos, n_keys, 16, arch=cap, **beside)
+            sparse_triton.attend(q, layer, kv_indices, start, 74, pos, n_keys, 16, arch=cap)
         else:
             bounds = tensor(2, 8, 512, 2 * head_dim, dtype=BF16)
-            select_triton.page_bounds(k, bounds, tensor(2), 4, 16, k_scale=k_scale, k_low=k_low)
+            select_triton.page_bounds(layer, bounds, tensor(2), 4, 16)
     return launches
 
 

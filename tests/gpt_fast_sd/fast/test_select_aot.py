@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpuless.aot import assert_fits, assert_lean, assert_occupancy
 from tests.gpuless.driver import Launch, stand_in
 
@@ -46,7 +47,7 @@ def bounds(cap: int, page: int, head_dim: int, dtype: torch.dtype, n_pages: int 
     def call(new: Callable[..., torch.Tensor]) -> None:
         k = new(n_batch, 8, 4096, head_dim, dtype=dtype)
         made = new(n_batch, 8, 4096 // page, 2 * head_dim, dtype=dtype)
-        select_triton.page_bounds(k, made, new(n_batch), n_pages, page)
+        select_triton.page_bounds(layer_of(k, k), made, new(n_batch), n_pages, page)
 
     return launched(cap, call)
 

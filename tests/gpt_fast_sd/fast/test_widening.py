@@ -56,27 +56,16 @@ def fused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 OPCODES: dict[str, Callable[..., Tensor]] = {
     "mov.b32": lambda x: x,
     "and.b32": lambda x, y: x & y,
-    "or.b32": lambda x, y: x | y,
     "xor.b32": lambda x, y: x ^ y,
-    "shr.b32": lambda x, y: x >> y,
     "prmt.b32": permute,
     "fma.rn.bf16x2": fused,
     "sub.f16x2": lambda x, y: rounded(halves(x, torch.float16) - halves(y, torch.float16), torch.float16),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "held", "dtype"),
-    [
-        ("INT8_TO_BF16", torch.int8, torch.bfloat16),
-        ("INT8_TO_FP16", torch.int8, torch.float16),
-        ("FLOAT8_TO_BF16", torch.float8_e4m3fn, torch.bfloat16),
-    ],
-)
-def test_every_byte_becomes_the_same_value_in_its_own_place(name: str, held: torch.dtype, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("INT8_TO_BF16", torch.bfloat16), ("INT8_TO_FP16", torch.float16)])
+def test_every_byte_becomes_the_same_value_in_its_own_place(name: str, dtype: torch.dtype) -> None:
     places = torch.stack([torch.arange(256).roll(17 * i) for i in range(4)], -1).to(torch.uint8)  # [256, 4]
     packed = places.contiguous().view(torch.int32)[:, 0].long() & 0xFFFFFFFF
     out = [halves(register, dtype) for register in execute(getattr(triton_common, name).value, packed)]
-    expected = places.view(held).double()
-    expected = torch.where(expected.isnan(), torch.where(places < 128, 480.0, -480.0), expected)  # of float8
-    assert torch.cat(out, -1).equal(expected)
+    assert torch.cat(out, -1).equal(places.view(torch.int8).double())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.compile import can_compile
-from gpt_fast_sd.model import KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import FORMATS, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.sampling import probabilities
@@ -123,7 +123,7 @@ def nearly(model: Transformer, *, by: float, seed: int = 1) -> Transformer:
 
 def prefilled(runner: Runner, text: Sequence[int]) -> list[Tensor]:
     """Keys and values of a text, prefilled into a cache of its own: 2 * L of [K, T, H]."""
-    cache = KVCache(runner.model.config, 1, runner.cache.max_seq_len, dtype=torch.float32, device=runner.device)
+    cache = KVCache(runner.model.config, 1, runner.cache.max_seq_len, format=FORMATS["fp32"], device=runner.device)
     Prefill(Runner(runner.model, cache)).fill(0, text)
     return [x[0, :, : len(text)] for x in cache.buffers]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpt_fast_sd import Completion, DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.devices import TRAITS
-from gpt_fast_sd.model import SPLIT, CausalSelf, KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import FORMATS, SPLIT, CausalSelf, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import snapkv
 from gpt_fast_sd.policies.snapkv import OBSERVED, SnapKVView, best_entries
 from gpt_fast_sd.prefill import Prefill
@@ -55,7 +55,7 @@ def text(group: int) -> tuple[Transformer, list[int], KVCache, Recording]:
     recording = Recording()
     tokens = torch.tensor(ids[:-1])[None]
     tiny_model(config).double().hidden(tokens, torch.arange(LONGEST)[None], recording)
-    cache = KVCache(config, 3, 512, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(config, 3, 512, format=FORMATS["fp32"], device=torch.device("cpu"))
     prefill = Prefill(Runner(model, cache))
     for slot in range(3):
         prefill.fill(slot, ids[:-1])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, SamplingParams
-from gpt_fast_sd.model import SPLIT, CacheLayer, KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import FORMATS, SPLIT, CacheLayer, KVCache, ModelConfig, Transformer
 from gpt_fast_sd.policies import ModelDraft, build_view
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.round import decode_step
@@ -30,7 +30,7 @@ SPARSE = [name for name in VIEWS if name != "full"]
 
 
 def new_cache(config: ModelConfig) -> KVCache:
-    return KVCache(config, N_ROWS, MAX_LEN, dtype=torch.float32, device=torch.device("cpu"))
+    return KVCache(config, N_ROWS, MAX_LEN, format=FORMATS["fp32"], device=torch.device("cpu"))
 
 
 @functools.cache
@@ -91,7 +91,7 @@ class Rig:
         """Logits [B, T, V] and mass of the next T = gamma + 1 tokens of every row; the cache stays as it is."""
         tokens = torch.tensor([[*p[n : n + 5]] for p, n in zip(self.prompts, self.cache.seq_len.tolist(), strict=True)])
         pos = self.cache.seq_len[:, None] + torch.arange(5)  # [B, T]
-        layers = [CacheLayer(*(x.clone() for x in layer.buffers)) for layer in self.cache.layers]
+        layers = [CacheLayer(layer.format, *(x.clone() for x in layer.buffers)) for layer in self.cache.layers]
         n_splits_carrier = torch.empty(self.cache.splits(int(pos.max()) + 1), 0)
         page = self.draft.page if self.view.wants_mass else 0
         return decode_step(self.model, tokens, pos, layers, n_splits_carrier, page)

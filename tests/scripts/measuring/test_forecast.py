@@ -210,7 +210,7 @@ def test_a_precision_that_a_chip_does_not_run_is_refused(chip: str, name: str, s
         System(model=LLAMA, chip=CHIPS[chip], device="cpu", quantize=name)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "bf16", "fp8"])
+@pytest.mark.parametrize("kv_dtype", [None, "bf16"])
 def test_half_of_another_cache_than_int8_is_not_forecast(kv_dtype: str | None) -> None:
     """Once half of each number of bf16 was, which no engine reads."""
     with pytest.raises(ValueError, match=f"policy 'quantized' reads half of an int8 cache.* got {kv_dtype!r}"):

@@ -606,7 +606,7 @@ def an_int8_cache_on_ranks_gives_the_tokens_of_one(parallel: Parallel, folder: P
         assert together.cache.layers[0].k.dtype == torch.int8
         halved = engine_of(parallel, DraftConfig(policy="quantized", gamma=3), config=config, kv_dtype="int8")
         assert [c.tokens for c in halved.generate(PROMPTS, GREEDY)] == [c.tokens for c in ours]
-        assert halved.cache.planes and halved.stats.accepted > 0
+        assert halved.cache.format.planes and halved.stats.accepted > 0
 
 
 @check

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt_fast_sd.fast.ops import decode
 from gpt_fast_sd.fast.triton import decode as decode_triton
 from tests.gpt_fast_sd.fast import references
-from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FLOAT8, FP16, FP32, INT8, NAN, TOLERANCE, Case, assert_close
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, NAN, TOLERANCE, Case, assert_close
 from tests.helpers import thinned
 
 SPLIT = 64
@@ -29,16 +29,13 @@ def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
 def attend(case: Case, rows: slice = slice(None), n_tokens: int | None = None, n_keys: int | None = None) -> Tensor:
     """The first n_tokens tokens of these rows, with n_keys keys in view; all, if None."""
     out: Tensor = decode_triton.attend(
-        case.q[rows, :, :n_tokens], case.k[rows], case.v[rows], case.pos[rows, :n_tokens], n_keys or case.n_keys, SPLIT,
-        arch=89, **case.scales(rows),
-    )  # fmt: skip
+        case.q[rows, :, :n_tokens], case.layer(rows), case.pos[rows, :n_tokens], n_keys or case.n_keys, SPLIT, arch=89
+    )
     return out
 
 
 def attend_with_mass(case: Case, page: int) -> tuple[Tensor, Tensor]:
-    out, mass = decode_triton.attend_with_mass(
-        case.q, case.k, case.v, case.pos, case.n_keys, SPLIT, page, arch=89, **case.scales()
-    )
+    out, mass = decode_triton.attend_with_mass(case.q, case.layer(), case.pos, case.n_keys, SPLIT, page, arch=89)
     return out, mass
 
 
@@ -168,12 +165,10 @@ def test_the_mass_of_a_row_sums_to_its_queries() -> None:
     torch.testing.assert_close(attend_with_mass(case, 16)[1].sum(-1), torch.full((3, 1), 12.0))
 
 
-@pytest.mark.parametrize(
-    ("held", "dtype", "head_dim"), [(INT8, BF16, 64), (INT8, FP16, 64), (INT8, FP32, 96), (FLOAT8, BF16, 64)]
-)
-def test_entries_may_be_int8_with_scales_or_float8(held: torch.dtype, dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim"), [(BF16, 64), (FP16, 64), (FP32, 96)])
+def test_entries_may_be_int8_with_scales(dtype: torch.dtype, head_dim: int) -> None:
     """What they stand for is attended to as in fp64; what is behind a row, its scales too, is a NaN, and never read."""
-    case = Case([37, 100], n_tokens=3, group=4, head_dim=head_dim, n_keys=112, dtype=dtype, held=held)
+    case = Case([37, 100], n_tokens=3, group=4, head_dim=head_dim, n_keys=112, dtype=dtype, held=INT8)
     out, mass = attend_with_mass(case, 16)
     assert_close(out, case.expected())
     torch.testing.assert_close(mass, case.expected_mass(16), rtol=1e-5, atol=1e-5)
@@ -207,7 +202,7 @@ def test_a_page_that_is_not_whole_has_no_entry() -> None:
 
 def test_the_references_equal_the_kernels() -> None:
     case = Case([37, 500, 130], n_tokens=3, group=3, n_kv=2)
-    arguments = case.q, case.k, case.v, case.pos, case.n_keys, SPLIT
+    arguments = case.q, case.layer(), case.pos, case.n_keys, SPLIT
     near = {"rtol": 2e-5, "atol": 1e-5}
     torch.testing.assert_close(references.decode_attention(*arguments), attend(case), **near)
     for got, expected in zip(

@@ -15,6 +15,7 @@ from gpt_fast_sd.fast.triton import sparse as sparse_triton
 from gpt_fast_sd.model import as_planes
 from tests.gpt_fast_sd.fast import dense, listed, references
 from tests.gpt_fast_sd.fast.dense import BF16, FP16, FP32, INT8, NAN, PLANES, TAIL, assert_close, quantized
+from tests.gpt_fast_sd.fast.references import layer_of
 from tests.helpers import thinned
 
 SPLIT = 64
@@ -40,22 +41,22 @@ def test_a_few_queries_read_planes_and_their_mass_is_that_of_what_they_read(
     shape = {"n_tokens": n_tokens, "group": group, "head_dim": head_dim, "n_keys": 112}
     case = dense.Case([37, 100], dtype=dtype, held=PLANES, **shape)  # type: ignore[arg-type]
     case.tail = tail
-    arguments = case.q, case.k, case.v, case.pos, case.n_keys, SPLIT
-    out, mass = decode_triton.attend_with_mass(*arguments, 16, arch=89, **case.scales())
+    arguments = case.q, case.layer(), case.pos, case.n_keys, SPLIT
+    out, mass = decode_triton.attend_with_mass(*arguments, 16, arch=89)
     assert_close(out, case.expected())
     torch.testing.assert_close(mass, case.expected_mass(16), rtol=1e-5, atol=1e-5)
-    assert decode_triton.attend(*arguments, arch=89, **case.scales()).equal(out)
+    assert decode_triton.attend(*arguments, arch=89).equal(out)
     # alone, with fewer keys in view, and one token of several
-    given = (x[:1] for x in (case.q, case.k, case.v, case.pos))
-    assert decode_triton.attend(*given, 38, SPLIT, arch=89, **case.scales(slice(1))).equal(out[:1])
+    given = case.q[:1], case.layer(slice(1)), case.pos[:1]
+    assert decode_triton.attend(*given, 38, SPLIT, arch=89).equal(out[:1])
 
 
 def test_both_planes_are_read_as_bytes_are() -> None:
     outs = []
     for held in (INT8, PLANES):
         case = dense.Case([37, 100], n_tokens=3, group=4, n_keys=112, dtype=FP16, held=held)
-        given = case.q, case.k, case.v, case.pos, case.n_keys
-        outs.append(decode_triton.attend(*given, SPLIT, arch=89, **case.scales()))
+        given = case.q, case.layer(), case.pos, case.n_keys
+        outs.append(decode_triton.attend(*given, SPLIT, arch=89))
     torch.testing.assert_close(*outs, rtol=2e-3, atol=2e-3)
 
 
@@ -65,13 +66,11 @@ def test_many_queries_read_planes(asked: tuple[torch.dtype, int], tail: int, mon
     monkeypatch.setattr(prefill_triton, "FEW_ROWS", 0)
     case = dense.Case([50, 99], n_tokens=9, n_keys=100, head_dim=head_dim, dtype=dtype, held=PLANES)
     case.tail = tail
-    out, lse = prefill_triton.attend_with_lse(case.q, case.k, case.v, case.pos, 100, arch=89, **case.scales())
+    out, lse = prefill_triton.attend_with_lse(case.q, case.layer(), case.pos, 100, arch=89)
     assert_close(out, case.expected())
     expected = case.scores().logsumexp(-1).float()
     torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-5)
-    assert case.low
-    beside = {"k_scale": case.k_scale, "k_low": case.low[0], "tail": tail}
-    mass = prefill_triton.key_mass(case.q, case.k, expected, case.pos, 100, 16, arch=89, **beside)
+    mass = prefill_triton.key_mass(case.q, case.layer(), expected, case.pos, 100, 16, arch=89)
     torch.testing.assert_close(mass, case.expected_mass(16), rtol=1e-5, atol=1e-5)
 
 
@@ -83,9 +82,9 @@ def test_listed_entries_are_read_of_planes(asked: tuple[torch.dtype, int, int], 
         shape = {"page": page, "n_listed": n_listed, "width": width, "n_tokens": 2, "head_dim": head_dim}
         case = listed.Case([192, 40], [220, 52], dtype=dtype, held=PLANES, **shape)  # type: ignore[arg-type]
         case.tail = tail
-        arguments = case.q, case.k, case.v, case.kv_indices, case.window_start, width, case.pos, case.n_keys, page
-        assert_close(sparse_triton.attend(*arguments, arch=90, **case.scales()), case.expected())
-        assert_close(references.sparse_attention(*arguments, **case.scales()), case.expected())
+        arguments = case.q, case.layer(), case.kv_indices, case.window_start, width, case.pos, case.n_keys, page
+        assert_close(sparse_triton.attend(*arguments, arch=90), case.expected())
+        assert_close(references.sparse_attention(*arguments), case.expected())
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])
@@ -93,6 +92,6 @@ def test_bounds_of_pages_are_those_of_bytes(head_dim: int) -> None:
     (k, scale), first = quantized(torch.randn(2, 2, 96, head_dim)), torch.tensor([0, 3])
     upper, lower = as_planes(k)
     made = [torch.zeros(2, 2, 6, 2 * head_dim, dtype=BF16) for _ in range(2)]
-    select_triton.page_bounds(k, made[0], first, 3, 16, k_scale=scale)
-    select_triton.page_bounds(upper, made[1], first, 3, 16, k_scale=scale, k_low=lower)
+    select_triton.page_bounds(layer_of(k, k, scale, scale), made[0], first, 3, 16)
+    select_triton.page_bounds(layer_of(upper, upper, scale, scale, lower, lower), made[1], first, 3, 16)
     assert made[0].any() and made[0].equal(made[1])

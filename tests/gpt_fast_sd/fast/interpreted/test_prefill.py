@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt_fast_sd.fast.triton import prefill as prefill_triton
 from tests.gpt_fast_sd.fast import references
-from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FLOAT8, FP16, FP32, INT8, NAN, TOLERANCE, Case, assert_close
+from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, INT8, NAN, TOLERANCE, Case, assert_close
 from tests.helpers import thinned
 
 
@@ -38,16 +38,14 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def attend(case: Case, rows: slice = slice(None), n_keys: int | None = None) -> tuple[Tensor, Tensor]:
     out, lse = prefill_triton.attend_with_lse(
-        case.q[rows], case.k[rows], case.v[rows], case.pos[rows], n_keys or case.n_keys, arch=89, **case.scales(rows)
+        case.q[rows], case.layer(rows), case.pos[rows], n_keys or case.n_keys, arch=89
     )
     return out, lse
 
 
 def key_mass(case: Case, page: int) -> Tensor:
     lse = case.scores().logsumexp(-1).float()
-    mass: Tensor = prefill_triton.key_mass(
-        case.q, case.k, lse, case.pos, case.n_keys, page, arch=89, k_scale=case.k_scale
-    )
+    mass: Tensor = prefill_triton.key_mass(case.q, case.layer(), lse, case.pos, case.n_keys, page, arch=89)
     return mass
 
 
@@ -56,7 +54,7 @@ def assert_right(case: Case) -> None:
     assert_close(out, case.expected())
     assert lse.is_contiguous() and lse.dtype == FP32
     torch.testing.assert_close(lse, case.scores().logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
-    again = prefill_triton.attend(case.q, case.k, case.v, case.pos, case.n_keys, arch=89, **case.scales())
+    again = prefill_triton.attend(case.q, case.layer(), case.pos, case.n_keys, arch=89)
     assert out.equal(again)
 
 
@@ -140,9 +138,9 @@ def test_each_page_gets_the_attention_that_all_queries_of_its_head_paid_it(page:
 
 
 @pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize(("held", "dtype"), [(INT8, BF16), (INT8, FP32), (FLOAT8, BF16)])
-def test_entries_may_be_int8_with_scales_or_float8(held: torch.dtype, dtype: torch.dtype) -> None:
-    case = Case([50, 99], n_tokens=9, n_keys=100, dtype=dtype, held=held)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_entries_may_be_int8_with_scales(dtype: torch.dtype) -> None:
+    case = Case([50, 99], n_tokens=9, n_keys=100, dtype=dtype, held=INT8)
     assert_right(case)
     assert attend(case, slice(1))[0].equal(attend(case)[0][:1])
     torch.testing.assert_close(key_mass(case, 16), case.expected_mass(16), rtol=1e-5, atol=1e-5)
@@ -161,14 +159,14 @@ def test_mass_is_right_for_any_head_dim_and_half_a_page_has_no_entry(head_dim: i
 
 def test_the_references_equal_the_kernels() -> None:
     case = Case([37, 500, 196], n_tokens=9, group=3)
-    arguments = case.q, case.k, case.v, case.pos, case.n_keys
+    arguments = case.q, case.layer(), case.pos, case.n_keys
     near = {"rtol": 2e-5, "atol": 1e-5}
     out, lse = attend(case)
     torch.testing.assert_close(references.prefill_attention(*arguments), out, **near)
     for got, expected in zip(references.prefill_attention_with_lse(*arguments), (out, lse), strict=True):
         torch.testing.assert_close(got, expected, **near)
         assert got.stride() == expected.stride()
-    mass = references.key_mass(case.q, case.k, lse, case.pos, case.n_keys, 16)
+    mass = references.key_mass(case.q, case.layer(), lse, case.pos, case.n_keys, 16)
     torch.testing.assert_close(mass, key_mass(case, 16), **near)
 
 

@@ -1,4 +1,4 @@
-"""Selection, interpreted and on a CPU, equals references and plain Python: ties, NaN, infinities, rows of any length.
+"""Selection, interpreted and in the core, equals references and plain Python: ties, NaN, infinities, any length.
 
 Shapes: B slots, T tokens in this call, S cache capacity, L layers, N query heads, K kv heads, G = N // K, H head dim,
         P pages, n pages chosen, C listed entries.
@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.fast.ops import select
 from gpt_fast_sd.fast.triton import select as select_triton
+from gpt_fast_sd.policies import selection
 from tests.gpt_fast_sd.fast import references
 from tests.gpt_fast_sd.fast.dense import BF16, DTYPES, FP16, FP32, NAN, quantized
+from tests.gpt_fast_sd.fast.references import layer_of
 from tests.gpt_fast_sd.fast.selected import INF, best, rows_of_every_kind
 from tests.helpers import thinned
 
-ROOMS = select, select_triton, references  # the CPU's code, CUDA's code, and the obvious one
+ROOMS = selection, select_triton, references  # the core, CUDA's code, and the obvious one
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def test_rows_may_be_longer_than_what_is_looked_at_together() -> None:
     scores = rows_of_every_kind(2 * select_triton.BLOCK + 100)
     n_valid = torch.tensor([10**6, select_triton.BLOCK, 3000]).repeat(3)
     for n in (64, 2500):
-        for room in (select, select_triton):
+        for room in (selection, select_triton):
             assert room.top_pages(scores, n_valid, n).equal(references.top_pages(scores, n_valid, n))
 
 
@@ -73,7 +74,9 @@ def test_how_many_are_valid_is_broadcast_and_may_be_none() -> None:
     scores = torch.randn(2, 3, 2, 50)
     for n_valid in (torch.tensor(20), torch.tensor([[0], [50], [3]]), torch.randint(0, 51, (2, 1, 2))):
         got = select_triton.top_pages(scores, n_valid, 9)
-        assert got.equal(references.top_pages(scores, n_valid, 9)) and got.equal(select.top_pages(scores, n_valid, 9))
+        assert got.equal(references.top_pages(scores, n_valid, 9)) and got.equal(
+            selection.top_pages(scores, n_valid, 9)
+        )
         each = n_valid.expand(2, 3, 2).flatten().tolist()
         rows = zip(scores.flatten(0, 2).tolist(), each, strict=True)
         assert got.flatten(0, 2).tolist() == [best(row, valid, 9) for row, valid in rows]
@@ -85,7 +88,7 @@ def test_what_is_past_the_valid_scores_does_not_matter() -> None:
     expected = select_triton.top_pages(scores, n_valid, 8)
     for behind in (NAN, INF, 5.0):
         scores[:, 33:] = behind
-        for room in (select, select_triton):
+        for room in (selection, select_triton):
             assert room.top_pages(scores, n_valid, 8).equal(expected)
 
 
@@ -118,7 +121,7 @@ def test_bounds_are_the_largest_and_the_smallest_keys_of_a_page(shape: tuple[int
     every = torch.cat([in_pages.amax(3), in_pages.amin(3)], -1).to(dtype)  # [B, K, P, 2H]
     for room in ROOMS:
         bounds = before.clone()
-        room.page_bounds(k, bounds, first, 2, page)
+        room.page_bounds(layer_of(k, k), bounds, first, 2, page)
         for row, pages in enumerate(([0, 1], [3, 4], [5])):
             assert bounds[row, :, pages].equal(every[row, :, pages])
             bounds[row, :, pages] = NAN
@@ -134,7 +137,7 @@ def test_bounds_of_int8_keys_are_the_nearest_bf16_outside_of_what_is_read_or_the
     got = []
     for room in ROOMS:
         bounds = torch.zeros(3, 2, 6, 192, dtype=BF16)
-        room.page_bounds(k, bounds, torch.tensor([0, 0, 0]), 6, 16, k_scale=k_scale)
+        room.page_bounds(layer_of(k, k, k_scale, k_scale), bounds, torch.tensor([0, 0, 0]), 6, 16)
         high, low = bounds.double().split(96, -1)
         assert (high > read.amax(3)).all() and (low < read.amin(3)).all()
         assert (high - read.amax(3) <= read.amax(3).abs() * 2.0**-6 + 1e-38).all()

@@ -1,31 +1,25 @@
-"""Attention on a CPU against the references: ragged rows, poisoned scratch, any number of splits in view.
+"""The core attends and selects as the references do: ragged rows, poisoned scratch, any number of splits in view.
 
 Shapes: B batch rows, T query tokens, S keys in view, N query heads, K kv heads, G = N // K, H head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from gpt_fast_sd.fast.cpu import attention_torch as on_cpu
-from gpt_fast_sd.fast.ops import decode, prefill, select, sparse
+from gpt_fast_sd.attention import dense, dense_of_slots, listed
+from gpt_fast_sd.fast.ops import prefill
 from gpt_fast_sd.model import SPLIT
+from gpt_fast_sd.policies import selection
 from tests.gpt_fast_sd.fast import references
-from tests.gpt_fast_sd.fast.references import attend_reference
+from tests.gpt_fast_sd.fast.references import attend_reference, layer_of
 from tests.helpers import thinned
 
 B, K, H = 3, 2, 16
-BODIES = {
-    "rows": on_cpu.attend_rows,
-    "matmul": on_cpu.attend_matmul,
-}
-FEW, MANY = (1, 2, 5, 9), (63, 300)  # rows is for few queries: it unrolls them
 GROUPS = (1, 2, 3, 4, 8)
-SHAPES = [(name, g, n) for name in BODIES for g in GROUPS for n in FEW + (() if name == "rows" else MANY)]
+SHAPES = [(g, n) for g in GROUPS for n in (1, 2, 5, 9, 63, 300)]
 TOLERANCE = {
     # sums over at most 768 keys of weights that add to 1, in another order than fp64's: measured at most 1.3e-6
     torch.float32: 4e-6,
@@ -43,6 +37,11 @@ def case(group: int, n_tokens: int, n_splits: int, dtype: torch.dtype) -> tuple[
     return q, k, v, start[:, None] + torch.arange(n_tokens)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    """dense with all keys in view."""
+    return dense(q, layer_of(k, v), pos, k.shape[2])[0]
+
+
 def poisoned(k: Tensor, v: Tensor, pos: Tensor, *, key: float = float("nan")) -> tuple[Tensor, Tensor]:
     """Copies whose entries past each row's last query hold `key` in k and the largest finite number in v."""
     past = (torch.arange(k.shape[2]) > pos[:, -1:])[:, None, :, None]  # [B, 1, S, 1]
@@ -50,13 +49,13 @@ def poisoned(k: Tensor, v: Tensor, pos: Tensor, *, key: float = float("nan")) ->
 
 
 @thinned("shape,dtype", SHAPES, list(TOLERANCE))
-def test_every_body_gives_what_the_reference_gives(shape: tuple[str, int, int], dtype: torch.dtype) -> None:
-    body, group, n_tokens = shape
+def test_attention_is_that_of_fp64(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    group, n_tokens = shape
     for n_splits in (1, 2, 3):
         if n_tokens > n_splits * SPLIT:
             continue
         q, k, v, pos = case(group, n_tokens, n_splits, dtype)
-        out = BODIES[body](q, k, v, pos)
+        out = attend(q, k, v, pos)
         assert out.shape == q.shape and out.dtype == dtype
         assert (out.double() - attend_reference(q, k, v, pos)).abs().max() <= TOLERANCE[dtype]
 
@@ -71,49 +70,34 @@ def test_the_reference_is_softmax_over_the_keys_a_query_may_see() -> None:
         assert torch.allclose(out[b, n, t], weights / weights.sum() @ v[b, n // 3, :seen].double(), rtol=0, atol=1e-14)
 
 
-PAST = [(name, n) for name in BODIES for n in (1, 2, 5, 63) if name != "rows" or n in FEW]
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("n_tokens", [1, 2, 5, 63])
+def test_nothing_past_a_rows_position_is_seen_not_even_nan_keys(n_tokens: int, dtype: torch.dtype) -> None:
+    q, k, v, pos = case(2, n_tokens, 3, dtype)
+    assert torch.equal(attend(q, *poisoned(k, v, pos), pos), attend(q, k, v, pos))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("body", "n_tokens"), PAST)
-def test_nothing_past_a_rows_position_is_seen_not_even_nan_keys(body: str, n_tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("n_tokens", [1, 2, 5, 63])
+def test_nothing_past_a_rows_position_is_seen_however_large(n_tokens: int, dtype: torch.dtype) -> None:
     q, k, v, pos = case(2, n_tokens, 3, dtype)
-    assert torch.equal(BODIES[body](q, *poisoned(k, v, pos), pos), BODIES[body](q, k, v, pos))
+    assert torch.equal(attend(q, *poisoned(k, v, pos, key=1e4), pos), attend(q, k, v, pos))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("body", "n_tokens"), PAST)
-def test_nothing_past_a_rows_position_is_seen_however_large(body: str, n_tokens: int, dtype: torch.dtype) -> None:
-    q, k, v, pos = case(2, n_tokens, 3, dtype)
-    assert torch.equal(BODIES[body](q, *poisoned(k, v, pos, key=1e4), pos), BODIES[body](q, k, v, pos))
-
-
-@pytest.mark.parametrize("body", BODIES)
-def test_a_query_does_not_see_the_queries_after_it_in_the_call(body: str) -> None:
+def test_a_query_does_not_see_the_queries_after_it_in_the_call() -> None:
     q, k, v, pos = case(2, 5, 2, torch.float32)
-    whole = BODIES[body](q, k, v, pos)
+    whole = attend(q, k, v, pos)
     later = k.clone()
     for b in range(B):
         later[b, :, pos[b, 3] :] = 50.0  # where the last two queries are
-    assert torch.equal(BODIES[body](q, later, v, pos)[:, :, :3], whole[:, :, :3])
-
-
-def results_by_view(body: Callable[..., Tensor], group: int, n_tokens: int) -> list[Tensor]:
-    """The same rows, all within the first split, with one, two and three splits in view."""
-    q, k, v, _ = case(group, n_tokens, 3, torch.float32)
-    pos = torch.tensor([0, 100, SPLIT - n_tokens])[:, None] + torch.arange(n_tokens)
-    return [body(q, k[:, :, : n * SPLIT], v[:, :, : n * SPLIT], pos) for n in (1, 2, 3)]
-
-
-@pytest.mark.parametrize(("group", "n_tokens"), [(1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (4, 2), (8, 1), (1, 9)])
-def test_rows_are_the_same_to_the_bit_when_empty_splits_come_into_view(group: int, n_tokens: int) -> None:
-    one, two, three = results_by_view(BODIES["rows"], group, n_tokens)
-    assert torch.equal(one, two) and torch.equal(one, three)
+    assert torch.equal(attend(q, later, v, pos)[:, :, :3], whole[:, :, :3])
 
 
 @pytest.mark.parametrize(("group", "n_tokens"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 5), (2, 63)])
 def test_empty_splits_in_view_change_no_more_than_the_order_of_a_sum(group: int, n_tokens: int) -> None:
-    one, two, three = results_by_view(BODIES["matmul"], group, n_tokens)
+    q, k, v, _ = case(group, n_tokens, 3, torch.float32)
+    pos = torch.tensor([0, 100, SPLIT - n_tokens])[:, None] + torch.arange(n_tokens)
+    one, two, three = (dense(q, layer_of(k, v), pos, n * SPLIT)[0] for n in (1, 2, 3))
     # a library's matrix product may block its sum by its length: not the same to the bit, measured at most 3e-7
     assert max(float((one - two).abs().max()), float((one - three).abs().max())) <= 2e-6
 
@@ -121,11 +105,11 @@ def test_empty_splits_in_view_change_no_more_than_the_order_of_a_sum(group: int,
 def test_long_calls_go_by_blocks_of_queries_without_a_seam() -> None:
     for n_tokens in (127, 128, 129, 256, 257):
         q, k, v, pos = case(3, n_tokens, 2, torch.float32)
-        out = BODIES["matmul"](q, k, v, pos)
+        out = attend(q, k, v, pos)
         assert (out.double() - attend_reference(q, k, v, pos)).abs().max() <= TOLERANCE[torch.float32]
 
 
-# ---- what a CPU has in place of each operator, against its reference -------------------------------------------------
+# ---- what stands for each operator, against its reference -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(("group", "n_tokens", "n_keys"), [(1, 1, 512), (3, 5, 512), (2, 33, 512), (3, 2, 300)])
@@ -133,45 +117,27 @@ def test_each_gives_what_its_operator_promises_to_rows_that_idle_as_well(
     group: int, n_tokens: int, n_keys: int
 ) -> None:
     q, k, v, _ = case(group, n_tokens, 3, torch.float32)
-    pos = torch.tensor([0, n_keys - n_tokens, n_keys - 1])[:, None] + torch.arange(
-        n_tokens
-    )  # the last runs out of view
-    given, near = (q, k, v, pos, n_keys), {"rtol": 2e-5, "atol": 1e-5}
-    lse = references.prefill_attention_with_lse(*given)[1]
+    # the last runs out of view
+    pos = torch.tensor([0, n_keys - n_tokens, n_keys - 1])[:, None] + torch.arange(n_tokens)
+    given, near = (q, layer_of(k, v), pos, n_keys), {"rtol": 2e-5, "atol": 1e-5}
+    torch.testing.assert_close(dense(*given)[0], references.prefill_attention(*given), **near)
+    torch.testing.assert_close(dense(*given, 16), references.decode_attention_with_mass(*given, 256, 16), **near)
     kv_indices = torch.tensor([0, 3, 64, -1, 200, 90, 250]).expand(B, K, -1)
-    window = kv_indices, torch.tensor([0, 210, 80]), 40  # of the last row's list some stands in the window
-    for name, module, arguments in (
-        ("decode_attention", decode, (*given, 256)),
-        ("decode_attention_with_mass", decode, (*given, 256, 16)),
-        ("prefill_attention", prefill, given),
-        ("prefill_attention_with_lse", prefill, given),
-        ("key_mass", prefill, (q, k, lse, pos, n_keys, 32)),
-        ("sparse_attention", sparse, (q, k, v, *window, pos, n_keys, 1)),
-    ):
-        got, expected = (getattr(room, name)(*arguments) for room in (module, references))
-        torch.testing.assert_close(got, expected, **near)
-
-
-@pytest.mark.parametrize("n_keys", [300, 512])
-def test_few_rows_of_a_compiled_step_see_any_number_of_keys(n_keys: int) -> None:
-    q, k, v, _ = case(2, 1, 3, torch.float32)
-    pos = torch.tensor([[0], [n_keys - 1], [n_keys]])  # the last one is out of view
-    step = torch.compile(decode.decode_attention, backend="eager", fullgraph=True, dynamic=False)
-    expected = references.decode_attention(q, k, v, pos, n_keys, 256)
-    torch.testing.assert_close(step(q, k, v, pos, n_keys, 256), expected, rtol=2e-5, atol=1e-5)
+    window = kv_indices, torch.tensor([0, 210, 80]), 40, pos  # of the last row's list some stands in the window
+    capacity = given[1].capacity
+    got, expected = listed(*given[:2], *window), references.sparse_attention(*given[:2], *window, capacity, 1)
+    torch.testing.assert_close(got, expected, **near)
 
 
 def test_some_slots_attend_as_all_do_and_every_key_has_its_mass() -> None:
     q, k, v, _ = case(2, 32, 3, torch.float32)
     slots, pos = torch.tensor([2, 0]), torch.tensor([[300], [600]]) + torch.arange(32)
-    out, mass = prefill.prefill_attention_of_slots(q[slots], k, v, slots, pos, 512)
-    expected, expected_mass = references.decode_attention_with_mass(q[slots], k[slots], v[slots], pos, 512, 256, 1)
-    torch.testing.assert_close(out, expected, rtol=2e-5, atol=1e-5)
-    torch.testing.assert_close(mass, expected_mass, rtol=2e-5, atol=1e-5)
-    with pytest.MonkeyPatch.context() as patch:
-        references.as_on_cuda(patch)
-        again = prefill.prefill_attention_of_slots(q[slots], k, v, slots, pos, 512)
-    torch.testing.assert_close(again, (out, mass), rtol=2e-5, atol=1e-5)
+    got = dense_of_slots(q[slots], layer_of(k, v), slots, pos, 512)
+    near = {"rtol": 2e-5, "atol": 1e-5}
+    expected = references.decode_attention_with_mass(q[slots], layer_of(k[slots], v[slots]), pos, 512, 256, 1)
+    torch.testing.assert_close(got, expected, **near)
+    again = prefill.prefill_attention_of_slots(q[slots], layer_of(k, v), slots, pos, 512)  # with operators of CUDA
+    torch.testing.assert_close(again, expected, **near)
 
 
 @pytest.mark.parametrize("n_pages", [1, 7, 40, 700])
@@ -181,10 +147,10 @@ def test_of_equal_scores_the_first_wins_and_a_nan_is_worse_than_any_number(n_pag
     scores[1, :, 0, ::3], scores[1, :, 1, 1::3] = float("nan"), float("-inf")
     n_valid = torch.tensor([[n_pages], [n_pages // 2], [0]])
     for n in (1, n_pages, n_pages + 3):
-        assert select.top_pages(scores, n_valid, n).equal(references.top_pages(scores, n_valid, n))
+        assert selection.top_pages(scores, n_valid, n).equal(references.top_pages(scores, n_valid, n))
     mass, due = scores.abs().nan_to_num(), torch.tensor([True, False, True])
     lists = [torch.full((2, 3, 2, 50), 7) for _ in range(2)]
-    for room, kv_indices in zip((select, references), lists, strict=True):
+    for room, kv_indices in zip((selection, references), lists, strict=True):
         room.guided_select(mass, kv_indices, due, n_valid[:, 0], 16)
     assert lists[0].equal(lists[1])
 
@@ -192,11 +158,11 @@ def test_of_equal_scores_the_first_wins_and_a_nan_is_worse_than_any_number(n_pag
 def test_bounds_and_pages_are_those_of_the_references() -> None:
     k, before = torch.randn(3, 2, 40 * 16, 8), torch.full((3, 2, 40, 16), float("nan"))
     all_bounds = [before.clone() for _ in range(2)]
-    for room, bounds in zip((select, references), all_bounds, strict=True):
+    for room, bounds in zip((selection, references), all_bounds, strict=True):
         for first in (torch.tensor([0, 7, 38]), torch.tensor([3, 9, 0])):
-            room.page_bounds(k, bounds, first, 3, 16)
+            room.page_bounds(layer_of(k, k), bounds, first, 3, 16)
     assert all_bounds[0].nan_to_num().equal(all_bounds[1].nan_to_num())
     q, n_closed = torch.randint(-3, 4, (3, 6, 2, 8)).float(), torch.tensor([6, 3, 0])  # whole numbers: ties are ties
     bounds = torch.randint(-3, 4, (3, 2, 40, 16)).float()
     for n in (1, 4, 9):
-        assert select.quest_pages(q, bounds, n_closed, n).equal(references.quest_pages(q, bounds, n_closed, n))
+        assert selection.quest_pages(q, bounds, n_closed, n).equal(references.quest_pages(q, bounds, n_closed, n))
