@@ -254,6 +254,7 @@ def test_an_engine_that_fails_before_it_takes_a_line_ends_the_job(job: Job, monk
         yield
 
     monkeypatch.setattr(Schedule, "run", broken)
+    job.give(prompts(3))
     assert job.code() == 1
     assert not job.rejected.exists()
 
@@ -338,9 +339,10 @@ def test_an_error_among_processes_is_left_to_their_guard(
     assert not job.rejected.exists()
 
 
-def test_an_input_without_a_prompt_gives_an_output_without_a_line(job: Job, tmp_path: Path) -> None:
+def test_an_input_without_a_prompt_gives_an_output_without_a_line(job: Job) -> None:
+    job.give(["", ""])
     assert job.code() == 0
-    assert (tmp_path / "out.jsonl").read_bytes() == b""
+    assert job.output.read_bytes() == b""
 
 
 class Watched:

@@ -226,10 +226,7 @@ def test_help_describes_every_policy_and_a_draft_model(capsys: pytest.CaptureFix
         (["--draft", "full"], "full, gamma 2"),
         (["--gamma", "auto", "--budget", "32", "--exact"], "streaming, budget 32, gamma auto"),
         (["--draft", "lookup"], "lookup, gamma 2"),
-        (
-            ["--draft", "early_exit", "--exit-layers", "2"],
-            "early_exit, layers 2, view streaming, budget 256, gamma 2",
-        ),
+        (["--draft", "early_exit", "--exit-layers", "2"], "early_exit, layers 2, view streaming, budget 256, gamma 2"),
         (
             ["--draft", "standalone", "--draft-model", "bundled", "--view", "full"],
             "standalone, of bundled, view full, gamma 2",
