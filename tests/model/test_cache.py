@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gpt_fast_sd.kv import DenseKV
 from gpt_fast_sd.model import SPLIT, KVCache, ModelConfig, Transformer, buffers, load_model
-from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
+from tests.helpers import random_ids, random_transformers_model, tiny_config, tiny_model, whole_text_logits
 
 B = 4
 
@@ -244,21 +244,14 @@ def test_a_16_bit_cache_under_an_fp32_model_stays_near() -> None:
 FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen2": {}, "Qwen3": {"head_dim": 24}}
 SMALL = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "attn_implementation": "eager",
+    "num_key_value_heads": 2, "max_position_embeddings": 1024,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_cached_logits_equal_transformers_token_by_token(family: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{family}Config")(**SMALL, **FAMILIES[family])
-    theirs = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    for name, parameter in theirs.named_parameters():
-        if "norm" in name:
-            parameter.uniform_(0.5, 1.5)
-        else:
-            parameter.normal_(std=1.0 if name.endswith("bias") else 0.15)
+    theirs = random_transformers_model(family, **SMALL, **FAMILIES[family])
     theirs.save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32)
     ids = random_ids(280, vocab_size=131)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpt_fast_sd.model import CausalSelf, load_model, read_config, save_hugging_face
+from tests.helpers import random_transformers_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,21 +43,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(family: str, **changes: Any) -> Any:
-    """A tiny random model of transformers; biases and norm weights, which it starts at 0 and 1, are random too."""
+    """A tiny random model of transformers."""
     fields = SMALL | changes
     if "rope_theta" in fields:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
-    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(std=0.15)
-    return model
+    return random_transformers_model(family, **fields)
 
 
 def positions(tokens: torch.Tensor) -> torch.Tensor:

@@ -165,7 +165,7 @@ def test_an_exit_with_unsent_bytes_is_silent() -> None:
 @on_linux
 def test_the_process_ends_though_the_one_that_asked_was_killed() -> None:
     program = """
-        templating.SECONDS = 1.0
+        templating.SECONDS = 4.0
         template = echo()
         template.render(say("first"))
         print(*children(), flush=True)
@@ -173,7 +173,7 @@ def test_the_process_ends_though_the_one_that_asked_was_killed() -> None:
         template.render(say("endless"))
     """
     pid = int(run(program).stdout)
-    for _ in range(100):
+    for _ in range(200):
         stat = Path(f"/proc/{pid}/stat")
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
             return

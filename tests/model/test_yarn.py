@@ -13,7 +13,7 @@ import torch
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.model import CausalSelf, ModelConfig, RopeScaling, Transformer, load_model
-from tests.helpers import ByteTokenizer, tiny_config, tiny_model
+from tests.helpers import ByteTokenizer, random_transformers_model, tiny_config, tiny_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2,
@@ -45,16 +45,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def theirs_with(family: str, rope: dict[str, Any], **changes: Any) -> Any:
     """A tiny random model of transformers with this rotary scaling."""
-    transformers = pytest.importorskip("transformers")
     fields = {key: value for key, value in LLAMA.items() if key not in ("architectures", "rope_theta")} | changes
-    fields["rope_parameters"] = {"rope_theta": 10000.0} | rope
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(std=0.15)
-    return model
+    return random_transformers_model(family, **fields, rope_parameters={"rope_theta": 10000.0} | rope)
 
 
 @torch.no_grad()
