@@ -35,11 +35,14 @@ def rows_of(model: Transformer, meant: dict[str, Tensor], name: str) -> list[Ten
     return [part for unit in zip(*units, strict=True) for part in unit]
 
 
-class Keeper(dict[str, tuple[Tensor, Tensor]]):
-    """What loading is asked to keep, by name: numbers and their scales."""
+class Keeper:
+    """What loading is asked to keep: numbers and their scales by name."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, model: Transformer, name: str, numbers: Tensor, scales: Tensor) -> None:
-        self[name] = numbers, scales
+        self.kept[name] = numbers, scales
         place, _, kind = name.rpartition(".")
         setattr(model.get_submodule(place), kind, torch.nn.Parameter(numbers.float(), requires_grad=False))
 
@@ -70,10 +73,10 @@ def test_weights_in_float8_are_dequantized_row_by_row(kind: str, dtype: torch.dt
 
 @pytest.mark.parametrize("kind", READ)
 def test_weights_in_float8_are_kept_with_a_scale_for_each_row(kind: str, tmp_path: Path) -> None:
-    meant, kept = save_float8(tmp_path, kind), Keeper()
-    model = load_model(tmp_path, dtype=torch.bfloat16, keep=kept)
-    assert len(kept) == 4 * 2
-    for name, (numbers, scales) in kept.items():
+    meant, keep = save_float8(tmp_path, kind), Keeper()
+    model = load_model(tmp_path, dtype=torch.bfloat16, keep=keep)
+    assert len(keep.kept) == 4 * 2
+    for name, (numbers, scales) in keep.kept.items():
         assert numbers.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
         assert (numbers.float() * scales[:, None]).equal(torch.cat(rows_of(model, meant, name))), name
     assert model.output.weight.dtype == model.embedding.weight.dtype == torch.bfloat16
@@ -100,9 +103,9 @@ def test_what_a_checkpoint_ignores_keeps_its_dtype_and_is_found(tmp_path: Path) 
     assert stored[1] is not None and stored[1].other == "model.layers.1.mlp.down_proj.weight" and stored[1].cache
     assert read_stored_float8(none) is None
     assert read_stored_dtype(some) == "bfloat16"
-    kept = Keeper()
-    model = load_model(some, keep=kept)
-    assert len(kept) == 7 and "layers.1.feed_forward.w_out.weight" not in kept
+    keep = Keeper()
+    model = load_model(some, keep=keep)
+    assert len(keep.kept) == 7 and "layers.1.feed_forward.w_out.weight" not in keep.kept
     expected = meant["model.layers.1.mlp.down_proj.weight"]
     assert model.get_parameter("layers.1.feed_forward.w_out.weight").equal(expected.bfloat16())
 

@@ -61,10 +61,10 @@ def test_no_number_of_a_small_token_is_cut_off(largest: float) -> None:
 def test_numbers_are_divided_by_the_stored_scale_and_halves_rounded_to_even() -> None:
     data, scale = as_int8(torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0, 126.5]))
     assert scale == 1.0 and data.tolist() == [127, 0, 2, 2, 0, -2, -127, 126]
-    x = torch.tensor([100.0, 33.3, -71.7, 50.2])
+    x = torch.tensor([100.0, 63.394, -71.7, 50.2])  # by 100 / 127 the second would be 81
     data, scale = as_int8(x)
     assert float(scale) != 100 / 127
-    assert data.tolist() == [round(float(v) / float(scale)) for v in x]
+    assert data.tolist() == [round(float(v) / float(scale)) for v in x] and data[1] == 80
 
 
 def test_scales_are_within_what_fp16_holds() -> None:
