@@ -14,8 +14,9 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType as Kind
+
+from tests.helpers import random_transformers_model
 
 Fields = Mapping[str, Any]
 ALPHABET = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that are their own Latin-1 character
@@ -26,24 +27,12 @@ BYTES = [
 
 def transformers_model(family: str, **changes: Any) -> Any:
     """A tiny random model of transformers, whose sizes are multiples of 32, the commonest block."""
-    import transformers
-
     fields: dict[str, Any] = {
         "vocab_size": 160, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     } | changes  # fmt: skip
-    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-            elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(std=0.15)
-    return model
+    return random_transformers_model(family, **fields)
 
 
 def model_of(folder: Path) -> Any:

@@ -77,6 +77,22 @@ def tiny_model(config: ModelConfig | None = None, *, seed: int = 0, dtype: torch
     return model.to(dtype).eval().requires_grad_(False)
 
 
+def random_transformers_model(family: str, **fields: Any) -> Any:
+    """A random model of transformers; biases and norm weights, which it starts at 0 and 1, are random too."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.15)
+    return model
+
+
 def random_ids(n: int, *, seed: int = 0, vocab_size: int = 256) -> list[int]:
     """n token ids, the same for the same seed."""
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, SamplingParams
 from gpt_fast_sd.loading import BUNDLED
+from gpt_fast_sd.model import Transformer
 from gpt_fast_sd.sampling import GREEDY, Kind
 from gpt_fast_sd.state import RoundPlan
 from measuring.prompts import tokens_of
@@ -63,50 +65,49 @@ class Both:
             self.differing[kind] = sum(a != b for a, b in zip(*outputs, strict=True))
 
 
+def both(place: Place, model: Transformer, prompts: list[list[int]], draft: DraftConfig, **changes: Any) -> Both:
+    """Engines of this model with each mode."""
+    settings = {mode: place.settings(cuda_graphs=mode, **changes) for mode in ("round", "off")}
+    modes = {mode: Engine(model, None, one, draft) for mode, one in settings.items()}
+    return Both(modes, prompts, 48 if place.on_cuda else 4)
+
+
 @pytest.fixture(scope="module")
-def random(place: Place, captures: None) -> Iterator[Both]:
+def random(place: Place, captures: None) -> Both:
     """A random model in fp32: whatever is drafted, and however, not a token may differ."""
     config = SMALL if place.on_cuda else replace(SMALL, n_layers=1)
     model = random_model(config, place.device, torch.float32)
-    modes = {mode: Engine(model, None, place.settings(cuda_graphs=mode)) for mode in ("round", "off")}
-    yield Both(modes, place.prompts(SMALL.vocab_size), 48 if place.on_cuda else 4)
+    return both(place, model, place.prompts(SMALL.vocab_size), DraftConfig())
 
 
 @pytest.fixture(scope="module")
-def in_planes(place: Place, captures: None) -> Iterator[Both]:
+def in_planes(place: Place, captures: None) -> Both:
     """The same over an int8 cache in planes, of which drafts read one."""
     model = random_model(replace(SMALL, n_layers=1), place.device, torch.float32)
     draft = DraftConfig(policy="quantized", gamma=4)
-    modes = {
-        mode: Engine(model, None, place.settings(cuda_graphs=mode, kv_dtype="int8"), draft) for mode in ("round", "off")
-    }
-    yield Both(modes, place.prompts(SMALL.vocab_size), 48 if place.on_cuda else 4)
+    return both(place, model, place.prompts(SMALL.vocab_size), draft, kv_dtype="int8")
 
 
 @pytest.fixture(scope="module")
-def bundled(place: Place, captures: None) -> Iterator[Both]:
+def bundled(place: Place, captures: None) -> Both:
     """The bundled model, in bf16 on a chip, where roundings may decide."""
-    one = Engine.from_pretrained(
-        BUNDLED, place.settings(batch_size=1, dtype="bf16" if place.on_cuda else "fp32", compile=False)
-    )
+    settings = place.settings(batch_size=1, dtype="bf16" if place.on_cuda else "fp32", compile=False)
+    one = Engine.from_pretrained(BUNDLED, settings)
     assert one.tokenizer
     text = tokens_of(BUNDLED / "document.txt", one.tokenizer)
     prompts = [text[50 * i :][: len(prompt)] for i, prompt in enumerate(place.prompts(SMALL.vocab_size))]
-    modes = {mode: Engine(one.model, None, place.settings(cuda_graphs=mode)) for mode in ("round", "off")}
-    yield Both(modes, prompts, 48 if place.on_cuda else 4)
+    return both(place, one.model, prompts, DraftConfig())
 
 
 @pytest.mark.parametrize("draft", [pytest.param(one, marks=DEAR.get(one.policy, ())) for one in DRAFTS], ids=name_of)
-def test_captured_rounds_give_the_tokens_of_rounds_that_are_launched_kernel_by_kernel(
-    random: Both, draft: DraftConfig
-) -> None:
+def test_captured_rounds_give_the_tokens_of_rounds_launched_by_kernels(random: Both, draft: DraftConfig) -> None:
     random.decode(draft)
     assert random.differing == {"greedy": 0, "sampled": 0}
     assert random.engines["round"].schedule.rounds.captured > 0 == random.engines["off"].schedule.rounds.captured
 
 
 @pytest.mark.slow
-def test_captured_rounds_read_planes_as_rounds_do_that_are_launched_kernel_by_kernel(in_planes: Both) -> None:
+def test_captured_rounds_read_planes_as_others_do(in_planes: Both) -> None:
     engines = in_planes.engines
     in_planes.decode(engines["off"].draft)
     assert in_planes.differing == {"greedy": 0, "sampled": 0} and engines["round"].cache.format.planes
@@ -115,7 +116,7 @@ def test_captured_rounds_read_planes_as_rounds_do_that_are_launched_kernel_by_ke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS[:3], ids=name_of)
-def test_captured_rounds_of_a_real_model_lose_no_token_and_compile_nothing_again(
+def test_captured_rounds_of_a_real_model_lose_no_token(
     bundled: Both, draft: DraftConfig, place: Place, record_property: Callable[[str, object], None]
 ) -> None:
     bundled.decode(draft)

@@ -18,9 +18,7 @@ def write(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
 
 
 def write_copy(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
-    """The same into a copy."""
-    cache = cache.clone()
-    return write(cache, x, pos)
+    return write(cache.clone(), x, pos)
 
 
 def shorten(cache: Tensor, x: Tensor, pos: Tensor) -> Tensor:
@@ -38,21 +36,17 @@ def generated(step: object) -> Generated:
 
 
 def test_a_step_that_writes_in_place_copies_nothing_and_may_be_captured() -> None:
-    step = generated(write)
+    step, copying = generated(write), generated(write_copy)
     assert step.graphs == 1 and step.no_cudagraph is None
     assert len(step.kernels) == step.launches == 2
-    assert len(step.mutated) == 1  # the cache, which is an argument here
-    assert ("4", "1000") not in step.allocated
+    assert len(step.mutated) == 1 and not copying.mutated  # the cache, which is an argument here
+    assert ("4", "1000") not in step.allocated and ("4", "1000") in copying.allocated
 
 
-def test_a_step_that_copies_a_cache_is_seen() -> None:
-    step = generated(write_copy)
-    assert ("4", "1000") in step.allocated
-    assert not step.mutated
-
-
-def test_a_value_read_on_the_host_keeps_a_step_out_of_a_graph() -> None:
+def test_a_value_read_on_the_host_and_a_break_of_the_graph_are_seen() -> None:
     assert "_local_scalar_dense" in str(generated(shorten).no_cudagraph)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        generated(lambda cache, x, pos: cache if pos.sum() > 0 else x)
 
 
 def test_launches_are_told_apart() -> None:
@@ -61,11 +55,6 @@ def test_launches_are_told_apart() -> None:
     assert len(step.kernels) == 1
     assert step.others == ["aten.topk"]
     assert not step.ours and step.launches == 3
-
-
-def test_a_break_of_the_graph_is_an_error() -> None:
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        generated(lambda cache, x, pos: cache if pos.sum() > 0 else x)
 
 
 @pytest.mark.slow

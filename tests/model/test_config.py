@@ -22,16 +22,10 @@ from gpt_fast_sd.model import (
 )
 
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
-}
+}  # fmt: skip
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 
@@ -70,64 +64,10 @@ PUBLISHED_SIZES = {
     "01-ai/Yi-6B": 6_061_035_520,
 }
 
-# What the hub's config.json of each family says, in its own spelling.
-HUB_CONFIGS: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-2-7b-hf": {
-        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-        "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
-        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
-        "vocab_size": 32000,
-    },
-    "meta-llama/Llama-3.2-1B": {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
-        "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192,
-        "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 16,
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True,
-        "rope_scaling": {
-            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192, "rope_type": "llama3",
-        },
-        "vocab_size": 128256,
-    },
-    "mistralai/Mistral-7B-v0.1": {
-        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
-        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
-        "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
-    },
-    "Qwen/Qwen2.5-7B": {
-        "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
-        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
-        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False, "use_sliding_window": False,
-        "vocab_size": 152064,
-    },
-    "Qwen/Qwen3-8B": {
-        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
-        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-        "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
-        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
-        "use_sliding_window": False, "vocab_size": 151936,
-    },
-    "01-ai/Yi-6B": {
-        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-        "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
-        "num_hidden_layers": 32, "num_key_value_heads": 4, "pad_token_id": 0, "rms_norm_eps": 1e-05,
-        "rope_theta": 5000000.0, "tie_word_embeddings": False, "vocab_size": 64000,
-    },
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     assert preset(name).n_params == PUBLISHED_SIZES[name]
-
-
-@pytest.mark.parametrize("name", HUB_CONFIGS)
-def test_the_hub_config_of_a_family_gives_its_preset(name: str) -> None:
-    assert ModelConfig.from_hugging_face(HUB_CONFIGS[name], name) == preset(name)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -137,9 +77,7 @@ def test_writing_and_reading_a_config_changes_nothing(name: str) -> None:
 
 
 def test_a_preset_is_found_by_its_exact_name_only() -> None:
-    with pytest.raises(
-        ValueError, match=r"no preset is called 'Llama-3.1-8B'; the presets are .*meta-llama/Llama-3.1-8B"
-    ):
+    with pytest.raises(ValueError, match=r"no preset is called 'Llama-3.1-8B'; .* are .*meta-llama/Llama-3.1-8B"):
         preset("Llama-3.1-8B")
 
 
@@ -151,10 +89,8 @@ def test_both_spellings_of_rotary_scaling_mean_the_same() -> None:
     assert config == ModelConfig.from_hugging_face(new, "new")
     assert config.rope_theta == 5e5
     assert config.rope_scaling == RopeScaling(kind="llama3", factor=8.0, original_max_seq_len=64)
-
-
-def test_a_default_rope_type_is_no_scaling() -> None:
-    config = ModelConfig.from_hugging_face(LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 7}}, "c")
+    none = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 7}}
+    config = ModelConfig.from_hugging_face(none, "none")
     assert (config.rope_theta, config.rope_scaling) == (7.0, None)
 
 
@@ -187,10 +123,7 @@ def test_left_out_fields_mean_what_each_format_says() -> None:
         (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters is"),
         (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling: low_freq_factor is missing"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be at least 1, got 0.5"),
-        (
-            LLAMA | {"quantization_config": {"bits": 4}},
-            "quantization_config is of no known kind, 4 bits, which is not read",
-        ),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is of no known kind, 4 bits, which is not"),
         (LLAMA | {"hidden_size": "64"}, "hidden_size is '64', but it must be a whole number"),
         (LLAMA | {"num_hidden_layers": None}, "num_hidden_layers is None"),
         (LLAMA | {"hidden_size": 66}, "hidden_size is 66, but it must be a multiple of num_attention_heads (4)"),
@@ -275,7 +208,7 @@ def test_token_ids_past_the_vocabulary_are_left_out_and_named(
     assert [str(one.message) for one in warned] == [f"{tmp_path}/{what}{rest}" for what in said]
 
 
-def test_a_text_ends_as_the_tokenizer_says_where_all_other_ends_are_past_the_vocabulary(tmp_path: Path) -> None:
+def test_a_text_ends_as_the_tokenizer_says_where_no_other_end_is_valid(tmp_path: Path) -> None:
     shutil.copytree(BUNDLED, tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token_id": 10**6, "eos_token_id": 10**6}))
@@ -283,12 +216,6 @@ def test_a_text_ends_as_the_tokenizer_says_where_all_other_ends_are_past_the_voc
         config = read_config(path.parent)
     tokenizer = load_tokenizer(path.parent, config)
     assert tokenizer and (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
-
-
-def test_a_bad_end_of_text_id_names_generation_config(tmp_path: Path) -> None:
-    write(tmp_path, LLAMA, {"eos_token_id": "</s>"})
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is '</s>'"):
-        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +228,9 @@ def test_a_bad_end_of_text_id_names_generation_config(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_config_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    write(tmp_path, LLAMA, {"eos_token_id": "</s>"})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id is '</s>'"):
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=says):
         read_config(tmp_path)

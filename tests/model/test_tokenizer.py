@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -192,18 +193,12 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path, proto: bytes, bpe:
 # ---- what every kind does --------------------------------------------------------------------------------------------
 
 
-def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
-    for text in TEXTS:
-        expected = text.replace("▁", " ") if tokenizer.drops_first_space else text  # sentencepiece's own loss
-        assert tokenizer.decode(tokenizer.encode(text)) == expected
-
-
 def test_bos_comes_first_where_the_tokenizer_has_one_and_it_is_asked_for(tokenizer: Tokenizer) -> None:
     plain = tokenizer.encode("the fox", bos=False)
     first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     assert tokenizer.encode("the fox") == first + plain
     assert tokenizer.encode("") == first
-    assert tokenizer.decode(first) == ""
+    assert tokenizer.decode(first) == tokenizer.decode([tokenizer.vocab_size, 10**6]) == ""  # the latter is padding
 
 
 def stream(decoder: StreamDecoder, ids: Sequence[int], rng: random.Random) -> str:
@@ -216,34 +211,28 @@ def stream(decoder: StreamDecoder, ids: Sequence[int], rng: random.Random) -> st
     return text + decoder.flush()
 
 
-def test_a_stream_joins_to_what_the_tokens_add_to_the_text(tokenizer: Tokenizer) -> None:
+def test_text_survives_and_a_stream_joins_to_what_tokens_add_to_it(tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     for text in TEXTS:
         ids = tokenizer.encode(text)
-        assert stream(StreamDecoder(tokenizer), ids, rng) == tokenizer.decode(ids)
+        expected = text.replace("▁", " ") if tokenizer.drops_first_space else text  # sentencepiece's own loss
+        assert stream(StreamDecoder(tokenizer), ids, rng) == tokenizer.decode(ids) == expected
         for cut in range(len(ids) + 1):
             before = tokenizer.decode(ids[:cut])
             if before.endswith("\ufffd"):  # inside a character: the text before is not yet known
                 continue
             added = stream(StreamDecoder(tokenizer, ids[:cut]), ids[cut:], rng)
             assert before + added == tokenizer.decode(ids)
-
-
-def test_a_stream_of_random_tokens_joins_to_their_text(tokenizer: Tokenizer) -> None:
-    rng = random.Random(1)
     for _ in range(200):
         ids = [rng.randrange(min(tokenizer.vocab_size, 300) + 2) for _ in range(rng.randint(1, 30))]  # mostly bytes
         assert stream(StreamDecoder(tokenizer), ids, rng) == tokenizer.decode(ids)
 
 
-def test_nothing_unreadable_is_shown_while_a_character_is_incomplete(tokenizer: Tokenizer) -> None:
+def test_a_character_is_shown_when_it_is_whole_one_of_the_prompt_too(tokenizer: Tokenizer) -> None:
     decoder = StreamDecoder(tokenizer)
     shown = [decoder.push([token]) for token in tokenizer.encode("a 🦊 é 東")]
     assert "\ufffd" not in "".join(shown)
     assert "".join(shown) + decoder.flush() == "a 🦊 é 東"
-
-
-def test_an_unfinished_character_of_the_prompt_is_finished_by_the_stream(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("fox 🦊")
     cut = next(n for n in range(len(ids)) if tokenizer.decode(ids[:n]).endswith("\ufffd"))
     assert stream(StreamDecoder(tokenizer, ids[:cut]), ids[cut:], random.Random(0)) == "🦊"
@@ -257,28 +246,16 @@ def test_a_continuation_keeps_the_space_of_its_first_word(tokenizer: Tokenizer) 
     assert stream(StreamDecoder(tokenizer, first), ids, random.Random(0)) == "the quick brown fox"
 
 
-def test_a_stream_looks_at_each_token_once_and_only_at_the_end_of_its_context(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[int] = []
-    look = tokenizer.token_bytes
-
-    def counted(token: int) -> bytes:
-        looked.append(token)
-        return look(token)
-
-    monkeypatch.setattr(tokenizer, "token_bytes", counted)
+def test_a_stream_looks_at_each_token_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, look = list[int](), tokenizer.token_bytes
+    monkeypatch.setattr(tokenizer, "token_bytes", lambda token: (looked.append(token), look(token))[1])
     ids = tokenizer.encode("the fox " * 1000, bos=False)
     decoder = StreamDecoder(tokenizer, ids)
-    assert len(looked) <= 4
+    assert len(looked) <= 4  # only at the end of its context
     looked.clear()
     for token in ids[:100]:
         decoder.push([token])
     assert len(looked) == 100
-
-
-def test_padding_ids_past_the_vocabulary_decode_to_nothing(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode([tokenizer.vocab_size, 10**6]) == ""
 
 
 def test_special_tokens_are_read_in_a_text_and_dropped_when_decoding(tokenizer: Tokenizer) -> None:
@@ -308,14 +285,17 @@ def assert_same(folder: Path, texts: Sequence[str]) -> None:
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
 
 
-def test_sentencepiece_gives_the_ids_of_transformers(tmp_path: Path, proto: bytes) -> None:
-    assert_same(llama_2(tmp_path, proto, add_bos_token=True), [*TEXTS, "<s>the</s>fox</s> dog"])
-
-
-def test_sentencepiece_without_bos_gives_the_ids_of_transformers(tmp_path: Path, proto: bytes) -> None:
-    folder = llama_2(tmp_path, proto, add_bos_token=False)
-    assert_same(folder, TEXTS)
-    assert load(folder).bos_id is None
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda at, proto, bpe: llama_2(at, proto, add_bos_token=True), "<s>the</s>fox</s> dog"),
+        (lambda at, proto, bpe: llama_2(at, proto, add_bos_token=False), "the fox"),
+        (lambda at, proto, bpe: llama_3(at, bpe), "the<|eot_id|> fox"),
+        (lambda at, proto, bpe: qwen(at, bpe), "<|im_start|>user<tool_call> the"),
+    ],
+)
+def test_ids_are_those_of_transformers(make: Any, text: str, tmp_path: Path, proto: bytes, bpe: Any) -> None:
+    assert_same(make(tmp_path, proto, bpe), [*TEXTS, text])
 
 
 def test_legacy_sentencepiece_puts_a_space_after_each_special_token(tmp_path: Path, proto: bytes) -> None:
@@ -325,14 +305,6 @@ def test_legacy_sentencepiece_puts_a_space_after_each_special_token(tmp_path: Pa
     assert first == second
     modern = load(llama_2(tmp_path, proto, legacy=False)).encode("fox</s>fox", bos=False)
     assert modern[0] == first and modern[2] != first
-
-
-def test_byte_level_bpe_with_bos_gives_the_ids_of_transformers(tmp_path: Path, bpe: Any) -> None:
-    assert_same(llama_3(tmp_path, bpe), [*TEXTS, "the<|eot_id|> fox"])
-
-
-def test_byte_level_bpe_without_bos_gives_the_ids_of_transformers(tmp_path: Path, bpe: Any) -> None:
-    assert_same(qwen(tmp_path, bpe), [*TEXTS, "<|im_start|>user<tool_call> the"])
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -345,9 +317,7 @@ def test_tokenizer_json_decides_about_bos_whatever_its_config_says(says: bool, t
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_tokenizer_config_decides_about_bos_where_tokenizer_json_is_silent(
-    says: bool, tmp_path: Path, bpe: Any
-) -> None:
+def test_tokenizer_config_decides_about_bos_otherwise(says: bool, tmp_path: Path, bpe: Any) -> None:
     library = copy_of(bpe)
     library.add_special_tokens(["<s>"])
     write(write_library(tmp_path, library), tokenizer_config__json={"add_bos_token": says, "bos_token": "<s>"})
@@ -362,16 +332,11 @@ def test_a_fast_sentencepiece_vocabulary_decodes_as_its_own_library(tmp_path: Pa
         assert ours.decode(ours.encode(text)) == library.decode(library.encode(text).ids)
 
 
-def test_tiktoken_and_tokenizer_json_of_one_vocabulary_give_the_same_ids(tmp_path: Path, bpe: Any) -> None:
-    pytest.importorskip("tiktoken")
-    ours = load(tiktoken_file(tmp_path, bpe))
-    for text in [*TEXTS, *CORPUS[:20]]:
-        assert ours.encode(text, bos=False) == bpe.encode(text).ids
-
-
-def test_the_special_tokens_of_llama_3_follow_its_ranked_tokens(tmp_path: Path, bpe: Any) -> None:
+def test_tiktoken_gives_the_same_ids_and_llama_3s_special_tokens_follow(tmp_path: Path, bpe: Any) -> None:
     pytest.importorskip("tiktoken")
     ours, n = load(tiktoken_file(tmp_path, bpe)), bpe.get_vocab_size()
+    for text in [*TEXTS, *CORPUS[:20]]:
+        assert ours.encode(text, bos=False) == bpe.encode(text).ids
     assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (n, (n + 1, n + 9), n + 256)
     ends = "<|finetune_right_pad_id|><|start_header_id|><|end_header_id|><|eom_id|><|eot_id|><|python_tag|>"
     assert ours.encode(ends, bos=False) == [n + 4, n + 6, n + 7, n + 8, n + 9, n + 10]
@@ -384,14 +349,6 @@ def test_a_megabyte_without_a_space_is_no_trouble(tokenizer: Tokenizer) -> None:
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_chat_is_rendered_and_encoded_as_transformers_does(tmp_path: Path, bpe: Any) -> None:
-    folder = llama_3(tmp_path, bpe)
-    theirs = auto_tokenizer(folder).apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    ours = load(folder)
-    assert ours.chat(MESSAGES) == theirs
-    assert ours.bos_id is not None and theirs.count(ours.bos_id) == 1
 
 
 def test_a_sentencepiece_chat_reads_the_special_tokens_of_its_template(tmp_path: Path, proto: bytes) -> None:
@@ -467,9 +424,7 @@ def test_text_that_a_normalizer_turns_into_a_special_token_is_refused(tmp_path: 
     assert ours.chat([{"role": "user", "content": content}], parse_special=True)
 
 
-def test_code_points_that_are_no_characters_may_stand_in_messages_but_not_all_of_them(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_code_points_that_are_no_characters_may_stand_in_messages(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer, one, _ = with_a_template(tmp_path, tokenizer)
     every = "".join(chr(0xFDD0 + i) for i in range(32))
     ids = tokenizer.chat([{"role": "user", "content": f"{every[:31]}{one}"}])
@@ -481,6 +436,7 @@ def test_code_points_that_are_no_characters_may_stand_in_messages_but_not_all_of
 @pytest.mark.parametrize(
     "template",
     [
+        CHAT,
         "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}{{ m.content }}{% endgeneration %}{{ x }}"
         "{% endfor %}",
         "{{ messages | tojson(sort_keys=true) }}{{ messages | tojson(true, 2) }}",
@@ -489,20 +445,19 @@ def test_code_points_that_are_no_characters_may_stand_in_messages_but_not_all_of
 )
 def test_what_templates_may_use_in_transformers_gives_the_same_here(tmp_path: Path, bpe: Any, template: str) -> None:
     folder = llama_3(tmp_path, bpe, chat_template=template)
-    theirs = auto_tokenizer(folder).apply_chat_template(MESSAGES, return_dict=False)
+    theirs = auto_tokenizer(folder).apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert load(folder).chat(MESSAGES) == theirs and len(theirs) > 5
+    assert theirs.count(load(folder).bos_id) == (template == CHAT)
 
 
-def test_a_template_file_next_to_the_config_is_found(tmp_path: Path, bpe: Any) -> None:
+def test_a_template_is_found_beside_the_config_in_it_or_named_as_missing(tmp_path: Path, bpe: Any) -> None:
     folder = llama_3(tmp_path, bpe, chat_template=[{"name": "default", "template": "one"}])
     assert load(folder).chat(MESSAGES) == load(folder).encode("one", bos=False)
     (folder / "chat_template.jinja").write_text("two")
     assert load(folder).chat(MESSAGES) == load(folder).encode("two", bos=False)
-
-
-def test_a_folder_without_a_chat_template_says_so(tmp_path: Path, proto: bytes) -> None:
+    (folder / "chat_template.jinja").unlink()
     with pytest.raises(CheckpointError, match="has no chat template, so its model continues plain text only"):
-        load(llama_2(tmp_path, proto)).chat(MESSAGES)
+        load(llama_3(tmp_path, bpe, chat_template=None)).chat(MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -512,11 +467,7 @@ def test_a_folder_without_a_chat_template_says_so(tmp_path: Path, proto: bytes) 
         "{% for %}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
-        "{{ 1 + 'a' }}",
-        "{{ 1 // 0 }}",
-        "{{ 2.0 ** 9999 }}",
         "{{ 'a' * 10 ** 17 }}",
-        "{{ strftime_now(1) }}",
         "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
         "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
         "{{ " + "(" * 3000 + ")" * 3000 + " }}",
@@ -545,16 +496,11 @@ def test_a_template_and_its_text_are_bounded(tmp_path: Path, bpe: Any) -> None:
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 1 s"),
         ("{{ (messages | length) ** ((messages | length) * 10 ** 9) % 7 }}", "it takes more than 1 s"),
         ("{{ ('a' * 10 ** 10) | length }}", "MemoryError: it takes more than 1,024 MiB"),
-        ("{{ '%10000000000d' % 1 }}", "MemoryError: "),
-        ("{{ 'a'.ljust(10 ** 10) | length }}", "MemoryError: "),
-        ("{{ 'a'.center(10 ** 8).replace(' ', ' ' * 1000) | length }}", "MemoryError: "),
-        ("{% set n = namespace(s='aaaa') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "MemoryErr"),
-        ("{{ (['a'] * 10 ** 9) | length }}", "MemoryError: "),
         ("{{ lipsum(n=10 ** 7) | length }}", "it takes more than 1 s"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError: Range too big"),
     ],
 )
-def test_a_template_that_takes_all_time_or_memory_is_ended_with_one_sentence(
+def test_a_template_that_takes_all_time_or_memory_is_ended(
     template: str, why: str, tmp_path: Path, bpe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process it ran until somebody ended it, or took the machine's memory."""
@@ -579,8 +525,6 @@ def test_a_template_that_takes_all_time_or_memory_is_ended_with_one_sentence(
         ([{"content": "x"}], "message 0 must have a role"),
         ([{"role": "user", "content": "x", "name": "y"}], "message 0 must have a role and a content, and nothing else"),
         ([{"role": "user", "content": None}], "message 0: content must be a text, got None"),
-        ([{"role": "user", "content": b"x"}], "message 0: content must be a text, got b'x'"),
-        ([{"role": "user", "content": 7}], "message 0: content must be a text, got 7"),
         ([{"role": ["user"], "content": "x"}], "message 0: role must be a text"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "message 0: this model reads text alone"),
         ([{"role": "user", "content": ["x"]}], "message 0: this model reads text alone, got the part 'x'"),
@@ -601,10 +545,7 @@ def test_parts_of_a_text_are_joined_and_any_sequence_and_mapping_will_do(tmp_pat
 
 
 def test_half_a_character_is_refused_with_its_place(tokenizer: Tokenizer) -> None:
-    for text, place in (
-        ("a\ud800b", "character 1 of the text is U\\+D800"),
-        ("\udcff", "character 0 of .* is U\\+DCFF"),
-    ):
+    for text, place in (("a\ud800b", "character 1 of the text is U.D800"), ("\udcff", "character 0 of .* is U.DCFF")):
         with pytest.raises(ValueError, match=place):
             tokenizer.encode(text)
 
@@ -612,38 +553,27 @@ def test_half_a_character_is_refused_with_its_place(tokenizer: Tokenizer) -> Non
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+def test_a_folder_has_no_tokenizer_or_one_whose_end_its_model_decides(tmp_path: Path, proto: bytes) -> None:
     assert load_tokenizer(tmp_path, CONFIG) is None
-
-
-def test_the_config_of_the_model_decides_the_end_of_text_ids(tmp_path: Path, proto: bytes) -> None:
     llama_2(tmp_path, proto)
     assert load(tmp_path).eos_ids == (2,)
-    assert load(tmp_path, ModelConfig(**{**CONFIG.__dict__, "eos_ids": (5, 6)})).eos_ids == (5, 6)
+    assert load(tmp_path, replace(CONFIG, eos_ids=(5, 6))).eos_ids == (5, 6)
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.model", "tokenizer.json"])
-def test_more_token_ids_than_the_model_has_are_refused_with_both_numbers(
-    kind: str, tmp_path: Path, proto: bytes, bpe: Any
-) -> None:
+def test_more_token_ids_than_the_model_has_are_refused(kind: str, tmp_path: Path, proto: bytes, bpe: Any) -> None:
     folder = llama_2(tmp_path, proto) if kind == "tokenizer.model" else write_library(tmp_path, bpe)
-    config = ModelConfig(**{**CONFIG.__dict__, "vocab_size": 399})
     with pytest.raises(CheckpointError, match=rf"{kind} has 400 token ids, but the model only has 399 \(vocab_size\)"):
-        load_tokenizer(folder, config)
+        load_tokenizer(folder, replace(CONFIG, vocab_size=399))
 
 
-@pytest.mark.parametrize(
-    "added, said",
-    [
-        ({"10000000000": {"content": "<x>"}}, r"has 10000000001 token ids, but the model only has \d+ \(vocab_size\)"),
-        ({"-7": {"content": "<x>"}}, "an added token has the id -7: ids start at 0"),
-    ],
-)
-def test_an_added_token_without_a_row_is_refused_before_a_table_is_made(
-    added: dict[str, Any], said: str, tmp_path: Path, proto: bytes
-) -> None:
-    with pytest.raises(CheckpointError, match=said):
-        load(llama_2(tmp_path, proto, added_tokens_decoder=added))
+def test_an_added_token_without_a_row_is_refused_before_a_table_is_made(tmp_path: Path, proto: bytes) -> None:
+    for token, said in (
+        ("10000000000", r"has 10000000001 token ids, but the model"),
+        ("-7", "has the id -7: ids start"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            load(llama_2(tmp_path, proto, added_tokens_decoder={token: {"content": "<x>"}}))
 
 
 def test_ids_of_a_tokenizer_json_that_are_absurd_are_refused_or_no_matter(tmp_path: Path, bpe: Any) -> None:
@@ -673,7 +603,7 @@ def test_a_sentencepiece_model_without_a_dummy_prefix_keeps_its_first_space(tmp_
     assert ours.decode(ours.encode(" the fox")) == " the fox"
 
 
-def test_tokenizer_json_is_preferred_and_sentencepiece_the_way_out(
+def test_tokenizer_json_is_preferred_to_sentencepiece(
     tmp_path: Path, proto: bytes, bpe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_library(llama_2(tmp_path, proto), bpe)
@@ -697,13 +627,10 @@ def test_a_missing_library_is_named_with_its_extra(
     ("file", "content", "says"),
     [
         ("tokenizer.model", b"", "neither a sentencepiece model nor a tiktoken file"),
-        ("tokenizer.model", b"<html>not found</html>", "neither a sentencepiece model nor a tiktoken file"),
         ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
-        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "is a damaged tiktoken file"),
         ("tokenizer.model", b"IQ== 0\nIg==\n", "is a damaged tiktoken file"),
         ("tokenizer.json", b"{", "cannot be read as JSON"),
         ("tokenizer.json", b"{}", "is not a tokenizer.json"),
-        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
     ],
 )
 def test_a_broken_file_is_named(file: str, content: bytes, says: str, tmp_path: Path) -> None:
@@ -714,15 +641,11 @@ def test_a_broken_file_is_named(file: str, content: bytes, says: str, tmp_path: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_truncated_sentencepiece_model_is_named(tmp_path: Path, proto: bytes) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(proto[: len(proto) // 2])
-    with pytest.raises(CheckpointError, match=r"tokenizer\.model is "):
-        load_tokenizer(tmp_path, CONFIG)
-
-
-def test_a_damaged_tokenizer_config_is_named(tmp_path: Path, proto: bytes) -> None:
+def test_a_truncated_vocabulary_and_a_damaged_config_are_named(tmp_path: Path, proto: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json or a file next to it is damaged"):
         load_tokenizer(llama_2(tmp_path, proto, added_tokens_decoder={"5": {}}), CONFIG)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is "):
+        load_tokenizer(llama_2(tmp_path, proto[: len(proto) // 2]), CONFIG)
 
 
 def test_a_decoder_this_cannot_invert_is_refused_by_name(tmp_path: Path, bpe: Any) -> None:

@@ -28,7 +28,7 @@ from gpt_fast_sd.model import load_model, save_hugging_face
 from gpt_fast_sd.serving.lifecycle import Access
 from gpt_fast_sd.serving.scheduling import Schedule
 from tests.helpers import few, random_ids, tiny_model
-from tests.tp.spawn import environment, run, start_without_agent, torchrun
+from tests.tp.spawn import run, start_without_agent, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
@@ -60,61 +60,83 @@ def prompts(n: int, max_tokens: int = 6) -> list[Record]:
     ]
 
 
-def code_of(model: Path, source: Path, output: Path, *flags: str) -> int:
-    """The exit code of a run in this process."""
-    try:
-        batch.main([str(source), str(output), "--model", str(model), *FLAGS, *flags])
-    except SystemExit as stopped:
-        assert isinstance(stopped.code, int)
-        return stopped.code
-    return 0
+class Job:
+    """A job of batch.py in this process: in.jsonl, out.jsonl and out.rejects.jsonl of a folder of its own."""
+
+    def __init__(self, model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.model, self.capsys = model, capsys
+        self.source, self.output, self.rejected = (folder / f"{name}.jsonl" for name in ("in", "out", "out.rejects"))
+
+    def give(self, records: Sequence[Record | str]) -> None:
+        write_lines(self.source, records)
+
+    def code(self, *flags: str, **other: Path) -> int:
+        """The exit code of a run; other: source, output or model."""
+        source, output, model = (str(other.pop(name, getattr(self, name))) for name in ("source", "output", "model"))
+        assert not other
+        try:
+            batch.main([source, output, "--model", model, *FLAGS, *flags])
+        except SystemExit as stopped:
+            assert isinstance(stopped.code, int)
+            return stopped.code
+        return 0
+
+    def refusal(self, *flags: str, **other: Path) -> str:
+        """The one line on stderr of a run that must exit with 2 and print nothing else."""
+        self.capsys.readouterr()
+        assert self.code(*flags, **other) == 2
+        out, err = self.capsys.readouterr()
+        assert out == "" and "Traceback" not in err
+        return err.strip().splitlines()[-1]
+
+    @property
+    def lines(self) -> list[Record]:
+        return read_lines(self.output)
+
+    @property
+    def rejects(self) -> list[Record]:
+        return read_lines(self.rejected)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], model: Path, source: Path, output: Path, *flags: str) -> str:
-    """The one line on stderr of a run that must exit with 2 and print nothing else."""
-    assert code_of(model, source, output, *flags) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and "Traceback" not in err
-    line: str = err.strip().splitlines()[-1]
-    return line
+@pytest.fixture
+def job(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Job:
+    return Job(model, tmp_path, capsys)
 
 
 # ---- what comes out --------------------------------------------------------------------------------------------------
 
 
-def test_every_line_is_continued_as_the_engine_alone_continues_it(model: Path, tmp_path: Path) -> None:
+def test_every_line_is_continued_as_the_engine_alone_continues_it(job: Job, model: Path) -> None:
     records = prompts(8)
-    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
-    assert code_of(model, source, output, "--seed", "5") == 0
+    job.give(records)
+    assert job.code("--seed", "5") == 0
     engine = Engine(load_model(model), None, EngineConfig(batch_size=3, max_seq_len=200, compile=False))
     params = [
         SamplingParams(max_tokens=r["max_tokens"], temperature=r.get("temperature", 0.0), seed=5 + i)
         for i, r in enumerate(records)
     ]
     expected = engine.generate([r["prompt"] for r in records], params)
-    found = read_lines(output)
+    found = job.lines
     assert [r["index"] for r in found] == list(range(8)) and [r["id"] for r in found] == [r["id"] for r in records]
     for record, completion in zip(found, expected, strict=True):
         assert record["finish_reason"] == completion.finish_reason
         assert set(record) == {"index", "id", "tokens", "text", "finish_reason", "stats"}
         if "temperature" not in records[record["index"]]:  # speculation draws other samples of the same distribution
             assert record["tokens"] == completion.tokens
-    assert not (tmp_path / "out.rejects.jsonl").exists()
+    assert not job.rejected.exists()
 
 
-def test_lines_written_as_they_finish_are_the_same_lines(model: Path, tmp_path: Path) -> None:
+def test_lines_written_as_they_finish_are_the_same_lines(job: Job, tmp_path: Path) -> None:
     records = [r | {"max_tokens": 40 if i == 0 else 3} for i, r in enumerate(prompts(9))]
-    source = write_lines(tmp_path / "in.jsonl", records)
-    assert code_of(model, source, tmp_path / "a.jsonl") == 0
-    assert code_of(model, source, tmp_path / "b.jsonl", "--order", "finished") == 0
+    job.give(records)
+    assert job.code(output=tmp_path / "a.jsonl") == 0
+    assert job.code("--order", "finished", output=tmp_path / "b.jsonl") == 0
     ordered, finished = read_lines(tmp_path / "a.jsonl"), read_lines(tmp_path / "b.jsonl")
     assert finished[0]["index"] != 0 and finished != ordered
     assert sorted(finished, key=lambda r: r["index"]) == ordered
 
 
-def test_lines_that_make_no_sense_are_rejected_by_number_and_the_others_go_on(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_that_make_no_sense_are_rejected_by_number(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     fine: Record = {"tokens": [1, 2, 3]}
     wrong: list[tuple[Record | str, str]] = [
         ("{bad", "not JSON: "),
@@ -132,19 +154,16 @@ def test_lines_that_make_no_sense_are_rejected_by_number_and_the_others_go_on(
         ({"prompt": "text"}, "no tokenizer"),
         ({"prompt": [1], "top_p": 3}, "top_p must be"),
         ({"prompt": [1], "stop": "x"}, "no tokenizer to find them with"),
-        (
-            {"prompt": [1] * 198, "max_tokens": 3},
-            "too long: 198 tokens and max_tokens 3 are 201, over --max-seq-len 200",
-        ),
+        ({"prompt": [1] * 198, "max_tokens": 3}, "too long: 198 tokens and max_tokens 3 are 201, over --max-seq-l"),
     ]
     records = [fine, "", *(record for record, _ in wrong), fine]
-    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
-    with source.open("ab") as file:
+    job.give(records)
+    with job.source.open("ab") as file:
         file.write(b'{"prompt": "caf\xe9"}\n')
     wrong.append(("", "not UTF-8 text: byte 15 is 0xe9"))
-    assert code_of(model, source, output, "--max-new-tokens", "4") == 4
-    assert [r["index"] for r in read_lines(output)] == [0, 2 + len(wrong) - 1]
-    rejects = read_lines(tmp_path / "out.rejects.jsonl")
+    assert job.code("--max-new-tokens", "4") == 4
+    assert [r["index"] for r in job.lines] == [0, 2 + len(wrong) - 1]
+    rejects = job.rejects
     assert [r["line"] for r in rejects] == [*range(3, 2 + len(wrong)), 3 + len(wrong)]
     for reject, (_, said) in zip(rejects, wrong, strict=True):
         assert said in reject["reason"], reject
@@ -152,23 +171,21 @@ def test_lines_that_make_no_sense_are_rejected_by_number_and_the_others_go_on(
     said = capsys.readouterr().out
     assert "2 prompts continued" in said and f"{len(wrong)} lines were rejected" in said
 
-    before = output.read_bytes(), (tmp_path / "out.rejects.jsonl").read_bytes()
-    assert code_of(model, source, output, "--max-new-tokens", "4") == 4  # nothing is left, nothing comes twice
-    assert before == (output.read_bytes(), (tmp_path / "out.rejects.jsonl").read_bytes())
+    before = job.output.read_bytes(), job.rejected.read_bytes()
+    assert job.code("--max-new-tokens", "4") == 4  # nothing is left, nothing comes twice
+    assert before == (job.output.read_bytes(), job.rejected.read_bytes())
 
 
-def test_a_line_longer_than_any_is_rejected_and_not_held(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_longer_than_any_is_rejected_and_not_held(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line of zeros, of 20 GB and more, took as much memory."""
     monkeypatch.setattr(batch, "LONGEST_LINE", 64)
     fine = {"tokens": [1, 2, 3]}
     blank = " " * 65  # a line that begins so was skipped, or cut where its blanks are
     too_long = ["x" * 65, "x" * 1000, "x" * 129, f"{blank}x", f'{{"tokens": [1]}}{blank}x', f"{blank}{blank}"]
-    source = write_lines(tmp_path / "in.jsonl", [fine, "x" * 64, *too_long, fine, " " * 64])
-    assert code_of(model, source, tmp_path / "out.jsonl", "--max-new-tokens", "2") == 4
-    assert [record["index"] for record in read_lines(tmp_path / "out.jsonl")] == [0, 8]
-    rejects = read_lines(tmp_path / "out.rejects.jsonl")
+    job.give([fine, "x" * 64, *too_long, fine, " " * 64])
+    assert job.code("--max-new-tokens", "2") == 4
+    assert [record["index"] for record in job.lines] == [0, 8]
+    rejects = job.rejects
     assert [(reject["index"], len(reject["input"])) for reject in rejects] == [(i, 64) for i in range(1, 8)]
     assert all(reject["reason"] == "too long: over 64 bytes" for reject in rejects[1:])
 
@@ -189,67 +206,60 @@ def fail_where(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Any], bool], e
 
 
 @pytest.mark.parametrize("order", ["input", "finished"])
-def test_a_line_on_which_the_engine_fails_is_rejected_and_all_others_are_continued(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, capsys: pytest.CaptureFixture[str]
+def test_a_line_on_which_the_engine_fails_alone_is_rejected(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = prompts(20)
-    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    source = write_lines(tmp_path / "in.jsonl", records)
-    assert code_of(model, source, whole, "--order", order) == 0
+    whole = tmp_path / "whole.jsonl"
+    job.give(records)
+    assert job.code("--order", order, output=whole) == 0
     bad = [4, 5, 11, 19]
     ids = [records[i]["prompt"] for i in bad]
     failed = fail_where(monkeypatch, lambda row: row.prompt in ids, RuntimeError("shapes\nof two"))
-    assert code_of(model, source, output, "--order", order) == 4
+    assert job.code("--order", order) == 4
     assert len(failed) == 2 * 4 and max(failed) == 3  # among others, then alone
-    found = {r["index"]: r for r in read_lines(output)}
+    found = {r["index"]: r for r in job.lines}
     assert found.keys() == {*range(20)} - {*bad}
     assert order == "finished" or [*found] == sorted(found)
     for record in read_lines(whole):
         if record["index"] in found:
             assert found[record["index"]]["tokens"] == record["tokens"]
-    rejects = read_lines(tmp_path / "out.rejects.jsonl")
+    rejects = job.rejects
     assert [(r["index"], json.loads(r["input"])["id"]) for r in rejects] == [(i, f"line {i}") for i in bad]
     assert "the engine failed on it, alone too: RuntimeError: shapes of two (test_batch.py:" in rejects[0]["reason"]
     assert "each line is tried alone" in capsys.readouterr().err
-    assert code_of(model, source, output, "--order", order) == 4 and len(failed) == 8  # all is done
+    assert job.code("--order", order) == 4 and len(failed) == 8  # all is done
 
 
-def test_a_line_that_fails_late_does_not_stop_those_that_are_written_behind_it(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_fails_late_does_not_stop_those_behind_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "AHEAD", 2)
     records = [{"prompt": [7], "max_tokens": 60 if i == 0 else 1} for i in range(20)]
-    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    job.give(records)
     fail_where(monkeypatch, lambda row: row.params.max_tokens == 60 and len(row.tokens) > 30, RuntimeError("late"))
-    assert code_of(model, source, output, "--ignore-eos", "--draft", "off") == 4
-    assert [record["index"] for record in read_lines(output)] == [*range(1, 20)]
+    assert job.code("--ignore-eos", "--draft", "off") == 4
+    assert [record["index"] for record in job.lines] == [*range(1, 20)]
 
 
-def test_three_bad_lines_one_after_another_are_no_broken_engine(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(12)), tmp_path / "out.jsonl"
+def test_three_bad_lines_one_after_another_are_no_broken_engine(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.give(prompts(12))
     bad = [prompts(12)[i]["prompt"] for i in (4, 5, 6, 7)]
     fail_where(monkeypatch, lambda row: row.prompt in bad, RuntimeError("no"))
-    assert code_of(model, source, output) == 4
-    assert [record["index"] for record in read_lines(output)] == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert job.code() == 4
+    assert [record["index"] for record in job.lines] == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
-def test_an_engine_that_fails_before_it_takes_a_line_ends_the_job(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_before_it_takes_a_line_ends_the_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no clock")
         yield
 
     monkeypatch.setattr(Schedule, "run", broken)
-    assert code_of(model, write_lines(tmp_path / "in.jsonl", prompts(3)), tmp_path / "out.jsonl") == 1
-    assert not (tmp_path / "out.rejects.jsonl").exists()
+    job.give(prompts(3))
+    assert job.code() == 1
+    assert not job.rejected.exists()
 
 
-def test_an_error_of_what_reads_the_lines_is_not_the_engine_s(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_what_reads_the_lines_is_not_the_engine_s(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = batch.Share.lines
 
     def short_of_memory(share: batch.Share) -> Any:
@@ -258,34 +268,33 @@ def test_an_error_of_what_reads_the_lines_is_not_the_engine_s(
                 raise MemoryError("a line of 100 GB")
             yield index, raw
 
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(9)), tmp_path / "out.jsonl"
+    job.give(prompts(9))
     monkeypatch.setattr(batch.Share, "lines", short_of_memory)
     monkeypatch.setattr(batch.Share, "__len__", lambda share: 9)
     with pytest.raises(MemoryError):
-        code_of(model, source, output)
+        job.code()
 
 
 @pytest.mark.parametrize(("error", "tries"), [(RuntimeError("no room"), 3), (torch.AcceleratorError("lost"), 1)])
-def test_an_engine_that_fails_on_every_line_ends_the_job_and_rejects_none(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    error: Exception, tries: int,
-) -> None:  # fmt: skip
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(9)), tmp_path / "out.jsonl"
+def test_an_engine_that_fails_on_every_line_rejects_none(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, tries: int
+) -> None:
+    job.give(prompts(9))
     with monkeypatch.context() as patched:
         failed = fail_where(patched, lambda row: True, error)
-        assert code_of(model, source, output) == 1
+        assert job.code() == 1
     assert len(failed) == tries
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith(f"batch.py: the engine failed: {type(error).__name__}: ") and said.endswith("from here")
-    assert not (tmp_path / "out.rejects.jsonl").exists()
-    assert code_of(model, source, output) == 0 and len(read_lines(output)) == 9
+    assert not job.rejected.exists()
+    assert job.code() == 0 and len(job.lines) == 9
 
 
-def test_an_engine_that_broke_before_a_line_is_tried_alone_ends_the_job_and_rejects_none(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_engine_that_broke_blames_no_line(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It refuses every later call, and says that a new one must be built: a line is not to blame for that."""
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(9)), tmp_path / "out.jsonl"
+    job.give(prompts(9))
     failed, at_work = [], Access.at_work
 
     def breaking(self: Access, *args: Any) -> Any:
@@ -297,20 +306,20 @@ def test_an_engine_that_broke_before_a_line_is_tried_alone_ends_the_job_and_reje
         error = RuntimeError("once")
         calls = fail_where(patched, lambda row: not failed.append("RuntimeError: once"), error)
         patched.setattr(Access, "at_work", breaking)
-        assert code_of(model, source, output) == 1
+        assert job.code() == 1
     assert len(calls) == 1
     said = capsys.readouterr().err.strip().splitlines()
     assert any("each line is tried alone" in line for line in said)
     assert "build a new engine" in said[-1] and said[-1].endswith("the same command goes on from here")
-    assert not (tmp_path / "out.rejects.jsonl").exists()
-    assert code_of(model, source, output) == 0 and len(read_lines(output)) == 9
+    assert not job.rejected.exists()
+    assert job.code() == 0 and len(job.lines) == 9
 
 
-def test_an_error_among_several_processes_is_left_to_their_guard(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_error_among_processes_is_left_to_their_guard(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank that is lost fails its peers in their own ways: no line is tried alone, and none is rejected."""
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(9)), tmp_path / "out.jsonl"
+    job.give(prompts(9))
     lost = dist.DistBackendError("Connection closed by peer")
     failed = fail_where(monkeypatch, lambda row: True, lost)
     work = batch.run
@@ -324,15 +333,16 @@ def test_an_error_among_several_processes_is_left_to_their_guard(
 
     monkeypatch.setattr(batch, "run", among_others)
     with pytest.raises(dist.DistBackendError) as caught:
-        code_of(model, source, output)
+        job.code()
     assert caught.value is lost and len(failed) == 1
     assert "tried alone" not in capsys.readouterr().err
-    assert not (tmp_path / "out.rejects.jsonl").exists()
+    assert not job.rejected.exists()
 
 
-def test_an_input_without_a_prompt_gives_an_output_without_a_line(model: Path, tmp_path: Path) -> None:
-    assert code_of(model, write_lines(tmp_path / "in.jsonl", ["", ""]), tmp_path / "out.jsonl") == 0
-    assert (tmp_path / "out.jsonl").read_bytes() == b""
+def test_an_input_without_a_prompt_gives_an_output_without_a_line(job: Job) -> None:
+    job.give(["", ""])
+    assert job.code() == 0
+    assert job.output.read_bytes() == b""
 
 
 class Watched:
@@ -366,39 +376,33 @@ class Watched:
 
 
 @pytest.mark.parametrize("order", ["input", "finished"])
-def test_a_line_is_read_when_a_slot_is_free_for_it(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
-) -> None:
+def test_a_line_is_read_when_a_slot_is_free_for_it(job: Job, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
     watched = Watched(monkeypatch)
-    source = write_lines(tmp_path / "in.jsonl", prompts(20))
-    assert code_of(model, source, tmp_path / "out.jsonl", "--order", order) == 0
+    job.give(prompts(20))
+    assert job.code("--order", order) == 0
     assert (watched.read, watched.finished, watched.most_ahead) == (20, 20, 3)
 
 
-def test_slots_do_not_run_dry_before_the_file_ends(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_do_not_run_dry_before_the_file_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     records = [{"prompt": [1, i], "max_tokens": 64 if i in (0, 47) else 2} for i in range(100)]
-    source = write_lines(tmp_path / "in.jsonl", records)
+    job.give(records)
     flags = ["--order", "finished", "--draft", "off", "--ignore-eos"]
-    assert code_of(model, source, tmp_path / "out.jsonl", *flags) == 0
+    assert job.code(*flags) == 0
     assert watched.row_rounds == 2 * 64 + 98 * 2
     assert watched.rounds <= 115  # three slots: 108, were it to come out even
 
 
-def test_no_more_lines_than_the_bound_wait_behind_a_slow_one(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_lines_wait_behind_a_slow_one(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     monkeypatch.setattr(batch, "AHEAD", 4)
     records = [{"prompt": [1, i], "max_tokens": 90 if i == 0 else 2} for i in range(60)]
-    source = write_lines(tmp_path / "in.jsonl", records)
-    assert code_of(model, source, tmp_path / "out.jsonl", "--draft", "off", "--ignore-eos") == 0
-    assert [r["index"] for r in read_lines(tmp_path / "out.jsonl")] == list(range(60))
+    job.give(records)
+    assert job.code("--draft", "off", "--ignore-eos") == 0
+    assert [r["index"] for r in job.lines] == list(range(60))
     assert watched.most_kept == 4 * 3 - 1  # all that were read but the first
     watched.most_kept = 0
-    assert code_of(model, source, tmp_path / "any.jsonl", "--draft", "off", "--order", "finished") == 0
+    assert job.code("--draft", "off", "--order", "finished", output=tmp_path / "any.jsonl") == 0
     assert watched.most_kept == 0
 
 
@@ -419,64 +423,33 @@ def kill_when(command: Sequence[str], output: Path, n_lines: int) -> bool:
 @pytest.mark.parametrize(
     ("order", "kills"), few([("input", [25]), ("input", [3, 25]), ("finished", [10])], [("input", [25])])
 )
-def test_killed_in_the_middle_and_started_again_nothing_is_lost_or_doubled(
-    model: Path, tmp_path: Path, order: str, kills: list[int]
+def test_killed_and_started_again_nothing_is_lost_or_doubled(
+    job: Job, model: Path, tmp_path: Path, order: str, kills: list[int]
 ) -> None:
     records: list[Record | str] = [*prompts(60, max_tokens=24)]
     records[5] = records[40] = "{bad"
-    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
-    command = [sys.executable, str(ROOT / "scripts" / "batch.py"), str(source), str(output), "--model", str(model)]
+    job.give(records)
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "batch.py"),
+        *map(str, (job.source, job.output)),
+        "--model",
+        str(model),
+    ]
     command += [*FLAGS, "--order", order]
     for n_lines in kills:
-        assert kill_when(command, output, n_lines)
-        assert n_lines <= len(output.read_bytes().splitlines()) < 58
-        with output.open("ab") as file:  # as if the machine had failed in the middle of a line
+        assert kill_when(command, job.output, n_lines)
+        assert n_lines <= len(job.output.read_bytes().splitlines()) < 58
+        with job.output.open("ab") as file:  # as if the machine had failed in the middle of a line
             file.write(b'{"index": 57, "id": "line 57", "tok')
-    assert code_of(model, source, output, "--order", order) == 4
+    assert job.code("--order", order) == 4
     whole = tmp_path / "whole.jsonl"
-    assert code_of(model, source, whole, "--order", order) == 4
-    expected, found = read_lines(whole), read_lines(output)
+    assert job.code("--order", order, output=whole) == 4
+    expected, found = read_lines(whole), job.lines
     if order == "finished":
         expected, found = (sorted(lines, key=lambda r: r["index"]) for lines in (expected, found))
     assert found == expected and len(found) == 58
-    assert (tmp_path / "out.rejects.jsonl").read_bytes() == (tmp_path / "whole.rejects.jsonl").read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-def test_two_processes_killed_and_started_again_write_what_one_writes(model: Path, tmp_path: Path, tp: int) -> None:
-    """As two replicas that share the lines, and as one model in two parts."""
-    records: list[Record | str] = [*prompts(60, max_tokens=24)]
-    records[5] = records[40] = "{bad"
-    source, output = write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [str(ROOT / "scripts" / "batch.py"), str(source), str(output), "--model", str(model), *FLAGS]
-    command += ["--tp", str(tp)]
-
-    def n_written() -> int:
-        return sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("out.jsonl*") if path.is_file())
-
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )  # a session of its own: its workers die with it
-    while process.poll() is None and n_written() < 12:
-        time.sleep(0.01)
-    assert process.poll() is None
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert 12 <= n_written() < 58
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        done = subprocess.run(command, capture_output=True, text=True)
-        if "is being written by another process" not in done.stderr:  # workers have sessions of their own in some torch
-            break
-    assert "2 lines were rejected" in done.stdout and done.returncode == 0  # torchrun takes all else for a crash
-
-    whole = tmp_path / "whole.jsonl"
-    assert code_of(model, source, whole) == 4
-    assert output.read_bytes() == whole.read_bytes()
-    assert (tmp_path / "out.rejects.jsonl").read_bytes() == (tmp_path / "whole.rejects.jsonl").read_bytes()
-    assert not [*tmp_path.glob("*.part*")]
+    assert job.rejected.read_bytes() == (tmp_path / "whole.rejects.jsonl").read_bytes()
 
 
 LOST = re.compile(r"rank \d of 2 stops: another rank is gone, or did not answer within 1800 s \(.*\n")
@@ -484,7 +457,9 @@ LOST = re.compile(r"rank \d of 2 stops: another rank is gone, or did not answer 
 
 def job_of_two(folder: Path, tp: int, model: Path | str, n_lines: int = 60) -> tuple[list[object], Path]:
     """The arguments of a job for two ranks, and its output."""
-    source, output = write_lines(folder / "in.jsonl", prompts(n_lines, max_tokens=24)), folder / "out.jsonl"
+    records: list[Record | str] = [*prompts(n_lines, max_tokens=24)]
+    records += ["{bad"] * 2
+    source, output = write_lines(folder / "in.jsonl", records), folder / "out.jsonl"
     return [source, output, "--model", model, *FLAGS, "--device", "cpu", "--tp", tp], output
 
 
@@ -514,33 +489,14 @@ def test_a_rank_that_is_killed_ends_the_other_and_loses_no_line(tp: int, victim:
     assert LOST.fullmatch(errors.splitlines(keepends=True)[-1]) and "Traceback" not in errors, errors
     kept = [path.read_bytes() for path in sorted(tmp_path.glob("out.jsonl*"))]
     done = run(torchrun(2, ROOT / "scripts" / "batch.py", *args))
+    # torchrun takes any other code for a crash
     assert done.returncode == 0 and "60 prompts continued" in done.stdout, done.stderr[-500:]
+    assert "2 lines were rejected" in done.stdout and len(read_lines(tmp_path / "out.rejects.jsonl")) == 2
     lines = {json.loads(line)["index"]: line for line in output.read_bytes().splitlines(keepends=True)}
     assert [*lines] == [*range(60)]
     for line in b"".join(kept).splitlines(keepends=True)[:-1]:
         assert line == lines[json.loads(line)["index"]]
-
-
-@pytest.mark.slow
-def test_torchrun_ends_a_job_of_which_a_rank_is_killed(tmp_path: Path) -> None:
-    args, _ = job_of_two(tmp_path, 1, "bundled")
-    agent = subprocess.Popen(
-        torchrun(2, ROOT / "scripts" / "batch.py", *args),
-        env=environment(),
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for_lines(tmp_path, 8, agent)
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
-    ranks = [
-        int(pid) for pid in children.read_text().split() if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
-    ]
-    os.kill(ranks[-1], signal.SIGKILL)
-    agent.communicate(timeout=60)
-    assert agent.returncode != 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    assert run(torchrun(2, ROOT / "scripts" / "batch.py", *args)).returncode == 0
+    assert not [*tmp_path.glob("*.part*")]
 
 
 @pytest.mark.slow
@@ -574,50 +530,40 @@ def test_what_one_rank_cannot_do_is_one_sentence_of_each(what: str, tp: int, mod
     assert [record["index"] for record in read_lines(output)] == [*range(60)]
 
 
-def test_a_run_begun_with_other_flags_model_or_input_is_refused(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(4)), tmp_path / "out.jsonl"
-    assert code_of(model, source, output) == 0
-    capsys.readouterr()
-    before = output.read_bytes()
-    assert "was begun with temperature 0.0, not 0.5" in refusal(capsys, model, source, output, "--temperature", "0.5")
-    assert "was begun with gamma 2, not 3" in refusal(capsys, model, source, output, "--gamma", "3")
-    assert "was begun with order input, not finished" in refusal(capsys, model, source, output, "--order", "finished")
+def test_a_run_begun_with_other_flags_model_or_input_is_refused(job: Job, tmp_path: Path) -> None:
+    job.give(prompts(4))
+    assert job.code() == 0
+    before = job.output.read_bytes()
+    assert "was begun with temperature 0.0, not 0.5" in job.refusal("--temperature", "0.5")
+    assert "was begun with gamma 2, not 3" in job.refusal("--gamma", "3")
+    assert "was begun with order input, not finished" in job.refusal("--order", "finished")
     other = write_lines(tmp_path / "other.jsonl", prompts(5))
-    assert "was begun with another input: name another output, or begin anew with --fresh" in refusal(
-        capsys, model, other, output
-    )
+    assert "was begun with another input: name another output, or begin anew with --fresh" in job.refusal(source=other)
     another = tmp_path / "another"
     save_hugging_face(tiny_model(seed=1), another, dtype=torch.bfloat16)
-    assert "was begun with model" in refusal(capsys, another, source, output)
-    assert output.read_bytes() == before
-    assert code_of(model, source, output, "--threads", "1") == 0  # of no consequence
-    assert code_of(model, other, output, "--fresh", "--gamma", "3") == 0
-    assert [r["index"] for r in read_lines(output)] == list(range(5))
+    assert "was begun with model" in job.refusal(model=another)
+    assert job.output.read_bytes() == before
+    assert job.code("--threads", "1") == 0  # of no consequence
+    assert job.code("--fresh", "--gamma", "3", source=other) == 0
+    assert [r["index"] for r in job.lines] == list(range(5))
 
 
-def test_a_run_begun_before_a_flag_existed_continues_with_its_default(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
-    assert code_of(model, source, output) == 0
+def test_a_run_begun_before_a_flag_existed_continues_with_its_default(job: Job, tmp_path: Path) -> None:
+    job.give(prompts(2))
+    assert job.code() == 0
     state = json.loads((tmp_path / "out.state.json").read_text())
     older = {name: value for name, value in state.items() if name not in journal.LATER}
     assert len(older) == len(state) - 4
     (tmp_path / "out.state.json").write_text(json.dumps(older))
-    assert code_of(model, source, output) == 0
-    capsys.readouterr()
-    assert "was begun with n_sink 4, not 8" in refusal(capsys, model, source, output, "--n-sink", "8")
+    assert job.code() == 0
+    assert "was begun with n_sink 4, not 8" in job.refusal("--n-sink", "8")
     del older["parse_special"]  # special tokens were read at that time
     (tmp_path / "out.state.json").write_text(json.dumps(older))
-    assert "was begun with parse_special True, not False" in refusal(capsys, model, source, output)
-    assert code_of(model, source, output, "--parse-special") == 0
+    assert "was begun with parse_special True, not False" in job.refusal()
+    assert job.code("--parse-special") == 0
 
 
-def test_gguf_models_are_distinguished_by_pages_throughout_their_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_models_are_told_apart_by_pages_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "BEGINNING", 1 << 21)
     paths = [tmp_path / f"m-0000{part}-of-00002.gguf" for part in (1, 2)]
     for path in paths:
@@ -641,41 +587,33 @@ def test_gguf_models_are_distinguished_by_pages_throughout_their_parts(
     assert batch.fingerprint_of_model(paths[0]) == first
 
 
-def test_flags_may_change_as_long_as_nothing_is_written(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
-    said = refusal(capsys, model, source, output, "--draft", "early_exit", "--exit-layers", "2")
+def test_flags_may_change_as_long_as_nothing_is_written(job: Job) -> None:
+    job.give(prompts(2))
+    said = job.refusal("--draft", "early_exit", "--exit-layers", "2")
     assert "below the model's 2 layers" in said
-    assert code_of(model, source, output) == 0
+    assert job.code() == 0
 
 
-def test_a_file_of_another_program_is_left_alone(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
-    output.write_text("my notes\n")
-    assert "holds something, and no out.state.json says what made it" in refusal(capsys, model, source, output)
-    assert output.read_text() == "my notes\n"
+def test_a_file_of_another_program_is_left_alone(job: Job, tmp_path: Path) -> None:
+    job.give(prompts(2))
+    job.output.write_text("my notes\n")
+    assert "holds something, and no out.state.json says what made it" in job.refusal()
+    assert job.output.read_text() == "my notes\n"
     state = tmp_path / "out.state.json"
     for damaged in ("[" * 100_000, "{", "[1]", '{"input": 1' + "0" * 5000 + "}"):
         state.write_text(damaged)
-        assert "out.state.json is damaged" in refusal(capsys, model, source, output)
+        assert "out.state.json is damaged" in job.refusal()
     state.unlink()
-    output.unlink()
-    assert code_of(model, source, output) == 0
-    capsys.readouterr()
-    output.write_text(output.read_text() + "my notes\n")
-    assert "line 3 was not written by this program" in refusal(capsys, model, source, output)
+    job.output.unlink()
+    assert job.code() == 0
+    job.output.write_text(job.output.read_text() + "my notes\n")
+    assert "line 3 was not written by this program" in job.refusal()
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (
-            lambda one, two: one[:30] + two,
-            "line 1 was not written by this program, or is damaged",
-        ),  # torn, run together
+        (lambda one, two: one[:30] + two, "line 1 was not written by this program, or is damaged"),  # run together
         (lambda one, two: one + two[:-3] + b"\n", "line 2 was not written by this program, or is damaged"),
         (lambda one, two: one + one, "line 2 has index 0, which an earlier line has"),
         (lambda one, two: one + two.replace(b'"index": 1', b'"index": 7'), "has index 7, and the input 2 lines"),
@@ -684,94 +622,93 @@ def test_a_file_of_another_program_is_left_alone(
         (lambda one, two: one + b"[" * 100_000 + b"\n", "line 2 was not written by this"),
     ],
 )
-def test_damaged_doubled_and_foreign_lines_are_never_counted_as_done(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[bytes, bytes], bytes], said: str
+def test_damaged_doubled_and_foreign_lines_are_never_done(
+    job: Job, damage: Callable[[bytes, bytes], bytes], said: str
 ) -> None:
-    source, output = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl"
-    assert code_of(model, source, output) == 0
-    capsys.readouterr()
-    damaged = damage(*output.read_bytes().splitlines(keepends=True))
-    output.write_bytes(damaged)
-    assert said in refusal(capsys, model, source, output)
-    assert output.read_bytes() == damaged
+    job.give(prompts(2))
+    assert job.code() == 0
+    damaged = damage(*job.output.read_bytes().splitlines(keepends=True))
+    job.output.write_bytes(damaged)
+    assert said in job.refusal()
+    assert job.output.read_bytes() == damaged
 
 
-def test_a_job_does_not_go_on_with_other_weights_of_the_same_size(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, output, folder = write_lines(tmp_path / "in.jsonl", prompts(2)), tmp_path / "out.jsonl", tmp_path / "model"
-    save_hugging_face(tiny_model(), folder, dtype=torch.float32)
-    assert code_of(folder, source, output) == 0
-    capsys.readouterr()
-    save_hugging_face(tiny_model(seed=1), folder, dtype=torch.float32)
-    assert "was begun with model files" in refusal(capsys, folder, source, output)
+def test_a_job_does_not_go_on_with_other_weights_of_the_same_size(job: Job, tmp_path: Path) -> None:
+    job.give(prompts(2))
+    job.model = tmp_path / "model"
+    save_hugging_face(tiny_model(), job.model, dtype=torch.float32)
+    assert job.code() == 0
+    save_hugging_face(tiny_model(seed=1), job.model, dtype=torch.float32)
+    assert "was begun with model files" in job.refusal()
 
 
 @pytest.mark.parametrize(("last", "name"), [({"tokens": [1, 2]}, "out.jsonl"), ("{bad", "out.rejects.jsonl")])
 def test_a_disk_that_stays_full_is_one_sentence(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    last: Record | str, name: str,
-) -> None:  # fmt: skip
-    """What closed the output tried again, and its error took the place of the sentence."""
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    last: Record | str,
+    name: str,
+) -> None:
+    """What closed the job.output tried again, and its error took the place of the sentence."""
 
     def full(self: journal.Log) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
 
-    output, source = tmp_path / "out.jsonl", write_lines(tmp_path / "in.jsonl", [*prompts(1), last])
+    job.give([*prompts(1), last])
     with monkeypatch.context() as within:
         within.setattr(journal.Log, "sync", full)
         within.setattr(journal, "SYNC", -1.0)
-        assert code_of(model, source, output) == 1
+        assert job.code() == 1
     said = f"batch.py: {tmp_path / name}: No space left on device; the same command goes on from here"
     assert capsys.readouterr().err.splitlines()[-1] == said
-    assert code_of(model, source, output) == (4 if last == "{bad" else 0)
+    assert job.code() == (4 if last == "{bad" else 0)
 
 
-def test_two_processes_do_not_write_one_output(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "out.jsonl"
-    log = journal.Log(output).open()
-    source = write_lines(tmp_path / "in.jsonl", prompts(2))
-    assert "is being written by another process" in refusal(capsys, model, source, output, "--fresh")
+def test_two_processes_do_not_write_one_output(job: Job, tmp_path: Path) -> None:
+    job.output = tmp_path / "out.jsonl"
+    log = journal.Log(job.output).open()
+    job.give(prompts(2))
+    assert "is being written by another process" in job.refusal("--fresh")
     log.close()
-    assert code_of(model, source, output) == 0
+    assert job.code() == 0
 
 
-def test_two_processes_do_not_share_a_file_of_rejects(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_do_not_share_a_file_of_rejects(job: Job, tmp_path: Path) -> None:
     """Both had index 1 there, which ended one of them in the middle of its work."""
-    output, rejects = tmp_path / "out.jsonl", tmp_path / "rejects.jsonl"
-    source = write_lines(tmp_path / "in.jsonl", [*prompts(1), "{bad"])
+    job.output, rejects = tmp_path / "out.jsonl", tmp_path / "rejects.jsonl"
+    job.give([*prompts(1), "{bad"])
     log = journal.Log(tmp_path / "other.jsonl", other=rejects)
-    said = refusal(capsys, model, source, output, "--rejects", str(rejects))
+    said = job.refusal("--rejects", str(rejects))
     assert said == f"batch.py: {rejects} is being written by another process: wait for it, or end it"
     log.close()
     assert not rejects.exists()
-    assert code_of(model, source, output, "--rejects", str(rejects)) == 4
+    assert job.code("--rejects", str(rejects)) == 4
     assert [record["index"] for record in read_lines(rejects)] == [1]
 
 
 @pytest.mark.parametrize("before", ["nothing", "a job that --fresh would forget"])
 @pytest.mark.parametrize("wrong", ["no weights", "a layer too many"])
 def test_what_is_refused_changes_and_leaves_no_file(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str, before: str
+    job: Job, model: Path, tmp_path: Path, wrong: str, before: str
 ) -> None:
-    """An empty output and a state were left, and what the output had held was gone before there was an engine."""
-    source, output, flags = write_lines(tmp_path / "in.jsonl", prompts(3)), tmp_path / "out.jsonl", ["--fresh"]
+    """An empty output and a state were left, and what it had held was gone before there was an engine."""
+    job.give(prompts(3))
+    flags = ["--fresh"]
     if before == "nothing":
-        journal.lock_of(output).touch()  # stays: another process may be about to take it
+        journal.lock_of(job.output).touch()  # stays: another process may be about to take it
     else:
-        assert code_of(model, source, output) == 0
-        capsys.readouterr()
+        assert job.code() == 0
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     if wrong == "no weights":
         empty = tmp_path / "model"
         empty.mkdir()
         (empty / "config.json").write_bytes((model / "config.json").read_bytes())
-        assert "has no weights" in refusal(capsys, empty, source, output, *flags)
+        assert "has no weights" in job.refusal(*flags, model=empty)
     else:
         flags += ["--draft", "early_exit", "--exit-layers", "2"]
-        assert "below the model's 2 layers" in refusal(capsys, model, source, output, *flags)
+        assert "below the model's 2 layers" in job.refusal(*flags)
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == files
 
 
@@ -781,31 +718,25 @@ def test_what_is_refused_changes_and_leaves_no_file(
         (["--max-seq-len", "5000"], "--max-seq-len 5,000 is over the model's 4,096 positions"),
         (["--batch-size", "0"], "expected a whole number of at least 1, got '0'"),
         (["--gamma", "17"], "gamma must be from 1 to 16, got 17"),
-        (["--draft", "psychic"], "'psychic'"),
         (["--draft", "standalone"], "needs draft_model"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or a positive number"),
         (["--order", "random"], "'random'"),
-        (["--dtype", "fp8"], "'fp8'"),
         (["--seed", "-1"], "seed must be"),
         (["--tp", "2"], "tp must divide the number of processes"),
         (["--rejects", "nowhere/r.jsonl"], "there is no folder"),
         (["--model", "nowhere"], "no folder nowhere"),
     ],
 )
-def test_a_mistake_is_one_sentence_before_any_work(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
-) -> None:
-    source = write_lines(tmp_path / "in.jsonl", prompts(1))
-    assert said in refusal(capsys, model, source, tmp_path / "out.jsonl", *flags)
+def test_a_mistake_is_one_sentence_before_any_work(job: Job, flags: list[str], said: str) -> None:
+    job.give(prompts(1))
+    assert said in job.refusal(*flags)
 
 
-def test_an_input_that_is_missing_or_the_output_itself_is_refused(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write_lines(tmp_path / "in.jsonl", prompts(1))
-    assert "nowhere.jsonl is not there" in refusal(capsys, model, tmp_path / "nowhere.jsonl", tmp_path / "out.jsonl")
-    assert "is no file that can be read twice" in refusal(capsys, model, Path(os.devnull), tmp_path / "out.jsonl")
-    assert "are the same file" in refusal(capsys, model, source, source)
+def test_an_input_that_is_missing_or_the_output_itself_is_refused(job: Job, tmp_path: Path) -> None:
+    job.give(prompts(1))
+    assert "nowhere.jsonl is not there" in job.refusal(source=tmp_path / "nowhere.jsonl")
+    assert "is no file that can be read twice" in job.refusal(source=Path(os.devnull))
+    assert "are the same file" in job.refusal(output=job.source)
 
 
 # ---- the pieces ------------------------------------------------------------------------------------------------------
@@ -834,9 +765,7 @@ def test_a_torn_line_is_cut_and_whole_ones_stay(tmp_path: Path, content: bytes) 
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_parts_of_replicas_become_one_file_even_if_an_earlier_merge_was_killed(
-    tmp_path: Path, ordered: bool, is_complete: bool
-) -> None:
+def test_parts_become_one_file_even_if_a_merge_was_killed(tmp_path: Path, ordered: bool, is_complete: bool) -> None:
     files = journal.Files(tmp_path / "out.jsonl", tmp_path / "out.rejects.jsonl", 0, 2)
     parts = [[0, 4, 2], [1, 5, 3]] if not ordered else [[0, 2, 4], [1, 3, 5]]
     for path, indices in zip(files.parts(files.output), parts, strict=True):

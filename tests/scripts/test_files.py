@@ -49,11 +49,13 @@ PROGRAMS: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
     "hero.py": (hero.main, ["{}"]),
 }
 OUTPUTS = {
-    "generate.py --prompts": ["--output", "--json", "--profile"], "generate.py --prompt-file": ["--output", "--json"],
-    "generate.py --document": ["--output"], "batch.py": ["", "--rejects"], "hero.py": [""],
+    "generate.py --prompts": ["--output", "--json", "--profile", "--report"],
+    "generate.py --prompt-file": ["--output", "--report"], "generate.py --document": ["--output", "--report"],
+    "batch.py": ["", "--rejects"], "hero.py": [""],
     "needles.py": ["--json", "--plot"], "evaluate.py": ["--json", "--plot"],
 }  # fmt: skip
-CASES = [(program, flag) for program in PROGRAMS for flag in OUTPUTS.get(program, ["--json"])]
+EVERY = [(program, flag) for program in PROGRAMS for flag in OUTPUTS.get(program, ["--json"])]
+CASES = [(*one, "same") for one in EVERY] + [(*EVERY[0], how) for how in ("symlink", "hard link", "another way")]
 
 
 def said(main: Callable[[list[str]], object], argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -65,8 +67,7 @@ def said(main: Callable[[list[str]], object], argv: list[str], capsys: pytest.Ca
     return str(err.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("how", ["same", "symlink", "hard link", "another way"])
-@pytest.mark.parametrize(("program", "flag"), CASES)
+@pytest.mark.parametrize(("program", "flag", "how"), CASES)
 def test_what_is_read_is_never_replaced(
     program: str, flag: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,30 +90,31 @@ def test_what_is_read_is_never_replaced(
 
 
 @pytest.mark.parametrize("name", ["out.state.json", "out.jsonl.lock"])
-def test_what_batch_keeps_beside_its_output_is_no_input_either(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / name
+def test_what_batch_keeps_is_no_input_either(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / name, str(tmp_path / "out.jsonl")
     source.write_text('{"prompt": "One"}\n')
-    assert "are the same file" in said(batch.main, [str(source), str(tmp_path / "out.jsonl")], capsys)
-    assert "are the same file" in said(
-        batch.main, [str(ROOT / "README.md"), str(tmp_path / "out.jsonl"), "--rejects", str(source)], capsys
-    )
+    for argv in ([str(source), output], [str(ROOT / "README.md"), output, "--rejects", str(source)]):
+        assert "are the same file" in said(batch.main, argv, capsys)
     assert source.read_text() == '{"prompt": "One"}\n'
 
 
 @pytest.mark.parametrize("model", ["bundled", None])
-def test_a_file_of_the_model_is_never_replaced(model: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["--json", "--report"])
+def test_a_file_of_the_model_is_never_replaced(
+    flag: str, model: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = ROOT / "gpt_fast_sd" / "bundled" / "config.json"
     before = config.read_bytes()
-    argv = ["--prompt", "a", *(["--model", model] if model else []), "--json", str(config)]
+    argv = ["--prompt", "a", *(["--model", model] if model else []), flag, str(config)]
     assert "would take the place of a file of --model" in said(generate.main, argv, capsys)
     assert config.read_bytes() == before
 
 
 def test_two_outputs_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--prompt", "a", "--output", str(tmp_path / "x"), "--json", str(tmp_path / "." / "x")]
-    assert re.search(r"--json .*x and --output .*x are the same file", said(generate.main, argv, capsys))
+    for flag in ("--json", "--report"):
+        argv = ["--prompt", "a", "--output", str(tmp_path / "x"), flag, str(tmp_path / "." / "x")]
+        found = said(generate.main, argv, capsys)
+        assert re.search(rf"(--output|{flag}) .*x and (--output|{flag}) .*x are the same file", found)
     assert not any(tmp_path.iterdir())
 
 
@@ -123,21 +125,21 @@ def test_two_outputs_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture
     ("path", "why"),
     [
         ("/dev/full", "it is no file that can be replaced"), ("/proc/x", "cannot write /proc/x: "),
-        ("/nowhere/x", "there is no folder /nowhere"), ("/tmp", "it is a folder"),
+        ("/nowhere/x", "there is no folder /nowhere"), ("/tmp", "it is a folder"), ("loop", "cannot write"),
         ("/dev/null/x", "there is no folder"),
     ],
 )  # fmt: skip
 @pytest.mark.skipif(sys.platform != "linux", reason="these are Linux's names")
 def test_what_cannot_be_written_is_refused_before_the_work(
-    path: str, why: str, capsys: pytest.CaptureFixture[str]
+    path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert why in said(generate.main, ["--prompt", "a", "--output", path], capsys)
 
 
 @pytest.mark.parametrize("call", ["new", "old"])
-def test_a_folder_or_file_without_permission_is_refused(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_not_be_written_is_refused(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write anything: the system's refusal is made up."""
     path, real = tmp_path / "x", os.open
     path.write_text("old")
@@ -153,28 +155,20 @@ def test_a_folder_or_file_without_permission_is_refused(
     assert path.read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["x"]
 
 
-def test_what_a_link_names_is_written_and_it_stays_a_link(tmp_path: Path) -> None:
+def test_what_a_link_or_a_long_name_names_is_written(tmp_path: Path) -> None:
     """Outputs are linked to a larger disk, say: what is written beside the link is neither there nor has it room."""
     there, link = tmp_path / "there", tmp_path / "run.json"
     there.mkdir()
     link.symlink_to(there / "run.json")
+    long = tmp_path / ("\u8a9e" * 80 + ".json")  # 245 bytes, of which a file system takes 255
+    files.require_writable(long)
+    files.save({long: "{}"}, "generate.py")
     for text in ("new", "newer"):
         files.require_writable(link)
         files.save({link: text}, "generate.py")
         assert link.is_symlink() and (there / "run.json").read_text() == text
     assert [one.name for one in there.iterdir()] == ["run.json"]
-
-
-def test_a_link_to_itself_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x").symlink_to(tmp_path / "x")
-    assert "cannot write" in said(generate.main, ["--prompt", "a", "--output", str(tmp_path / "x")], capsys)
-
-
-def test_a_long_name_is_a_name(tmp_path: Path) -> None:
-    path = tmp_path / ("\u8a9e" * 80 + ".json")  # 245 bytes, of which a file system takes 255
-    files.require_writable(path)
-    files.save({path: "{}"}, "generate.py")
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert {one.name for one in tmp_path.iterdir()} == {"there", "run.json", long.name}
 
 
 # ---- what was written is not lost ------------------------------------------------------------------------------------
@@ -207,7 +201,7 @@ def test_a_disk_that_is_full_costs_nothing_that_was_made(
     assert (tmp_path / "a.jsonl").read_text() == "older" and (tmp_path / "b.json").read_text() == "{}"
 
 
-def test_generate_says_where_its_completions_are_if_their_file_cannot_be_written(
+def test_generate_says_where_completions_are_that_a_full_disk_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -225,7 +219,7 @@ def test_generate_says_where_its_completions_are_if_their_file_cannot_be_written
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no ulimit")
 @pytest.mark.parametrize("n_shards", [1, 12])  # of weights, each of which is kept open
-def test_a_process_that_may_open_few_files_works_or_says_which_it_could_not_open(n_shards: int, tmp_path: Path) -> None:
+def test_a_process_that_may_open_few_files_works_or_says_so(n_shards: int, tmp_path: Path) -> None:
     save_hugging_face(tiny_model(), tmp_path / "model", dtype=torch.float32)
     stored = load_file(tmp_path / "model" / "model.safetensors")
     names = {name: f"part-{i % n_shards}.safetensors" for i, name in enumerate(stored)}
@@ -237,12 +231,8 @@ def test_a_process_that_may_open_few_files_works_or_says_which_it_could_not_open
     (tmp_path / "in.jsonl").write_text('{"tokens": [1, 2]}\n')
     for program, given in (("batch.py", "in.jsonl out.jsonl"), ("generate.py", "--prompts in.jsonl --json run.json")):
         command = f"{ROOT / 'scripts' / program} {given} --model model --max-new-tokens 3 --no-compile --device cpu"
-        done = subprocess.run(
-            ["bash", "-c", f"ulimit -n 12; exec {sys.executable} {command}"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        limited = ["bash", "-c", f"ulimit -n 12; exec {sys.executable} {command}"]
+        done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True)
         made = {path.name for path in tmp_path.iterdir()} - {"model", "in.jsonl"}
         if n_shards == 1:
             assert done.returncode == 0 and made >= {"out.jsonl"}, done.stderr
@@ -273,11 +263,15 @@ def test_a_full_stdout_is_one_sentence() -> None:
     assert (done.returncode, done.stderr) == (1, "stdout: No space left on device\n")
 
 
-def test_text_that_an_encoding_lacks_ends_nothing() -> None:
+def test_text_that_an_encoding_lacks_ends_nothing(tmp_path: Path) -> None:
+    """A name of a file may have half a character, and a report that name."""
     raw = io.BytesIO()
     out = common.Stdout(io.TextIOWrapper(raw, encoding="latin-1"))
     print("na\u00efve, \u4e2d", file=out, flush=True)
     assert raw.getvalue() == b"na\xefve, ?\n"
+    paths = [tmp_path / "report.html", tmp_path / "run.json"]
+    files.save(dict.fromkeys(paths, "na\udcefve"), "generate.py")
+    assert [path.read_text(encoding="utf-8") for path in paths] == ["na\\udcefve"] * 2
 
 
 def test_generation_ends_where_nobody_reads_and_nothing_else_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,10 +319,3 @@ def test_a_model_that_was_downloaded_is_not_replaced(tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match="would take the place of a file of --model"):
         files.check_files({"--json": snapshot / "config.json"}, {"--model": "owner/name"})
     files.check_files({"--json": tmp_path / "out.json"}, {"--model": ["owner/name", "owner/other"]})
-
-
-def test_half_a_character_keeps_no_file_from_being_saved(tmp_path: Path) -> None:
-    """The name of a file may have one, and a report that name."""
-    paths = [tmp_path / "report.html", tmp_path / "run.json"]
-    files.save(dict.fromkeys(paths, "na\udcefve"), "generate.py")
-    assert [path.read_text(encoding="utf-8") for path in paths] == ["na\\udcefve"] * 2

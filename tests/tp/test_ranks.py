@@ -13,12 +13,10 @@ Complaints = dict[str, list[str]]
 SAME = "give_the_tokens_of_one_rank"
 MODEL = [
     "a_sharded_model_says_what_the_whole_one_says",
-    "of_equal_logits_the_lowest_id_wins",
-    "rows_that_pad_a_vocabulary_are_never_chosen",
+    "of_equal_logits_the_lowest_id_wins_and_padding_never",
     "a_rank_reads_its_own_slices_and_nothing_else",
     "a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file",
     "ranks_read_their_parts_of_a_checkpoint_in_float8",
-    "a_step_has_the_collectives_that_the_plan_says",
     "every_rank_is_given_what_the_first_rank_of_its_group_has",
     "ranks_that_differ_are_told_so",
     "replicas_share_a_list_and_its_results_come_back_in_order",
@@ -46,7 +44,7 @@ FOUR = [  # which two ranks could not fail
     "sums_in_order_are_the_first_ranks_and_then_the_others",
     "a_rank_reads_its_own_slices_and_nothing_else",
     "a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file",
-    "rows_that_pad_a_vocabulary_are_never_chosen",
+    "of_equal_logits_the_lowest_id_wins_and_padding_never",
 ]
 MORE = [
     *(f"drafts_by_{name}_{SAME}" for name in ("full", "streaming", "quest", "lookup", "early_exit")),
@@ -56,7 +54,6 @@ MORE = [
     f"drafts_by_snapkv_where_kv_heads_are_few_{SAME}",
     f"drafts_by_streaming_where_kv_heads_are_few_{SAME}",
     "gamma_auto_and_fresh_seeds_are_the_first_ranks",
-    "exact_decoding_stays_exact",
     "the_first_ranks_draws_count_for_all_whatever_drafts",
     "weights_are_quantized_after_they_are_split",
     "int4_weights_are_on_ranks_what_they_are_on_one",

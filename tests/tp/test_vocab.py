@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt_fast_sd.tp import Vocabulary, vocab
 
 BLOCK, FEW, first_best = vocab.BLOCK, vocab.FEW, vocab.first_best
-SIZES = [1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 4096, 32_003, 49_152, 50_257]
+SIZES = [1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 4096, 32_003]
 
 
 @pytest.fixture(params=[0, FEW], ids=["by blocks", "as it comes"])
@@ -68,10 +68,8 @@ def test_many_logits_are_not_looked_through_one_by_one() -> None:
 
 def test_one_graph_serves_any_number_of_tokens() -> None:
     """As judging is compiled, where it is: a size that varies must be asked nothing."""
-    graphs = []
-    step = torch.compile(
-        first_best, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph
-    )
+    graphs, backend = [], lambda graph, _: graphs.append(graph) or graph
+    step = torch.compile(first_best, fullgraph=True, dynamic=False, backend=backend)
     for n_tokens in (5, 16, 17, 3):
         x = torch.randn(1, n_tokens, 1000)
         torch._dynamo.mark_dynamic(x, 1, min=3, max=17)

@@ -62,9 +62,7 @@ def round_(done_event: Round) -> InFlightRound:
     return InFlightRound(plan, [], False, 0.0, result, done_event)  # type: ignore[arg-type]
 
 
-def test_a_round_that_a_lost_rank_never_ends_ends_the_process_with_one_sentence(
-    two_ranks: Parallel, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_round_that_never_ends_ends_the_process(two_ranks: Parallel, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     with pytest.raises(Left, match="1"):
         round_(Round(looks=float("inf"))).read(two_ranks.wait_for)
@@ -83,19 +81,14 @@ def test_a_round_that_ends_is_read_however_often_the_host_has_to_look(two_ranks:
     assert asleep.looks == 3  # no rank can be lost: the driver waits
 
 
-def test_an_engines_rounds_wait_as_its_ranks_do(two_ranks: Parallel) -> None:
+def test_an_engines_rounds_wait_as_its_ranks_do_half_an_hour_by_default(two_ranks: Parallel) -> None:
     config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
     engine = Engine(two_ranks.group.shard(tiny_model()), None, config, parallel=two_ranks)
     assert engine.schedule.rounds.wait == two_ranks.wait_for
-
-
-def test_a_rank_waits_for_half_an_hour_unless_told_otherwise() -> None:
     assert TIMEOUT == Parallel(torch.device("cpu")).timeout == 1800
 
 
-def test_ranks_meet_on_the_host_and_never_by_the_default_group(
-    two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_meet_on_the_host_alone(two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA the default group is NCCL's: its first use would take device memory that nothing else needs."""
     met: list[Any] = []
     monkeypatch.setattr(dist, "barrier", lambda group=None, **kwargs: met.append(group))
@@ -106,9 +99,7 @@ def test_ranks_meet_on_the_host_and_never_by_the_default_group(
     assert met == []
 
 
-def test_processes_that_cannot_reach_one_another_are_told_which_setting_is_missing(
-    two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_apart_are_told_the_missing_setting(two_ranks: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo binds to the address of the machine's name, which the others may not be able to reach."""
 
     def refused(*args: Any, **kwargs: Any) -> None:
@@ -192,7 +183,7 @@ def reloaded_common() -> ModuleType:
         (8, 0, "batch.py, rank 8: GPU 3 is full\n", 10),  # the first of a second machine
     ],
 )
-def test_every_rank_that_refuses_says_so_the_first_at_once_and_others_after_it(
+def test_a_rank_that_refuses_says_so_the_first_at_once(
     rank: int | None, local: int | None, said: str, after: float,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

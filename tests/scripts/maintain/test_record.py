@@ -60,15 +60,12 @@ def test_text_that_comes_in_pieces_is_the_same_text() -> None:
     assert lines_of(whole) == ["green", "End"]
 
 
-def test_time_is_played_faster_and_long_pauses_are_cut() -> None:
+def test_time_is_played_faster_and_pauses_are_cut_but_lines_come_one_by_one() -> None:
     film = played((0.0, "one\r\n"), (1.0, "two\r\n"), (61.0, "three"))
     assert [(shown.cells[0][0], round(shown.start, 1)) for shown in film.lines] == [("o", 0.0), ("t", 0.5), ("t", 1.5)]
     assert [round(real) for _, real in film.clock] == [0, 0, 1, 61] and round(film.seconds, 1) == 1.5
-
-
-def test_lines_that_come_at_once_are_played_one_by_one() -> None:
-    film = record.film([(0.0, "a\r\nb\r\nc\r\n")], 20, 5, speed=2.0, pause=1.0, most=4.0)
-    assert [shown.start for shown in film.lines] == [0.0, 0.25, 0.5]
+    at_once = record.film([(0.0, "a\r\nb\r\nc\r\n")], 20, 5, speed=2.0, pause=1.0, most=4.0)
+    assert [shown.start for shown in at_once.lines] == [0.0, 0.25, 0.5]
 
 
 def test_what_is_written_over_is_shown_until_then() -> None:
@@ -128,10 +125,8 @@ def test_a_program_that_fails_is_not_drawn(tmp_path: Path, capsys: pytest.Captur
         (["nowhere/run.svg"], "a folder that is there"),
         (["run.svg"], "run.cast"),
         (["run.svg", "--speed", "0"], "--speed must be greater than 0, got 0.0"),
-        (["run.svg", "--columns", "-1", "--", "true"], "--columns must be greater than 0, got -1"),
         (["run.svg", "--hold", "0.5", "--", "true"], "--hold must be at least 1, got 0.5"),
         (["run.svg", "--hold", "inf", "--", "true"], "--hold must be finite, got inf"),
-        (["run.svg", "--pause", "nan", "--", "true"], "--pause must be finite, got nan"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -152,9 +147,7 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_picture_in_docs_is_that_of_the_recording_beside_it(tmp_path: Path) -> None:
-    docs = ROOT / "docs"
-    (tmp_path / "terminal.cast").write_bytes((docs / "terminal.cast").read_bytes())
-    assert record.main([str(tmp_path / "terminal.svg")]) == 0
-    assert (tmp_path / "terminal.svg").read_text(encoding="utf-8") == (docs / "terminal.svg").read_text(
-        encoding="utf-8"
-    )
+    cast, svg = (ROOT / "docs" / f"terminal.{kind}" for kind in ("cast", "svg"))
+    (tmp_path / cast.name).write_bytes(cast.read_bytes())
+    assert record.main([str(tmp_path / svg.name)]) == 0
+    assert (tmp_path / svg.name).read_text(encoding="utf-8") == svg.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,16 +32,7 @@ from gpt_fast_sd.loading import draft_group
 from gpt_fast_sd.model import CausalSelf, ModelConfig, Transformer, Weights, load_model, save_hugging_face
 from gpt_fast_sd.quantization.quantize import draft_copy
 from gpt_fast_sd.round import accept_step
-from gpt_fast_sd.tp import (
-    Agreement,
-    Disagreement,
-    Parallel,
-    Vocabulary,
-    broadcast,
-    collectives_per_step,
-    start,
-    sum_in_order,
-)
+from gpt_fast_sd.tp import Agreement, Disagreement, Parallel, Vocabulary, broadcast, start, sum_in_order
 from tests.float8_folders import save_float8
 from tests.gguf_files import model_of, write_gguf
 from tests.helpers import random_ids, tiny_config, tiny_model, whole_text_logits
@@ -96,15 +87,11 @@ def a_sharded_model_says_what_the_whole_one_says(parallel: Parallel, folder: Pat
 
 
 @check
-def of_equal_logits_the_lowest_id_wins(parallel: Parallel, folder: Path) -> None:
+def of_equal_logits_the_lowest_id_wins_and_padding_never(parallel: Parallel, folder: Path) -> None:
     logits = torch.zeros(3, 40)
     logits[0, [7, 39]] = logits[1, [10, 30]] = 2.0  # row 2: all are equal
     own = logits.chunk(parallel.tp, -1)[parallel.tp_rank]
     assert Vocabulary(parallel.group.mesh).argmax(own).tolist() == [7, 10, 0]
-
-
-@check
-def rows_that_pad_a_vocabulary_are_never_chosen(parallel: Parallel, folder: Path) -> None:
     for size in (41, 5):
         n, held = rows_of(parallel, size)
         whole = -1 - torch.rand(3, 2, size, generator=torch.Generator().manual_seed(size))
@@ -176,27 +163,6 @@ def a_rank_dequantizes_its_own_rows_and_blocks_of_a_gguf_file(parallel: Parallel
 
 
 @check
-def a_step_has_the_collectives_that_the_plan_says(parallel: Parallel, folder: Path) -> None:
-    from torch.distributed.tensor.debug import CommDebugMode  # seconds, which not every rank needs to spend
-
-    vocabulary, config = Vocabulary(parallel.group.mesh), wide_config()
-    model, tokens = parallel.group.shard(tiny_model(config)), torch.tensor([random_ids(5)])
-    with CommDebugMode() as seen, torch.inference_mode():
-        vocabulary.argmax(model(tokens, torch.arange(5)[None], CausalSelf()))
-    counts = {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
-    expected = collectives_per_step(config, parallel.tp)
-    assert counts == {"all_reduce": expected["all_reduce"], "all_gather_into_tensor": expected["all_gather"]}
-    assert expected["all_reduce"] == 2 * config.n_layers + 1
-    parallel.group.sum_in_order(model)
-    with CommDebugMode() as seen, torch.inference_mode():
-        vocabulary.argmax(model(tokens, torch.arange(5)[None], CausalSelf()))
-    counts = {str(op).rpartition(".")[2]: n for op, n in seen.get_comm_counts().items()}
-    expected = collectives_per_step(config, parallel.tp, exact=True)
-    assert counts == {"all_reduce": expected["all_reduce"], "all_gather_into_tensor": expected["all_gather"]}
-    assert expected["all_reduce"] == (1 if parallel.tp > 2 else 2 * config.n_layers + 1)
-
-
-@check
 def every_rank_is_given_what_the_first_rank_of_its_group_has(parallel: Parallel, folder: Path) -> None:
     first = parallel.dp_rank * parallel.tp
     assert parallel.same(2**62 + parallel.rank) == 2**62 + first
@@ -205,17 +171,24 @@ def every_rank_is_given_what_the_first_rank_of_its_group_has(parallel: Parallel,
     assert broadcast(torch.tensor([parallel.rank]), mesh).tolist() == [first]
 
 
+@contextlib.contextmanager
+def refused(kind: type[Exception], begins: str) -> Iterator[None]:
+    """What is done inside must raise an error that begins so."""
+    try:
+        yield
+    except kind as error:
+        assert str(error).startswith(begins), error
+    else:
+        raise AssertionError("nobody noticed")
+
+
 @check
 def ranks_that_differ_are_told_so(parallel: Parallel, folder: Path) -> None:
     agreement: Agreement = parallel.agreement()
     agreement.note("tokens of round 1", [1, 2, 3])
     agreement.note("tokens of round 2", [4, parallel.tp_rank])
-    try:
+    with refused(Disagreement, "tokens of round 2 differ between ranks"):
         agreement.note("tokens of round 3", [5])
-    except Disagreement as error:
-        assert str(error).startswith("tokens of round 2 differ between ranks")
-    else:
-        raise AssertionError("nobody noticed")
 
 
 @check
@@ -264,18 +237,20 @@ def engine_of(
     return Engine(model, None, engine_config, draft, small, parallel)
 
 
-def compare(
-    parallel: Parallel, draft: DraftConfig, *, sampled: bool = True, **settings: Any
-) -> tuple[list[Completion], list[Completion]]:
-    """Greedy and sampled texts of all ranks together, which must be those of one alone, drafts and all."""
-    together, alone = engine_of(parallel, draft, **settings), engine_of(None, draft_alone(draft), **settings)
-    runs = [GREEDY, SAMPLED] if sampled else [GREEDY]
+def same_texts(together: Engine, alone: Engine, runs: Sequence[Any] = (GREEDY, SAMPLED)) -> list[list[Completion]]:
+    """The texts of each run, which must be the same of both, tokens and all."""
     found = []
     for params in runs:
         theirs, ours = together.generate(PROMPTS, params), alone.generate(PROMPTS, params)
-        assert [c.tokens for c in theirs] == [c.tokens for c in ours], draft
+        assert [c.tokens for c in theirs] == [c.tokens for c in ours], together.draft
         found.append(theirs)
-    return found[0], found[-1]
+    return found
+
+
+def compare(parallel: Parallel, draft: DraftConfig, *, sampled: bool = True, **settings: Any) -> list[Completion]:
+    """Greedy texts of all ranks, which must be those of one alone, as sampled ones must, drafts and all."""
+    together, alone = engine_of(parallel, draft, **settings), engine_of(None, draft_alone(draft), **settings)
+    return same_texts(together, alone, [GREEDY, SAMPLED] if sampled else [GREEDY])[0]
 
 
 def draft_alone(draft: DraftConfig) -> DraftConfig:
@@ -299,8 +274,7 @@ def logits_are_whole_on_every_rank(parallel: Parallel, folder: Path) -> None:
 
 def _policy_check(name: str, draft: DraftConfig, **settings: Any) -> None:
     def function(parallel: Parallel, folder: Path) -> None:
-        greedy, _ = compare(parallel, draft, **settings)
-        assert sum(c.stats.drafted for c in greedy) > 0
+        assert sum(c.stats.drafted for c in compare(parallel, draft, **settings)) > 0
 
     CHECKS[f"drafts_by_{name}_give_the_tokens_of_one_rank"] = function
 
@@ -366,12 +340,8 @@ def a_draft_on_fewer_ranks_leaves_the_target_split_as_it_was(parallel: Parallel,
 @check
 def a_model_that_is_not_split_is_refused(parallel: Parallel, folder: Path) -> None:
     config = EngineConfig(batch_size=1, max_seq_len=64, device="cpu", compile=False)
-    try:
+    with refused(ValueError, f"the model holds 260 of 260 embedding rows, but {parallel.tp} processes"):
         Engine(tiny_model(wide_config()), None, config, parallel=parallel)
-    except ValueError as error:
-        assert f"holds 260 of 260 embedding rows, but {parallel.tp} processes" in str(error)
-    else:
-        raise AssertionError("the whole model was taken for a part")
 
 
 @check
@@ -381,14 +351,6 @@ def gamma_auto_and_fresh_seeds_are_the_first_ranks(parallel: Parallel, folder: P
     completions = engine.generate(PROMPTS, fresh)  # the engine itself notices tokens that differ
     assert all(len(c.tokens) == 40 for c in completions)
     assert [c.tokens for c in engine.generate(PROMPTS, fresh)] != [c.tokens for c in completions]
-
-
-@check
-def exact_decoding_stays_exact(parallel: Parallel, folder: Path) -> None:
-    draft = DraftConfig(policy="streaming", budget=40, gamma=3)
-    engine = engine_of(parallel, draft, exact=True)
-    spoken, plain = engine.generate(PROMPTS, GREEDY), engine.generate(PROMPTS, GREEDY, speculate=False)
-    assert [c.tokens for c in spoken] == [c.tokens for c in plain]
 
 
 def ring_all_reduce(x: Tensor, op: str, mesh: Any) -> Tensor:
@@ -601,38 +563,27 @@ def an_int8_cache_on_ranks_gives_the_tokens_of_one(parallel: Parallel, folder: P
     for config in (wide_config(), FAMILIES["two_kv_heads"]):
         draft = DraftConfig(policy="streaming", budget=40, gamma=3)
         together, alone = (engine_of(at, draft, config=config, kv_dtype="int8") for at in (parallel, None))
-        theirs, ours = together.generate(PROMPTS, GREEDY), alone.generate(PROMPTS, GREEDY)
-        assert [c.tokens for c in theirs] == [c.tokens for c in ours]
+        (said,) = same_texts(together, alone, [GREEDY])
         assert together.cache.layers[0].k.dtype == torch.int8
         halved = engine_of(parallel, DraftConfig(policy="quantized", gamma=3), config=config, kv_dtype="int8")
-        assert [c.tokens for c in halved.generate(PROMPTS, GREEDY)] == [c.tokens for c in ours]
+        assert [c.tokens for c in halved.generate(PROMPTS, GREEDY)] == [c.tokens for c in said]
         assert halved.cache.format.planes and halved.stats.accepted > 0
 
 
 @check
 def other_prompts_on_a_rank_are_noticed(parallel: Parallel, folder: Path) -> None:
-    _noticed(parallel, lambda engine: engine.generate([[1, 2, 3 + parallel.tp_rank]], GREEDY), "prompts and parameters")
+    with refused(Disagreement, "prompts and parameters"):
+        engine_of(parallel).generate([[1, 2, 3 + parallel.tp_rank]], GREEDY)
 
 
 @check
 def other_tokens_on_a_rank_are_noticed_in_that_round(parallel: Parallel, folder: Path) -> None:
-    def go_astray(engine: Engine) -> None:
-        stream = engine.stream([[1, 2, 3]], dataclasses.replace(GREEDY, max_tokens=60))
-        next(stream)
-        engine.state.active.logical_and_(torch.tensor(parallel.tp_rank == 0))
-        list(stream)
-
-    _noticed(parallel, go_astray, "tokens of round ")
-
-
-def _noticed(parallel: Parallel, go_astray: Callable[[Engine], object], what: str) -> None:
     engine = engine_of(parallel)
-    try:
-        go_astray(engine)
-    except Disagreement as error:
-        assert str(error).startswith(what), error
-    else:
-        raise AssertionError("nobody noticed")
+    stream = engine.stream([[1, 2, 3]], dataclasses.replace(GREEDY, max_tokens=60))
+    next(stream)
+    engine.state.active.logical_and_(torch.tensor(parallel.tp_rank == 0))
+    with refused(Disagreement, "tokens of round "):
+        list(stream)
 
 
 @check
@@ -661,29 +612,24 @@ def a_step_with_its_collectives_is_one_graph(parallel: Parallel, folder: Path) -
 def compiled_rounds_give_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     # fullgraph: a collective that broke the graph would be an error
     draft = DraftConfig(policy="snapkv", budget=72, gamma=3)
-    together, alone = engine_of(parallel, draft, compile=True), engine_of(None, draft)
-    for params in (GREEDY, SAMPLED):
-        theirs, ours = together.generate(PROMPTS, params), alone.generate(PROMPTS, params)
-        assert [c.tokens for c in theirs] == [c.tokens for c in ours]
+    together = engine_of(parallel, draft, compile=True)
+    same_texts(together, engine_of(None, draft))
     assert together.compiled and together.stats.recompiles == 0
 
 
 @check
 def compiled_judging_gives_the_tokens_of_one_rank(parallel: Parallel, folder: Path) -> None:
     # as on CUDA, where what gathers the vocabulary's parts is compiled with what judges
-    together, alone = engine_of(parallel), engine_of(None)
+    together = engine_of(parallel)
     together.schedule.rounds.accept_compiled = CompiledStep(accept_step)
-    for params in (GREEDY, SAMPLED):
-        theirs, ours = together.generate(PROMPTS, params), alone.generate(PROMPTS, params)
-        assert [c.tokens for c in theirs] == [c.tokens for c in ours]
+    same_texts(together, engine_of(None))
     assert together.schedule.rounds.accept_compiled.graphs > 0
 
 
 @check
 def compiled_int8_rounds_give_the_tokens_of_eager_ones(parallel: Parallel, folder: Path) -> None:
     draft = DraftConfig(policy="streaming", budget=40, gamma=3)
-    compiled, eager = (engine_of(parallel, draft, compile=flag, quantize="int8") for flag in (True, False))
-    assert [c.tokens for c in compiled.generate(PROMPTS, GREEDY)] == [c.tokens for c in eager.generate(PROMPTS, GREEDY)]
+    same_texts(*(engine_of(parallel, draft, compile=flag, quantize="int8") for flag in (True, False)), [GREEDY])
 
 
 @check
@@ -699,8 +645,7 @@ def a_folder_is_loaded_and_decoded_by_all_ranks(parallel: Parallel, folder: Path
     ):
         together = Engine.from_pretrained(place, config, draft, parallel=parallel)
         alone = Engine.from_pretrained(place, config, draft_alone(draft))
-        theirs, ours = together.generate(PROMPTS, GREEDY), alone.generate(PROMPTS, GREEDY)
-        assert [c.tokens for c in theirs] == [c.tokens for c in ours]
+        same_texts(together, alone, [GREEDY])
 
 
 def main() -> None:
