@@ -102,7 +102,7 @@ template <Dtype D> static inline void transpose_keys(const char* const* from, fl
     for (; h < H; h += LANES) transpose_dims<D, 1>(from, h, to);
 }
 
-// Join an entry of two planes, see planes.py: a byte of the upper one has the upper nibbles of dims i and i + H / 2.
+// Join an entry of two planes (model/cache.py): a byte of the upper one has the upper nibbles of dims i and i + H / 2.
 // Without the lower plane its nibble counts as 7.5, in the middle of what it may be.
 static void join_planes(const uint8_t* upper, const uint8_t* lower, float* to) {
     int i = 0;

@@ -12,7 +12,7 @@
 // integer products are exact, whatever computes them; the softmax and all sums of tiles are fp32. Where queries need
 // more than 8 bits, what int8 leaves of each number is rounded to int8 once more, FINER times finer.
 //
-// The bytes may lie in two planes of nibbles, see planes.py: they are joined as a tile is gathered. Where only the
+// The bytes may lie in two planes of nibbles, see model/cache.py: they are joined as a tile is gathered. Where only the
 // upper plane is read, a byte is as if its lower nibble was 7, which is half too small: the sum of a row's queries
 // times a half is missing from its scores, and half of its weights' sum from every output.
 //

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .prefill import FEW_ROWS
-from .sparse import ONE_CHUNK
+from .sizes import FEW_ROWS, ONE_CHUNK
 
 # Attention is split and merged, and mass summed; pages of quest are scored, compared and selected.
 FIXED = {

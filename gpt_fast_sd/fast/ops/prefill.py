@@ -15,9 +15,7 @@ from gpt_fast_sd.model import CacheLayer
 
 from .decode import by_token
 from .layer import flat, layer_of
-
-FEW_ROWS = 256  # up to so many rows per kv head are too few tiles for a GPU: even in a long chunk, keys are split
-PREFILL_SPLIT = 1024  # keys that one program then reads for few rows
+from .sizes import FEW_ROWS, PREFILL_SPLIT
 
 
 def prefill_splits(n_rows: int, n_keys: int) -> int:

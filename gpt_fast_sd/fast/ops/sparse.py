@@ -16,8 +16,6 @@ from gpt_fast_sd.model import CacheLayer
 from .decode import by_token
 from .layer import flat, layer_of
 
-ONE_CHUNK = 192  # listed entries that one program reads, so that nothing is merged
-
 
 def sparse_attention(
     q: Tensor, layer: CacheLayer, kv_indices: Tensor, window_start: Tensor, window_width: int, pos: Tensor, n_keys: int,

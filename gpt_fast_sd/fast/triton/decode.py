@@ -122,7 +122,7 @@ def split_kernel(
 ):  # fmt: skip
     """A tile of rows over one split: fp32 part [splits, B * K, R, H], normalised, and its base-2 lse.
 
-    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see decode.py.
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see CacheLayer.
 
     p_sum [B * K, S // UNIT, R], p_max [B * K, S // BLOCK_N, R]: the exps of each UNIT keys, and the maxima they are
     relative to; None if they are not needed.

@@ -30,7 +30,7 @@ from .common import (
     widen,
 )
 from ...attention import page_sums
-from ..ops.prefill import FEW_ROWS, PREFILL_SPLIT
+from ..ops.sizes import FEW_ROWS, PREFILL_SPLIT
 from . import decode as decode_triton
 
 # (family, bytes of an entry, padded head dim) -> rows of a tile, keys of a block, warps, stages, blocks per SM (see
@@ -146,7 +146,7 @@ def prefill_kernel(
 ):  # fmt: skip
     """Attention of a tile of rows to all they may see: out [B, T, N, H]; lse fp32 [B, N, T], natural, or None.
 
-    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see decode.py.
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see CacheLayer.
     """
     HELD: tl.constexpr = H // 2 if FORMAT == 3 else H
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first, so that short ones fill the end

@@ -22,7 +22,7 @@ from torch import Tensor
 from gpt_fast_sd.model import CacheLayer
 
 from .common import LOG2_E, block_of, entry_size, family, format_of, load_planes, load_scales, strides, widen
-from ..ops.sparse import ONE_CHUNK
+from ..ops.sizes import ONE_CHUNK
 
 MOST_CHUNKS = 16  # chunks that the merge reads at once
 LARGEST_TILE = 64  # rows of a program
@@ -94,7 +94,7 @@ def chunk_kernel(
 ):  # fmt: skip
     """A tile of rows over one chunk: fp32 out [chunks, B * K, R, H], with its base-2 maxima and totals.
 
-    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see decode.py.
+    BLOCK_H: H, of planes H // 2, as a power of 2. TAIL: see CacheLayer.
 
     WHOLE: there is only one chunk, and out is the result [B, T, N, H].
     """

@@ -1,0 +1,5 @@
+"""Sizes that operators and their bodies agree on."""
+
+FEW_ROWS = 256  # up to so many rows per kv head are too few tiles for a GPU: even in a long chunk, keys are split
+PREFILL_SPLIT = 1024  # keys that one program then reads for few rows
+ONE_CHUNK = 192  # listed entries that one program reads, so that nothing is merged
