@@ -110,8 +110,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--note", metavar="TEXT", default="", help="a paragraph for the card: where this training left the recipe")
     add("--log", metavar="F.jsonl", type=Path, help="the training run's log.jsonl")
     add_engine_flags(
-        parser, alone=True, batch_size={"default": 2}, dtype={"default": "fp32"}, max_seq_len=None, compile=None
-    )
+        parser, bodies=None, alone=True, batch_size={"default": 2}, dtype={"default": "fp32"}, max_seq_len=None,
+        compile=None,
+    )  # fmt: skip
     args = parser.parse_args(argv)
     if args.card and not args.log:
         parser.error("--card needs --log, to say how the model was trained")
@@ -175,7 +176,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.reference} and {args.model} have different vocabularies: their logits do not compare")
 
     room = max([longest, NEW_TOKENS * 2, *(len(probe.prompt) + DIGITS for probe in (*needles, *lookups))])
-    how = config_of(EngineConfig, args, max_seq_len=min(room, config.n_positions), compile=args.compile)
+    room = min(room, config.n_positions)
+    how = config_of(EngineConfig, args, max_seq_len=room, compile=args.compile, bodies="fast")
     plain = replace(how, quantize=None, kv_dtype=None)
     compared = args.compared if args.reference or how != plain else 0
 
