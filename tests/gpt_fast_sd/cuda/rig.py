@@ -35,7 +35,7 @@ class Rig:
     @property
     def runner(self) -> Runner:
         """The model and the cache, with what stands in for the core on CUDA."""
-        return Runner(self.model, self.cache, backend=FastBackend(CUDA, {}))
+        return Runner(self.model, self.cache, backend=FastBackend(CUDA, None))
 
     def tokens(self, n: int, slots: int = SLOTS) -> Tensor:
         """int64 [B, n]: token ids, or positions, which have no values here."""
@@ -53,6 +53,6 @@ def fake_rig(head_dim: int = 64, form: str = "bf16", dim: int = 512) -> Rig:
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.bfloat16(), requires_grad=False))
     cache = KVCache(config, SLOTS, CAPACITY, format=FORMATS[form], device=CUDA)
-    bodies = Runner(model, cache, backend=FastBackend(CUDA, {})).bodies
+    bodies = Runner(model, cache, backend=FastBackend(CUDA, None)).bodies
     state = BatchState.idle(cache.seq_len, cache.capacity + 256, config.vocab_size, EOS, bodies=bodies)
     return Rig(model, cache, state)

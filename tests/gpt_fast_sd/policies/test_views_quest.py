@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpt_fast_sd.fast.ops import select
 from gpt_fast_sd.policies import quest
 from gpt_fast_sd.policies.quest import QuestKV
-from gpt_fast_sd.policies.selection import page_bounds, quest_pages
+from gpt_fast_sd.policies.selection import page_bounds, page_scores, quest_pages
 from tests.gpt_fast_sd.policies.views_rig import N_ROWS, Rig
 from tests.helpers import tiny_config
 
@@ -76,7 +75,7 @@ def test_a_round_that_drafted_is_caught_up_with_in_one_step(gamma: int, monkeypa
 @pytest.mark.parametrize("n_tokens", [1, 2, 4])
 def test_a_page_score_is_at_least_the_product_with_every_key_of_the_page(group: int, n_tokens: int) -> None:
     q, keys = torch.randn(3, 2 * group, n_tokens, 8), torch.randn(3, 2, 64, 8)
-    scores = select.page_scores(q, corners(keys, 16))  # [B, K, R, P]
+    scores = page_scores(q, corners(keys, 16))  # [B, K, R, P]
     assert scores.shape == (3, 2, group * n_tokens, 4)
     products = q.unflatten(1, (2, group)).flatten(2, 3) @ keys.transpose(-1, -2)  # [B, K, R, S]
     best = products.unflatten(-1, (4, 16)).amax(-1)  # [B, K, R, P]
@@ -87,7 +86,7 @@ def test_a_page_score_is_at_least_the_product_with_every_key_of_the_page(group: 
 def test_the_score_of_a_page_of_one_key_is_its_product() -> None:
     q, keys = torch.randn(2, 6, 1, 8), torch.randn(2, 2, 10, 8)
     products = q.unflatten(1, (2, 3)).flatten(2, 3) @ keys.transpose(-1, -2)
-    assert torch.allclose(select.page_scores(q, corners(keys, 1)), products, atol=1e-5)
+    assert torch.allclose(page_scores(q, corners(keys, 1)), products, atol=1e-5)
 
 
 def slow_score(q: Tensor, bound: Tensor) -> float:
