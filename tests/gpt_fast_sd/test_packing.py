@@ -1,4 +1,4 @@
-"""Products with packed weights against fp64: right for any number of rows, and a row's bits depend only on itself.
+"""Products with packed weights of every kind: right for any number of rows, and a row's bits depend only on itself.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -6,7 +6,7 @@ Shapes: M rows, I inputs, O outputs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,25 +15,80 @@ from torch import Tensor, nn
 from torch.nn import Linear
 
 from gpt_fast_sd import Engine, EngineConfig, SamplingParams
-from gpt_fast_sd.fast import packed_swiglu
+from gpt_fast_sd.fast import (
+    Int4,
+    dequantize_blocks,
+    int4_by_sums,
+    int8_linear,
+    pack,
+    packed_linear,
+    packed_swiglu,
+    quantize_blocks,
+)
 from gpt_fast_sd.fast.cpu import build
 from gpt_fast_sd.fast.cpu import linear as cpu_linear
-from gpt_fast_sd.fast.cpu.packing import pack_linears
+from gpt_fast_sd.fast.cpu.packing import (
+    PackedInt4Linear,
+    PackedInt8Linear,
+    PackedLinear,
+    SummedInt4Linear,
+    pack_linears,
+)
+from gpt_fast_sd.fast.linear_int4 import Int4Linear
+from gpt_fast_sd.fast.linear_int8 import Int8Linear
 from gpt_fast_sd.model import Transformer, load_model, save_hugging_face
 from gpt_fast_sd.quantization.table import int4_in_blocks
 from tests.helpers import few, random_ids, tiny_config, tiny_model
 
 BF16 = torch.bfloat16
-ROWS = [1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130]
+ROWS = [1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 130]
+KINDS = {
+    "bf16": PackedLinear, "int8": PackedInt8Linear, "int4": PackedInt4Linear, "int4 for few rows": SummedInt4Linear,
+}  # fmt: skip
+UNITS = {"bf16": 32, "int8": 64, "int4": 32, "int4 for few rows": 64}  # which divide their inputs
+SIZES = [(kind, n_out, n_in) for kind, n in UNITS.items() for n_out, n_in in ((32, n), (96, 64), (64, 576))]
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def packed(n_out: int, n_in: int, *, bias: bool = False) -> tuple[nn.Linear, Tensor, Tensor | None]:
-    """A packed product, and its weight and bias in fp64."""
-    linear = Linear(n_in, n_out, bias=bias).to(BF16).requires_grad_(False)
-    weight, plus = linear.weight.double(), linear.bias.double() if bias else None
-    if not pack_linears(linear):
+def linear_of(kind: str, n_out: int, n_in: int, *, bias: bool = False, dtype: torch.dtype = BF16) -> Linear:
+    """A product that is not packed yet."""
+    plain = Linear(n_in, n_out, bias=bias).to(dtype).requires_grad_(False)
+    if kind == "bf16":
+        return plain
+    if kind == "int8":
+        return Int8Linear(plain.weight, plain.bias)
+    return Int4Linear(quantize_blocks(plain.weight), plain.bias, dtype)
+
+
+def pack_or_skip(model: nn.Module, *, few_rows: bool = False) -> None:
+    if not pack_linears(model, few_rows=few_rows):
         pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    return linear, weight, plus
+
+
+def packed(kind: str, n_out: int, n_in: int, *, bias: bool = False) -> Linear:
+    linear = linear_of(kind, n_out, n_in, bias=bias)
+    pack_or_skip(linear, few_rows=kind.endswith("rows"))
+    assert type(linear) is KINDS[kind]
+    return linear
+
+
+def stood_for(linear: Linear) -> Tensor:
+    """The weight that a product stands for before it is packed, in fp64."""
+    if isinstance(linear, Int4Linear):
+        return dequantize_blocks(linear.held, torch.float64)
+    return linear.weight.double() * (linear.scale.double()[:, None] if isinstance(linear, Int8Linear) else 1.0)
+
+
+def same_bits(kind: str, linear: Linear) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """What has the bits of a product that will be packed: in PyTorch, or of the bf16 weight; x, bias -> outputs."""
+    if isinstance(linear, Int8Linear):
+        weight, scale = linear.weight.clone(), linear.scale.clone()
+        return lambda x, bias: int8_linear(x, weight, scale, bias)
+    if kind.endswith("rows"):
+        held = Int4(*(part.clone() for part in linear.in_order()))  # type: ignore[operator]
+        return lambda x, bias: int4_by_sums(x, held, bias)
+    bf16 = pack(dequantize_blocks(linear.held, BF16) if isinstance(linear, Int4Linear) else linear.weight.clone())
+    return lambda x, bias: packed_linear(x, bf16, bias)
 
 
 @pytest.fixture
@@ -43,36 +98,71 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(n)
 
 
-@pytest.mark.parametrize(("n_out", "n_in"), [(32, 32), (96, 64), (64, 576), (1056, 96)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_products_are_those_of_fp64_for_any_number_of_rows(n_out: int, n_in: int, bias: bool) -> None:
-    linear, weight, plus = packed(n_out, n_in, bias=bias)
+@pytest.fixture
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """False: a process that may not use tiles, and so multiplies by vectors."""
+    if not request.param:
+        monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
+        build.library.cache_clear()
+        cpu_linear.kernel_for.cache_clear()
+    yield
+    if not request.param:
+        build.library.cache_clear()
+        cpu_linear.kernel_for.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_out", "n_in", "bias", "tiles"),
+    [
+        *((*size, bias, True) for size in SIZES for bias in (False, True)),
+        *((kind, 1056, 3 * n, True, True) for kind, n in UNITS.items()),
+        *((*size, False, False) for size in SIZES),
+    ],
+    indirect=["tiles"],
+)
+def test_products_are_those_of_fp64_bit_by_bit_rounded_alike(
+    kind: str, n_out: int, n_in: int, bias: bool, tiles: None
+) -> None:
+    linear = linear_of(kind, n_out, n_in, bias=bias)
+    weight, expected = stood_for(linear), same_bits(kind, linear)
+    plus = linear.bias.double() if bias else None
+    pack_or_skip(linear, few_rows=kind.endswith("rows"))
     for n_rows in ROWS:
-        x = torch.randn(n_rows, n_in).to(BF16)
-        expected = nn.functional.linear(x.double(), weight, plus)
+        x = torch.randn(n_rows, n_in).to(BF16) * torch.logspace(-6, 6, n_rows)[:, None].to(BF16)
         got = linear(x)
-        assert got.dtype == BF16 and got.is_contiguous()
-        # one rounding to bf16, and fp32 sums of n_in products that may cancel
-        torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5 * n_in**0.5)
+        assert got.dtype == BF16 and got.is_contiguous() and got.equal(expected(x, linear.bias))
+        exact = nn.functional.linear(x.double(), weight, plus)
+        # one rounding to bf16; fp32 sums of n_in products that may cancel, or x off by up to 2^-15 of its row's
+        # largest, which is three times what is typical
+        size = x.double().norm(dim=1, keepdim=True) * weight.norm(dim=1)
+        assert (got - exact).abs().le(2**-8 * exact.abs() + (1e-5 if kind in ("bf16", "int4") else 2e-4) * size).all()
 
 
-@pytest.mark.parametrize(("n_out", "n_in"), [(32, 32), (96, 64), (192, 576)])
-def test_swiglu_is_that_of_fp64_for_any_number_of_rows(n_out: int, n_in: int) -> None:
-    linear, weight, _ = packed(n_out, n_in)
+@pytest.mark.parametrize(("kind", "n_out", "n_in"), [(kind, 192 if n == 576 else o, n) for kind, o, n in SIZES])
+def test_swiglu_is_that_of_its_sums_for_any_number_of_rows(kind: str, n_out: int, n_in: int) -> None:
+    linear = linear_of(kind, n_out, n_in)
+    weight, sums = stood_for(linear), same_bits(kind, linear)
+    bf16 = pack(weight.to(BF16)) if kind == "int4" else None
+    pack_or_skip(linear, few_rows=kind.endswith("rows"))
     for n_rows in ROWS:
         x = torch.randn(n_rows, n_in).to(BF16) * 3
-        gate, up = nn.functional.linear(x.double(), weight).unflatten(-1, (-1, 2)).unbind(-1)
-        got = packed_swiglu(x, linear.weight)
+        got = linear.swiglu(x)  # type: ignore[operator]
         assert got.dtype == BF16 and got.is_contiguous()
-        torch.testing.assert_close(got.double(), nn.functional.silu(gate) * up, rtol=2**-8, atol=3e-5 * n_in**0.5)
+        if bf16 is not None:
+            assert got.equal(packed_swiglu(x, bf16))
+            continue
+        whole = nn.functional.linear(x.double(), weight) if kind == "bf16" else sums(x.float(), None).double()
+        gate, up = whole.unflatten(-1, (-1, 2)).unbind(-1)
+        atol = 3e-5 * n_in**0.5 if kind == "bf16" else 1e-30
+        # one rounding to bf16; the exponential is off by 3e-6
+        torch.testing.assert_close(got.double(), nn.functional.silu(gate) * up, rtol=2**-8 + 1e-5, atol=atol)
 
 
 def test_swiglu_takes_gates_of_any_size() -> None:
     """Past 88 the exponential is infinite; the first input is the gate, the second one is up."""
     linear = Linear(32, 32, bias=False).to(BF16).requires_grad_(False)
     linear.weight.copy_(torch.eye(32))
-    if not pack_linears(linear):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    pack_or_skip(linear)
     x = torch.zeros(13, 32).to(BF16)
     x[:, 0] = torch.tensor([0, 1e-30, 1, -1, 80, -80, -87.5, -88, -89, 1e4, -1e4, 1e38, -1e38])
     x[:, 1] = 2.0
@@ -85,53 +175,53 @@ def test_swiglu_takes_gates_of_any_size() -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
-def test_a_row_is_bit_identical_in_any_batch_and_on_any_number_of_threads(n_threads: int) -> None:
-    linear, *_ = packed(160, 96)
-    x = torch.randn(130, 96).to(BF16)
-    torch.set_num_threads(1)
-    alone = torch.cat([linear(x[i : i + 1]) for i in range(len(x))])
-    torch.set_num_threads(n_threads)
-    for n_rows in ROWS:
-        assert linear(x[:n_rows]).equal(alone[:n_rows])
-        assert linear(x[-n_rows:]).equal(alone[-n_rows:])
+@kinds
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(kind: str, n_threads: int) -> None:
+    linear = packed(kind, 160, 128 if UNITS[kind] == 64 else 96)
+    x = torch.randn(130, linear.in_features).to(BF16)
+    for product in (linear, linear.swiglu):
+        torch.set_num_threads(1)
+        alone = torch.cat([product(x[i : i + 1]) for i in range(len(x))])  # type: ignore[operator]
+        torch.set_num_threads(n_threads)
+        for n_rows in ROWS:
+            assert product(x[:n_rows]).equal(alone[:n_rows])  # type: ignore[operator]
+            assert product(x[-n_rows:]).equal(alone[-n_rows:])  # type: ignore[operator]
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("n_threads", [1, 2, 3])
-def test_a_row_of_swiglu_is_bit_identical_in_any_batch_and_on_any_number_of_threads(n_threads: int) -> None:
-    linear, *_ = packed(160, 96)
-    x = torch.randn(130, 96).to(BF16)
-    torch.set_num_threads(1)
-    alone = torch.cat([packed_swiglu(x[i : i + 1], linear.weight) for i in range(len(x))])
-    torch.set_num_threads(n_threads)
-    for n_rows in ROWS:
-        assert packed_swiglu(x[-n_rows:], linear.weight).equal(alone[-n_rows:])
-
-
-@pytest.mark.parametrize("apart", [96, 104, 200, 224, 1024, 2048])
-def test_where_rows_lie_changes_no_bit(apart: int) -> None:
+@pytest.mark.parametrize("apart", [0, 8, 104, 128, 928, 1952])
+@kinds
+def test_where_rows_lie_changes_no_bit(kind: str, apart: int) -> None:
     """Rows of whole lines are read in place, those that begin anywhere or would meet in a cache are put together."""
-    linear, *_ = packed(64, 96)
-    wide = torch.randn(70, apart).to(BF16)
-    for begin in (0, 7) if apart > 103 else (0,):
-        x = wide[:, begin : begin + 96]
+    n_in = 128 if UNITS[kind] == 64 else 96
+    linear, wide = packed(kind, 64, n_in), torch.randn(70, n_in + apart).to(BF16)
+    for begin in (0, 7) if apart > 7 else (0,):
+        x = wide[:, begin : begin + n_in]
         assert linear(x).equal(torch.cat([linear(row.clone()[None]) for row in x]))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_in_a_row_reaches_no_other(bad: float) -> None:
-    linear, *_ = packed(64, 64)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", [*KINDS, "int8 in PyTorch"])
+def test_what_is_in_a_row_reaches_no_other(kind: str, bad: float) -> None:
+    linear = packed(kind, 64, 64) if kind in KINDS else linear_of("int8", 64, 64)
     x = torch.randn(37, 64).to(BF16)
     clean = linear(x)
-    x[[0, 16, 36]] = bad
+    x[[0, 16, 36], 5] = bad
     got = linear(x)
     others = [i for i in range(37) if i not in (0, 16, 36)]
     assert got[others].equal(clean[others])
-    assert not got[0].isfinite().any()
+    assert not got[[0, 16, 36]].isfinite().any()
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@kinds
+def test_a_row_of_zeros_gives_zeros_and_no_row_at_all_gives_none(kind: str, packs: bool) -> None:
+    linear = packed(kind, 64, 64) if packs else linear_of(kind, 64, 64)
+    assert not linear(torch.zeros(3, 64).to(BF16)).any()
+    assert linear(torch.zeros(0, 64).to(BF16)).shape == (0, 64)
 
 
 def test_rows_may_lie_apart_and_in_any_number_of_dimensions() -> None:
-    linear, *_ = packed(64, 96)
+    linear = packed("bf16", 64, 96)
     wide = torch.randn(2, 5, 200).to(BF16)
     x = wide[..., 7:103]  # rows 200 apart that begin anywhere
     expected = linear(x.clone())
@@ -140,6 +230,37 @@ def test_rows_may_lie_apart_and_in_any_number_of_dimensions() -> None:
     turned = torch.randn(96, 5).to(BF16).T
     assert linear(turned).equal(linear(turned.contiguous()))
     assert linear(x[:0]).shape == (0, 5, 64)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bf16"])
+def test_the_operators_are_what_they_say(kind: str) -> None:
+    linear, x = packed(kind, 96, 64), torch.randn(5, 64).to(BF16)
+    more = (linear.scale,) if kind == "int8" else (linear.scale, linear.blocks, kind.endswith("rows"))
+    for operator, bias in (
+        (torch.ops.gpt_fast_sd.cpu_linear, (torch.randn(96).to(BF16),)),
+        (torch.ops.gpt_fast_sd.cpu_swiglu, ()),
+    ):
+        torch.library.opcheck(operator.default, (x, linear.weight, *bias, *more))
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bf16"])
+def test_what_is_saved_of_it_is_a_weight_in_the_dtype_it_was_made_from(kind: str, packs: bool) -> None:
+    weight = Linear(128, 64).to(BF16).requires_grad_(False)
+    linear = Int8Linear(weight.weight, weight.bias) if kind == "int8" else int4_in_blocks(weight)
+    stands_for, x = stood_for(linear).to(BF16), torch.randn(3, 128).to(BF16)
+    if packs:
+        pack_or_skip(linear, few_rows=kind.endswith("rows"))
+    before, saved = linear(x), linear.state_dict()
+    assert saved.keys() == {"weight", "bias"} and (kind == "int8" or saved["weight"].equal(stands_for))
+    torch.testing.assert_close(saved["weight"], stands_for, rtol=2**-7, atol=0.0)  # in bf16, too
+    linear.load_state_dict({"weight": torch.zeros(64, 128), "bias": saved["bias"]})
+    assert linear(x).equal(linear.bias.expand(3, -1))
+    linear.load_state_dict({"weight": weight.weight, "bias": saved["bias"]})
+    assert linear(x).equal(before)
+
+
+# ---- a model of them -------------------------------------------------------------------------------------------------
 
 
 def model_of(**changes: object) -> Transformer:
@@ -153,8 +274,7 @@ def test_a_packed_model_is_used_like_the_model_itself(tied: bool, tmp_path: Path
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tokens = torch.randint(0, 512, (3, 7))
     looked_up = model.embedding(tokens)
-    if not pack_linears(model):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    pack_or_skip(model)
     assert (model.output.weight is model.embedding.weight) is tied
     assert not model.output.weight.equal(before["output.weight"])  # another order
     assert model.embedding(tokens).equal(looked_up)
@@ -163,16 +283,37 @@ def test_a_packed_model_is_used_like_the_model_itself(tied: bool, tmp_path: Path
     save_hugging_face(model, tmp_path, dtype=BF16)
     again = load_model(tmp_path, dtype=BF16)
     assert all(again.state_dict()[name].equal(before[name]) for name in before)
+    with torch.no_grad():
+        model.layers[0].attention.wo.weight.zero_()
+    model.load_state_dict(before)
+    assert all(model.state_dict()[name].equal(value) for name, value in before.items())
 
 
-def test_what_the_kernel_does_not_serve_is_left_as_it_is() -> None:
-    assert not pack_linears(model_of().float())
-    odd = Linear(40, 64, bias=False).to(BF16)
-    assert not pack_linears(odd) and type(odd) is Linear
+@pytest.mark.parametrize(
+    ("kind", "n_out", "n_in", "dtype"),
+    [
+        ("bf16", 64, 40, BF16), ("bf16", 64, 64, torch.float32), ("int8", 64, 96, BF16), ("int8", 48, 64, BF16),
+        ("int8", 64, 64, torch.float32), ("int4", 48, 64, BF16), ("int4", 64, 64, torch.float32),
+        ("int4", 64, 64, torch.float16),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_does_not_serve_is_multiplied_by_pytorch(
+    kind: str, n_out: int, n_in: int, dtype: torch.dtype
+) -> None:
+    linear, x = linear_of(kind, n_out, n_in, dtype=dtype), torch.randn(2, n_in).to(dtype)
+    own, expected = type(linear), linear(x)
+    assert not pack_linears(linear) and type(linear) is own
+    assert linear(x).equal(expected) and expected.dtype == dtype
+
+
+def test_inputs_that_64_does_not_divide_are_not_summed() -> None:
+    linear = linear_of("int4", 64, 96)
+    pack_or_skip(linear, few_rows=True)
+    assert type(linear) is PackedInt4Linear
 
 
 def test_packing_twice_packs_once() -> None:
-    linear, *_ = packed(64, 64)
+    linear = packed("bf16", 64, 64)
     weight = linear.weight.clone()
     assert not pack_linears(linear) and linear.weight.equal(weight)
 
@@ -181,7 +322,6 @@ def test_packing_twice_packs_once() -> None:
 def test_a_compiled_engine_packs_and_says_what_an_eager_one_says(decodes: bool) -> None:
     config = EngineConfig(batch_size=3, max_seq_len=300, device="cpu")
     prompts = [random_ids(n, seed=n) for n in (40, 1, 7)]
-    how = SamplingParams(max_tokens=6, ignore_eos=True)
     model = model_of(n_layers=1)
     eager = Engine(model, None, EngineConfig(batch_size=3, max_seq_len=300, device="cpu", compile=False))
     expected = eager.logits(prompts[0])
@@ -190,15 +330,7 @@ def test_a_compiled_engine_packs_and_says_what_an_eager_one_says(decodes: bool) 
     # bf16 activations are rounded at other places
     torch.testing.assert_close(compiled.logits(prompts[0]), expected, rtol=0.05, atol=0.2)
     if decodes:
-        assert len(list(compiled.generate(prompts, how))) == 3
-
-
-def test_quantizing_packed_weights_is_refused() -> None:
-    model = model_of(n_layers=1)
-    if not pack_linears(model):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    with pytest.raises(ValueError, match="packed"):
-        Engine(model, None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", quantize="int8"))
+        assert len(list(compiled.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True)))) == 3
 
 
 def test_a_weight_that_two_models_share_is_packed_once() -> None:
@@ -206,8 +338,7 @@ def test_a_weight_that_two_models_share_is_packed_once() -> None:
     other.embedding.weight, other.output.weight = one.embedding.weight, one.output.weight
     x, tokens = torch.randn(3, 64).to(BF16), torch.arange(9)
     product, looked_up = one.output(x), one.embedding(tokens)
-    if not pack_linears(one):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    pack_or_skip(one)
     pack_linears(other)
     for model in (one, other):
         torch.testing.assert_close(model.output(x), product, rtol=2**-7, atol=1e-3)
@@ -220,48 +351,36 @@ def test_a_weight_that_two_models_share_is_read_as_it_was_packed(few_rows: bool)
     one = int4_in_blocks(Linear(128, 64, bias=False).to(BF16).requires_grad_(False))
     other, x = copy.copy(one), torch.randn(3, 128).to(BF16)
     expected = one(x)
-    if not pack_linears(nn.Sequential(one), few_rows=few_rows):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
+    pack_or_skip(nn.Sequential(one), few_rows=few_rows)
     pack_linears(nn.Sequential(other), few_rows=not few_rows)
     assert other(x).equal(one(x))
     torch.testing.assert_close(other(x), expected, rtol=2**-6, atol=1e-2)
 
 
-def test_what_was_saved_can_be_loaded_again() -> None:
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_quantizing_packed_weights_is_refused() -> None:
     model = model_of(n_layers=1)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
-    if not pack_linears(model):
-        pytest.skip("this CPU or its compiler lacks AVX-512 bf16")
-    with torch.no_grad():
-        model.layers[0].attention.wo.weight.zero_()
-    model.load_state_dict(saved)
-    assert all(model.state_dict()[name].equal(value) for name, value in saved.items())
+    pack_or_skip(model)
+    with pytest.raises(ValueError, match="packed"):
+        Engine(model, None, EngineConfig(batch_size=1, max_seq_len=300, device="cpu", quantize="int8"))
 
 
-def test_another_dtype_is_refused() -> None:
-    linear, *_ = packed(64, 64)
-    with pytest.raises(TypeError, match=r"multiply bf16, got torch\.float32"):
+@kinds
+def test_another_dtype_is_refused(kind: str) -> None:
+    linear = packed(kind, 64, 64)
+    with pytest.raises(TypeError, match=r"packed weights multiply bf16, got torch\.float32"):
         linear(torch.randn(2, 64))
-    with pytest.raises(TypeError, match=r"got torch\.float32"):
-        linear.float()(torch.randn(2, 64))
+    if kind == "bf16":
+        with pytest.raises(TypeError, match=r"got torch\.float32"):
+            linear.float()(torch.randn(2, 64))
+    if kind == "int4":
+        with pytest.raises(TypeError, match=r"packed int4 weights have fp16 blocks, got torch\.float32 \(64, 2, 2\)"):
+            packed_linear(torch.randn(2, 64).to(BF16), linear.weight, None, linear.scale, linear.blocks.float())
 
 
-def test_a_process_that_may_not_use_tiles_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
-    build.library.cache_clear()
-    cpu_linear.kernel_for.cache_clear()
-    try:
-        linear, weight, _ = packed(96, 64)
-        for n_rows in ROWS:
-            x = torch.randn(n_rows, 64).to(BF16)
-            torch.testing.assert_close(linear(x).double(), x.double() @ weight.T, rtol=2**-8, atol=1e-4)
-    finally:
-        build.library.cache_clear()
-        cpu_linear.kernel_for.cache_clear()
-
-
-@pytest.mark.parametrize("shape", [(1, 64), (4, 64), (3, 2, 160)])
-def test_rows_of_another_width_are_refused(shape: tuple[int, ...]) -> None:
-    linear, *_ = packed(32, 128)
+@pytest.mark.parametrize(("kind", "shape"), [("bf16", (1, 64)), ("bf16", (3, 2, 160)), ("int4", (4, 64))])
+def test_rows_of_another_width_are_refused(kind: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="packed weights of 128 inputs need rows of 128 numbers, got"):
-        linear(torch.zeros(shape, dtype=BF16))
+        packed(kind, 32, 128)(torch.zeros(shape, dtype=BF16))

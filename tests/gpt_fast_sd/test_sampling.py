@@ -6,6 +6,7 @@ Shapes: B batch rows, T positions of a row, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,53 +84,41 @@ def test_a_greedy_row_is_one_hot_at_the_lowest_id_of_equals() -> None:
         assert draw(p, torch.tensor([0.0, 0.5, BELOW_1])).tolist() == [1, 0, 1]
 
 
-def test_filters_of_a_greedy_row_change_nothing() -> None:
-    logits = torch.randn(1, 40)
-    params = SamplingParams(temperature=0.0, top_k=3, top_p=0.2, min_p=0.9)
-    assert torch.equal(probabilities(logits, table_of([params], 40)).argmax(-1), logits.argmax(-1))
+KEPT: list[tuple[list[float], dict[str, float], list[int]]] = [  # weights, filters -> the ids that stay
+    ([2, 1, 2, 1, 1], {"top_k": 3}, [0, 1, 2, 3, 4]),  # those equal to the third stay
+    ([2, 1, 2, 1, 1], {"top_k": 2}, [0, 2]),
+    *(([4, 2, 1, 1], {"top_p": p}, list(range(n)))  # the smallest set that reaches p
+      for p, n in ((0.01, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.88, 4), (1.0, 4))),
+    *(([1, 3, 1, 0, 1, 1], {"top_k": 3, "top_p": p}, ids)  # top_p cuts ties with the third from the highest id on
+      for p, ids in ((0.4, [1]), (0.45, [0, 1]), (0.6, [0, 1, 2]), (0.8, [0, 1, 2, 4]), (0.9, [0, 1, 2, 4, 5]))),
+    # three of ten equal ones are 0.3, not four because the nearest fp32 is a little more
+    *(([1] * n, {"top_p": i / n}, list(range(i))) for n in (3, 7, 10, 20, 100) for i in range(1, n + 1)),
+    *(([1, 2, 4, 3], narrow, [2]) for narrow in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0})),  # the best survives
+]  # fmt: skip
 
 
-def test_tokens_equal_to_the_kth_stay() -> None:
-    p = probabilities(torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]]), table_of([SamplingParams(temperature=1, top_k=3)], 5))
-    assert (p > 0).all()
-    p = probabilities(torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0]]), table_of([SamplingParams(temperature=1, top_k=2)], 5))
-    assert p.tolist() == [[0.5, 0.0, 0.5, 0.0, 0.0]]
+def test_what_stays_is_what_a_walk_by_hand_keeps() -> None:
+    for weights, filters, ids in KEPT:
+        w = torch.tensor(weights, dtype=torch.float32)
+        params = SamplingParams(temperature=1, **filters)  # type: ignore[arg-type]
+        p = probabilities(w.log()[None], table_of([params], len(w)))[0]
+        assert p.nonzero()[:, 0].tolist() == ids, (weights, filters)
+        torch.testing.assert_close(p[ids], w[ids] / w[ids].sum())
 
 
-def test_top_p_is_the_smallest_set_that_reaches_p() -> None:
-    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
-    for top_p, n in [(0.01, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.88, 4), (1.0, 4)]:
-        p = probabilities(logits, table_of([SamplingParams(temperature=1, top_p=top_p)], 4))
-        assert int((p > 0).sum()) == n, top_p
-
-
-def test_the_best_token_survives_every_filter() -> None:
-    params = [SamplingParams(temperature=1, top_k=1), SamplingParams(temperature=1, top_p=1e-9)]
-    params += [SamplingParams(temperature=1, min_p=1.0)]
-    logits = torch.randn(3, 50)
-    p = probabilities(logits, table_of(params, 50))
-    assert torch.equal(p.argmax(-1), logits.argmax(-1)) and p.amax(-1).tolist() == [1, 1, 1]
-
-
-def test_rows_keep_their_own_filters() -> None:
-    rng = np.random.default_rng(3)
-    params = [random_params(rng, 60) for _ in range(16)]
-    logits = torch.randn(16, 60)
-    together = probabilities(logits, table_of(params, 60))
-    alone = [probabilities(logits[i : i + 1], table_of([params[i]], 60)) for i in range(16)]
-    assert torch.equal(together, torch.cat(alone))
-
-
-@pytest.mark.parametrize("n_positions", [0, 1, 5])
 @pytest.mark.parametrize("filtered", [True, False])
-def test_all_positions_of_a_row_share_its_parameters(n_positions: int, filtered: bool) -> None:
+def test_a_row_and_its_positions_have_the_same_bits_in_any_company(filtered: bool) -> None:
     rng = np.random.default_rng(4)
-    params = [random_params(rng, 30) for _ in range(9)]
-    logits, table = torch.randn(9, n_positions, 30), table_of(params, 30)
-    p = probabilities(logits, table, filtered=filtered)
-    assert p.shape == logits.shape
-    for t in range(n_positions):
-        assert torch.equal(p[:, t], probabilities(logits[:, t], table, filtered=filtered))
+    params = [random_params(rng, 30) for _ in range(16)]
+    table = table_of(params, 30)
+    for n_positions in (0, 1, 5):
+        logits = torch.randn(16, n_positions, 30)
+        p = probabilities(logits, table, filtered=filtered)
+        assert p.shape == logits.shape
+        for t in range(n_positions):
+            assert torch.equal(p[:, t], probabilities(logits[:, t], table, filtered=filtered))
+        for i, own in enumerate(params):
+            assert torch.equal(p[i : i + 1], probabilities(logits[i : i + 1], table_of([own], 30), filtered=filtered))
 
 
 def test_a_reused_slot_forgets_the_parameters_of_its_last_request() -> None:
@@ -163,21 +152,6 @@ def test_the_nucleus_of_a_large_vocabulary_is_not_lost_to_rounding() -> None:
         assert wrong <= weight.size * 2.0**-45 + 2e-9, (top_p, wrong)
 
 
-@pytest.mark.parametrize("n", [3, 7, 10, 20, 100])
-def test_as_many_of_equal_tokens_stay_as_top_p_says(n: int) -> None:
-    """Three of ten are 0.3, not four because the nearest fp32 is a little more."""
-    params = [SamplingParams(temperature=1, top_p=i / n) for i in range(1, n + 1)]
-    p = probabilities(torch.full((n, n), -2.5), table_of(params, n))
-    assert [row.nonzero()[:, 0].tolist() for row in p] == [list(range(i)) for i in range(1, n + 1)]
-
-
-def test_ties_with_the_kth_are_cut_by_top_p_from_the_highest_id_on() -> None:
-    logits = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0, 1.0]]).log()
-    for top_p, ids in [(0.4, [1]), (0.45, [0, 1]), (0.6, [0, 1, 2]), (0.8, [0, 1, 2, 4]), (0.9, [0, 1, 2, 4, 5])]:
-        p = probabilities(logits, table_of([SamplingParams(temperature=1, top_k=3, top_p=top_p)], 6))
-        assert p[0].nonzero()[:, 0].tolist() == ids, top_p
-
-
 def test_a_row_without_a_distribution_is_nan_and_alone_in_it() -> None:
     params = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
     logits = torch.randn(5, 40)
@@ -209,14 +183,7 @@ def test_16_bit_logits_and_forbidden_tokens_are_taken() -> None:
         assert p.dtype == torch.float32 and p[0, 1] == 0 and abs(float(p.sum()) - 1) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "temperature",
-    [
-        1e-2,
-        1e-6,
-        1e-39,
-    ],
-)
+@pytest.mark.parametrize("temperature", [1e-2, 1e-6, 1e-39])
 def test_a_temperature_near_0_is_nearly_greedy(temperature: float) -> None:
     logits = torch.randn(4, 50) * 5
     p = probabilities(logits, table_of([SamplingParams(temperature=temperature)] * 4, 50))
@@ -263,8 +230,7 @@ def drawn(p: Tensor, seed: int) -> Tensor:
 FILTERS = [
     {"temperature": 1.0},
     {"temperature": 0.6},
-    {"temperature": 1.7},
-    {"temperature": 1.0, "top_k": 7},
+    {"temperature": 1.7, "top_k": 7},
     {"temperature": 1.0, "top_p": 0.7},
     {"temperature": 1.0, "min_p": 0.1},
     {"temperature": 0.8, "top_k": 25, "top_p": 0.9, "min_p": 0.02},
@@ -272,7 +238,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
-@pytest.mark.parametrize("seed", [0, 1, 2**62 + 12345])
+@pytest.mark.parametrize("seed", [0, 2**62 + 12345])
 def test_draws_follow_the_exact_distribution(params: dict[str, float], seed: int) -> None:
     logits = torch.randn(1, 40) * 2
     wanted = SamplingParams(**params)
@@ -283,44 +249,32 @@ def test_draws_follow_the_exact_distribution(params: dict[str, float], seed: int
 
 
 @pytest.mark.parametrize(
-    ("planted", "wanted"),
+    ("planted", "wanted", "off"),
     [
-        ({"temperature": 1.0}, {"temperature": 0.9}),  # the temperature was not divided by
-        ({"temperature": 0.9, "top_k": 11}, {"temperature": 0.9, "top_k": 10}),
-        ({"temperature": 0.9, "top_p": 0.83}, {"temperature": 0.9, "top_p": 0.8}),
-        ({"temperature": 0.9, "min_p": 0.05}, {"temperature": 0.9, "min_p": 0.07}),
+        ({"temperature": 1.0}, {"temperature": 0.9}, 0),  # the temperature was not divided by
+        ({"temperature": 0.9, "top_k": 11}, {"temperature": 0.9, "top_k": 10}, 0),
+        ({"temperature": 0.9, "top_p": 0.83}, {"temperature": 0.9, "top_p": 0.8}, 0),
+        ({"temperature": 0.9, "min_p": 0.05}, {"temperature": 0.9, "min_p": 0.07}, 0),
+        ({"temperature": 1.0}, {"temperature": 1.0}, 1),  # a draw is off by one
     ],
     ids=str,
 )
-def test_the_chi_square_test_sees_a_planted_bug(planted: dict[str, float], wanted: dict[str, float]) -> None:
+def test_the_chi_square_test_sees_a_planted_bug(planted: dict[str, Any], wanted: dict[str, Any], off: int) -> None:
     logits = torch.randn(1, 40) * 2
     p, exact = (probabilities(logits, table_of([SamplingParams(**params)], 40)) for params in (planted, wanted))
+    counts, expected = drawn(p, 0).roll(off), exact[0] * N_DRAWS
     with pytest.raises(AssertionError):
-        assert chi_square(drawn(p, 0), exact[0] * N_DRAWS) < 1
-
-
-def test_the_chi_square_test_sees_a_draw_that_is_off_by_one() -> None:
-    p = (torch.randn(1, 40) * 2).softmax(-1)
-    assert chi_square(drawn(p, 0).roll(1), p[0] * N_DRAWS) > 1
+        assert chi_square(counts, expected) < 1
 
 
 def test_a_token_of_probability_0_is_never_drawn() -> None:
     p = torch.tensor([0.0, 0.0, 0.3, 0.0, 0.7, 0.0, 0.0])
     u = torch.tensor([0.0, 1e-30, 0.29, 0.2999999, 0.3000001, 0.9, BELOW_1])
     assert draw(p.expand(7, -1), u).tolist() == [2, 2, 2, 2, 4, 4, 4]
-
-
-@pytest.mark.parametrize("at", [0, 3, 9])
-def test_a_single_possible_token_is_drawn_whatever_u(at: int) -> None:
-    p = torch.zeros(3, 10)
-    p[:, at] = 0.1  # need not sum to 1
-    assert draw(p, torch.tensor([0.0, 0.5, BELOW_1])).tolist() == [at] * 3
-
-
-def test_u_0_draws_the_first_and_u_below_1_the_last_possible_token() -> None:
-    p = torch.tensor([[0.0, 0.2, 0.3, 0.5, 0.0]])
-    assert draw(p, torch.tensor([0.0])).tolist() == [1]
-    assert draw(p, torch.tensor([BELOW_1])).tolist() == [3]
+    for only in (0, 3, 9):
+        p = torch.zeros(3, 10)
+        p[:, only] = 0.1  # need not sum to 1
+        assert draw(p, torch.tensor([0.0, 0.5, BELOW_1])).tolist() == [only] * 3
 
 
 def test_a_large_vocabulary_whose_sum_rounds_is_drawn_from_within() -> None:
@@ -373,6 +327,10 @@ def test_uniform_is_the_function_it_says_it_is() -> None:
         assert u.dtype == torch.float32
         arguments = zip(seed.tolist(), position.tolist(), strict=True)
         assert u.tolist() == [slow_uniform(s, at, stream) for s, at in arguments]
+        several = uniform(seed[:6, None], position[:24].view(6, 4), stream)  # one seed a row, many positions
+        expected = [[slow_uniform(s, at, stream) for at in row] for s, row in zip(
+            seed[:6].tolist(), position[:24].view(6, 4).tolist(), strict=True)]  # fmt: skip
+        assert several.tolist() == expected
 
 
 def test_uniform_is_from_0_and_below_1() -> None:
@@ -381,67 +339,43 @@ def test_uniform_is_from_0_and_below_1() -> None:
     assert u.min() < 1e-5 and u.max() > 1 - 1e-5
 
 
-def test_a_rows_number_does_not_depend_on_its_batch() -> None:
-    seed, position = torch.randint(2**62, (64,)), torch.arange(64)
-    together = uniform(seed, position, 0)
-    assert torch.equal(uniform(seed.flip(0), position.flip(0), 0).flip(0), together)
-    assert all(uniform(seed[i : i + 1], position[i : i + 1], 0)[0] == together[i] for i in range(64))
-
-
-def test_one_seed_a_row_and_many_positions_give_each_pair_its_number() -> None:
-    seed, position = torch.randint(2**62, (6,)), torch.randint(2**17, (6, 4))
-    u = uniform(seed[:, None], position, 2)
-    assert u.shape == (6, 4)
-    assert torch.equal(u, torch.stack([uniform(seed, position[:, t], 2) for t in range(4)], 1))
-
-
 def test_every_kind_of_decision_has_a_stream_of_its_own() -> None:
     streams = [value for name, value in vars(sampling).items() if name.endswith("_STREAM")]
     assert len(set(streams)) == len(streams) == 5
 
 
-def keys(name: str) -> tuple[Tensor, Tensor, int]:
-    n = torch.arange(N_DRAWS)
-    return {
-        "consecutive positions": (torch.full_like(n, 42), n, 0),
-        "consecutive positions, stream 1": (torch.full_like(n, 42), n, 1),
-        "consecutive seeds": (n, torch.full_like(n, 100), 0),
-        "seeds in the high word": (n << 32, torch.full_like(n, 100), 0),
-        "seed and position together": (n, n, 0),
-        "even positions": (torch.zeros_like(n), 2 * n, 0),
-    }[name]
-
-
-KEYS = ["consecutive positions", "consecutive positions, stream 1", "consecutive seeds", "seeds in the high word"]
+N = torch.arange(N_DRAWS)
+KEYS: dict[str, tuple[Tensor, Tensor, int]] = {
+    "consecutive positions": (torch.full_like(N, 42), N, 0),
+    "consecutive positions, stream 1": (torch.full_like(N, 42), N, 1),
+    "consecutive seeds": (N, torch.full_like(N, 100), 0),
+    "seeds in the high word": (N << 32, torch.full_like(N, 100), 0),
+    "seed and position together": (N, N, 0),
+    "even positions": (torch.zeros_like(N), 2 * N, 0),
+}
+EVEN = torch.full((256,), 1 / 256)
 KEYS += ["seed and position together", "even positions"]
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_uniform_fills_its_buckets_evenly(name: str) -> None:
-    u = uniform(*keys(name))
+def test_uniform_fills_its_buckets_evenly_and_neighbours_do_not_know_of_each_other(name: str) -> None:
+    u = uniform(*KEYS[name])
     for values in (u, u * 256 % 1):  # the high bits and the middle ones
-        counts = (values * 256).long().bincount(minlength=256)
-        assert chi_square(counts, torch.full((256,), N_DRAWS / 256)) < 1
-
-
-@pytest.mark.parametrize("name", KEYS)
-def test_neighbours_do_not_know_of_each_other(name: str) -> None:
-    u = uniform(*keys(name))
+        assert chi_square((values * 256).long().bincount(minlength=256), EVEN * N_DRAWS) < 1
     for lag in (1, 2, 16):
         pairs = (u[:-lag] * 16).long() * 16 + (u[lag:] * 16).long()
-        assert chi_square(pairs.bincount(minlength=256), torch.full((256,), len(pairs) / 256)) < 1
+        assert chi_square(pairs.bincount(minlength=256), EVEN * len(pairs)) < 1
 
 
 def test_streams_do_not_know_of_each_other() -> None:
-    seed, position = torch.full((N_DRAWS,), 7), torch.arange(N_DRAWS)
-    one, other = (uniform(seed, position, stream) for stream in (0, 1))
+    one, other = (uniform(torch.full_like(N, 7), N, stream) for stream in (0, 1))
     pairs = (one * 16).long() * 16 + (other * 16).long()
-    assert chi_square(pairs.bincount(minlength=256), torch.full((256,), N_DRAWS / 256)) < 1
+    assert chi_square(pairs.bincount(minlength=256), EVEN * N_DRAWS) < 1
 
 
 def test_the_bucket_test_sees_a_generator_that_is_only_a_counter() -> None:
     u = torch.arange(N_DRAWS) / N_DRAWS / 2 + 0.1
-    assert chi_square((u * 256).long().bincount(minlength=256), torch.full((256,), N_DRAWS / 256)) > 1
+    assert chi_square((u * 256).long().bincount(minlength=256), EVEN * N_DRAWS) > 1
 
 
 def test_what_runs_eagerly_samples_without_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
