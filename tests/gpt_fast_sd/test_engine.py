@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,6 @@ def slow_greedy(prompt: list[int], n: int) -> list[int]:
     for _ in range(n):
         ids.append(int(whole_text_logits(model, ids)[-1].argmax()))
     return ids[len(prompt) :]
-
-
-def text_engine(**changes: Any) -> Engine:
-    return engine(tokenizer=ByteTokenizer(), **changes)
 
 
 # ---- what is no prompt -----------------------------------------------------------------------------------------------
@@ -170,30 +165,17 @@ def test_completions_come_in_the_order_of_the_prompts_whichever_finishes_first()
     one = engine(batch_size=2)
     params = [SamplingParams(max_tokens=n) for n in (30, 1, 2, 12, 1)]
     completions = one.generate(PROMPTS[:5], params)
-    assert [c.index for c in completions] == [0, 1, 2, 3, 4]
-    assert [len(c.tokens) for c in completions] == [30, 1, 2, 12, 1]
-    finished = [event.index for event in one.stream(PROMPTS[:5], params) if event.completion]
-    assert finished == [1, 2, 3, 4, 0]
+    assert [(c.index, len(c.tokens)) for c in completions] == [(0, 30), (1, 1), (2, 2), (3, 12), (4, 1)]
+    # a slot is refilled as soon as it is free: one runs the first prompt, the other all the rest
+    assert one.stats.rounds == 30 and one.stats.row_rounds == one.stats.decode_tokens == 46
+    assert [event.index for event in one.stream(PROMPTS[:5], params) if event.completion] == [1, 2, 3, 4, 0]
 
 
 def test_committed_lengths_grow_by_one_a_round_and_a_free_slot_keeps_its_prompt() -> None:
     one = engine()
     rounds = one.stream([PROMPTS[7], PROMPTS[3]], [SamplingParams(max_tokens=n) for n in (5, 3)])
-    lengths = [(event.index, one.cache.seq_len.tolist()) for event in rounds]
-    assert [row for index, row in lengths if index == 0] == [
-        [10, 3, 0, 0],
-        [11, 4, 0, 0],
-        [12, 2, 0, 0],
-        [13, 2, 0, 0],
-        [9, 2, 0, 0],
-    ]
-
-
-def test_a_slot_is_refilled_as_soon_as_it_is_free() -> None:
-    one = engine(batch_size=2)
-    one.generate([[1], [2], [3], [4]], [SamplingParams(max_tokens=n) for n in (10, 3, 4, 3)])
-    assert one.stats.rounds == 10  # one slot runs the first prompt, the other 3 + 4 + 3 rounds of the rest
-    assert one.stats.row_rounds == one.stats.decode_tokens == 20
+    lengths = [one.cache.seq_len.tolist() for event in rounds if event.index == 0]
+    assert lengths == [[10, 3, 0, 0], [11, 4, 0, 0], [12, 2, 0, 0], [13, 2, 0, 0], [9, 2, 0, 0]]
 
 
 def test_no_prompts_give_no_completions() -> None:
@@ -202,59 +184,13 @@ def test_no_prompts_give_no_completions() -> None:
     assert one.stats.rounds == 0
 
 
-def test_an_engine_gives_the_same_again_after_it_was_used() -> None:
-    one = engine(batch_size=2)
-    params = SamplingParams(max_tokens=6)
-    first = tokens_of(one.generate(PROMPTS[:3], params))
-    one.generate(PROMPTS[8:14], SamplingParams(max_tokens=9, temperature=1.0))
-    assert tokens_of(one.generate(PROMPTS[:3], params)) == first
-
-
-def test_engines_of_different_shape_take_turns_in_one_process() -> None:
-    engines = [
-        engine(),
-        engine(batch_size=1, max_seq_len=300),
-        engine(tiny_config(n_heads=6, n_kv_heads=2, dim=48), batch_size=3, max_seq_len=512),
-        engine(tiny_config(qk_norm=True, head_dim=4)),
-    ]
-    params = SamplingParams(max_tokens=6)
-    alone = [tokens_of(one.generate(PROMPTS[5:8], params)) for one in engines]
-    streams = [one.stream(PROMPTS[5:8], params) for one in engines]
-    got: list[list[list[int]]] = [[[], [], []] for _ in engines]
-    while streams_left := [i for i, stream in enumerate(streams) if stream is not None]:
-        for i in streams_left:
-            event = next(streams[i], None)
-            if event is None:
-                streams[i] = None
-            else:
-                got[i][event.index] += event.tokens
-    assert got == alone
-
-
 # ---- seeds ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_fixes_the_tokens_whatever_shares_the_batch() -> None:
-    one = engine()
-    wanted = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
-    alone = one.generate([PROMPTS[6]], wanted)[0].tokens
-    others = [SamplingParams(max_tokens=4 + i, temperature=1.5, top_p=0.9, seed=i) for i in range(6)]
-    for place in (0, 3, 6):
-        prompts, params = PROMPTS[:6], list(others)
-        prompts.insert(place, PROMPTS[6])
-        params.insert(place, wanted)
-        assert one.generate(prompts, params)[place].tokens == alone
-
-
-def test_different_seeds_give_different_tokens() -> None:
-    params = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in range(8)]
-    completions = engine().generate([PROMPTS[7]] * 8, params)
-    assert len({tuple(tokens) for tokens in tokens_of(completions)}) == 8
-
-
-def test_without_a_seed_every_run_is_another_one() -> None:
-    completions = engine().generate([PROMPTS[7]] * 8, SamplingParams(max_tokens=12, temperature=1.0))
-    assert len({tuple(tokens) for tokens in tokens_of(completions)}) == 8
+@pytest.mark.parametrize("seeds", [range(8), [None] * 8])
+def test_other_seeds_and_none_at_all_give_other_tokens(seeds: Sequence[int | None]) -> None:
+    params = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in seeds]
+    assert len({tuple(tokens) for tokens in tokens_of(engine().generate([PROMPTS[7]] * 8, params))}) == 8
 
 
 def test_sampling_that_leaves_one_token_is_greedy() -> None:
@@ -289,87 +225,49 @@ def cut(tokens: list[int], eos: int) -> list[int]:
     return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
 
 
-def test_eos_ends_its_own_row_only_and_is_the_last_token() -> None:
+@pytest.mark.parametrize("of", ["the model", "the model, among others", "the tokenizer"])
+def test_eos_ends_its_own_row_only_is_the_last_token_and_not_in_the_text(of: str) -> None:
     eos, free = eos_case()
-    completions = engine(tiny_config(eos_ids=(eos,))).generate(PROMPTS[5:8], SamplingParams(max_tokens=16))
+    eos_ids = {"the model": (eos,), "the model, among others": (256, eos), "the tokenizer": ()}[of]
+    one = engine(tiny_config(eos_ids=eos_ids), tokenizer=ByteTokenizer(eos_ids=() if eos_ids else (eos,)))
+    completions = one.generate(PROMPTS[5:8], SamplingParams(max_tokens=16))
     assert tokens_of(completions) == [cut(tokens, eos) for tokens in free]
     assert 5 < len(completions[0].tokens) < 16 and completions[0].tokens[-1] == eos
+    assert completions[0].text == ByteTokenizer().decode(completions[0].tokens[:-1])
     assert [c.finish_reason for c in completions[:2]] == ["stop", "length"]
-
-
-def test_any_of_several_eos_ids_ends_the_output() -> None:
-    eos, free = eos_case()
-    completions = engine(tiny_config(eos_ids=(256, eos))).generate(PROMPTS[5:6], SamplingParams(max_tokens=16))
-    assert tokens_of(completions) == [cut(free[0], eos)]
-
-
-def test_ignored_eos_goes_on() -> None:
-    eos, free = eos_case()
-    one = engine(tiny_config(eos_ids=(eos,)))
     completions = one.generate(PROMPTS[5:8], SamplingParams(max_tokens=16, ignore_eos=True))
     assert tokens_of(completions) == free and completions[0].finish_reason == "length"
 
 
-def test_eos_is_not_in_the_text() -> None:
-    eos, free = eos_case()
-    tokenizer = ByteTokenizer(eos_ids=())
-    one = engine(tiny_config(eos_ids=(eos,)), tokenizer=tokenizer)
-    completion = one.generate([PROMPTS[5]], SamplingParams(max_tokens=16))[0]
-    assert completion.text == tokenizer.decode(cut(free[0], eos)[:-1])
-
-
-def test_the_tokenizer_names_eos_where_the_model_does_not() -> None:
-    eos, free = eos_case()
-    one = engine(tokenizer=ByteTokenizer(eos_ids=(eos,)))
-    assert tokens_of(one.generate(PROMPTS[5:6], SamplingParams(max_tokens=16))) == [cut(free[0], eos)]
-
-
-def test_a_stop_string_across_tokens_is_cut_from_the_text() -> None:
-    one = text_engine()
-    free = one.generate([PROMPTS[5]], SamplingParams(max_tokens=24))[0]
-    stop = free.text[9:13]
-    assert free.text.find(stop) == 9
-    done = one.generate([PROMPTS[5]], SamplingParams(max_tokens=24, stop=[stop, "no such text"]))[0]
-    assert (done.text, done.finish_reason) == (free.text[:9], "stop")
-    assert done.tokens == free.tokens[: len(done.tokens)] and len(done.tokens) < 24
-
-
 def test_a_stream_holds_back_what_may_become_a_stop_string() -> None:
-    one = text_engine()
-    free = one.generate([PROMPTS[5]], SamplingParams(max_tokens=24))[0].text
-    stops = [free[9:13], free[15:17] + "never"]
-    shown = ""
-    for event in one.stream([PROMPTS[5]], SamplingParams(max_tokens=24, stop=stops[0])):
+    one = engine(tokenizer=ByteTokenizer())
+    whole = one.generate([PROMPTS[5]], SamplingParams(max_tokens=24))[0]
+    free, shown = whole.text, ""
+    for event in one.stream([PROMPTS[5]], SamplingParams(max_tokens=24, stop=[free[9:13], "no such text"])):
         shown += event.text
         assert free[:9].startswith(shown)
-    assert shown == free[:9]
-    events = list(one.stream([PROMPTS[5]], SamplingParams(max_tokens=24, stop=stops[1])))
+    assert shown == free[:9] and event.completion and event.completion.finish_reason == "stop"
+    assert event.completion.tokens == whole.tokens[: len(event.completion.tokens)] != whole.tokens
+    events = list(one.stream([PROMPTS[5]], SamplingParams(max_tokens=24, stop=free[15:17] + "never")))
     assert "".join(event.text for event in events) == free
 
 
 # ---- streams -------------------------------------------------------------------------------------------------------
 
 
-def test_streamed_tokens_and_text_join_to_the_completions() -> None:
-    one = text_engine()
+def test_streamed_tokens_and_text_join_to_the_completions_and_are_what_is_decoded() -> None:
+    one, text = engine(tokenizer=ByteTokenizer()), "Grüße, 世界"
     params = [SamplingParams(max_tokens=4 + i, temperature=1.0, seed=i) for i in range(9)]
-    prompts = ["Grüße, 世界", *PROMPTS[:8]]
+    prompts = [text, *PROMPTS[:8]]
     expected = one.generate(prompts, params)
     events: list[TokenEvent] = list(one.stream(prompts, params))
     for completion in expected:
         mine = [event for event in events if event.index == completion.index]
         assert [token for event in mine for token in event.tokens] == completion.tokens
-        assert "".join(event.text for event in mine) == completion.text
+        assert "".join(event.text for event in mine) == completion.text == ByteTokenizer().decode(completion.tokens)
         assert [event.completion for event in mine] == [None] * (len(mine) - 1) + [completion]
         assert all(event.sources == ["target"] * len(event.tokens) for event in mine)
-
-
-def test_text_is_what_the_tokenizer_decodes() -> None:
-    one = text_engine()
-    completion = one.generate(["Once upon a time"], SamplingParams(max_tokens=20))[0]
-    assert completion.text == ByteTokenizer().decode(completion.tokens)
-    ids = ByteTokenizer().encode("Once upon a time")
-    assert one.generate([ids], SamplingParams(max_tokens=20))[0].tokens == completion.tokens
+    assert one.generate([ByteTokenizer().encode(text)], params[0])[0].tokens == expected[0].tokens
 
 
 def test_a_stream_starts_before_it_ends() -> None:
@@ -394,29 +292,15 @@ def test_a_stream_left_half_way_frees_its_slots(leave: str) -> None:
 
 
 def test_an_engine_that_is_streaming_takes_no_other_work() -> None:
-    one = engine(batch_size=2)
-    stream = one.stream(PROMPTS[3:6], SamplingParams(max_tokens=6))
-    next(stream)
-    with pytest.raises(RuntimeError, match="still streaming"):
-        one.generate([[1]], SamplingParams(max_tokens=1))
-    with pytest.raises(RuntimeError, match="still streaming"):
-        one.logits([1, 2])
-    stream.close()
-    assert len(one.generate([[1]], SamplingParams(max_tokens=1))[0].tokens) == 1
-
-
-def test_an_engine_is_streaming_also_between_two_prompts() -> None:
     one = engine(batch_size=1)
-    params = SamplingParams(max_tokens=2)
-    first = one.stream([[1], [2], [3]], params)
-    assert [next(first).index, next(first).index] == [0, 0]  # prompt 0 is done, prompt 1 has not begun
-    with pytest.raises(RuntimeError, match="still streaming"):
-        next(one.stream([[9]], params))
-
-
-def test_a_stream_is_refused_at_the_call() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        engine().stream([[1], []])
+    stream = one.stream(PROMPTS[3:6], SamplingParams(max_tokens=2))
+    for _ in range(2):  # in the middle of a prompt, and where one is done and the next has not begun
+        assert next(stream).index == 0
+        for work in (lambda: one.generate([[1]]), lambda: next(one.stream([[9]])), lambda: one.logits([1, 2])):
+            with pytest.raises(RuntimeError, match="still streaming"):
+                work()
+    stream.close()  # type: ignore[attr-defined]
+    assert len(one.generate([[1]], SamplingParams(max_tokens=1))[0].tokens) == 1
 
 
 # ---- logits, dtypes, quantization ----------------------------------------------------------------------------------
@@ -432,53 +316,21 @@ def test_logits_are_those_of_the_whole_text(n: int) -> None:
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_asking_for_logits_changes_no_later_token() -> None:
-    one = engine()
-    expected = tokens_of(one.generate(PROMPTS[:5], SamplingParams(max_tokens=5)))
-    one.logits(random_ids(30))
-    assert tokens_of(one.generate(PROMPTS[:5], SamplingParams(max_tokens=5))) == expected
-
-
-def test_greedy_tokens_are_the_argmax_of_the_logits() -> None:
-    one = engine()
-    tokens = one.generate([PROMPTS[7]], SamplingParams(max_tokens=10))[0].tokens
-    logits = one.logits([*PROMPTS[7], *tokens])
-    assert logits[len(PROMPTS[7]) - 1 : -1].argmax(-1).tolist() == tokens
-
-
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp16"])
-def test_a_16_bit_cache_under_an_fp32_model_runs_and_stays_near(kv_dtype: str) -> None:
-    wide, narrow = engine(), engine(kv_dtype=kv_dtype)
+@pytest.mark.parametrize(("kv_dtype", "of_model", "most"), [("bf16", False, 0.05), ("fp16", False, 0.05),
+                                                            (None, True, 0.1)])  # fmt: skip
+def test_16_bits_of_a_cache_or_of_the_whole_model_run_and_stay_near(
+    kv_dtype: str | None, of_model: bool, most: float
+) -> None:
+    config = EngineConfig(batch_size=4, max_seq_len=768, device="cpu", compile=False, kv_dtype=kv_dtype)
+    wide, narrow = engine(), Engine(tiny_model(dtype=torch.bfloat16 if of_model else torch.float32), config=config)
     assert narrow.cache.bytes_per_token == wide.cache.bytes_per_token // 2
     ids = random_ids(60)
     difference = wide.logits(ids) - narrow.logits(ids)
-    # bf16 keeps 8 bits (2^-9 relative) of each key and value; sharp scores and two layers multiply that by about ten
-    assert 0 < difference.norm() <= 0.05 * wide.logits(ids).norm()
-    assert [len(tokens) for tokens in tokens_of(narrow.generate(PROMPTS[:6], SamplingParams(max_tokens=5)))] == [5] * 6
-
-
-def test_a_bf16_model_runs_and_stays_near() -> None:
-    config = EngineConfig(batch_size=2, max_seq_len=512, device="cpu", compile=False)
-    wide, narrow = Engine(tiny_model(), config=config), Engine(tiny_model(dtype=torch.bfloat16), config=config)
-    ids = random_ids(60)
-    difference = wide.logits(ids) - narrow.logits(ids)
-    # weights, activations and cache keep 8 bits; sharp scores and two layers multiply 2^-9 by some tens
-    assert 0 < difference.norm() <= 0.1 * wide.logits(ids).norm()
-    assert len(narrow.generate([PROMPTS[6]], SamplingParams(max_tokens=5, temperature=1.0))[0].tokens) == 5
-
-
-def test_int8_weights_run_and_stay_near() -> None:
-    plain, quantized = engine(), engine(quantize="int8")
-    ids = random_ids(60)
-    exact, near = plain.logits(ids), quantized.logits(ids)
-    # one scale per row: a weight is off by at most 1/254 of its row's largest, about 1 % of a typical weight;
-    # seven such matrices a path, and sharp scores, multiply that by some ten
-    assert 0 < (near - exact).norm() <= 0.1 * exact.norm()
-    assert not torch.equal(near, exact)
-    assert torch.equal(quantized.model.embedding.weight, plain.model.embedding.weight)
-    assert torch.equal(quantized.model.output.weight, plain.model.output.weight)
-    completions = quantized.generate(PROMPTS[:6], SamplingParams(max_tokens=5))
-    assert [len(c.tokens) for c in completions] == [5] * 6
+    # bf16 keeps 8 bits (2^-9 relative) of each key and value; sharp scores and two layers multiply that by about ten,
+    # where weights and activations have no more by some tens
+    assert 0 < difference.norm() <= most * wide.logits(ids).norm()
+    params = [SamplingParams(max_tokens=5, temperature=float(i % 2)) for i in range(6)]
+    assert [len(tokens) for tokens in tokens_of(narrow.generate(PROMPTS[:6], params))] == [5] * 6
 
 
 # ---- stats ---------------------------------------------------------------------------------------------------------
@@ -514,14 +366,6 @@ def test_stats_are_those_of_the_latest_call() -> None:
     one.generate(PROMPTS[:5], SamplingParams(max_tokens=5))
     list(one.stream([PROMPTS[7]], SamplingParams(max_tokens=3)))
     assert (one.stats.decode_tokens, one.stats.prefill_tokens, one.stats.rounds) == (3, 9, 3)
-
-
-def test_stats_become_json() -> None:
-    one = engine()
-    completion = one.generate(PROMPTS[:1], SamplingParams(max_tokens=2))[0]
-    assert json.loads(json.dumps(one.stats.as_dict()))["decode_tokens"] == 2
-    assert json.loads(json.dumps(completion.stats.as_dict()))["rounds"] == 2
-    assert engine().stats.kv_bytes_per_token == 0  # nothing ran, nothing is divided by
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -580,14 +424,14 @@ def test_logits_refuse_what_cannot_run() -> None:
             one.logits(tokens)
 
 
-ENGINE_REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"max_seq_len": 4097}, "4,097 .* 4,096"),
-    ({"sliding_window": 500}, {"max_seq_len": 501}, "501 .* sliding window of 500"),
-    ({"max_seq_len": 2**30}, {"max_seq_len": 2**30, "batch_size": 1000}, "batch_size 1000 x .* takes KV cache .* GiB"),
-]
-
-
-@pytest.mark.parametrize(("shape", "changes", "sentence"), ENGINE_REFUSED, ids=[case[2] for case in ENGINE_REFUSED])
+@pytest.mark.parametrize(
+    ("shape", "changes", "sentence"),
+    [
+        ({}, {"max_seq_len": 4097}, "4,097 .* 4,096"),
+        ({"sliding_window": 500}, {"max_seq_len": 501}, "501 .* sliding window of 500"),
+        ({"max_seq_len": 2**30}, {"max_seq_len": 2**30, "batch_size": 1000}, "batch_size 1000 x .* KV cache .* GiB"),
+    ],
+)
 def test_a_configuration_that_does_not_fit_the_model_is_refused(
     shape: dict[str, Any], changes: dict[str, Any], sentence: str
 ) -> None:
@@ -602,13 +446,6 @@ def test_a_configuration_at_the_edge_of_the_model_runs() -> None:
 
 def test_drafting_is_off_where_it_is_not_asked_for() -> None:
     assert engine().draft == DraftConfig(policy="off")
-
-
-def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    save_hugging_face(tiny_model(), tmp_path, dtype=torch.float32)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="'cuda' was requested"):
-        Engine.from_pretrained(tmp_path, EngineConfig(device="cuda", max_seq_len=512))
 
 
 @pytest.mark.parametrize(

@@ -68,36 +68,25 @@ def run(texts: list[str], stop: str | list[str], **params: Any) -> tuple[list[st
         (["one E", "ND two"], "END", ["one ", ""]),
         (["a", "E", "N", "D", "b"], "END", ["a", "", "", ""]),
         (["xxEN", "ENDy"], "END", ["xx", "EN"]),  # what was held is shown once it cannot be the stop string
-        (["aEND", "b"], "END", ["a"]),
-        (["END"], "END", [""]),
         (["aEND", "b"], ["zzz", "END"], ["a"]),
+        (["END"], "END", [""]),
         (["one two", " three"], ["three", "two"], ["one "]),
         (["one two three"], ["three", "two"], ["one "]),  # both in one piece: the first to come
         (["aa", "aa", "bc"], "aaabc", ["", "a", ""]),  # the held text begins the stop string again, one letter later
         (["\n", "\n", "x"], "\n\n", ["", ""]),
         (["日本", "語テ", "キスト"], "語テキ", ["日本", "", ""]),
-    ],
-)
-def test_a_stop_string_ends_the_text_before_it(texts: list[str], stop: str | list[str], shown: list[str]) -> None:
-    got, completion = run(texts, stop)
-    assert got == shown
-    assert completion.finish_reason == "stop"
-    assert completion.tokens == list(range(len(shown)))  # the token that completed it included
-
-
-@pytest.mark.parametrize(
-    ("texts", "stop", "shown"),
-    [
-        (["a", "E", "N"], "END", ["a", "", "EN"]),  # the output ends before the stop string does
+        # never completed: what was held is shown
+        (["a", "E", "N"], "END", ["a", "", "EN"]),
         (["EN", "EN", "X"], "END", ["", "EN", "ENX"]),
         (["stop", "ped"], "stops", ["", "stopped"]),
         (["a", "", "b"], "END", ["a", "", "b"]),
     ],
 )
-def test_held_text_is_shown_when_no_stop_string_comes(texts: list[str], stop: str, shown: list[str]) -> None:
+def test_a_stop_string_ends_the_text_before_it(texts: list[str], stop: str | list[str], shown: list[str]) -> None:
     got, completion = run(texts, stop)
     assert got == shown
-    assert completion.text == "".join(texts) and completion.finish_reason == "length"
+    assert completion.finish_reason == ("length" if "".join(shown) == "".join(texts) else "stop")
+    assert completion.tokens == list(range(len(shown)))  # the token that completed it included
 
 
 def test_every_way_to_cut_a_text_into_pieces_stops_at_the_same_place() -> None:
@@ -114,60 +103,35 @@ def test_every_way_to_cut_a_text_into_pieces_stops_at_the_same_place() -> None:
         assert completion.text == "abcabdabc"
 
 
-def test_max_tokens_ends_the_output() -> None:
-    one = request(Pieces("a", "b", "c"), max_tokens=2)
-    assert feed(one, [0, 1, 2]) == ["a", "b"]
-    assert one.completion().finish_reason == "length" and one.completion().tokens == [0, 1]
-
-
-def test_eos_ends_the_tokens_and_is_not_in_the_text() -> None:
-    one = request(StreamDecoder(ByteTokenizer()), max_tokens=9)
-    assert feed(one, [*b"hi", EOS, *b"!"]) == ["h", "i", ""]
+@pytest.mark.parametrize(
+    ("params", "tokens", "shown", "reason"),
+    [
+        ({"max_tokens": 2}, b"abc", ["a", "b"], "length"),
+        ({"max_tokens": 9}, [*b"hi", EOS, *b"!"], ["h", "i", ""], "stop"),
+        ({"max_tokens": 2}, [*b"h", EOS], ["h", ""], "stop"),  # as the last token allowed
+        ({"max_tokens": 9, "stop": "END"}, [*b"aEN", EOS], ["a", "", "", "EN"], "stop"),  # shows what was held
+        ({"max_tokens": 4, "ignore_eos": True}, [*b"h", EOS, *b"i!", 1], ["h", "", "i", "!"], "length"),
+        ({"max_tokens": 20}, [*"aé語".encode(), EOS], ["a", "", "é", "", "", "語", ""], "stop"),
+        # a character that is never finished is shown as a replacement
+        ({"max_tokens": 4}, [*b"ab", 0xE8, EOS], ["a", "b", "", "\ufffd"], "stop"),
+        ({"max_tokens": 4}, [*b"ab", 0xE8, 0xE8], ["a", "b", "", "\ufffd\ufffd"], "length"),
+    ],
+)
+def test_eos_and_max_tokens_end_the_output(
+    params: dict[str, Any], tokens: Sequence[int], shown: list[str], reason: str
+) -> None:
+    one = request(StreamDecoder(ByteTokenizer()), **params)
+    assert feed(one, [*tokens]) == shown
     completion = one.completion()
-    assert (completion.tokens, completion.text, completion.finish_reason) == ([*b"hi", EOS], "hi", "stop")
+    assert (completion.text, completion.finish_reason) == ("".join(shown), reason)
+    assert completion.tokens == [*tokens][: len(shown)]
 
 
-def test_eos_is_not_in_the_text_even_where_it_has_one() -> None:
+def test_what_a_decoder_says_of_eos_of_its_end_and_no_decoder_at_all() -> None:
     one = Request(0, [1], SamplingParams(max_tokens=9), frozenset({1}), Pieces("a", "</s>"))
-    assert feed(one, [0, 1]) == ["a", ""]
-
-
-def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
-    one = request(StreamDecoder(ByteTokenizer()), max_tokens=2)
-    feed(one, [104, EOS])
-    assert one.finish_reason == "stop"
-
-
-def test_eos_shows_what_was_held_for_a_stop_string() -> None:
-    one = request(StreamDecoder(ByteTokenizer()), max_tokens=9, stop="END")
-    assert feed(one, [*b"aEN", EOS]) == ["a", "", "", "EN"]
-
-
-def test_ignored_eos_is_a_token_like_any_other() -> None:
-    one = request(StreamDecoder(ByteTokenizer()), max_tokens=4, ignore_eos=True)
-    assert feed(one, [*b"h", EOS, *b"i!", 1]) == ["h", "", "i", "!"]
-    assert one.completion().tokens == [*b"h", EOS, *b"i!"] and one.finish_reason == "length"
-
-
-def test_an_unfinished_character_waits_for_its_bytes() -> None:
-    one = request(StreamDecoder(ByteTokenizer()), max_tokens=20)
-    assert feed(one, [*"aé語".encode(), EOS]) == ["a", "", "é", "", "", "語", ""]
-
-
-@pytest.mark.parametrize("end", [EOS, 0xE8])
-def test_a_character_that_is_never_finished_is_shown_as_a_replacement(end: int) -> None:
-    one = request(StreamDecoder(ByteTokenizer()), max_tokens=4)
-    feed(one, [*b"ab", 0xE8, end])
-    assert one.text == "ab\ufffd" + ("\ufffd" if end != EOS else "")
-
-
-def test_a_stop_string_is_found_in_what_the_end_of_the_output_sets_free() -> None:
+    assert feed(one, [0, 1]) == ["a", ""]  # not even where eos has a text
     one = request(Pieces("ab", "c", rest="de"), max_tokens=2, stop="cd")
-    assert feed(one, [0, 1]) == ["ab", ""]
-    assert one.finish_reason == "stop"
-
-
-def test_without_a_tokenizer_there_are_tokens_and_no_text() -> None:
+    assert feed(one, [0, 1]) == ["ab", ""] and one.finish_reason == "stop"
     one = request(None, max_tokens=3)
     assert feed(one, [7, 8, 9]) == ["", "", ""]
     assert one.completion().tokens == [7, 8, 9] and one.completion().text == ""
@@ -189,15 +153,6 @@ def test_an_event_names_the_drafts_that_were_refused_unless_the_text_had_ended_b
     assert one.commit([2, 3, 4], ["streaming", "streaming", "target"], 4, 2, [8, 9]).refused == []
 
 
-def test_length_is_where_the_pending_token_goes() -> None:
-    one = request(None, max_tokens=9)
-    assert one.length == 2  # three prompt tokens, the last of them pending
-    one.commit([7], ["target"])
-    assert one.length == 3
-    commit(one, [8, 9, 10], judged=4)
-    assert one.length == 6
-
-
 # ---- rounds of several tokens ----------------------------------------------------------------------------------------
 
 
@@ -208,19 +163,17 @@ def test_a_piece_is_the_text_that_its_token_made_certain() -> None:
     assert event.text == "é!ENx" == one.text
 
 
-def test_eos_among_the_accepted_drafts_ends_the_output_there() -> None:
-    one = request(StreamDecoder(ByteTokenizer()), max_tokens=20)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_eos_among_the_accepted_drafts_ends_the_output_there_unless_it_is_ignored(ignored: bool) -> None:
+    one = request(StreamDecoder(ByteTokenizer()), max_tokens=20, ignore_eos=ignored)
     event = commit(one, [*b"hi", EOS, *b"!?"], judged=4)
+    if ignored:
+        assert event.text == "hi!?" and len(event.tokens) == 5 and event.completion is None
+        return
     assert (event.tokens, event.text, event.sources) == ([*b"hi", EOS], "hi", ["streaming"] * 3)
     assert (event.drafted, event.accepted) == (3, 3)  # the fourth draft stood past the end
     assert event.completion and event.completion.finish_reason == "stop"
     assert event.completion.tokens == [*b"hi", EOS] and event.completion.text == "hi"
-
-
-def test_ignored_eos_does_not_end_a_round() -> None:
-    one = request(StreamDecoder(ByteTokenizer()), max_tokens=20, ignore_eos=True)
-    event = commit(one, [*b"h", EOS, *b"i!"], judged=3)
-    assert event.text == "hi!" and len(event.tokens) == 4 and event.completion is None
 
 
 @pytest.mark.parametrize(
@@ -281,31 +234,28 @@ def test_a_text_ends_the_same_however_its_tokens_come_in_rounds() -> None:
 
 
 def test_drafts_are_counted_by_their_position_in_the_round() -> None:
-    one = request(None, max_tokens=8)
+    one, lengths = request(None, max_tokens=8), []
     for judged, tokens in ((3, [1, 2]), (3, [3, 4, 5]), (1, [6]), (0, [7]), (0, [8])):
+        lengths.append(one.length)
         commit(one, tokens, judged=judged)
+    assert lengths == [2, 4, 7, 8, 9]  # where the pending token goes: of three prompt tokens the last one is pending
     stats = one.completion().stats
     assert stats.drafted_by_position == (3, 2, 2)
     assert stats.accepted_by_position == (2, 1, 0)  # as long as what was drafted
-    assert (stats.drafted, stats.accepted, stats.rounds, stats.emitted) == (7, 3, 5, 8)
-    assert stats.acceptance_rate == 3 / 7 and stats.tokens_per_round == 8 / 5
+    assert json.loads(json.dumps(stats.as_dict())) == {
+        "rounds": 5, "drafted": 7, "accepted": 3, "acceptance_rate": 3 / 7, "tokens_per_round": 8 / 5,
+        "drafted_by_position": [3, 2, 2], "accepted_by_position": [2, 1, 0],
+    }  # fmt: skip
+    assert stats.emitted == 8
 
 
-def test_nothing_drafted_is_an_acceptance_of_zero() -> None:
+def test_nothing_drafted_is_an_acceptance_of_zero_and_nothing_run_divides_by_nothing() -> None:
     one = request(None, max_tokens=2)
     feed(one, [1, 2])
     stats = one.completion().stats
     assert (stats.drafted_by_position, stats.accepted_by_position, stats.acceptance_rate) == ((), (), 0.0)
     assert stats.tokens_per_round == 1.0
-    assert CompletionStats().tokens_per_round == 0.0
-
-
-def test_the_account_is_json_with_its_derived_figures() -> None:
-    stats = CompletionStats(rounds=2, emitted=5, drafted_by_position=(2, 2), accepted_by_position=(2, 1))
-    assert json.loads(json.dumps(stats.as_dict())) == {
-        "rounds": 2, "drafted": 4, "accepted": 3, "acceptance_rate": 0.75, "tokens_per_round": 2.5,
-        "drafted_by_position": [2, 2], "accepted_by_position": [2, 1],
-    }  # fmt: skip
+    assert CompletionStats().tokens_per_round == EngineStats().kv_bytes_per_token == 0.0
 
 
 def test_totals_count_rounds_by_their_drafts_and_drafts_by_their_position() -> None:

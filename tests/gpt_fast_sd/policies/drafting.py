@@ -5,7 +5,6 @@ Shapes: B slots, T tokens, V vocabulary, gamma tokens drafted.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from gpt_fast_sd import DraftConfig, Engine, EngineConfig, SamplingParams
 from gpt_fast_sd.fast.compile import can_compile
-from gpt_fast_sd.model import FORMATS, KVCache, ModelConfig, Transformer
+from gpt_fast_sd.model import FORMATS, KVCache, Transformer
 from gpt_fast_sd.policies import Draft
 from gpt_fast_sd.prefill import Prefill
 from gpt_fast_sd.sampling import probabilities
@@ -29,8 +28,6 @@ from tests.helpers import chi_square, random_ids, table_of, tiny_config, tiny_mo
 
 LENGTHS = [1, 2, 300, 3, 256, 257, 24, 5]  # more prompts than slots; around the edges of chunks
 PROMPTS = [random_ids(n, seed=n) for n in LENGTHS]
-N_TOKENS = 16
-EOS_IDS = (31, 70, 79, 149, 186)  # five of the prompts come upon one of these, after 6 to 15 tokens
 
 TOY = tiny_config(vocab_size=5, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
 TOY_PROMPT = random_ids(40, vocab_size=5)
@@ -53,28 +50,6 @@ def drafting(
 
 def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
     return [completion.tokens for completion in completions]
-
-
-@functools.cache
-def plain_tokens(config: ModelConfig) -> list[list[int]]:
-    """What plain decoding makes of PROMPTS with the tiny model of that config."""
-    one = drafting("off", model=tiny_model(config))
-    return tokens_of(one.generate(PROMPTS, SamplingParams(max_tokens=N_TOKENS), speculate=False))
-
-
-def changes_no_greedy_token(
-    policy: str, *, gammas: Sequence[int] = (1, 2, 3, 6), config: ModelConfig | None = None, **draft: Any
-) -> bool:
-    """Whether PROMPTS, queueing for 4 slots and ending at EOS, get the tokens of plain decoding with every gamma."""
-    config = config or tiny_config(eos_ids=EOS_IDS)
-    expected = plain_tokens(config)
-    assert config.eos_ids == () or len({len(tokens) for tokens in expected}) > 3
-    for gamma in gammas:
-        one = drafting(policy, model=tiny_model(config), gamma=gamma, **draft)
-        got = tokens_of(one.generate(PROMPTS, SamplingParams(max_tokens=N_TOKENS)))
-        if got != expected or max(one.stats.rounds_by_gamma) != gamma:
-            return False
-    return True
 
 
 def drafting_now_and_then(one: Engine, gammas: Sequence[int]) -> None:

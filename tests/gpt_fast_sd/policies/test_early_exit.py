@@ -13,7 +13,6 @@ from gpt_fast_sd.policies import ModelDraft
 from gpt_fast_sd.state import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
-    changes_no_greedy_token,
     compiles_once,
     drafting,
     misfit,
@@ -71,12 +70,6 @@ def test_its_draft_is_what_the_first_layers_would_say_of_the_whole_text() -> Non
     for token in drafted:
         assert token == int(whole_text_logits(short, text)[-1].argmax())
         text.append(token)
-
-
-@pytest.mark.parametrize("view", ["full", "guided"])
-def test_it_changes_no_greedy_token(view: str) -> None:
-    gammas = (1, 2, 3, 6) if view == "full" else (3,)
-    assert changes_no_greedy_token("early_exit", gammas=gammas, view=view, budget=64)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from gpt_fast_sd.policies.lookup import look_up
 from gpt_fast_sd.state import RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
-    changes_no_greedy_token,
     compiles_once,
     drafting,
     misfit,
@@ -60,20 +59,16 @@ def test_it_drafts_what_followed_the_latest_of_the_longest_matches(
         assert expected is None or tokens[i].tolist() == expected
 
 
-def test_an_n_gram_longer_than_all_places_of_the_text_is_as_long_as_the_text() -> None:
-    text = torch.tensor([[1, 2, 3, 1, 2, 0, 0, 0]])
-    tokens, matched = look_up(text, torch.tensor([4]), 99, 2)
-    assert matched.tolist() == [True] and tokens.tolist() == [naive([1, 2, 3, 1, 2], 99, 2)]
-
-
-def test_a_match_close_to_the_end_goes_on_with_its_period() -> None:
-    tokens, matched = look_up(torch.tensor([[7, 1, 2, 3, 1, 2, 0, 0]]), torch.tensor([5]), 2, 7)
-    assert matched.tolist() == [True] and tokens.tolist() == [[3, 1, 2, 3, 1, 2, 3]]
-
-
-def test_it_changes_no_greedy_token() -> None:
-    assert changes_no_greedy_token("lookup")
-    assert changes_no_greedy_token("lookup", ngram=1, gammas=[4])
+@pytest.mark.parametrize(
+    ("row", "ngram", "drafted"),
+    [
+        ([1, 2, 3, 1, 2], 99, [3, 1]),  # as long as the text at most
+        ([7, 1, 2, 3, 1, 2], 2, [3, 1, 2, 3, 1, 2, 3]),  # close to the end it goes on with its period
+    ],
+)
+def test_drafts_that_were_found_by_hand(row: list[int], ngram: int, drafted: list[int]) -> None:
+    tokens, matched = look_up(torch.tensor([[*row, 0, 0, 0]]), torch.tensor([len(row) - 1]), ngram, len(drafted))
+    assert matched.tolist() == [True] and tokens.tolist() == [drafted]
 
 
 def test_sampled_tokens_follow_the_target_exactly() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from gpt_fast_sd.state import BatchState, RoundPlan
 from tests.gpt_fast_sd.policies.drafting import (
     PROMPTS,
     TOY,
-    changes_no_greedy_token,
     compiles_once,
     drafting,
     drafting_now_and_then,
@@ -43,27 +42,10 @@ def standalone(draft_model: Transformer | None = None, **draft: Any) -> tuple[En
     return one, one.policy
 
 
-@pytest.mark.parametrize("view", few(["full", "streaming", "snapkv", "quest"], ["full"]))
-def test_it_changes_no_greedy_token(view: str) -> None:
-    gammas = (1, 6) if view == "full" else (3,)
-    assert changes_no_greedy_token(
-        "standalone", gammas=gammas, view=view, budget=64, draft_model=nearly(tiny_model(), by=0.05)
-    )
-
-
-def test_a_draft_model_of_another_shape_changes_no_greedy_token() -> None:
-    assert changes_no_greedy_token("standalone", gammas=[1, 4], draft_model=tiny_model(SMALLER))
-
-
-def test_sampled_tokens_follow_the_target_exactly() -> None:
-    near = nearly(tiny_model(TOY), by=0.3)
-    assert misfit(toy_engine("standalone", draft_model=near), 4, SamplingParams(temperature=1.0)) < 1
-
-
-@pytest.mark.slow
-def test_a_wrong_q_would_be_found() -> None:
-    near, params = nearly(tiny_model(TOY), by=0.3), SamplingParams(temperature=1.0)
-    assert misfit(toy_engine("standalone", draft_model=near), 4, params, told_the_targets_own) > 1
+@pytest.mark.parametrize("plant", few([None, told_the_targets_own], [None]))
+def test_sampled_tokens_follow_the_target_exactly_and_a_wrong_q_would_be_found(plant: Any) -> None:
+    one = toy_engine("standalone", draft_model=nearly(tiny_model(TOY), by=0.3))
+    assert (misfit(one, 4, SamplingParams(temperature=1.0), plant) > 1) == (plant is not None)
 
 
 @pytest.mark.parametrize("gamma", few([1, 2, 5], [1, 5]))
@@ -89,8 +71,14 @@ def test_at_most_one_committed_token_is_missing_after_a_round() -> None:
         holds_what_a_prefill_gives(one, policy.runner, PROMPTS[:4], unfed=1)
 
 
+def assert_prefilled(policy: StandaloneDraft, slot: int, body: Sequence[int]) -> None:
+    """The cache of a slot begins, bit for bit, with what a prefill gives."""
+    found = entries(policy.runner.cache, slot, len(body))
+    assert all(map(torch.equal, found, prefilled(policy.runner, body)))
+
+
 def assert_holds(policy: StandaloneDraft, state: BatchState, lengths: Mapping[int, int]) -> None:
-    """The cache of each slot begins with what a prefill of so many tokens of its text gives."""
+    """The cache of each slot begins with about what a prefill of so many tokens of its text gives."""
     for slot, length in lengths.items():
         found = entries(policy.runner.cache, slot, length)
         wanted = prefilled(policy.runner, state.history[slot, :length].tolist())
@@ -144,14 +132,6 @@ def test_calls_with_and_without_speculation_may_take_turns() -> None:
         assert one.stats.acceptance_rate == (1.0 if speculate else 0.0)
 
 
-def test_timing_its_steps_for_an_automatic_gamma_leaves_nothing_behind() -> None:
-    one, _ = standalone(gamma="auto")
-    one.warm_up()
-    drafting_now_and_then(one, [4])
-    one.generate(PROMPTS, SamplingParams(max_tokens=13))
-    assert one.stats.acceptance_rate == 1.0 and one.stats.drafted > 40
-
-
 def test_a_prompt_that_a_live_slot_holds_is_copied_as_it_was_prefilled() -> None:
     """Its last token was fed again since, through a view that sees less than a prefill."""
     prompt = random_ids(300)
@@ -159,16 +139,14 @@ def test_a_prompt_that_a_live_slot_holds_is_copied_as_it_was_prefilled() -> None
     rounds = one.stream([prompt, *PROMPTS[:3], prompt], [SamplingParams(max_tokens=n) for n in (40, 4, 40, 40, 40)])
     while one.schedule.slots[1] is None or one.schedule.slots[1].index != 4:
         next(rounds)
-    for got, expected in zip(entries(policy.runner.cache, 1, 298), prefilled(policy.runner, prompt[:-1]), strict=True):
-        assert torch.equal(got, expected[:, :298])
+    assert_prefilled(policy, 1, prompt[:-2])
     request = Request(0, prompt, SamplingParams(), frozenset(), None)
     one.schedule.release(1)
     with torch.inference_mode():
         one.schedule._admit(request)
         while one.schedule.arrival:
             one.schedule._fill()
-    found, wanted = entries(policy.runner.cache, 1, 299), prefilled(policy.runner, prompt[:-1])
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert_prefilled(policy, 1, prompt[:-1])
 
 
 @pytest.mark.parametrize("view", few(["full", "streaming"], ["full"]))
@@ -213,10 +191,7 @@ def test_a_policy_that_is_admitted_to_without_preparing_prefills_by_itself() -> 
                 while filling.left and filling.body == prompt[:-1]:
                     filling.step()
             policy.host_admit(0, prompt)
-            for got, expected in zip(
-                entries(policy.runner.cache, 0, 299), prefilled(policy.runner, prompt[:-1]), strict=True
-            ):
-                assert torch.equal(got, expected)
+            assert_prefilled(policy, 0, prompt[:-1])
             policy.host_free(0)
 
 
@@ -239,25 +214,18 @@ def test_a_policy_that_is_given_back_does_not_rely_on_what_timing_wrote_over() -
     drafting_now_and_then(one, [4])
     one.generate([prompt], params)
     assert one.stats.acceptance_rate == 1.0
-    found, wanted = entries(policy.runner.cache, 0, 599), prefilled(policy.runner, prompt[:-1])
-    # fp32, the same sums in another order
-    assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(found, wanted, strict=True))
+    assert one.state.history[0, :599].tolist() == prompt[:-1]
+    assert_holds(policy, one.state, {0: 599})
 
 
-def test_a_seed_gives_the_same_tokens_again_when_the_prompt_is_held_already() -> None:
-    one, _ = standalone(nearly(tiny_model(), by=0.1), view="streaming", budget=16)
-    params = [SamplingParams(max_tokens=20, temperature=0.8, seed=i) for i in range(len(PROMPTS))]
-    first = tokens_of(one.generate(PROMPTS, params))
-    assert 0.1 < one.stats.acceptance_rate < 0.9
-    assert tokens_of(one.generate(PROMPTS, params)) == first
-    assert tokens_of(one.generate(PROMPTS[2:3], params[2:3])) == first[2:3]
-
-
-def test_both_caches_share_one_record_of_what_is_committed() -> None:
+def test_a_draft_model_of_another_shape_shares_the_record_of_what_is_committed() -> None:
     one, policy = standalone(tiny_model(SMALLER))
     assert policy.runner.cache.seq_len is one.cache.seq_len
     assert policy.runner.cache.capacity == one.cache.capacity and policy.runner.shape == (1, 4, 3)
     assert policy.positions_read(one.cache.seq_len).shape == (1, 4, 3, one.cache.layers[0].k.shape[2])
+    params = SamplingParams(max_tokens=16)
+    expected = tokens_of(one.generate(PROMPTS, params, speculate=False))
+    assert tokens_of(one.generate(PROMPTS, params)) == expected and one.stats.drafted > 0
 
 
 @pytest.mark.slow
